@@ -296,7 +296,7 @@ def _line(error: Exception) -> str:
 def _in_transformers(error: Exception) -> bool:
     """Return whether a model could not be made, by code of transformers that ours called only to build it."""
     frames = traceback.extract_tb(error.__traceback__)
-    return any(frame.name == "_build_family" for frame in frames)
+    return any(frame.name == "built" for frame in frames)
 
 
 def families() -> list[str]:

@@ -189,6 +189,10 @@ TECHNIQUES = (
     ("hybrid sharding", "strategies/shard.py strategies/data.py runtime/axes/shard.py"),
     ("gradient accumulation", "strategies/__init__.py strategies/shard.py runtime/run.py runtime/microbatches.py"),
     ("recompute", "strategies/recompute.py runtime/axes/recompute.py"),
+    (
+        "loss_chunk",
+        "strategies/chunked_loss.py runtime/axes/chunked_loss.py runtime/axes/pending_logits.py",
+    ),
     ("offload", "runtime/optimizer_step.py runtime/axes/data.py runtime/axes/shard.py"),
     ("mixed precision", "strategies/precision.py runtime/axes/precision.py"),
     ("loss scaling", "runtime/optimizer_step.py"),

@@ -65,8 +65,8 @@ def job_of(precision: str = "float64", steps: int = 3, **tables: Any) -> Job:
 
 
 def clipped(precision: str = "float64", **train: Any) -> Job:
-    """A small job of two steps that clips, so that the norm has an effect; with `watch_every=0` no sample runs again."""
-    return job_of(precision, 2, optimizer={"clip_norm": 0.5}, train=train)
+    """A small job of two steps that clips, so that the norm has an effect; no sample runs again unless `watch_every` says so."""
+    return job_of(precision, 2, optimizer={"clip_norm": 0.5}, train={"watch_every": 0, **train})
 
 
 def combinations(layouts: Sequence[str], models: Sequence[str]) -> list[Any]:

@@ -31,6 +31,18 @@ class Plain(nn.Module):
         return self.head(self.norm(x))
 
 
+class Capped(Plain):
+    """A frozen head, as with adapters, whose logits are multiplied by a weight and capped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heat = nn.Parameter(torch.ones(1) * 1.3)
+        self.head.requires_grad_(False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return 3.0 * torch.tanh(super().forward(input_ids) * self.heat / 3.0)
+
+
 class WithStatistics(Plain):
     """A buffer that the forward does not use."""
 
@@ -87,6 +99,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": plain,
     "plain_with_dropout": plain_with_dropout,
     "plain_with_statistics": WithStatistics,
+    "capped": Capped,
     "gpt2_with_dropout": GPT2_WITH_DROPOUT,
 }
 

@@ -77,18 +77,26 @@ def _parts(kind: Any) -> Iterator[Any]:
 
 
 class ModelTable(_Table):
-    """The model: `hf:FAMILY` (a transformers configuration), `module:function` that returns an nn.Module, or, to plan
-    and simulate only, `preset:NAME`."""
+    """The model: `hf:FAMILY` (a transformers configuration), `hf:PATH` (a folder with weights, from which training starts),
+    `module:function` that returns an nn.Module, or, to plan and simulate only, `preset:NAME`."""
 
     source: str = "hf:llama"
-    """`hf:FAMILY`, `module:function`, or `preset:NAME`."""
+    """`hf:FAMILY`, `hf:PATH`, `module:function`, or `preset:NAME`."""
     config: dict[str, Any] = {}
-    """Fields of the family's configuration or of the preset to override, or keyword arguments of the function."""
+    """Fields of the family's, the folder's or the preset's configuration to override, or keyword arguments of the function."""
 
     @property
     def preset(self) -> str | None:
         """Name of the preset; None where the model is a module."""
         return self.source.removeprefix(PRESET) if self.source.startswith(PRESET) else None
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder of a pretrained model, which a separator in its name or its config.json tells from a family; else None."""
+        name = self.source.removeprefix("hf:")
+        path = Path(name).expanduser()
+        is_path = any(mark in name for mark in "/\\") or name in (".", "..") or (path / "config.json").is_file()
+        return path if name and name != self.source and is_path else None
 
 
 class DataTable(_Table):

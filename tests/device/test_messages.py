@@ -87,9 +87,7 @@ def issued(rank: int, world: int, model: str, layout: str, job: Job) -> list[lis
     ],
 )
 def test_stages_issue_messages_as_the_model_of_nccl_does(layout: str) -> None:
-    for second, unknown, known in (
-        found[1:] for found in on_ranks(layout, issued, "deep_llama", clipped(watch_every=0))
-    ):
+    for second, unknown, known in (found[1:] for found in on_ranks(layout, issued, "deep_llama", clipped())):
         assert second == known
         assert sorted(unknown) == sorted(known)
 

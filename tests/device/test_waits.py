@@ -136,7 +136,7 @@ def hidden_waits(rank: int, world: int, model: str, layout: str, job: Job) -> Co
 
 
 def test_a_hidden_wait_is_found() -> None:
-    (seen,) = on_ranks("dp=1", hidden_waits, "plain", clipped("bf16", watch_every=0), device="cuda")
+    (seen,) = on_ranks("dp=1", hidden_waits, "plain", clipped("bf16"), device="cuda")
     known = {where for _, where in REASONS}
     assert {where: count for where, count in waits.by_function(seen).items() if where not in known} == {
         "building/model.py:call_model < device/test_waits.py:hidden_waits": 1

@@ -116,6 +116,8 @@ MODELS = {
     "experts": spec(replace(TINY, experts=4, top_k=2), "experts"),
     # A vocabulary that no degree divides stays whole, and weighs more beside blocks that are cut.
     "lopsided": spec(replace(TINY, layers=6, vocab=4999), "lopsided"),
+    # Of a vocabulary this large a plan tries to make the logits in chunks.
+    "wide": spec(replace(TINY, vocab=2**15, sequence=2048), "wide"),
     "vision": preset("resnet50"),
 }
 MACHINES = {

@@ -100,11 +100,11 @@ def quickest(model: ModelSpec, given: Job, hardware: Hardware, layouts: Iterable
 def test_for_all_degrees_the_best_of_what_a_plan_considers_is_the_best_of_the_list(
     kind: str, where: str, devices: int
 ) -> None:
-    """It ranges over every split and every combination of switches, but for offload, which is not priced."""
+    """It ranges over every split and combination of switches but for offload, not priced, and loss_chunk, never quicker."""
     model, given_job, hardware = MODELS[KINDS[kind]], job_of(4), MACHINES[where]
 
     def is_priced(layout: Layout) -> bool:
-        return not layout.offload and layout.tp <= hardware.devices_per_node
+        return not layout.offload and not layout.loss_chunk and layout.tp <= hardware.devices_per_node
 
     every, considered = (
         quickest(

@@ -14,6 +14,7 @@ from samestep.program import buckets
 from samestep.program.bodies import BodyKey
 from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.program import Program
+from samestep.program.ranks import stages_of
 from samestep.schedules import TaskKind
 from samestep.strategies import program_of, programs_of
 from tests.laws.models import LAW, PIPELINES, Case, blocks, case, cases, data_cases, decoders
@@ -109,8 +110,26 @@ def test_buckets_of_a_stage_stand_in_the_order_of_its_backwards(case: Case) -> N
         programs = programs_of(case.model, case.job, case.layout, case.program.step.ranks_per_node)
     for program in programs:
         layer = {param.name: param.layer for param in program.step.model.params}
-        ends = [min(layer[member.name] for member in bucket.members) for bucket in program.buckets]
+        early = [bucket for bucket in program.buckets if not bucket.is_late]
+        ends = [min(layer[member.name] for member in bucket.members) for bucket in early]
         assert ends == sorted(ends, reverse=True)
+        assert program.buckets[: len(early)] == tuple(early)
+
+
+@LAW
+@given(PIPELINES)
+def test_stages_come_to_what_they_share_in_one_order(case: Case) -> None:
+    """So that no two wait for each other; and what they reduce together is of one size."""
+    shared: dict[str, dict[int, list[tuple[str, int]]]] = {}
+    for stage, program in enumerate(case.programs):
+        members = {bucket.name: str(bucket.members) for bucket in program.buckets}
+        for _, op in program.ops():
+            if op.axis is not None and stages_of(op.axis):
+                of_stage = shared.setdefault(op.axis, {}).setdefault(stage, [])
+                of_stage.append((members.get(op.owner, op.owner), op.size_bytes))
+    for axis, rows in shared.items():
+        assert tuple(rows) == stages_of(axis)
+        assert len({str(row) for row in rows.values()}) == 1
 
 
 @LAW
@@ -304,17 +323,16 @@ def test_one_all_reduce_of_scalars_where_there_are_others(case: Case) -> None:
 @LAW
 @given(cases() | PIPELINES)
 def test_every_gradient_is_reduced_and_every_weight_gathered_where_ranks_share_it(case: Case) -> None:
-    """On its stage, or on two where it is tied across them; in one bucket or unit, never in both."""
+    """On each stage that uses it; in one bucket or unit, never in both."""
     found: Counter[str] = Counter()
-    tied = set()
+    tied: dict[str, int] = {}
     for program in case.programs:
-        tied |= {param.name for param in program.step.model.params if param.tied_stages}
+        tied |= {param.name: len(param.stages) for param in program.step.model.params if param.stages}
         in_buckets = [member.name for bucket in program.buckets for member in bucket.members]
         in_units = [name for unit in program.units for name in unit.params]
         assert len({*in_buckets, *in_units}) == len(in_buckets) + len(in_units)
         found.update((*in_buckets, *in_units))
-    assert set(found.values()) <= {1, 2}
-    assert {name for name, times in found.items() if times == 2} <= tied
+    assert all(times == tied.get(name, 1) for name, times in found.items())
     if case.layout.dp_cp_size > 1:
         assert {param.name for param in trainable(case)} <= set(found)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep import Layout
-from samestep.program.ranks import Ranks
+from samestep.program.ranks import Ranks, stages_of, tie_of
 
 DEGREE = st.integers(1, 4)
 ORDERS = (
@@ -64,7 +64,8 @@ def test_ranks_of_a_group_differ_in_its_coordinate_alone(layout: Layout) -> None
 @given(layouts())
 def test_a_stride_is_the_distance_of_neighbours(layout: Layout) -> None:
     ranks = Ranks.of(layout)
-    for axis in {"tie", *itertools.chain(*ORDERS)} & ranks.axes.keys():
+    ties = {tie_of((0, layout.pp - 1))} if layout.pp > 1 else set()
+    for axis in {*itertools.chain(*ORDERS)} & ranks.axes.keys() | ties:
         for group in ranks.groups(axis):
             assert all(after - before == ranks.stride(axis) for before, after in itertools.pairwise(group))
 
@@ -92,17 +93,17 @@ def test_data_axes_make_up_all_whose_gradients_are_summed(layout: Layout) -> Non
             assert {r for one in ranks.group(rank, outer) for r in ranks.group(one, inner)} == summed
 
 
-@given(layouts())
-def test_ties_join_the_first_stage_and_the_last(layout: Layout) -> None:
+@given(layouts(), st.data())
+def test_ties_join_the_stages_that_they_are_named_by(layout: Layout, data: st.DataObject) -> None:
     ranks = Ranks.of(layout)
-    if layout.pp == 1:
-        assert "tie" not in ranks.axes
-        return
-    stages = [[r for r in range(layout.world_size) if ranks.coordinate(r, "pp") == stage] for stage in range(layout.pp)]
-    assert ranks.groups("tie") == tuple(zip(stages[0], stages[-1], strict=True))
-    assert [ranks.coordinate(rank, "tie") for rank in (*stages[0], *stages[-1])] == [0] * len(stages[0]) + [1] * len(
-        stages[-1]
-    )
+    drawn = data.draw(st.sets(st.integers(0, layout.pp - 1), min_size=1))
+    tie = tie_of(sorted(drawn))
+    members = [[r for r in range(layout.world_size) if ranks.coordinate(r, "pp") == stage] for stage in sorted(drawn)]
+    assert ranks.groups(tie) == tuple(zip(*members, strict=True))
+    assert ranks.size(tie) == len(drawn)
+    for index, stage in enumerate(members):
+        assert {ranks.coordinate(rank, tie) for rank in stage} == {index}
+    assert not any(stages_of(axis) for axis in ranks.axes)
 
 
 @given(layouts(), st.data())

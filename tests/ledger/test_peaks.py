@@ -39,8 +39,8 @@ def _place(rank: int, world: int) -> RankInfo:
     return RankInfo(rank, rank, world, world, torch.device("cpu"))
 
 
-def _job(precision: str) -> Job:
-    return load(JOB, (*SETTINGS, f"numerics.precision={precision}"))
+def _job(precision: str, *settings: str) -> Job:
+    return load(JOB, (*SETTINGS, f"numerics.precision={precision}", *settings))
 
 
 def _workload(job: Job) -> Workload:
@@ -58,9 +58,9 @@ class Peak:
     parts: dict[str, int]
 
 
-def _peaks(rank: int, world: int, layout: str, precision: str, folder: str) -> list[Peak]:
+def _peaks(rank: int, world: int, layout: str, precision: str, folder: str, *settings: str) -> list[Peak]:
     gc.freeze()  # what was there before is not counted, and `Live`, which collects often, need not look through it
-    job = _job(precision)
+    job = _job(precision, *settings)
     workload, place = _workload(job), _place(rank, world)
     run = Run(workload.source, Layout.parse(layout), job, place)
     drawing = Live()
@@ -134,9 +134,27 @@ def test_steps_of_hybrids_within_two_per_cent(layout: str, tmp_path: Path) -> No
         assert peak.of != "step" or peak.said == pytest.approx(peak.most, rel=0.02), peak
 
 
-def _peaks_of_all_ranks(layout: str, precision: str, folder: Path) -> list[Peak]:
-    ranks, case = Layout.parse(layout).world_size, (layout, precision, str(folder))
-    _workload(_job(precision))  # which the ranks inherit
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ("dp=1", "bf16"),
+        ("dp=1 loss_chunk=64", "bf16"),
+        ("dp=1 loss_chunk=128 microbatch=4", "float32"),
+        ("tp=2 loss_chunk=64", "float32"),
+        ("dp=2 zero=3 loss_chunk=64", "bf16"),
+        ("pp=2 loss_chunk=32 microbatch=4", "float32"),
+    ],
+)
+def test_steps_with_many_classes_whose_logits_are_whole_or_in_chunks(
+    layout: str, precision: str, tmp_path: Path
+) -> None:
+    for peak in _peaks_of_all_ranks(layout, precision, tmp_path, "model.config.vocab_size=4096"):
+        assert peak.of != "step" or peak.said == pytest.approx(peak.most, rel=0.01), peak
+
+
+def _peaks_of_all_ranks(layout: str, precision: str, folder: Path, *settings: str) -> list[Peak]:
+    ranks, case = Layout.parse(layout).world_size, (layout, precision, str(folder), *settings)
+    _workload(_job(precision, *settings))  # which the ranks inherit
     seen = pool(ranks).run(_peaks, *case) if ranks > 1 else [_peaks(0, 1, *case)]
     return list(itertools.chain.from_iterable(seen))
 

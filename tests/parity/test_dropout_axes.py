@@ -83,7 +83,7 @@ def test_masks_of_another_rank_are_found_out(fault: str, layout: str) -> None:
 
 
 def shared_dropout() -> nn.Module:
-    """One nn.Dropout for all blocks: which of its entries is whose, a stage alone cannot know."""
+    """One nn.Dropout for all blocks: a stage must count the entries of other stages."""
     model = Attentive(blocks=4, dropout=0.3)
     for block in model.blocks:
         block.outer = model.blocks[0].outer
@@ -136,7 +136,6 @@ MODELS |= {"shared_dropout": shared_dropout, "folded": functools.partial(Folded,
 @pytest.mark.parametrize(
     ("model", "layout", "text"),
     [
-        ("shared_dropout", "pp=2", "blocks.0.outer draws the dropout masks of several layers: pp=1 works"),
         ("fused", "tp=2", r"blocks.0.drop draws a dropout mask of shape .1, 12, 24. .* cannot be told"),
         ("folded", "tp=2", r"blocks.0.inner draws a dropout mask of shape .1, 288. .* and so does tp=1"),
     ],
@@ -146,5 +145,6 @@ def test_what_cannot_be_placed_is_refused_by_name(model: str, layout: str, text:
         pool(2).run(observe, model, layout, clipped())
 
 
-def test_a_module_shared_by_layers_works_where_one_rank_runs_them_all() -> None:
-    assert_same(pool(2).run(observe, "shared_dropout", "tp=2", clipped()), reference("shared_dropout"), TOLERANCE)
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2 microbatch=4"])
+def test_a_module_shared_by_layers_draws_the_masks_of_each(layout: str) -> None:
+    assert_same(pool(2).run(observe, "shared_dropout", layout, clipped()), reference("shared_dropout"), TOLERANCE)

@@ -26,6 +26,7 @@ from tests import traced
 from tests.laboratory import Observed, assert_same, follow, job_of, perturbed
 from tests.models import Tokens
 from tests.parity import pipeline_models as models
+from tests.parity import shared_models
 from tests.parity.test_odd_models import Pairs
 from tests.pool import pool
 
@@ -81,14 +82,18 @@ EQUAL = {
     "views": Case(models.Views),
     "flattened": Case(models.Flattened),
     "two_uses": Case(models.TwoUses),
+    "behind_back": Case(models.BehindBack),
+    "one_norm": Case(models.OneNorm),
+    "twice": Case(models.Twice),
+    "repeated": Case(shared_models.Repeated),
+    "adapted": Case(shared_models.Adapted),
+    "tied_blocks": Case(shared_models.TiedBlocks),
+    "three_stages": Case(shared_models.ThreeStages),
 }
 IN_FLOAT32 = {"automatic": Case(models.Automatic), "high_stream": EQUAL["high_stream"]}
 REFUSED = {
-    "behind_back": (Case(models.BehindBack), "blocks.1 reads gain past its arguments, and another layer uses it"),
     "hidden": (Case(models.Hidden), "blocks.1 reads a tensor of blocks.0 that is not passed on"),
     "carried": (Case(models.Carried), "reads a tensor of blocks.0 that is not passed on"),
-    "one_norm": (Case(models.OneNorm), "norm of an earlier layer is called after blocks.1"),
-    "twice": (Case(models.Twice), "blocks.0 of an earlier layer is called after blocks.1"),
     "written_through_view": (Case(models.WrittenThroughView), "add reads a tensor of add_ that is not passed on"),
 }
 LAYOUTS = ("pp=2 microbatch=4", "pp=2 microbatch=2 schedule=zero-bubble recompute=full")
@@ -163,6 +168,20 @@ def test_stages_compute_what_one_device_computes(layout: str, name: str) -> None
         ("gains", "dp=2 pp=2 zero=1 microbatch=1 schedule=interleaved virtual_stages=2"),
         ("first_values", "cp=2 pp=2 microbatch=2"),
         ("conditioned", "cp=2 pp=2 microbatch=2 schedule=zero-bubble recompute=full"),
+        ("repeated", "pp=4 microbatch=2"),
+        ("repeated", "dp=2 pp=2 microbatch=1 schedule=interleaved virtual_stages=2"),
+        ("repeated", "dp=2 pp=2 zero=1 microbatch=1 schedule=interleaved virtual_stages=2"),
+        ("repeated", "dp=2 pp=2 zero=2 microbatch=2"),
+        ("repeated", "dp=2 pp=2 zero=3 microbatch=2 recompute=full"),
+        ("adapted", "dp=2 pp=2 zero=3 microbatch=2"),
+        ("adapted", "dp=2 pp=2 zero=1 microbatch=2 schedule=zero-bubble"),
+        ("tied_blocks", "pp=4 microbatch=2 schedule=zero-bubble"),
+        ("tied_blocks", "dp=2 pp=2 zero=3 microbatch=2"),
+        ("twice", "dp=2 pp=2 zero=3 microbatch=2"),
+        ("behind_back", "dp=2 pp=2 zero=3 microbatch=2"),
+        ("three_stages", "pp=4 microbatch=2"),
+        ("three_stages", "dp=2 pp=2 zero=1 microbatch=1 schedule=interleaved virtual_stages=3"),
+        ("three_stages", "dp=2 pp=2 zero=2 microbatch=2"),
     ],
 )
 def test_stages_compose_with_other_axes(name: str, layout: str) -> None:

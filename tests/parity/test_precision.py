@@ -78,6 +78,7 @@ SOME = [
     "dp=2 zero=1 microbatch=2",
     "dp=2 zero=2 microbatch=1",
     "dp=2 zero=3 recompute=selective",
+    "dp=2 zero=3 loss_chunk=7",
 ]
 FEW = ["dp=2", "dp=2 zero=1 microbatch=1", "dp=2 zero=3 microbatch=2"]
 CASES = [("plain", "bf16", EVERY), ("gpt2", "bf16", SOME), ("llama", "bf16", FEW), ("gpt2", "fp16", SOME)]

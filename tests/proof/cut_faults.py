@@ -158,13 +158,13 @@ def gradients_grow_at_the_boundary(patch: Patch) -> None:
 
 @fault(Cause.TIED, "dp=1 pp=2 microbatch=4", "deep_tied")
 def tied_weights_are_not_summed_across_stages(patch: Patch) -> None:
-    around(patch, Replicated, "_send", unless("tie"))
+    around(patch, Replicated, "_send", unless("tie-0-1"))
 
 
 @fault(Cause.TIED, "dp=1 pp=2 microbatch=4", "deep_tied")
 def tied_weights_are_counted_twice(patch: Patch) -> None:
     def send(original: Any, self: Replicated, flat: Any, op: Any, whole: Tensor) -> Any:
-        if op.axis == "tie" and rank() == 0:
+        if op.axis == "tie-0-1" and rank() == 0:
             whole.mul_(2.0)
         return original(self, flat, op, whole)
 

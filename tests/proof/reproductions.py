@@ -156,8 +156,8 @@ REPRODUCTIONS = (
     _case("calls counted", "A12", 4, odd.Counter, "dp=1 recompute=full, dp=1 microbatch=4", names=("k", "blocks"), **VECTORS),
     _case("weights clamped by hand", "A13", 4, odd.net, "dp=1 offload, dp=2", names=("weight",), each=odd.clamp, **VECTORS),
     _case("weights normalised in the forward", "A13", 4, odd.forced, "dp=2 zero=1, dp=2 zero=3", names=("weight", "0"), **VECTORS),
-    _case("table made when it is first used", "C", 4, odd.Cached, "dp=1, dp=2, dp=1 microbatch=4", must=EQUAL),
-    _case("queue that only later steps read", "", 4, odd.Unread, "dp=1", must=EQUAL, **VECTORS),
+    _case("table made when it is first used", "C", 4, odd.Cached, "dp=1, dp=2, dp=1 microbatch=4, dp=1 tp=2", must=EQUAL),
+    _case("queue that only later steps read", "", 4, odd.Unread, "dp=1, dp=1 tp=2", must=EQUAL, **VECTORS),
     # -- experts -----------------------------------------------------------------------------------
     _case("experts that weigh by themselves", "D3", 5, odd.OwnWeighing, "dp=2 ep=2", names=("experts",)),
     _case("experts without rows", "D6", 5, odd.NoRows, "dp=2 ep=2", must=EQUAL),

@@ -302,11 +302,14 @@ class Loop(nn.Module):
         return x
 
 
-def test_a_block_called_again_is_shared() -> None:
+def test_a_block_called_again_is_shared_and_makes_a_layer_for_each_call() -> None:
     spec = spec_of(Loop, torch.zeros(1, 4))
-    assert [layer.modules for layer in spec.layers] == [("layers.0",), ("layers.1",)]
+    assert [layer.name for layer in spec.layers] == ["layers.0", "layers.1", "layers.0#2"]
+    assert [layer.called for layer in spec.layers] == [("layers.0",), ("layers.1",), ("layers.0",)]
+    assert [layer.repeats for layer in spec.layers] == ["", "", "layers.0"]
     assert [param.shared for param in spec.params] == [True, True, False, False]
-    assert [layer.forward_flops for layer in spec.layers] == [2 * 2 * 16, 2 * 16]
+    assert [[use.layer for use in param.uses] for param in spec.params] == [[0, 2], [0, 2], [], []]
+    assert [layer.forward_flops for layer in spec.layers] == [2 * 16, 2 * 16, 2 * 16]
 
 
 class Functional(nn.Module):

@@ -242,19 +242,35 @@ def family_source(family: str, fields: Mapping[str, Any]) -> Callable[[], nn.Mod
     Raises:
         ModelError: transformers, the family or a field does not exist.
     """
-    _check_family(family)
-    return functools.partial(_build_family, family, family_config(family, fields))
+    check_family(family)
+    return functools.partial(built, f"hf:{family}", family_config(family, fields))
 
 
-def _build_family(family: str, config: Any) -> nn.Module:
-    transformers = importlib.import_module("transformers")
-    with _quiet():
+def built(source: str, config: Any, **settings: Any) -> nn.Module:
+    """Return the model of a configuration with new values, in training mode; `source` is named in errors.
+
+    `settings` are arguments of the class, such as a dtype.
+
+    Raises:
+        ModelError: the family's code refuses the configuration.
+    """
+    with quiet():
         try:
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+            model: nn.Module = auto_class().from_config(config, **settings)
         except (ValueError, TypeError, AssertionError, ArithmeticError, LookupError, RuntimeError) as error:
             # Some families check in their modules what others check in their configuration.
-            raise ModelError(f"model.config does not fit hf:{family}: {' '.join(str(error).split())}") from None
+            raise ModelError(f"model.config does not fit {source}: {' '.join(str(error).split())}") from None
     return model.train()
+
+
+def auto_class() -> Any:
+    """Return the class of transformers that builds a model from its configuration."""
+    return importlib.import_module("transformers").AutoModelForCausalLM
+
+
+def is_family(word: str) -> bool:
+    """Return whether transformers has a family of this name."""
+    return word in importlib.import_module(f"{_AUTO}.configuration_auto").CONFIG_MAPPING_NAMES
 
 
 def _causal_families() -> Mapping[str, str]:
@@ -270,20 +286,30 @@ def near_family(word: str) -> str:
         return ""
 
 
-def _check_family(family: str) -> None:
+def check_installed(source: str) -> None:
+    """Refuse a model of transformers where transformers is not installed.
+
+    Raises:
+        ModelError: it is not.
+    """
+    try:
+        importlib.import_module("transformers")
+    except ImportError:
+        raise ModelError(f"{source} needs transformers: pip install 'samestep[hf]'") from None
+
+
+def check_family(family: str) -> None:
     """Refuse a word that is no family of transformers, or a family without a causal language model.
 
     Raises:
         ModelError: it is such a word, or transformers is not installed.
     """
-    try:
-        importlib.import_module("transformers")
-    except ImportError:
-        raise ModelError(f"hf:{family} needs transformers: pip install 'samestep[hf]'") from None
+    check_installed(f"hf:{family}")
     families = importlib.import_module(f"{_AUTO}.configuration_auto").CONFIG_MAPPING_NAMES
     causal = _causal_families()
     if family not in families:
-        raise ModelError(f"hf:{family}: transformers has no family {family!r}{did_you_mean(family, causal)}")
+        without = f"; the folder {family} has no config.json" if Path(family).is_dir() else ""
+        raise ModelError(f"hf:{family}: transformers has no family {family!r}{did_you_mean(family, causal)}{without}")
     if family not in causal:
         raise ModelError(
             f"hf:{family}: this family of transformers has no causal language model; "
@@ -297,8 +323,17 @@ def family_config(family: str, fields: Mapping[str, Any]) -> Any:
     Raises:
         ModelError: the family has no such field, or refuses its value.
     """
-    transformers = importlib.import_module("transformers")
-    kind = transformers.CONFIG_MAPPING[family]
+    check_fields(family, fields)
+    return configured(f"hf:{family}", family, fields, fields)
+
+
+def check_fields(family: str, fields: Mapping[str, Any]) -> None:
+    """Refuse fields that a family's configuration does not have.
+
+    Raises:
+        ModelError: there is such a field, or a number that is too large.
+    """
+    kind = importlib.import_module("transformers").CONFIG_MAPPING[family]
     if dataclasses.is_dataclass(kind):
         own = {one.name for one in dataclasses.fields(kind)}
     else:
@@ -310,13 +345,22 @@ def family_config(family: str, fields: Mapping[str, Any]) -> Any:
             raise ModelError(f"model.config.{name} = {value!r} is not a number up to {most}")
         if name not in known and not _is_read(kind, name):
             raise ModelError(f"model.config.{name}: hf:{family} has no such field{did_you_mean(name, sorted(known))}")
-    with _quiet():
+
+
+def configured(source: str, family: str, values: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    """Return a family's configuration of these values, ready for training; the job itself has `given` some of them.
+
+    Raises:
+        ModelError: the family refuses a value.
+    """
+    transformers = importlib.import_module("transformers")
+    with quiet():
         try:
-            config = transformers.AutoConfig.for_model(family, **fields)
+            config = transformers.CONFIG_MAPPING[family](**values)
         except Exception as error:
             # The classes of these errors differ between versions of transformers and of huggingface_hub.
-            raise ModelError(f"model.config does not fit hf:{family}: {' '.join(str(error).split())}") from None
-    _prepare(config, fields)
+            raise ModelError(f"model.config does not fit {source}: {' '.join(str(error).split())}") from None
+    _prepare(config, given)
     return config
 
 
@@ -346,12 +390,16 @@ def _prepare(config: Any, fields: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress transformers' log messages, such as those about special tokens outside a small vocabulary."""
+def quiet() -> Iterator[None]:
+    """Suppress transformers' messages and progress bars, such as those about special tokens outside a small vocabulary."""
     logging = importlib.import_module("transformers.utils.logging")
-    before = logging.get_verbosity()
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    if bars:
+        logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()

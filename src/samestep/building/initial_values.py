@@ -34,6 +34,8 @@ from samestep.building.named_tensors import (
     unwrapped_prefixes,
 )
 from samestep.building.parameter_marks import ParameterMarks, take_marks, tensors_of_hooks
+from samestep.building.pretrained import PretrainedModel
+from samestep.building.stored_weights import StoredWeights, parts_of
 from samestep.building.surface import Surface, process_randomness, whole_truncated_normal
 from samestep.building.tape import WAY_OUT, Ref, Slice, Tape, contiguous, replay
 from samestep.errors import ModelError, did_you_mean
@@ -63,11 +65,21 @@ class Blueprint:
     """Values from a plain call, by first name, of constants that the tape does not make."""
     waived: tuple[str, ...] = ()
     """Refusals of values that the job waives."""
+    stored: StoredWeights | None = field(default=None, repr=False)
+    """The values that are read from a folder; what it lacks is made by the tape."""
+
+    def is_stored(self, name: str) -> bool:
+        """Return whether a folder has the values of a tensor."""
+        return self.stored is not None and self.stored.holds(name)
+
+    def makes_parts(self, name: str) -> bool:
+        """Return whether intervals of a tensor are made, along any dimension, without the rest of it in memory."""
+        return self.stored is not None and self.is_stored(name) and self.stored.reads_parts(name)
 
     def is_unmade(self, name: str) -> bool:
         """Return whether nothing on the tape gives a tensor its values."""
         ref = self._refs[name]
-        if self.canonical[name] in self.constants:
+        if self.canonical[name] in self.constants or self.is_stored(name):
             return False
         return self._tape.is_unwritten(ref) or self._tape.is_foreign(self._slices[ref.memory])
 
@@ -83,10 +95,13 @@ class Blueprint:
         device: torch.device,
         dtype: torch.dtype | None = None,
         rows: Sequence[tuple[int, int]] | None = None,
+        dim: int = 0,
     ) -> Tensor:
         """Return the tensor `name`, or intervals of its rows: detached, contiguous, in newly allocated memory.
 
-        Rows of a stack of weights are made without the others (`building/drawn_rows.py`), and so is the whole stack. Its bits are equal on every rank (per device type), in whatever order and number tensors are made; the process's
+        Rows of a stack of weights are made without the others (`building/drawn_rows.py`), and so is the whole stack; of a
+        tensor that a folder stores as it is only the rows are read. `dim` is the dimension of the intervals, if not the
+        rows. Bits are equal on every rank (per device type), in whatever order and number tensors are made; the process's
         random state does not change. `dtype` casts values that were drawn in the model's own dtype.
 
         Raises:
@@ -98,18 +113,16 @@ class Blueprint:
         constant = self.constants.get(self.canonical[name])
         part = self._slices[ref.memory]
         where = torch.device(device)
+        if self.stored is not None and self.is_stored(name):
+            return self.stored.read(name, dtype or ref.dtype, rows, dim).to(where)
         if constant is not None:
-            return _rows_of(constant, rows).to(where, dtype or constant.dtype, copy=True)
-        if drawn_rows.are_drawn(self._tape, part, ref):
+            return parts_of(constant, rows, dim).to(where, dtype or constant.dtype, copy=True)
+        if drawn_rows.are_drawn(self._tape, part, ref) and dim == 0:
             intervals = rows if rows is not None else [(0, ref.size[0])]
             made = drawn_rows.draw(self._tape, part, ref, where, self._keys, intervals)
         else:
-            made = _rows_of(replay(self._tape, part, ref, where, self._keys), rows)
+            made = parts_of(replay(self._tape, part, ref, where, self._keys), rows, dim)
         return made if dtype is None else made.to(dtype)
-
-
-def _rows_of(tensor: Tensor, rows: Sequence[tuple[int, int]] | None) -> Tensor:
-    return tensor if rows is None else torch.cat([tensor[start:stop] for start, stop in rows])
 
 
 Waived = Callable[[str], str]
@@ -133,22 +146,39 @@ def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int, waived: Wa
     """
     if isinstance(source, nn.Module):
         return _of(source, Tape(), seed, from_instance=True)
-    made, failure = None, None
+    made, failure, build = None, None, source.build if isinstance(source, PretrainedModel) else source
     try:
-        made = _taped(source, seed)
+        made = _taped(build, seed)
     except Exception as error:
         failure = error
+    if isinstance(source, PretrainedModel):
+        made = _with_stored(source, made, failure)
     size_bytes = sum(tensor.nbytes for tensor in _distinct(made.module)) if made else 0
     doubtful = made is None or made._tape.holds_other_tensors or any(map(made.is_unmade, made.canonical.values()))
     calls, hindrance = None, "the model is too large to call it plainly"
     if (doubtful or size_bytes <= plain_calls.SMALL_BYTES) and plain_calls.fits(size_bytes):
         try:
-            calls = plain_calls.call_twice(source, seed)
+            calls = plain_calls.call_twice(build, seed)
         except Exception as error:
             hindrance = f"the build function cannot be called plainly: {error}"
     if made is None or (calls and plain_calls.other_form(made.module, calls.module)):
+        if isinstance(source, PretrainedModel):
+            raise ModelError(f"{source.folder}: its class makes another model on the meta device: {WAY_OUT}")
         return _from_calls(calls, failure, seed)
     return _tried(made, calls, hindrance, waived)
+
+
+def _with_stored(source: PretrainedModel, made: Blueprint | None, failure: Exception | None) -> Blueprint:
+    """Return the blueprint of a folder's model: values are read where the folder has them.
+
+    Raises:
+        ModelError: the model cannot be built, or the folder's tensors do not fit it.
+    """
+    if made is None:
+        assert failure is not None
+        raise failure
+    stored = source.stored(made.module, made.canonical)
+    return replace(made, stored=stored, drawn=frozenset(name for name in made.drawn if not stored.holds(name)))
 
 
 def _taped(source: Callable[[], nn.Module], seed: int) -> Blueprint:
@@ -221,6 +251,8 @@ def _tried(made: Blueprint, calls: plain_calls.PlainCalls | None, hindrance: str
     constants: dict[str, Tensor] = {}
     refused: list[str] = []
     for name in dict.fromkeys(made.canonical.values()):
+        if made.is_stored(name):
+            continue
         if calls is None or name not in calls.first or name not in calls.second:
             if made.is_unmade(name):
                 refused.append(made.no_values(name, hindrance))

@@ -1,6 +1,7 @@
 """The model of a job: its build function, and the call of the built model on a batch.
 
     model.source       hf:FAMILY        a family of transformers with the fields of model.config, as a causal LM
+                       hf:PATH          a folder with a configuration and weights (`building/pretrained.py`)
                        module:function  called with model.config as keyword arguments
 
 A module is looked for in the working directory too. What transformers would accept silently, such as a field that no
@@ -14,14 +15,16 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from samestep.building.families import family_source, near_family
+from samestep.building.families import check_installed, family_config, family_source, is_family, near_family
 from samestep.building.imported import imported
 from samestep.building.named_tensors import unwrapped
 from samestep.building.packed_positions import asked_once
+from samestep.building.pretrained import folder_config, pretrained_source
 from samestep.errors import ModelError
 from samestep.job import Job
 
@@ -35,13 +38,15 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
         ModelError: transformers, the family, a field, the module or the function does not exist.
     """
     source, config = job.model.source, job.model.config
+    if job.model.folder is not None:
+        return pretrained_source(_folder_of(job), config)
     if source.startswith("hf:"):
         return family_source(source.removeprefix("hf:"), config)
     if job.model.preset is not None:
         raise ModelError(f"{source} is a model's shape, to plan and simulate; train hf:FAMILY or module:function")
     if ":" not in source:
         raise ModelError(
-            f"model.source = {source!r} is not of the form module:function or hf:FAMILY{near_family(source)}"
+            f"model.source = {source!r} is not of the form module:function, hf:FAMILY or hf:PATH{near_family(source)}"
         )
     function = imported(source, "model.source", ModelError)
     try:
@@ -49,6 +54,36 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
     except TypeError as error:
         raise ModelError(f"model.config does not fit {source}: {error}") from None
     return JobModel(function, source, config)
+
+
+def configuration_of(job: Job) -> Any:
+    """Return the configuration of a model of transformers; None for other models.
+
+    Raises:
+        ModelError: the family, the folder or a field does not exist.
+    """
+    if job.model.folder is not None:
+        return folder_config(_folder_of(job), job.model.config)
+    if job.model.source.startswith("hf:"):
+        return family_config(job.model.source.removeprefix("hf:"), job.model.config)
+    return None
+
+
+def _folder_of(job: Job) -> Path:
+    """Return the folder of a job's model.
+
+    Raises:
+        ModelError: it has the name of a family, without a separator; or transformers is not installed.
+    """
+    folder, name = job.model.folder, job.model.source.removeprefix("hf:")
+    assert folder is not None
+    check_installed(job.model.source)
+    if "/" not in name and is_family(name):
+        raise ModelError(
+            f"model.source: hf:{name} is a family of transformers, and a folder here: hf:./{name} is the folder, and for the "
+            "family another name of the folder works"
+        )
+    return folder
 
 
 @dataclass(frozen=True, slots=True)

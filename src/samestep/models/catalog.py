@@ -20,10 +20,12 @@ from samestep.errors import InputError, ModelError, did_you_mean
 from samestep.job import PRESET, Job
 from samestep.models import presets
 from samestep.models.spec import FORMAT_VERSION, ModelSpec
+from samestep.models.weight_files import digest_of
 
 _TRACERS = (
     "models/spec.py",
-    *(f"building/{name}.py" for name in ("model", "initial_values")),
+    "runtime/axes/pending_logits.py",
+    *(f"building/{name}.py" for name in ("model", "initial_values", "pretrained")),
     *(
         f"tracing/{name}.py"
         for name in (
@@ -77,6 +79,11 @@ def model_spec(job: Job) -> ModelSpec:
 
 
 def _cache_path(job: Job) -> Path | None:
+    """Return where the spec of a job's model is kept; None where it is traced each time.
+
+    Raises:
+        ModelError: the folder of the model lacks its configuration or its weights.
+    """
     if not job.model.source.startswith("hf:"):
         return None
     versions = [f"{name} {_version(name)}" for name in ("samestep", "torch", "transformers")]
@@ -84,6 +91,8 @@ def _cache_path(job: Job) -> Path | None:
     tracers = [xxhash.xxh3_64_hexdigest(own.joinpath(file).read_bytes()) for file in _TRACERS]
     # The sequence length shapes the sample that is traced; where samples come from does not.
     key = [FORMAT_VERSION, versions, tracers, job.model.model_dump(mode="json"), job.data.sequence_length]
+    if job.model.folder is not None:
+        key.append(digest_of(job.model.folder))
     digest = xxhash.xxh3_128_hexdigest(json.dumps(key, sort_keys=True).encode())
     try:
         return Path.home() / ".cache" / "samestep" / "specs" / f"{digest}.json"

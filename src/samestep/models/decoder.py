@@ -33,6 +33,7 @@ from samestep.models.spec import (
     Partial,
     PartialSum,
     Product,
+    Use,
 )
 
 
@@ -168,6 +169,12 @@ class _Block:
         self.results_cut += cut
 
 
+def _tied(embedding: ParamSpec, head: int) -> ParamSpec:
+    """Return the weight of an embedding that the layer `head` uses too."""
+    uses = (Use(layer=0, owner=embedding.name.rpartition(".")[0]), Use(layer=head, owner="lm_head"))
+    return replace(embedding, shared=True, aliases=("lm_head.weight",), uses=uses)
+
+
 def spec(decoder: Decoder, name: str) -> ModelSpec:
     """Return the shape of a decoder: layers, weights, work and activations of one sample."""
     embedding, head = _embedding(decoder), _head(decoder)
@@ -186,10 +193,7 @@ def spec(decoder: Decoder, name: str) -> ModelSpec:
     layers.append(_layer(decoder, head, "norm+lm_head", ("model.norm", "lm_head"), False))
     params += _params(head, decoder.layers + 1, "")
     if decoder.tied:
-        params = [
-            replace(p, shared=True, aliases=("lm_head.weight",)) if p.name.endswith("tokens.weight") else p
-            for p in params
-        ]
+        params = [_tied(p, decoder.layers + 1) if p.name.endswith("tokens.weight") else p for p in params]
     if decoder.adapter_rank:
         params = [p if ".lora_" in p.name else replace(p, trainable=False) for p in params]
         layers = [replace(layer, products=tuple(map(_frozen, layer.products))) for layer in layers]

@@ -11,12 +11,13 @@ import dataclasses
 import functools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Literal, TypeVar
 from typing import ParamSpec as ParamSpecification
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 
 Cutting = Literal["", "columns", "inner", "count"]
 """The size of a product that a tensor cut divides; empty for none."""
@@ -83,7 +84,8 @@ def is_below(path: str, root: str) -> bool:
 class Cut:
     """The tensor cut that a weight allows: along `dim`, between `groups` (heads, columns, vocabulary tokens)."""
 
-    style: Literal["column", "row", "vocab"]
+    style: Literal["column", "row", "vocab", "gather"]
+    """gather: by columns, and the output is gathered. A vocabulary and what is gathered may also stay whole."""
     dim: int
     groups: int
     parts: int = 1
@@ -197,13 +199,26 @@ class MaskSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """The use of a weight in one layer, by a module that owns it or by other code."""
+
+    layer: int
+    owner: str = ""
+    """Path of the module that owns the weight and is called in the layer; empty where other code reads it."""
+    calls: int = 1
+    """Number of these calls."""
+    called: tuple[int, int] = (0, 0)
+    """First and last event of the forward, as `ParamSpec.called`, among these calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
     """One parameter of the model, and how the forward uses it."""
 
     name: str
     shape: tuple[int, ...]
     layer: int
-    """Index of the layer that owns it."""
+    """Index of the layer that uses it first."""
     aliases: tuple[str, ...] = ()
     """Other full names of the same tensor, for a tied weight."""
     shared: bool = False
@@ -212,8 +227,8 @@ class ParamSpec:
     """Largest number of calls of the module that owns it in one forward."""
     called: tuple[int, int] = (0, 0)
     """First and last event of the forward at which its unit's module is entered or left, as indices of such events."""
-    last_layer: int | None = None
-    """Index of the last layer that uses it; None if that is the layer that owns it."""
+    uses: tuple[Use, ...] = ()
+    """Its uses in the order of layers, if several layers use it; empty if one does."""
     read_outside: bool = False
     """Whether code outside the layer that owns it reads it, such as a model that multiplies by its embedding."""
     takes_gradient: bool = True
@@ -231,13 +246,18 @@ class ParamSpec:
     """Why its gradient is partial over `tp`, though the weight is replicated; empty if it is not partial."""
     experts: int = 0
     """Number of experts along its first dimension; 0 if it belongs to none."""
-    tied_stages: bool = False
-    """Whether two pipeline stages hold it, tied, and sum its gradients."""
+    stages: tuple[int, ...] = ()
+    """Pipeline stages that hold it, tied, and sum its gradients, if there are several; empty if one does."""
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def last_layer(self) -> int:
+        """Index of the last layer that uses it."""
+        return self.uses[-1].layer if self.uses else self.layer
 
     @property
     def rows(self) -> int:
@@ -290,7 +310,15 @@ class LayerSpec:
 
     name: str
     modules: tuple[str, ...]
-    """Paths of its modules; no two layers share one."""
+    """Paths of the modules that it is the first to call; no two layers share one."""
+    again: tuple[str, ...] = ()
+    """Paths of modules with weights that an earlier layer has called before."""
+    repeats: str = ""
+    """Name of the earlier layer whose block it calls again; empty if it is the first to call its own."""
+    calls: int = 0
+    """Number of calls of top-most modules with weights."""
+    entered: tuple[tuple[str, int], ...] = ()
+    """Modules that other layers enter too, and how often it does."""
     is_block: bool = False
     forward_flops: int = 0
     output_elements: int = 0
@@ -346,6 +374,11 @@ class LayerSpec:
     before alone, in the compute dtype."""
     crossing_refusal: str = ""
     """Why no stage can begin with it; empty if one can."""
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Paths of all modules that it calls."""
+        return *self.modules, *self.again
 
     @property
     def sends_gradient(self) -> bool:
@@ -489,6 +522,10 @@ class ModelSpec:
         """Return the parameters that a layer owns, by its index, in the module's order."""
         return tuple(param for param in self.params if param.layer == layer)
 
+    def entered_before(self, start: int) -> Counter[str]:
+        """Return how often the layers before one enter the modules that several layers enter, by path."""
+        return sum((Counter(dict(layer.entered)) for layer in self.layers[:start]), Counter())
+
     def to_json(self) -> str:
         """Return the spec as JSON, with its format version."""
         return json.dumps({"format_version": FORMAT_VERSION, **dataclasses.asdict(self)})
@@ -528,6 +565,8 @@ def _layer_from(fields: dict[str, Any]) -> LayerSpec:
     crossings = tuple(Crossing(**crossing) for crossing in fields.get("crossings", ()))
     given: dict[str, Any] = {
         "modules": tuple(fields["modules"]),
+        "again": tuple(fields.get("again", ())),
+        "entered": tuple((path, count) for path, count in fields.get("entered", ())),
         "products": products,
         "sequence_boundaries": boundaries,
     }
@@ -539,8 +578,9 @@ def _layer_from(fields: dict[str, Any]) -> LayerSpec:
 
 def _param_from(fields: dict[str, Any]) -> ParamSpec:
     cut = Cut(**fields["cut"]) if fields["cut"] else None
-    tuples = {name: tuple(fields[name]) for name in ("shape", "aliases", "called")}
-    return ParamSpec(**{**fields, **tuples, "cut": cut})
+    tuples = {name: tuple(fields[name]) for name in ("shape", "aliases", "called", "stages")}
+    uses = tuple(Use(**{**use, "called": tuple(use["called"])}) for use in fields["uses"])
+    return ParamSpec(**{**fields, **tuples, "cut": cut, "uses": uses})
 
 
 _Rest = ParamSpecification("_Rest")
@@ -574,7 +614,7 @@ def remembered(
 
 def is_moved(model: ModelSpec, param: ParamSpec) -> bool:
     """Return whether a weight is in no module of the layer that uses it first, by any of its names."""
-    roots = [root for root in model.layers[param.layer].modules if root]
+    roots = [root for root in model.layers[param.layer].called if root]
     return not any(is_below(name, root) for name in (param.name, *param.aliases) for root in roots)
 
 

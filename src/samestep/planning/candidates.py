@@ -3,7 +3,7 @@
     degrees      tp x pp x cp x data ranks, with ep among these
     splits       of the data ranks into replicas and shards, with ZeRO stages
     sized        micro-batches
-    variants     schedules, and recomputation, of each the quickest first
+    variants     schedules, chunks of the loss, and recomputation, of each the quickest first
 
 `layouts` and `verify --all` list each switch by itself; `plan` tries them together, on a list that is thinned for its
 hardware. Nothing here asks whether a strategy refuses a layout; thinned, a degree is left out that the model refuses
@@ -16,9 +16,10 @@ whatever the rest is. Thinning leaves out what cannot be faster than something t
                  hierarchical in one node, or with one data rank on each, is a ring's bytes in no fewer collectives
     accumulate   full, where there is one micro-batch: there is nothing to add up
 
-`tests/laws/test_candidates.py` holds the rest against the whole list, for each (tp, pp, cp, ep). Three things are left
-out although they may be faster:
+`tests/laws/test_candidates.py` holds the rest against the whole list, for each (tp, pp, cp, ep). Four things are left
+out although they may be faster, or fit where nothing else does:
 
+    loss_chunk   of vocabularies below `LARGE_VOCABULARY`, and other sizes than `LOSS_CHUNKS`
     offload      it is not priced; `plan` tries it where nothing fits
     micro-batch  sizes other than `MICROBATCHES` and the whole share
     chunks       more than 2 virtual stages on more than `FEW_DEVICES` devices, or of more than `FEW_BLOCKS` blocks
@@ -45,6 +46,10 @@ MICROBATCHES = (1, 2, 4, 8, 16, 32)
 MOST_PLANNED = 2**13
 """The largest number of micro-batches in the thinned list: playing many of them takes long, and their bubbles are equal."""
 
+LARGE_VOCABULARY = 2**15
+"""Classes from which on a thinned list has chunks of the loss."""
+LOSS_CHUNKS = (4096, 1024)
+"""Tokens of a chunk of the loss that a thinned list has, for micro-batches of more tokens."""
 FEW_DEVICES, FEW_BLOCKS = 16, 8
 """Devices, and blocks of a stage, up to which a thinned list has every number of virtual stages; beyond them it has 2."""
 
@@ -67,7 +72,7 @@ def listed(devices: int, model: ModelSpec, *, switches: bool = False) -> Iterato
         for split in splits(degree):
             yield split
             if switches:
-                yield from _one_by_one(split)
+                yield from _one_by_one(split, model)
 
 
 def layouts_of(devices: int, model: ModelSpec, job: Job, *, thin: Hardware | None = None) -> Iterator[Layout]:
@@ -173,10 +178,22 @@ def _schedules(split: Layout, model: ModelSpec) -> Iterator[Words]:
             yield schedule_words(spec.name)
 
 
+def loss_chunks(split: Layout, model: ModelSpec) -> tuple[int | None, ...]:
+    """Return the chunks of the loss of the thinned list: none, and where there are many classes, less than all tokens."""
+    head = model.layers[-1].head
+    if head is None or model.chunk_refusal or head.columns < LARGE_VOCABULARY:
+        return (None,)
+    most = head.rows // split.cp * split.microbatch if split.microbatch else math.inf
+    return None, *(chunk for chunk in LOSS_CHUNKS if chunk < most)
+
+
 def variants(split: Layout, model: ModelSpec) -> tuple[Words, ...]:
-    """Return the words of every schedule and recomputation of the thinned list, of each schedule the quickest first."""
-    every = itertools.product(_schedules(split, model), get_args(Recompute))
-    return tuple({**words, "recompute": recompute} for words, recompute in every)
+    """Return the words of every schedule, chunk of the loss and recomputation of the thinned list.
+
+    Those that differ in recomputation alone follow each other, the quickest first.
+    """
+    every = itertools.product(_schedules(split, model), loss_chunks(split, model), get_args(Recompute))
+    return tuple({**words, "loss_chunk": chunk, "recompute": recompute} for words, chunk, recompute in every)
 
 
 def scheduled(split: Layout, model: ModelSpec) -> Iterator[Layout]:
@@ -185,8 +202,11 @@ def scheduled(split: Layout, model: ModelSpec) -> Iterator[Layout]:
         yield replace(split, **words)
 
 
-def _choices(split: Layout) -> Iterator[tuple[Words, ...]]:
+def _choices(split: Layout, model: ModelSpec) -> Iterator[tuple[Words, ...]]:
     """Yield the values of each switch that a split has a use for, its default not among them."""
+    if (head := model.layers[-1].head) is not None and not model.chunk_refusal:
+        every = {head.rows, *(one for one in loss_chunks(split, model) if one is not None)}
+        yield tuple({"loss_chunk": one} for one in sorted(every))
     if split.zero >= 2:
         yield ({"accumulate": "full"},)
     yield tuple({"recompute": one} for one in get_args(Recompute) if one != _DEFAULT.recompute)
@@ -199,10 +219,10 @@ def _choices(split: Layout) -> Iterator[tuple[Words, ...]]:
         yield tuple(schedule_words(one) for one in SCHEDULES if one != DEFAULT)
 
 
-def _one_by_one(split: Layout) -> Iterator[Layout]:
+def _one_by_one(split: Layout, model: ModelSpec) -> Iterator[Layout]:
     """Yield a split with one switch at another value than its default; what is about several micro-batches, with such."""
     yield replace(split, microbatch=1)
-    for words in itertools.chain.from_iterable(_choices(split)):
+    for words in itertools.chain.from_iterable(_choices(split, model)):
         microbatch = 1 if words.keys() & {"schedule", "accumulate"} else None
         yield replace(split, microbatch=microbatch, **words)
 
@@ -210,7 +230,7 @@ def _one_by_one(split: Layout) -> Iterator[Layout]:
 def _combinations(split: Layout, model: ModelSpec) -> Iterator[Words]:
     """Yield the words of every combination of a split's switches, with every number of virtual stages."""
     blocks = sum(layer.is_block for layer in model.layers)
-    for chosen in itertools.product(*(({}, *values) for values in _choices(split))):
+    for chosen in itertools.product(*(({}, *values) for values in _choices(split, model))):
         words = {name: value for one in chosen for name, value in one.items()}
         yield words
         if words.get("virtual_stages"):

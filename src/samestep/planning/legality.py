@@ -53,6 +53,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "microbatch": {"microbatch": 1},
     "accumulate=full": {"accumulate": "full"},
     "recompute": {"recompute": "full"},
+    "loss_chunk": {"loss_chunk": 1024},
     "offload": {"offload": True},
     "reduce=root": {"reduce": "root"},
 }

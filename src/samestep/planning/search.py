@@ -116,8 +116,9 @@ _Open = _Family | _Chain | Layout
 """What is looked at, in the order of bounds."""
 
 
-def _schedule_of(group: CandidateGroup) -> tuple[str, int]:
-    return group.words["schedule"], group.words.get("virtual_stages", 1)
+def _chain_of(group: CandidateGroup) -> tuple[str, int, int | None]:
+    """Return the words that all groups of a chain have in common."""
+    return group.words["schedule"], group.words.get("virtual_stages", 1), group.words["loss_chunk"]
 
 
 def _groups_of(what: _Open) -> tuple[CandidateGroup, ...]:
@@ -247,9 +248,10 @@ class _Search:
         return self.best[-1].step_s if len(self.best) == self.top else float("inf")
 
     def _open_family(self, family: _Family) -> None:
-        step = self.builder.step(family.sized)
-        if self._fits(self.needs.least_bytes(step), *family.groups):
-            self._put(self.bounds.least_s(step), family)
+        chunks = candidates.loss_chunks(family.sized, self.model)
+        steps = [self.builder.step(replace(family.sized, loss_chunk=chunk)) for chunk in chunks]
+        if self._fits(min(map(self.needs.least_bytes, steps)), *family.groups):
+            self._put(min(map(self.bounds.least_s, steps)), family)
 
     def _open_chain(self, groups: tuple[CandidateGroup, ...], bound_s: float) -> None:
         """Bound the first group that fits; those behind it take longer."""
@@ -286,7 +288,7 @@ class _Search:
     def _look(self, bound_s: float, _: int, what: _Open, closeness: int) -> None:
         """Bound something more closely, or play it."""
         if isinstance(what, _Family):
-            for _schedule, groups in itertools.groupby(what.groups, _schedule_of):
+            for _words, groups in itertools.groupby(what.groups, _chain_of):
                 self._open_chain(tuple(groups), bound_s)
         elif isinstance(what, _Chain):
             for layout in what.groups[0].layouts():

@@ -6,7 +6,8 @@ bucket    │ lm_head.weight │ norm.weight │ layers.1.mlp.up │ padding │
 A bucket holds gradients of weights with equal `Holding`s and one dtype, up to `BUCKET_BYTES`; it is padded to a
 multiple of the ranks that may divide it. Its first collective starts as soon as backward has finished its last
 gradient, so that it overlaps with the rest of backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3); the others
-follow the step's last backward.
+follow the step's last backward. So do all collectives of the weights that several stages or virtual stages use, which
+have buckets of their own behind the others: every stage comes to those that it shares with another in one order.
 
 Under zero=1 a weight that its optimizer must update whole lies within the chunk of one rank:
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from samestep.models.spec import ParamSpec
 from samestep.program.holding import Holding
@@ -53,6 +54,8 @@ class Bucket:
     """Elements of the flat buffer, padding included."""
     holding: Holding
     """The holding that all its weights have in common."""
+    is_late: bool = False
+    """Whether several stages or virtual stages use its weights, so that it is reduced behind the step's last backward."""
 
     @property
     def numel(self) -> int:
@@ -84,15 +87,22 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
     """
 
     def chunk_of(param: ParamSpec) -> int:
-        """Return the index of the chunk that owns a parameter."""
+        """Return the index of the chunk that uses a parameter; -1 if several do, or several stages."""
+        if is_late(step, param, chunks):
+            return -1
         return next((index for index, layers in enumerate(chunks) if param.layer in layers), 0)
 
     # Weights with other holdings have buckets of their own, because the gradient norm counts replicated ones once and
     # because their gradients are summed over other ranks.
     order = sorted(
         (param for param in step.model.params if param.trainable),
-        # The sort is stable, which keeps the module's own order within a layer.
-        key=lambda param: (-chunk_of(param), step.holding(param).sort_key, param.is_updated_whole, -param.layer),
+        # The sort is stable, which keeps the module's own order within a layer, and on every stage that shares weights.
+        key=lambda param: (
+            -chunk_of(param),
+            step.holding(param).sort_key,
+            param.is_updated_whole,
+            -param.layer if chunk_of(param) >= 0 else 0,
+        ),
     )
     limit = BUCKET_BYTES // BYTES_OF[step.master_dtype]
     groups: list[list[ParamSpec]] = []
@@ -110,8 +120,21 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
         groups[-1].append(param)
         size += param.numel
     # A bucket is finished with its first layer, the last one that backward reaches.
+    late = [group for group in groups if chunk_of(group[0]) < 0]
+    groups = [group for group in groups if chunk_of(group[0]) >= 0]
     groups.sort(key=lambda group: (-chunk_of(group[0]), -min(param.layer for param in group)))
-    return tuple(_bucket(step, index, group) for index, group in enumerate(groups))
+    buckets = [_bucket(step, index, group) for index, group in enumerate([*groups, *late])]
+    return tuple(replace(bucket, is_late=index >= len(groups)) for index, bucket in enumerate(buckets))
+
+
+def is_late(step: StepSpec, param: ParamSpec, chunks: tuple[range, ...]) -> bool:
+    """Return whether a weight's gradient is reduced behind the step's last backward: other stages or chunks use it too."""
+    return bool(step.holding(param).tied_over) or is_in_several(param, chunks)
+
+
+def is_in_several(param: ParamSpec, chunks: tuple[range, ...]) -> bool:
+    """Return whether several virtual stages (chunks) of a rank use a weight."""
+    return sum(any(use.layer in layers for use in param.uses) for layers in chunks) > 1
 
 
 def _kind(step: StepSpec, param: ParamSpec) -> tuple[object, ...]:
@@ -167,6 +190,7 @@ def start_reductions(ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], redu
 
     Dispatch and combine of a layer's experts belong to its backward, so the collective follows them.
     """
+    buckets = tuple(bucket for bucket in buckets if not bucket.is_late)
     layer_of = {param.name: param.layer for param in step.model.params}
     kind = OpKind.WEIGHT if step.splits_backward else OpKind.BACKWARD
     reached = {op.layer for op in ops if op.kind is kind}  # a body has the layers of one chunk
@@ -185,13 +209,19 @@ def start_reductions(ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], redu
     return tuple(written)
 
 
-def finish_reductions(buckets: tuple[Bucket, ...], reduction: Reduction) -> Iterator[Op]:
-    """Yield the collectives of each bucket but its first, which follow the step's last backward.
+def finish_reductions(
+    step: StepSpec, chunks: tuple[range, ...], buckets: tuple[Bucket, ...], reduction: Reduction
+) -> Iterator[Op]:
+    """Yield the collectives of each bucket that follow the step's last backward: all but its first, or all.
 
     Each waits for the one before it; issued any earlier, they would make compute wait as well.
     """
+    kind = OpKind.WEIGHT if step.splits_backward else OpKind.BACKWARD
+    last = step.model.layers[chunks[0].start if chunks else 0].name  # which the last backward of a step ends with
     for bucket in buckets:
         parts = reduction(bucket)
+        if bucket.is_late and parts:
+            yield parts[0].but(after=(*parts[0].after, f"{kind}:{last}"))
         for before, part in itertools.pairwise(parts):
             yield part.but(after=(*part.after, before.name))
 

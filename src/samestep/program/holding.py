@@ -8,7 +8,7 @@ strategy   adds
 tensor     sharded over tp, or replicated over it; partial if a replicated weight works on activations that tp divides
 sequence   partial over tp: a weight between the tensor-cut parts sees the tokens of one rank
 expert     sharded over ep, which borrows data ranks: the gradient is summed over those that hold the same experts
-pipeline   tied: the first stage and the last both hold the weight
+pipeline   tied: several stages use the weight, and each of them holds it
 shard      gradient and optimizer state (zero=1, 2), or the weight too (zero=3), sharded over the innermost data axis
 ```
 Buckets, units, the gradient norm, memory, checkpoints and the drift check read the holding; none of them asks which
@@ -23,8 +23,6 @@ REPLICAS = "dp_replicate"
 """Data axis over whose ranks nothing is sharded."""
 SHARDS = "dp_shard"
 """Data axis over which ZeRO shards the weights that are not expert-sharded."""
-TIE = "tie"
-"""Axis of the first and the last pipeline stage, which share a tied weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +36,7 @@ class Holding:
     partial_over: tuple[str, ...] = ()
     """Model axes over which its gradient is summed once a step, because each rank saw some of the tokens or heads."""
     tied_over: tuple[str, ...] = ()
-    """Axes whose ranks, on two pipeline stages, hold the weight under two names and sum its gradient."""
+    """Axes whose ranks, on several pipeline stages, hold equal copies of the weight and sum its gradient."""
     data_axes: tuple[str, ...] = (REPLICAS,)
     """Data axes over which its gradient is summed, the innermost first."""
     num_parts: int = 1
@@ -80,9 +78,9 @@ class Holding:
         """Return the holding of a weight whose gradient is still to be summed over the ranks of an axis."""
         return replace(self, partial_over=(*self.partial_over, axis))
 
-    def tied(self) -> Holding:
-        """Return the holding of a weight that the first and the last pipeline stage share."""
-        return replace(self, tied_over=(*self.tied_over, TIE), num_copies=2 * self.num_copies)
+    def tied(self, axis: str, size: int) -> Holding:
+        """Return the holding of a weight that the `size` pipeline stages of an axis share."""
+        return replace(self, tied_over=(*self.tied_over, axis), num_copies=size * self.num_copies)
 
     def summed_over(self, *data_axes: str) -> Holding:
         """Return the holding of a weight whose gradient is summed over the given data axes, the innermost first."""

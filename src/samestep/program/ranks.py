@@ -12,6 +12,7 @@ pp  dp_inter  dp_intra             model  nodes, and the data ranks within a nod
 ```
 `tp` stands for all model axes that the layout declares; together they are `model`, the ranks that work on the same tokens.
 An axis is a size and a stride, the distance between neighbours; the rest follows: coordinate = rank // stride % size.
+The pipeline stages that share a weight are an axis too, a *tie*, which is named by its stages: `tie_of((0, 3))`.
 
 >>> ranks = Ranks.of(Layout.parse("dp_replicate=2 dp_shard=2"))
 >>> ranks.groups("dp_shard"), ranks.groups("dp_replicate")
@@ -21,8 +22,9 @@ An axis is a size and a stride, the distance between neighbours; the rest follow
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,28 +56,52 @@ class Ranks:
 
     def size(self, axis: str) -> int:
         """Return the number of ranks in a group of an axis."""
-        return self.axes[axis].size
+        return len(stages_of(axis)) or self.axes[axis].size
 
     def stride(self, axis: str) -> int:
-        """Return the distance between two neighbours on an axis, in ranks."""
+        """Return the distance between two neighbours on an axis, in ranks; on a tie the largest one."""
+        if stages := stages_of(axis):
+            return max(after - before for before, after in itertools.pairwise(stages)) * self.axes["pp"].stride
         return self.axes[axis].stride
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Return the position of a rank on an axis, counted from 0."""
+        if stages := stages_of(axis):
+            return stages.index(self.coordinate(rank, "pp"))
         size, stride = self.axes[axis]
         return rank // stride % size
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
         """Return the ranks that differ from a rank in its coordinate on an axis alone, itself included."""
+        if stages := stages_of(axis):
+            pipeline = self.group(rank, "pp")
+            return tuple(pipeline[stage] for stage in stages)
         size, stride = self.axes[axis]
         first = rank - rank // stride % size * stride
         return tuple(range(first, first + size * stride, stride))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """Return all groups of an axis in the order of their first ranks; `tie` has no ranks of the stages between."""
+        """Return all groups of an axis in the order of their first ranks; a tie has no ranks of other stages."""
+        if stages := stages_of(axis):
+            return tuple(tuple(pipeline[stage] for stage in stages) for pipeline in self.groups("pp"))
         size, stride = self.axes[axis]
         last = self.world_size - (size - 1) * stride
         return tuple(self.group(rank, axis) for rank in range(last) if self.coordinate(rank, axis) == 0)
+
+
+_TIE = "tie"
+
+
+def tie_of(stages: Iterable[int]) -> str:
+    """Return the axis of the pipeline stages that share a weight."""
+    return "-".join((_TIE, *map(str, stages)))
+
+
+@functools.cache
+def stages_of(axis: str) -> tuple[int, ...]:
+    """Return the pipeline stages of a tie; nothing of any other axis."""
+    name, *stages = axis.split("-")
+    return tuple(map(int, stages)) if name == _TIE else ()
 
 
 def data_ranks_per_node(layout: Layout, ranks_per_node: int) -> int:
@@ -110,8 +136,6 @@ def _ranks_of(
     for order in orders:
         if math.prod(order.values()) == world_size:  # not so where nodes are not filled, or a degree will be refused
             axes |= _strides(order)
-    if pp > 1:
-        axes["tie"] = Axis(2, axes["pp"].stride * (pp - 1))  # the first and the last stage
     return Ranks(world_size, axes)
 
 

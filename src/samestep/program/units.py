@@ -172,17 +172,16 @@ def _moves_with_layer(step: StepSpec, layer: int) -> bool:
 
 
 def _owners(step: StepSpec, param: ParamSpec) -> tuple[str, ...]:
-    """Return the modules that own a weight; of one tied across stages, the one on this stage."""
-    owners = tuple(dict.fromkeys(name.rpartition(".")[0] for name in (param.name, *param.aliases)))
-    if not step.holding(param).tied_over:
-        return owners
-    return tuple(o for o in owners if any(is_below(o, root) for root in step.model.layers[param.layer].modules))
+    """Return the modules that own a weight; of one tied across stages, those that this stage calls, or else the root."""
+    if step.holding(param).tied_over:
+        return tuple(dict.fromkeys(use.owner for use in param.uses if use.owner)) or ("",)
+    return tuple(dict.fromkeys(name.rpartition(".")[0] for name in (param.name, *param.aliases)))
 
 
 def _roots(step: StepSpec, param: ParamSpec) -> list[str]:
     """Return the module of its layer that a weight is below, if any."""
     owner = _owners(step, param)[0]
-    return [module for module in step.model.layers[param.layer].modules if module and is_below(owner, module)]
+    return [module for module in step.model.layers[param.layer].called if module and is_below(owner, module)]
 
 
 def _with_prefetch(units: list[Unit], chunks: tuple[range, ...]) -> tuple[Unit, ...]:
@@ -221,7 +220,7 @@ def _unit(
     layers = step.model.layers
     last = len(layers) - 1
     is_root = modules == ("",)
-    first_layer, last_layer = _span_of_root(step, params, chunks) if is_root else _span(step, modules, params)
+    first_layer, last_layer = _span_of_root(step, params, chunks) if is_root else _span(params)
     # What takes a gradient, in a pipeline.
     receives = any(first_layer in chunk and chunk.start > 0 and layers[chunk.start].sends_gradient for chunk in chunks)
     # A frozen start of the model has no backward that would read its weights.
@@ -260,7 +259,7 @@ def _first_root(step: StepSpec, params: list[ParamSpec], roots_of: Mapping[str, 
 
     def entered(param: ParamSpec) -> tuple[int, int]:
         roots = roots_of[param.name]
-        return param.layer, step.model.layers[param.layer].modules.index(roots[0]) if roots else -1
+        return param.layer, step.model.layers[param.layer].called.index(roots[0]) if roots else -1
 
     return roots_of[min(params, key=entered).name]
 
@@ -271,14 +270,9 @@ def _span_of_root(step: StepSpec, params: list[ParamSpec], chunks: tuple[range, 
     return chunk[0], chunk[-1]
 
 
-def _span(step: StepSpec, modules: tuple[str, ...], params: list[ParamSpec]) -> tuple[int, int]:
+def _span(params: list[ParamSpec]) -> tuple[int, int]:
     """Return the first and the last layer that use the weights of a unit."""
-    if not any(param.shared for param in params):
-        return params[0].layer, params[0].layer
-    roots = [(root, index) for index, layer in enumerate(step.model.layers) for root in layer.modules]
-    used = [index for root, index in roots for module in modules if is_below(module, root)]
-    used += [param.last_layer for param in params if param.last_layer is not None]
-    return min(used), max(used)
+    return min(param.layer for param in params), max(param.last_layer for param in params)
 
 
 def padded_rows(param: ParamSpec, multiple: int) -> int:

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from samestep.program.ranks import stages_of
 from samestep.proof.comparison import Comparison, Misfit, copies_of, matched, unclipped, whole_of
 from samestep.proof.evidence import CLOSE, BatchPart, Evidence, Found, held_part, numbers
 from samestep.proof.observation import HeldTensor
@@ -247,7 +248,8 @@ def _copies_add_up(
     evidence: Evidence, name: str, right: Tensor, holders: Sequence[tuple[int, Sequence[HeldTensor]]]
 ) -> str | None:
     """Return the axis over whose ranks the copies of a gradient add up to the right one; None if there is none."""
-    for axis in ("tp", "cp", "tie", "pp", "dp_replicate", "dp_shard"):
+    ties = {axis for seen in evidence.ranks for axis in seen.axes if stages_of(axis)}
+    for axis in ("tp", "cp", *sorted(ties), "pp", "dp_replicate", "dp_shard"):
         groups = {seen.axes[axis] for seen in evidence.ranks if axis in seen.axes}
         checked = 0
         for copies in copies_of(holders, name):

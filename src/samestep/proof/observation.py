@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -203,6 +203,8 @@ class ObservedRun(StepObserver):
         """The chosen experts of each step: recorded where empty, replayed otherwise; None leaves the choice free."""
         self._samples: list[int] | None = None
         self._calls: dict[str, int] = {}
+        self._called: Mapping[str, int] = {}
+        """How often other stages have called each module before."""
         # What a run would refuse for want of a proof is what a proof is for: it is measured.
         allow = (*job.run.allow, "loss", "state")
         measured = job.model_copy(update={"run": job.run.model_copy(update={"allow": allow})})
@@ -217,7 +219,7 @@ class ObservedRun(StepObserver):
         """
         program, model = self.run.program, self.run.model
         experts = [dispatch.owner for layer in program.step.model.layers for dispatch in layer.dispatches]
-        mine = [path for chunk in program.chunks for i in chunk for path in program.step.model.layers[i].modules]
+        mine = [path for chunk in program.chunks for i in chunk for path in program.step.model.layers[i].called]
         for path, module in model.named_modules():
             if any(path.startswith(f"{holder}.") for holder in experts):
                 continue
@@ -238,6 +240,8 @@ class ObservedRun(StepObserver):
         """Set the current samples while a forward runs; modules that run in backward are recomputed, and not recorded."""
         if task.kind is TaskKind.FORWARD:
             self._samples, self._calls = samples.tolist(), {}
+            layers = self.run.program.chunks[task.chunk].start if self.run.program.chunks else 0
+            self._called = self.run.program.step.model.entered_before(layers)
             self.shares.append((task.microbatch, task.chunk, tuple(self._samples)))
         try:
             yield
@@ -269,7 +273,7 @@ class ObservedRun(StepObserver):
     def _note(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
         if not self._samples:
             return
-        call = self._calls[path] = self._calls.get(path, -1) + 1
+        call = self._calls[path] = self._calls.get(path, self._called.get(path, 0) - 1) + 1
         found = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         if found is not None and found.is_floating_point():
             self._project(path, call, found)
@@ -281,7 +285,7 @@ class ObservedRun(StepObserver):
         for place, leaf in tree_flatten_with_path((args, kwargs))[0] if self._samples else ():
             if isinstance(leaf, Tensor) and not leaf.requires_grad and leaf.dtype != torch.bool:
                 name = f"{path}{GIVEN}{keystr(place)}"
-                call = self._calls[name] = self._calls.get(name, -1) + 1
+                call = self._calls[name] = self._calls.get(name, self._called.get(path, 0) - 1) + 1
                 self._project(name, call, leaf)
 
     def _project(self, path: str, call: int, found: Tensor) -> None:
@@ -331,7 +335,7 @@ def observe(observed: ObservedRun, dataset: Dataset) -> Observation:
     mesh = run.assembly.parallel.mesh
     seen = Observation(
         rank=mesh.rank,
-        axes={axis: mesh.members(axis) for axis in mesh.groups if axis in mesh.ranks.axes},  # no links of a pipeline
+        axes={axis: mesh.members(axis) for axis in mesh.groups},
         indices={"dp": mesh.index("dp"), "tp": mesh.index("tp"), "stage": run.program.step.stage},
         start=held_weights(run),
     )

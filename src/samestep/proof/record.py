@@ -20,6 +20,7 @@ import xxhash
 
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.models.weight_files import digest_of
 from samestep.output.output_file import write_whole
 from samestep.proof.verdict import Verdict
 
@@ -112,6 +113,8 @@ def key_of(job: Job, layout: Layout) -> str:
     if colon and kind in ("text", "tokens", "jsonl", "hf"):
         data["source"] = kind
     data["tokenizer"] = Path(job.data.tokenizer).name
+    if job.model.folder is not None:  # a proof holds wherever the folder lies
+        tables["model"]["source"] = digest_of(job.model.folder)
     versions = {name: _version(name) for name in _VERSIONS}
     files = sorted(xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in _files_of(job))
     parts = [tables, str(layout), versions, _own_sources(), files]

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.building.families import facts_named, family_config
+from samestep.building.families import facts_named
 from samestep.building.loss import loss_of, named_loss
-from samestep.building.model import model_source
+from samestep.building.model import configuration_of, model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Batch, Dataset, open_dataset
 from samestep.errors import InputError, JobError, ModelError, WorkerError
@@ -234,12 +234,12 @@ def _depth_key(job: Job) -> str | None:
     given = [key for key in fields if key in job.model.config]
     if given or not job.model.source.startswith("hf:"):
         return next(iter(given), None)
-    config = family_config(job.model.source.removeprefix("hf:"), job.model.config)
+    config = configuration_of(job)
     return next((key for key in fields if hasattr(config, key)), None)
 
 
 def _depth_fields(job: Job) -> tuple[str, ...]:
-    return facts_named(job.model.source.removeprefix("hf:")).depth_fields
+    return facts_named(getattr(configuration_of(job), "model_type", "")).depth_fields
 
 
 def _on_cpu(device: str) -> bool:

@@ -80,6 +80,7 @@ from samestep.tracing import (
     tensor_plan,
 )
 from samestep.tracing import experts as experts_module
+from samestep.tracing.arranged_layers import spread_over_calls
 from samestep.tracing.forward import outputs_on_meta
 from samestep.tracing.operations import Recorder
 from samestep.tracing.rank_trial import DiffersError
@@ -238,7 +239,8 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         with recompute.record_checkpointed(plan.module):
             states = state.examine(plan.module, one, spec, containers, num_samples, value_of)
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
-    spec = _with_loss(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
+    spec = spread_over_calls(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
+    spec = _with_loss(spec)
     spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls)
     placed: list[MaskSpec] = []
 
@@ -328,16 +330,15 @@ def _tried(
 
     def forward(recorder: Recorder) -> None:
         masks = dropout.record_masks(plan.module, samples_traced(plan.module))
-        with masks, experts_module.record_dispatches(plan.module, experts):
+        # Every forward from one state: at their first, modules make tables, and install hooks that record their outputs.
+        with snapshot.preserved(plan.module), masks, experts_module.record_dispatches(plan.module, experts):
             cut_proof.run_forward(plan.module, sample, proof.styles, value_of, recorder)
 
-    # Both forwards from one state: modules that record their outputs install their hooks at the first of them.
-    with snapshot.preserved(plan.module):
-        try:
-            forward(recorder := Recorder())
-            proof = cut_proof.with_degree(proof, plan.module, shared, recorder.operations, forward, degree)
-        except DiffersError as error:
-            return replace(proof, refusal=str(error), refused_at=error.where), {}
+    try:
+        forward(recorder := Recorder())
+        proof = cut_proof.with_degree(proof, plan.module, shared, recorder.operations, forward, degree)
+    except DiffersError as error:
+        return replace(proof, refusal=str(error), refused_at=error.where), {}
     return proof, {degree: proof.divided(plan.module)}
 
 
@@ -467,8 +468,6 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     model = plan.module
     assert all(param.is_meta for param in model.parameters()), "a blueprint is cut and filled by one run alone"
     precision.apply(traced, program)
-    if layout.pp > 1:
-        pipeline.check(model, program)
     for twin in TWINS:
         twin.apply(traced, program, mesh)
     slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else context.WholeSequences()
@@ -483,6 +482,8 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         held = placement.part_of(shapes[name], cut, holding, mesh)
         if held.dim == 0 and len(held.shape) > 2 and held.intervals:  # a stack of experts, which no rank holds whole
             return plan.materialize(name, place.device, dtype, held.intervals)
+        if held.numel and plan.makes_parts(name):
+            return plan.materialize(name, place.device, dtype, held.intervals, held.dim)
         return placement.local_part(plan.materialize(name, place.device, dtype), cut, holding, mesh)
 
     shapes = {param.name: param for param in spec.params}

@@ -36,6 +36,7 @@ from torch import Tensor
 from samestep.errors import CheckpointError
 from samestep.job import Job
 from samestep.models.spec import ParamSpec
+from samestep.models.weight_files import digest_of
 from samestep.runtime import checkpoint_state
 from samestep.runtime.optimizer_step import Updater
 from samestep.runtime.packed_states import SCALE
@@ -175,6 +176,11 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> None:
         raise CheckpointError(
             f"{folder} was written by a job with another {', '.join(differs)}: resume with the job in its run folder"
         )
+    if (source := job.model.folder) and digest_of(source) != manifest.get("folder"):
+        raise CheckpointError(
+            f"the configuration or the tensors in {source}, from which the run started, are others since {folder} was "
+            "written: resume with what stood there"
+        )
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -268,6 +274,7 @@ def _write_manifest(run: Run, path: Path, parts: list[Any]) -> None:
         "layout": str(run.layout),
         "loss_scale": [scale.scale, scale.steps_since] if scale.is_dynamic else None,
         "job": run.job.model_dump(mode="json"),
+        "folder": digest_of(folder) if (folder := run.job.model.folder) else "",
         "nominal_count": run.assembly.objective.nominal_count if scale.is_dynamic else None,
         "shapes": _shapes(run),
         "frozen": {name: list(shape) for name, shape in whole.items() if any(name in part["frozen"] for part in parts)},

@@ -122,7 +122,9 @@ def runs_elsewhere(program: Program, name: str) -> bool:
     """Return whether a module, or what is in it, belongs to a layer that another pipeline stage runs."""
     layers = program.step.model.layers
     mine = {index for chunk in program.chunks for index in chunk} or set(range(len(layers)))
-    return any(_is_within(name, path) for i, layer in enumerate(layers) if i not in mine for path in layer.modules)
+    here = {path for index in mine for path in layers[index].called}
+    others = {path for index, layer in enumerate(layers) if index not in mine for path in layer.called}
+    return any(_is_within(name, path) for path in others - here)
 
 
 def is_outside_layers(program: Program, name: str) -> bool:

@@ -17,8 +17,8 @@ Ops in which several stages take part:
 
     send, recv      a recv ends when the neighbour's send of the same name and micro-batch ends; each direction is a
                     stream of its own, as each direction of a link is
-    world, tie      ops of axes through several stages start when the last of these stages has come to them; those of a
-                    tie have a stream of their own, because the first stage comes to them long after the last stage
+    world, tie-...  ops of axes through several stages start when the last of these stages has come to them; those of a
+                    tie have a stream of their own, because its first stage comes to them long after its last stage
 
 Issuing is not waiting: a stage continues after an op whose end depends on another stage, until some op needs that end.
 
@@ -40,11 +40,9 @@ from samestep.hardware import Hardware
 from samestep.program.bodies import BodyKey, Task, is_backward
 from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
+from samestep.program.ranks import stages_of
 from samestep.simulation.cost import seconds
 from samestep.simulation.timeline import COMPUTE, Line, LineSpan, Timeline
-
-_TOGETHER = ("world", "tie")
-"""Axes whose groups span several pipeline stages."""
 
 
 def play(programs: Sequence[Program], hardware: Hardware) -> Timeline:
@@ -233,7 +231,7 @@ class _Stage:
         number = self._joined[axis] = self._joined.get(axis, 0) + 1
         arrived = self._rendezvous.arrived.setdefault((axis, number), {})
         arrived[self.index] = start_s
-        expected = 2 if axis == "tie" else self._count
+        expected = len(stages_of(axis)) or self._count
 
         def times() -> tuple[float, float] | None:
             if len(arrived) < expected:
@@ -281,7 +279,8 @@ class _PricedLines:
 
     def _price(self, op: Op, known: dict[int, _Priced]) -> _Priced:
         if id(op) not in known:
-            shared = self._has_others and (op.kind in (OpKind.SEND, OpKind.RECV) or op.axis in _TOGETHER)
+            is_message = op.kind in (OpKind.SEND, OpKind.RECV)
+            shared = self._has_others and (is_message or _spans_stages(op.axis))
             took_s = seconds(op, self._program, self._hardware)
             known[id(op)] = _Priced(op, took_s, queue_of(op, self._hardware), shared)
         return known[id(op)]
@@ -341,11 +340,16 @@ def _check_waits(program: Program, stage: int) -> None:
             issued.add(op.name)
 
 
+def _spans_stages(axis: str | None) -> bool:
+    """Return whether the groups of an axis have ranks of several pipeline stages."""
+    return axis is not None and (axis == "world" or bool(stages_of(axis)))
+
+
 def queue_of(op: Op, hardware: Hardware) -> str:
     """Return the name of the queue on which an op runs in order with others."""
     if op.kind in (OpKind.SEND, OpKind.RECV):
         return f"{op.axis} {op.kind}"
-    if op.axis == "tie":
+    if op.axis is not None and stages_of(op.axis):
         return op.axis
     if not hardware.overlap:
         return ""

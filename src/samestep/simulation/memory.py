@@ -532,6 +532,8 @@ class Saved(NamedTuple):
     """What the loss behind it keeps for its backward, in master precision."""
     loss_working: int = 0
     """What the backward of the loss has alive beside it."""
+    loss_fixed: int = 0
+    """The part of that which a larger micro-batch does not need more of."""
 
 
 def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
@@ -565,10 +567,12 @@ def _of_loss(step: StepSpec, layer: LayerSpec) -> dict[str, int]:
     weight = 0 if head.is_frozen else head.columns * head.inner
     # Several chunks' gradients of a weight in half precision are added up in master precision.
     adds_up = tokens > chunk and step.is_mixed
+    fixed = logits + weight * (compute + master * adds_up)
     return {
         "loss_made": logits,
         "loss": tokens * master,
-        "loss_working": logits + tokens * head.inner * compute + weight * (compute + master * adds_up),
+        "loss_working": fixed + tokens * head.inner * compute,
+        "loss_fixed": fixed,
     }
 
 

@@ -109,7 +109,7 @@ def _exchanges(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -
         )
         slice_numel_per_head = exchange.elements // exchange.heads // step.layout.cp
         numel = slice_numel_per_head * sent_heads(heads, queries, step.layout.cp) * step.microbatch_samples
-        owner = f"{layer.name}.{exchange.role}"
+        owner = f"{layer.repeats or layer.name}.{exchange.role}"
         op = Op(kind=OpKind.ALL_TO_ALL, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
         yield op.but(is_exposed=True).sized(numel)
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 from samestep.program.bodies import UPDATE_BODY, BodyKey, is_backward
 from samestep.program.buckets import Bucket, finish_reductions, make_buckets, start_reductions
 from samestep.program.codecs import CODECS, PLAIN
-from samestep.program.holding import REPLICAS, TIE
+from samestep.program.holding import REPLICAS
 from samestep.program.ops import REDUCING, STEP_SCALARS, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -77,7 +77,7 @@ def apply(program: Program) -> Program:
         buckets = make_buckets(step, program.chunks)  # mixed precision accumulates in their buffers on one rank too
     if step.layout.num_replicas > 1:
         axes |= _axes(step)
-    program = program.with_bodies(lambda key, ops: _reduced(key, ops, step, buckets, program.units))
+    program = program.with_bodies(lambda key, ops: _reduced(key, ops, program, buckets))
     if program.units and tied:
         ties = tuple(_tied_units(step, program.units))
         program = program.with_bodies(lambda key, ops: (*ties, *ops) if key == UPDATE_BODY else ops)
@@ -91,8 +91,9 @@ def apply(program: Program) -> Program:
     return replace(program, buckets=buckets, axes=axes)
 
 
-def _reduced(key: BodyKey, ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], units: tuple[Unit, ...]) -> Ops:
+def _reduced(key: BodyKey, ops: Ops, program: Program, buckets: tuple[Bucket, ...]) -> Ops:
     """Return the ops of a body with the reductions of the gradients that the step's last backward leaves."""
+    step, chunks, units = program.step, program.chunks, program.units
 
     def reduction(bucket: Bucket) -> tuple[Op, ...]:
         return _reductions(step, bucket)
@@ -110,7 +111,7 @@ def _reduced(key: BodyKey, ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...]
         return ops
     if key != UPDATE_BODY:
         return ops
-    return (*finish_reductions(buckets, reduction), *ops, *_gathered_weights(buckets))
+    return (*finish_reductions(step, chunks, buckets, reduction), *ops, *_gathered_weights(buckets))
 
 
 def _gathered_weights(buckets: tuple[Bucket, ...]) -> Iterator[Op]:
@@ -202,15 +203,19 @@ def _reduce_units(ops: Ops, step: StepSpec, units: Mapping[str, Unit], *, is_las
 
 
 def _tied_units(step: StepSpec, units: tuple[Unit, ...]) -> Iterator[Op]:
-    """Yield, for each tied weight, the all_reduce of its reduced gradient shard between the two stages that hold it."""
-    params = {param.name: param for param in step.model.params if step.holding(param).tied_over and param.trainable}
+    """Yield, for each tied weight, the all_reduce of its reduced gradient shard among the stages that hold it.
+
+    In the order of the model's weights, which all stages have in common.
+    """
     reduced = OpKind.ALL_REDUCE if step.layout.num_replicas > 1 else OpKind.REDUCE_SCATTER
-    for unit in units:
-        for name in unit.params:
-            if name in params:
-                op = Op(kind=OpKind.ALL_REDUCE, owner=name, axis=TIE, dtype=step.master_dtype)
-                numel = padded_rows(params[name], unit.num_shards) // unit.num_shards
-                yield replace(op, after=(f"{reduced}:{unit.name}",)).sized(numel)
+    unit_of = {name: unit for unit in units for name in unit.params}
+    for param in step.model.params:
+        unit = unit_of.get(param.name)
+        for axis in step.holding(param).tied_over if unit is not None and param.trainable else ():
+            assert unit is not None
+            op = Op(kind=OpKind.ALL_REDUCE, owner=param.name, axis=axis, dtype=step.master_dtype)
+            numel = padded_rows(param, unit.num_shards) // unit.num_shards
+            yield replace(op, after=(f"{reduced}:{unit.name}",)).sized(numel)
 
 
 def _partial_sums(program: Program, buckets: tuple[Bucket, ...]) -> Iterator[Op]:

@@ -18,21 +18,28 @@ begins with a block, the first one excepted.
 Most models pass one tensor from block to block. Where later layers read others as well (the embeddings, skips, an
 encoder's output), all tensors that are made before a boundary and read behind it cross it (`tracing/stages.py`): a stage
 passes on what it was given for later ones, and sums the gradients that come back.
+
+A weight that layers of several stages use (a tied embedding, a block that is called again and again, a norm or an
+adapter that blocks share) is *tied*: each of these stages holds a copy of it. The copies start equal; behind the step's
+last backward their gradients are summed over the stages, so that they are updated equally. The norm of the gradients
+counts them once, and the first of the stages saves them.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 from samestep import schedules
-from samestep.models.spec import Crossing, ModelSpec, ParamSpec, read_by_own_code, remembered
+from samestep.models.spec import Crossing, ModelSpec, ParamSpec, Use, remembered
 from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, is_backward, position
-from samestep.program.holding import TIE, Holding
+from samestep.program.holding import Holding
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
+from samestep.program.ranks import tie_of
 from samestep.program.step import StepSpec
 from samestep.schedules import SCHEDULES, TaskKind
 
@@ -68,8 +75,17 @@ def refusal(step: StepSpec) -> str | None:
         return f"pp={layout.pp} cuts the {what} into {chunks} {stages}: {works}" + (
             f" (no stage can begin with {closed})" if closed else ""
         )
-    moved = _refuse_moved(step.model, chunks, layout.recompute) if layout.recompute != "none" else None
-    return _refuse_weights(step.model, chunks) or moved or _refuse_crossings(step)
+    return _refuse_statistics(step.model, layout.pp) or _refuse_crossings(step)
+
+
+@remembered
+def _refuse_statistics(model: ModelSpec, pp: int) -> str | None:
+    """Return which module of several layers keeps statistics of its calls, which stages would keep apart."""
+    entered = {path for layer in model.layers for path, _ in layer.entered}
+    kept = next((path for path in model.coupled_modules if path in entered), None)
+    if kept is None:
+        return None
+    return f"pp={pp}: {kept} keeps statistics (batch norm), and several layers call it: pp=1 works, and so does a module for each"
 
 
 def _refuse_crossings(step: StepSpec) -> str | None:
@@ -95,47 +111,6 @@ def starts(model: ModelSpec) -> tuple[bool, ...]:
     """Return for each layer whether a chunk can begin with it; the first block may always be the first."""
     first = next((index for index, layer in enumerate(model.layers) if layer.is_block), None)
     return tuple(layer.may_begin_stage or index == first for index, layer in enumerate(model.layers))
-
-
-@remembered
-def _refuse_weights(model: ModelSpec, num_chunks: int) -> str | None:
-    """Return which weight is shared by layers on stages other than the first and the last."""
-    chunks = chunks_of(model, num_chunks)
-    roots, passed = _roots(model), read_by_own_code(model)
-    for param in model.params:
-        if param.name not in passed and not _stays_on_stages(roots, chunks, param):
-            return f"{param.name} is shared by layers of several pipeline stages, not by first and last: pp=1 works"
-    return None
-
-
-@remembered
-def _refuse_moved(model: ModelSpec, num_chunks: int, recompute: str) -> str | None:
-    """Return which weight of a block is used first on an earlier stage: it is received, and not known when recomputed."""
-    chunks, roots = chunks_of(model, num_chunks), _roots(model)
-    for param in model.params:
-        own = _layer_at(roots, param.name)
-        if own is None or own == param.layer or not model.layers[own].is_block:
-            continue
-        if not any(own in chunk and param.layer in chunk for chunk in chunks):
-            return (
-                f"{param.name} is read before its block, on an earlier stage, and recompute={recompute} repeats that "
-                "block: recompute=none works, and so does pp=1"
-            )
-    return None
-
-
-def _stays_on_stages(roots: Mapping[str, int], chunks: tuple[range, ...], param: ParamSpec) -> bool:
-    """Return whether one chunk alone uses a weight, or the first and the last with one module each."""
-    if not param.aliases and param.last_layer is None:
-        return True
-    owners = {_chunk_of(roots, chunks, name) for name in (param.name, *param.aliases)}
-    last = {chunk for chunk, layers in enumerate(chunks) if param.last_layer in layers}
-    used = owners | last
-    if len(used) == 1:
-        return True
-    # Both stages put their tied weights into buckets in the order of layers, so these are the outermost ones.
-    ends = {_layer_at(roots, name) for name in (param.name, *param.aliases)} == {0, chunks[-1].stop - 1}
-    return used == owners == {0, len(chunks) - 1} and ends and param.calls == 1
 
 
 def apply(program: Program) -> Program:
@@ -170,37 +145,55 @@ def apply(program: Program) -> Program:
         bodies=bodies,
         tasks=tuple(_tasks(step)),
         chunks=chunks,
-        axes={**program.axes, AXIS: layout.pp, **({TIE: 2} if _ties(step.model, everywhere) else {})},
+        axes={**program.axes, AXIS: layout.pp, **_ties(step.model, everywhere, layout.pp)},
     )
 
 
 def _hold(param: ParamSpec, holding: Holding) -> Holding:
-    """Return the holding of a weight, tied if the first and the last stage share it."""
-    return holding.tied() if param.tied_stages else holding
+    """Return the holding of a weight, tied if several stages share it."""
+    return holding.tied(tie_of(param.stages), len(param.stages)) if param.stages else holding
 
 
-def _ties(model: ModelSpec, chunks: tuple[range, ...]) -> set[str]:
-    """Return the names of the weights that the first and the last chunk share."""
-    shared = [param for param in model.params if param.aliases and param.name not in read_by_own_code(model)]
-    roots = _roots(model) if shared else {}
-    users = {p.name: {_chunk_of(roots, chunks, name) for name in (p.name, *p.aliases)} for p in shared}
-    return {name for name, owners in users.items() if len(owners) > 1}
+def _ties(model: ModelSpec, chunks: tuple[range, ...], num_stages: int) -> dict[str, int]:
+    """Return the axes of the stages that share weights, with their sizes; on every stage the same."""
+    return {tie_of(stages): len(stages) for stages in _stages_of(model, chunks, num_stages).values() if len(stages) > 1}
+
+
+@remembered
+def _stages_of(model: ModelSpec, chunks: tuple[range, ...], num_stages: int) -> dict[str, tuple[int, ...]]:
+    """Return the stages that use each weight."""
+    stage_of = [index % num_stages for index, layers in enumerate(chunks) for _ in layers]
+    return {
+        param.name: tuple(sorted({stage_of[layer] for layer in (param.layer, *(use.layer for use in param.uses))}))
+        for param in model.params
+    }
 
 
 def _params_of(model: ModelSpec, chunks: tuple[range, ...], stage: int, num_stages: int) -> Iterator[ParamSpec]:
-    """Yield the weights of one stage; a tied one is on the first stage and, as one of the last layer, on the last."""
-    tied = _ties(model, chunks)
-    chunk_of = [index for index, layers in enumerate(chunks) for _ in layers]
+    """Yield the weights of one stage, with their uses there."""
+    stages_of = _stages_of(model, chunks, num_stages)
+    stage_of = [index % num_stages for index, layers in enumerate(chunks) for _ in layers]
     for param in model.params:
-        here = chunk_of[param.layer] % num_stages == stage
-        first, last = param.called
-        if here and param.name not in tied:
+        stages = stages_of[param.name]
+        if stages == (stage,):
             yield param
-        elif here:
-            yield replace(param, tied_stages=True, last_layer=None, called=(first, first))
-        elif param.name in tied and stage == num_stages - 1:
-            last_layer = len(model.layers) - 1
-            yield replace(param, tied_stages=True, last_layer=None, layer=last_layer, called=(last, last))
+        elif stage in stages:
+            yield _used_on(param, tuple(use for use in param.uses if stage_of[use.layer] == stage), stages)
+
+
+def _used_on(param: ParamSpec, uses: tuple[Use, ...], stages: tuple[int, ...]) -> ParamSpec:
+    """Return a weight as a stage has it that holds one of several copies."""
+    owners = Counter({use.owner: 0 for use in uses})
+    for use in uses:
+        owners[use.owner] += use.calls
+    return replace(
+        param,
+        stages=stages,
+        uses=uses,
+        layer=uses[0].layer,
+        calls=max(owners.values()),
+        called=(min(use.called[0] for use in uses), max(use.called[1] for use in uses)),
+    )
 
 
 def chunks_of(model: ModelSpec, count: int) -> tuple[range, ...]:
@@ -250,25 +243,6 @@ def balanced(costs: tuple[int, ...], begins: tuple[bool, ...], count: int) -> tu
         end = blocks[last]
         boundaries.append(end)
     return tuple(range(a, b) for a, b in itertools.pairwise((0, *reversed(boundaries))))
-
-
-def _roots(model: ModelSpec) -> dict[str, int]:
-    """Return the index of the layer of each module that a layer consists of."""
-    return {root: index for index, layer in enumerate(model.layers) for root in layer.modules if root}
-
-
-def _layer_at(roots: Mapping[str, int], name: str) -> int | None:
-    """Return the index of the layer with the module of a weight's name."""
-    path = name.rpartition(".")[0]
-    while path and path not in roots:
-        path = path.rpartition(".")[0]
-    return roots.get(path)
-
-
-def _chunk_of(roots: Mapping[str, int], chunks: tuple[range, ...], name: str) -> int:
-    """Return the index of the chunk with the module of a weight's name."""
-    layer = _layer_at(roots, name)
-    return next((chunk for chunk, layers in enumerate(chunks) if layer in layers), 0)
 
 
 def _tasks(step: StepSpec) -> Iterator[Task]:

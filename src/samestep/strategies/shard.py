@@ -52,6 +52,8 @@ def refusal(step: StepSpec) -> str | None:
         )
     if step.layout.pp > 1 and (refusal := _refuse_own_code(step)):
         return refusal
+    if step.layout.virtual_stages > 1 and (refusal := _refuse_again(step)):
+        return refusal
     return _refuse_weights(step.model)
 
 
@@ -74,6 +76,18 @@ def _refuse_own_code(step: StepSpec) -> str | None:
             return (
                 f"{param.name} is also read outside its block, and zero={step.zero} does not gather it again for "
                 f"recompute={step.layout.recompute}: zero=1 works, and so does recompute=none"
+            )
+    return None
+
+
+def _refuse_again(step: StepSpec) -> str | None:
+    """Refuse weights that a rank may use in several virtual stages, whose forwards and backwards gather them apart."""
+    blocks = [index for index, layer in enumerate(step.model.layers) if layer.is_block]
+    for param in step.model.params:  # the first and the last virtual stage are on different ranks
+        if any(blocks[0] < use.layer < blocks[-1] for use in param.uses):
+            return (
+                f"zero={step.zero} gathers and reduces {param.name}, which several layers use, with one virtual stage: zero=1 "
+                "works, and so does virtual_stages=1"
             )
     return None
 

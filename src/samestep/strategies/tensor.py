@@ -84,8 +84,8 @@ def refuse_degree(model: ModelSpec, degree: int) -> str | None:
 
 
 def _divides(degree: int, cut: Cut) -> bool:
-    """Return whether ranks get whole groups or share them equally; a vocabulary may also stay whole."""
-    return cut.style == "vocab" or cut.groups % degree == 0 or _is_shared(degree, cut)
+    """Return whether ranks get whole groups or share them equally, or the weight may also stay whole."""
+    return cut.style in ("vocab", "gather") or cut.groups % degree == 0 or _is_shared(degree, cut)
 
 
 def _divides_all(degree: int, model: ModelSpec) -> bool:
@@ -119,7 +119,8 @@ def _hold(degree: int, param: ParamSpec, holding: Holding) -> Holding:
 def cut_model(model: ModelSpec, degree: int, cuts_loss: bool = True) -> ModelSpec:
     """Return the local model of one of `degree` ranks.
 
-    A vocabulary that the degree does not divide stays whole, and so do the weights of heads that ranks share.
+    A vocabulary, or what is gathered, stays whole if the degree does not divide it, and so do the weights of heads that
+    ranks share.
     """
     uncut = [p for p in model.params if p.cut and p.cut.groups % degree and not _is_shared(degree, p.cut)]
     whole = {name.rpartition(".")[0] for param in uncut for name in (param.name, *param.aliases)}

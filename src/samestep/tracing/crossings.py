@@ -93,9 +93,24 @@ def boundary_before(layers: Sequence[LayerSpec], index: int, flow: Flow) -> int:
     Raises:
         CannotPassError: none can.
     """
-    before = {path for layer in layers[:index] for path in layer.modules}
-    after = {path for layer in layers[index:] for path in layer.modules}
-    return flow.boundary(after, before)
+    found = beginnings(layers, flow)[index]
+    if found is None:
+        raise CannotPassError("the calls of the model's modules are others than in the trace")
+    flow.check_boundary(found)
+    return found
+
+
+def beginnings(layers: Sequence[LayerSpec], flow: Flow) -> tuple[int | None, ...]:
+    """Return the event at which each layer begins; None behind a call that is another than in the trace."""
+    calls = flow.calls
+    found: list[int | None] = []
+    count, is_known = 0, True
+    for layer in layers:
+        mine = [flow.events[call].name for call in calls[count : count + layer.calls]]
+        is_known = is_known and len(mine) == layer.calls and {*mine} <= {*layer.called}
+        found.append(calls[count] if is_known and layer.calls else None)
+        count += layer.calls
+    return tuple(found)
 
 
 def _crossings(
@@ -107,10 +122,10 @@ def _crossings(
         CannotPassError: no stage can begin there, or what crosses depends on the number of samples.
     """
     before, (flow, few) = layers[index - 1].name, one
-    numbers, weights = crossing_values(layers, index, flow), {number for _, number in flow.weights}
+    numbers = crossing_values(layers, index, flow)
     values = [flow.values[number] for number in numbers]
     sizes = [_numel(value) for value in values]
-    each = [0 if number in weights else size // few for number, size in zip(numbers, sizes, strict=True)]
+    each = [size // few for size in sizes]
     fixed = [size - few * part for size, part in zip(sizes, each, strict=True)]
     if more is not None:
         others = [more[0].values[number] for number in crossing_values(layers, index, more[0])]
@@ -148,12 +163,11 @@ def passes_one_tensor(
     blocks = [index for index, layer in enumerate(layers) if layer.is_block]
     if len(blocks) < 2:
         return True
-    if any(flow.last_reads[value] >= 0 for _, value in flow.weights):
+    if flow.behind or any(flow.last_reads[value] >= 0 for _, value in flow.weights):
         return False
     starts = {path for layer in layers[: blocks[0]] for path in layer.modules}
     between = {path for layer in layers[blocks[0] : blocks[-1] + 1] for path in layer.modules}
-    called = [event.name for event in flow.events if event.is_call and event.name in between]
-    if len(called) > len(set(called)):  # a stage receives in front of a module's only call, and sends behind it
+    if any(layer.again for layer in layers):  # a stage receives in front of a module's only call, and sends behind it
         return False
     for event in flow.events:
         if event.is_call and event.name in starts and not isinstance(model.get_submodule(event.name), nn.Embedding):

@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,6 +55,20 @@ ValueOf = Callable[[str], Tensor]
 """Returns the value of the buffer or parameter of this name."""
 
 
+@dataclass(slots=True)
+class Visit:
+    """One call of a module."""
+
+    region: str
+    """The call of a top-most module with weights that is the newest then."""
+    entered: int
+    """When it starts, as a count of entries and exits of modules."""
+    is_within: bool
+    """Whether it is a part of that call, and not of the model's own code behind it."""
+    left: int = 0
+    """When it ends."""
+
+
 class ForwardTracer(TorchDispatchMode):
     """Records what every operation reads, writes and costs, by region. A storage is identified by its address."""
 
@@ -76,19 +91,15 @@ class ForwardTracer(TorchDispatchMode):
         self.cut: set[int] = set()
         """Storages of which a tensor cut leaves a rank its part."""
         self.regions: dict[str, Region] = {"": Region()}
+        """Every call of a top-most module with weights, by its path, or from the second call on by path and number."""
         self.region = ""
-        """Path of the top-most module with weights that was entered last; empty before the first."""
+        """The newest of them; empty before the first."""
         self.order: list[str] = []
-        """Top-most modules, with or without weights, in the order of their first entry."""
-        self.entries: Counter[str] = Counter()
+        """These calls, and the first calls of top-most modules without weights, in their order."""
+        self.visits: dict[str, list[Visit]] = {}
+        """The calls of each module."""
         self.taking_gradient: set[str] = set()
         """Modules whose input took a gradient when they were first entered."""
-        self.newest: dict[str, str] = {}
-        """For each module, the region that was the newest when the module was entered last."""
-        self.entered: dict[str, int] = {}
-        """Time of each module's first entry, as a count of entries and exits."""
-        self.left: dict[str, int] = {}
-        """Time of each module's last exit."""
         self.stacks: dict[int, set[frozenset[str]]] = {}
         """For each weight, the sets of modules that were running when it was read."""
         self.innermost = ""
@@ -118,6 +129,9 @@ class ForwardTracer(TorchDispatchMode):
         self.marks: list[tuple[int, str]] = []
         """Autograd's sequence numbers from which on nodes belong to a region."""
         self._running: list[str] = []
+        self._open: list[Visit] = []
+        self._calls: Counter[str] = Counter()
+        self._is_within = False
         self._writes = False
         """Whether the operation at hand writes into its operands."""
         self._events = 0
@@ -285,7 +299,7 @@ class ForwardTracer(TorchDispatchMode):
 
     def save(self, tensor: Tensor) -> Tensor | None:
         """Record a tensor that autograd keeps, unless it is a weight; return it only if a backward follows."""
-        self._on_keep(self.region)
+        self._on_keep(self.regions[self.region].path)
         key = self.key(tensor)
         if tensor.is_meta and key not in self._weights:
             saved = self.norm_savers if self._running and self._running[-1] in self._norms else self.savers
@@ -322,25 +336,27 @@ class ForwardTracer(TorchDispatchMode):
     def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:
         """Record that a module's forward starts."""
         self.innermost = path
-        self.entries[path] += 1
+        visits = self.visits.setdefault(path, [])
         self._running.append(path)
         self._events += 1
-        self.entered.setdefault(path, self._events)
-        if self.entries[path] == 1 and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(given)):
+        if not visits and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(given)):
             self.taking_gradient.add(path)
         if not outside:
-            self._enter_inside(path, part)
-        self.newest[path] = next(reversed(self.regions))
+            self._enter_inside(path, part, is_first=not visits)
+        visits.append(Visit(self.region, self._events, self._is_within and not outside))
+        self._open.append(visits[-1])
 
-    def _enter_inside(self, path: str, part: nn.Module) -> None:
+    def _enter_inside(self, path: str, part: nn.Module, *, is_first: bool) -> None:
         if self._depth == 0:
-            if self.entries[path] == 1:
+            self._is_within = any(True for _ in part.parameters())
+            if self._is_within:
+                self._calls[path] += 1
+                self.region = path if self._calls[path] == 1 else f"{path}#{self._calls[path]}"
+                self.regions[self.region] = Region(path=path)
+                self.order.append(self.region)
+                self.marks.append((torch._C._autograd._get_sequence_nr(), self.region))
+            elif is_first:
                 self.order.append(path)
-                if any(True for _ in part.parameters()):
-                    self.regions[path] = Region()
-            if path in self.regions and path != self.region:
-                self.region = path
-                self.marks.append((torch._C._autograd._get_sequence_nr(), path))
         self._depth += 1
 
     def check_attention(self, call: AttentionCall) -> None:
@@ -354,7 +370,8 @@ class ForwardTracer(TorchDispatchMode):
         """Record that a module's forward ends."""
         report_module_hooks(part, given, output, self.hooked)
         self._events += 1
-        self.left[self._running.pop()] = self._events
+        self._running.pop()
+        self._open.pop().left = self._events
         self._depth -= not outside
 
     @contextmanager

@@ -73,6 +73,8 @@ class Operation:
 class Region:
     """The operations between the entry of one top-most module with weights and the next such entry."""
 
+    path: str = ""
+    """Path of the module."""
     flops: int = 0
     products: list[Product] = field(default_factory=list)
     moved: int = 0

@@ -17,7 +17,7 @@ x = x + x0             function  reads 1 0  makes 2    ─── boundary before
 x = blocks[1](x, x0)   call 3    reads 2 0  makes 3
 ```
 The boundary before a layer is the event that calls its first module. A value crosses it if it was made before and is
-read there or later. A tensor that reaches a module past its arguments (through an attribute, a cache, a closure) cannot
+read there or later, unless it is a weight: every stage that uses one holds it. A tensor that reaches a module past its arguments (through an attribute, a cache, a closure) cannot
 be passed on; the boundaries that it crosses are refused.
 """
 
@@ -28,6 +28,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +51,7 @@ _SHAPE_ALONE = (
     | {"_base.__get__"}
 )
 """Functions that read the shape, dtype and device of their tensor, or what it views, and no value."""
+_UNSEEN = "code that torch does not show"
 
 
 # -- what was recorded -----------------------------------------------------------------------------
@@ -91,7 +93,7 @@ class Event:
     """The value of a call's first argument, if it is one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Flow:
     """The events of one forward in order, their values, and the values that the model's outputs hold."""
 
@@ -103,51 +105,44 @@ class Flow:
     """For each value the last event that reads it; the number of events if the outputs hold it, -1 if nothing does."""
     weights: tuple[tuple[str, int], ...] = ()
     """Weights that are values: the name and the value."""
-    first_uses: tuple[tuple[str, int], ...] = ()
-    """The first event that uses each weight, in a module of its own or not."""
+    uses: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """The events that use each weight, in a module of its own or not."""
+    behind: tuple[str, ...] = ()
+    """Weights that a module reads past its arguments, though they are not its own."""
+
+    @cached_property
+    def calls(self) -> tuple[int, ...]:
+        """Numbers of the events that are calls."""
+        return tuple(number for number, event in enumerate(self.events) if event.is_call)
+
+    @cached_property
+    def _passed(self) -> dict[int, Value]:
+        weights = {number for _, number in self.weights}
+        return {number: value for number, value in enumerate(self.values) if number not in weights}
 
     def crossing(self, boundary: int) -> tuple[int, ...]:
-        """Return the values that are made before an event and read by it or later."""
+        """Return the values that are made before an event and read by it or later; a weight is held where it is read."""
         return tuple(
-            number for number, value in enumerate(self.values) if value.event < boundary <= self.last_reads[number]
+            number for number, value in self._passed.items() if value.event < boundary <= self.last_reads[number]
         )
 
-    def boundary(self, first: Collection[str], before: Collection[str]) -> int:
-        """Return the event that first calls one of the modules `first`.
+    def uses_within(self, name: str, start: int, stop: int | None) -> bool:
+        """Return whether an event of a range uses a weight."""
+        return any(start <= use and (stop is None or use < stop) for use in self._uses[name])
+
+    @cached_property
+    def _uses(self) -> dict[str, tuple[int, ...]]:
+        return dict(self.uses)
+
+    def check_boundary(self, boundary: int) -> None:
+        """Check that what crosses the boundary before an event is passed by the arguments and results of modules.
 
         Raises:
-            CannotPassError: a module of `before` is called after that, or a tensor passes by the arguments of modules.
+            CannotPassError: a tensor is not.
         """
-        calls = [(number, event.name) for number, event in enumerate(self.events) if event.is_call]
-        found = next((number for number, name in calls if name in first), None)
-        if found is None:
-            raise CannotPassError("none of its modules is called")
-        late = next((name for number, name in calls if number >= found and name in before), None)
-        if late is not None:
-            raise CannotPassError(f"{late} of an earlier layer is called after {self.events[found].name}")
-        text = next((text for made, read, text in self.hidden if made < found <= read), None)
+        text = next((text for made, read, text in self.hidden if made < boundary <= read), None)
         if text is not None:
             raise CannotPassError(text)
-        return found
-
-    def layers_of_weights(self, layers: Sequence[Collection[str]]) -> dict[str, int]:
-        """Return the layer whose stage uses a weight first, for each weight that is a value or is in no layer's modules.
-
-        `layers` are the paths of each layer's modules. Code between two layers runs on the stage of the first of them.
-        """
-        calls = [(number, event.name) for number, event in enumerate(self.events) if event.is_call]
-        layer_of = {path: index for index, layer in enumerate(layers) for path in layer}
-        begins = [0] * len(layers)
-        found = len(self.events)
-        for index in reversed(range(1, len(layers))):
-            found = min([found, *(number for number, name in calls if layer_of.get(name) == index)])
-            begins[index] = found
-        values = {name for name, _ in self.weights}
-        return {
-            name: max(index for index, first in enumerate(begins) if first <= use)
-            for name, use in self.first_uses
-            if name in values or not any(is_below(name, path) for path in layer_of if path)
-        }
 
 
 class CannotPassError(Exception):
@@ -289,19 +284,20 @@ class FlowRecorder(TorchFunctionMode):
             weights=tuple(
                 (weight.names[0], self._numbers[weight.param]) for weight in used if weight.param in self._numbers
             ),
-            first_uses=tuple((weight.names[0], min(weight.uses)) for weight in used),
+            uses=tuple((weight.names[0], tuple(sorted(weight.uses))) for weight in used),
+            behind=tuple(weight.names[0] for weight in used if any(weight.uses.values())),
         )
 
     def _end_weight(self, weight: _Weight) -> None:
-        """Let a weight that is a value be made where it is used first; note the uses past arguments and results."""
+        """Let a weight that is a value be made where it is used first; note the uses that are not seen to be of a stage."""
         first, last = min(weight.uses), max(weight.uses)
         number = self._numbers.get(weight.param)
         if number is not None:
             self._values[number] = replace(self._values[number], event=first)
             self._last_reads[number] = last
         for use, reader in weight.uses.items():
-            if use > first and (reader or weight.uses[first]):
-                text = f"{reader or weight.uses[first]} reads {weight.names[0]} past its arguments, and another layer uses it"
+            if use > first and _UNSEEN in (reader, weight.uses[first]):
+                text = f"{_UNSEEN} reads {weight.names[0]}, and a layer uses it"
                 self._hidden.setdefault((first, use), text)
 
     def ran(self, read: Collection[int], written: Collection[int]) -> None:
@@ -316,7 +312,7 @@ class FlowRecorder(TorchFunctionMode):
                 self._use(self._weights[key], key, running)
             maker = self._makers.get(key)
             if maker is not None and maker != now and key not in allowed:
-                self._note_hidden(maker, now, running.name if running else "code that torch does not show")
+                self._note_hidden(maker, now, running.name if running else _UNSEEN)
         if running is None or running.number < 0:
             return
         for key in written:
@@ -326,7 +322,7 @@ class FlowRecorder(TorchFunctionMode):
     def _use(self, weight: _Weight, key: int, running: _Running | None) -> None:
         """Note that an event reads a weight: one that it is given, one of the module called, or another."""
         if running is None:
-            weight.uses.setdefault(len(self._events), "code that torch does not show")
+            weight.uses.setdefault(len(self._events), _UNSEEN)
         elif running.number >= 0:
             is_own = running.is_call and any(is_below(name, running.name) for name in weight.names)
             is_known = is_own or key in running.storages

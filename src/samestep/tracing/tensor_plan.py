@@ -337,7 +337,9 @@ def _cut_of(cuts: Cuts, param: ParamSpec, shareable: Mapping[str, int], proof: C
     if param.name not in proof.cuts:
         return None
     cut, groups = proof.cuts[param.name], proof.groups[param.name]
-    kind: Literal["column", "row", "vocab"] = "row" if style == "row" else "vocab" if style == "vocab" else "column"
+    kind: Literal["column", "row", "vocab", "gather"] = (
+        style if style in ("row", "vocab", "gather") else "column"  # type: ignore[assignment]
+    )
     return Cut(style=kind, dim=cut.dim, groups=groups, parts=cut.parts, is_shareable=path in shareable)
 
 

@@ -23,8 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from samestep.building.model import model_source
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.models.spec import HeadSpec, LayerSpec, ModelSpec, ParamSpec, Product, is_below
+from samestep.tracing.arranged_layers import Layer, UsesOfWeights, arrange, entered_again
 from samestep.tracing.backward import Backward, WorkingSet, idle_weights, watch_backward, working_sets
 from samestep.tracing.crossings import with_crossings
 from samestep.tracing.forward import ForwardTracer, ValueOf, is_outside, watch_forward
@@ -99,13 +99,14 @@ def trace(
             raise ModelError(_unseen(name, watch, module)) from None
     idle = frozenset[int]() if watch.varies or watch.has_looked else idle_weights(module, outputs, sample, loss)
     backward = watch_backward(module, tensors_in(getattr(outputs, "logits", outputs)), watch)
-    layers = _arrange(module, name, containers, watch)
+    layers = arrange(module, name, containers, watch)
     assert watch.flow is not None
     specs = _layer_specs(module, layers, watch, backward, num_samples)
+    uses_of = UsesOfWeights(layers, specs, watch)
     return ModelSpec(
         name=name,
         layers=with_crossings(specs, watch.flow, module, num_samples),
-        params=_param_specs(module, layers, containers, watch, idle),
+        params=_param_specs(module, layers, containers, watch, idle, uses_of),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
         coupled_modules=_coupled(module),
         varies_at=watch.varies,
@@ -196,72 +197,11 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _block_of(path: str, containers: Iterable[str]) -> str | None:
-    """Return the path of the container's child that `path` is, or is part of."""
-    for container in containers:
-        if path != container and is_below(path, container):
-            below = path[len(container) + 1 :] if container else path
-            return _join(container, below.partition(".")[0])
-    return None
-
-
 # -- from a traced forward to a spec ---------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Layer:
-    """A layer under construction."""
-
-    name: str = ""
-    is_block: bool = False
-    modules: list[str] = field(default_factory=list)
-    regions: list[str] = field(default_factory=list)
-
-
-def _arrange(module: nn.Module, name: str, containers: tuple[str, ...], watch: ForwardTracer) -> list[_Layer]:
-    """Return the layers, made of the top-most modules in the order of their first entry."""
-    if not containers or len(watch.regions) == 1:
-        owns_weights = any(True for _ in module.parameters(recurse=False))
-        modules = [] if owns_weights else [path for path in watch.order if path in watch.regions]
-        return [_Layer(name=name, modules=modules or [""], regions=list(watch.regions))]
-    layers: list[_Layer] = []
-    blocks: dict[str, _Layer] = {}
-    for path in watch.order:
-        block = _block_of(path, containers)
-        has_weights = path in watch.regions
-        last = layers[-1] if layers else None
-        if block in blocks:
-            layer = blocks[block]
-        elif last is not None and (block is None) != last.is_block and not (block and has_weights):
-            layer = last  # joins the previous layer: one of its kind, or the block before an activation
-        elif has_weights:
-            layer = _Layer(name=block or "", is_block=block is not None)
-            layers.append(layer)
-            if block is not None:
-                blocks[block] = layer
-        else:
-            continue  # a module without weights between layers of another kind
-        if has_weights:
-            layer.regions.append(path)
-        if has_weights or watch.entries[path] == 1:
-            layer.modules.append(path)
-    layers[0].regions.append("")
-    _name(layers)
-    return layers
-
-
-def _name(layers: list[_Layer]) -> None:
-    """Name the layers that are not blocks after their modules with weights."""
-    for layer in layers:
-        if not layer.is_block:
-            parts = [path for path in layer.regions if path]
-            short = "+".join(path.rpartition(".")[2] for path in parts)
-            taken = {other.name for other in layers if other is not layer}
-            layer.name = "+".join(parts) if short in taken else short
-
-
 def _layer_specs(
-    module: nn.Module, layers: list[_Layer], watch: ForwardTracer, backward: Backward, num_samples: int
+    module: nn.Module, layers: list[Layer], watch: ForwardTracer, backward: Backward, num_samples: int
 ) -> tuple[LayerSpec, ...]:
     """Return the spec of each layer, summed over its regions."""
     layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
@@ -283,6 +223,7 @@ def _layer_specs(
         return sum(watch.sizes[key] for key in keys) // num_samples
 
     specs = []
+    entered = entered_again(layers, watch)
     for index, layer in enumerate(layers):
         regions = [watch.regions[path] for path in layer.regions]
         results = set[int]().union(*(region.results for region in regions))
@@ -290,6 +231,10 @@ def _layer_specs(
         spec = LayerSpec(
             name=layer.name,
             modules=tuple(layer.modules),
+            again=tuple(layer.again),
+            repeats=layer.repeats,
+            calls=sum(bool(region) for region in layer.regions),
+            entered=entered[index],
             is_block=layer.is_block,
             forward_flops=sum(region.flops for region in regions) // num_samples,
             input_elements=elements(inputs[index]),
@@ -351,51 +296,51 @@ def _of_one(product: Product, num_samples: int) -> Product:
     return dataclasses.replace(product, count=product.count // num_samples)
 
 
-def _backward_reads_weights(module: nn.Module, layer: _Layer) -> bool:
+def _backward_reads_weights(module: nn.Module, layer: Layer) -> bool:
     """Return whether a gradient flows through a weight to an input; through an embedding it does not."""
-    parts = (part for path in layer.modules for part in module.get_submodule(path).modules())
+    parts = (part for path in layer.called for part in module.get_submodule(path).modules())
     owners = [part for part in parts if any(True for _ in part.parameters(recurse=False))]
     return not all(isinstance(owner, nn.Embedding) for owner in owners)
 
 
 def _param_specs(
-    module: nn.Module, layers: list[_Layer], containers: tuple[str, ...], watch: ForwardTracer, idle: frozenset[int]
+    module: nn.Module,
+    layers: list[Layer],
+    containers: tuple[str, ...],
+    watch: ForwardTracer,
+    idle: frozenset[int],
+    uses_of: UsesOfWeights,
 ) -> tuple[ParamSpec, ...]:
     """Return the spec of each parameter, once, under its first name."""
     names = _names_of(module)
     meeting = set()
     for alike in names.values():
         owners = {_owner(name) for name in alike}
-        if len(alike) > 1 or any(watch.entries[owner] > 1 for owner in owners):
+        if len(alike) > 1 or any(len(watch.visits.get(owner, ())) > 1 for owner in owners):
             meeting |= owners
     layer_of = {path: index for index, layer in enumerate(layers) for path in layer.modules}
-    region_layer = {path: index for index, layer in enumerate(layers) for path in layer.regions}
-    assert watch.flow is not None
-    read_first = watch.flow.layers_of_weights([layer.modules for layer in layers])
     specs = []
     for name, param in module.named_parameters():
         alike = names[id(param)]
         owners = {_owner(alias) for alias in alike}
         own = _layer_of(_owner(name), layer_of, containers)
-        # Of a tied weight the first layer, also where its first name is that of the head.
-        layer = min(read_first.get(one, _layer_of(_owner(one), layer_of, containers)) for one in alike)
+        uses = uses_of(name, owners)
         # A module's weights are gathered together, so one shared weight makes all of them shared.
         shared = bool(owners & meeting)
         roots = owners if shared else {root for root in layers[own].modules if is_below(_owner(name), root)}
-        entered = [path for path in watch.entries if path in roots]
-        last = max([layer, *(region_layer[watch.newest[path]] for path in owners if path in watch.newest)])
+        entered = [path for path in watch.visits if path in roots]
         spec = ParamSpec(
             name=name,
             shape=tuple(param.shape),
-            layer=layer,
+            layer=uses[0].layer if uses else own,
             aliases=tuple(alike[1:]),
             shared=shared,
             called=(
-                min((watch.entered[path] for path in entered), default=0),
-                max((watch.left[path] for path in entered), default=0),
+                min((watch.visits[path][0].entered for path in entered), default=0),
+                max((watch.visits[path][-1].left for path in entered), default=0),
             ),
-            calls=max(1, *(watch.entries[path] for path in owners)),
-            last_layer=last if shared and last != layer else None,
+            calls=max(1, *(len(watch.visits.get(path, ())) for path in owners)),
+            uses=uses if uses and uses[0].layer < uses[-1].layer else (),
             read_outside=any(roots) and any(not roots & running for running in watch.stacks.get(watch.key(param), ())),
             takes_gradient=bool(entered) and entered[0] in watch.taking_gradient,
             trainable=param.requires_grad and id(param) not in idle,

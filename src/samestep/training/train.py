@@ -65,6 +65,8 @@ class Summary:
     """The refusals that the run met and `run.allow` waived."""
     tried: tuple[str, ...] = ()
     """What a trial has passed and no rule shows, such as an operation of a library."""
+    remarks: tuple[str, ...] = ()
+    """Tensors that the folder of `model.source` lacks, which were made as in a new model, and those that it has besides."""
     stop_signal: int = 0
     """The signal that stopped it, where `train` started the workers; 0 otherwise."""
 
@@ -206,6 +208,8 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
         screen, metrics = Screen(first, until, speed, every), Metrics(folder, first, trackers, speed, every)
         words = f"{workload.spec.name}: {workload.spec.num_params:,} weights, layout {str(checked.layout)!r}, {folder}"
         screen.say(words if checked.resume_from is None else f"{words}, resumes after step {first}")
+        for remark in workload.remarks:
+            screen.say(f"{run.job.model.source}: {remark}")
         if first == until:
             screen.say(f"step {first} was the last step: nothing is left to train")
     if first < until:
@@ -227,7 +231,8 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
     proven = proof.to_line() if proof else record.NOT_PROVEN
     tried = run.assembly.model.spec.tried if run.layout.world_size > 1 else ()
     _say_shown(screen, run, proven, waived, tried)
-    summary = Summary(folder, run.steps_taken, metrics.last_loss, held_out, stopped, proven, waived, tried)
+    took, loss = run.steps_taken, metrics.last_loss
+    summary = Summary(folder, took, loss, held_out, stopped, proven, waived, tried, workload.remarks)
     write_whole(folder / "summary.json", json.dumps(dataclasses.asdict(summary), indent=1, default=str) + "\n")
     return summary
 

@@ -68,6 +68,13 @@ class Workload:
         assert self.source.prepared is not None
         return self.source.prepared.spec
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a user should know of the folder from which the model's values are read."""
+        assert self.source.prepared is not None
+        stored = self.source.prepared.blueprint.stored
+        return stored.remarks() if stored else ()
+
 
 def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any) -> None:
     """Refuse token ids and sequence lengths for which a transformers model has no embeddings."""

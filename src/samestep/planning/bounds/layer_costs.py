@@ -211,7 +211,9 @@ class Prices:
             cut, one = self.cut(step), replace(step, samples=1)
             saved = (saved_bytes(one, layer) for layer in cut.step.model.layers)
             self._known_sizes[key] = tuple(
-                Sizes._make((one.kept, one.whole - one.kept, one.working, one.loss + one.loss_working, *held))
+                Sizes._make(
+                    (one.kept, one.whole - one.kept, one.working, one.loss + one.loss_working - one.loss_fixed, *held)
+                )
                 for one, held in zip(saved, cut.weights, strict=True)
             )
         return self._known_sizes[key]

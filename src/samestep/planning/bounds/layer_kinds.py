@@ -155,14 +155,14 @@ def reduced_early(step: StepSpec, layer: int) -> tuple[int, int]:
     numel = [0, 0]
     for param in step.model.params_of(layer):
         holding = step.holding(param)
-        if param.trainable and not param.shared and not holding.replicated_over:
+        if param.trainable and not param.shared and not param.uses and not holding.replicated_over:
             numel[holding.is_expert_sharded] += param.numel
     return numel[0], numel[1]
 
 
 def _has_module(step: StepSpec, param: ParamSpec) -> bool:
     """Whether a module of its layer owns a weight, so that it is gathered with the layer and not with the root."""
-    return any(module and param.name.startswith(f"{module}.") for module in step.model.layers[param.layer].modules)
+    return any(module and param.name.startswith(f"{module}.") for module in step.model.layers[param.layer].called)
 
 
 def one_of_each(model: ModelSpec) -> tuple[ModelSpec, list[int]]:
@@ -187,7 +187,7 @@ def one_of_each(model: ModelSpec) -> tuple[ModelSpec, list[int]]:
     # A middle kind is met before the last block, so the order of the layers is kept.
     place = {index: number for number, index in enumerate(chosen)}
     params = tuple(
-        replace(param, layer=place[index], last_layer=None if param.last_layer is None else kind_of[param.last_layer])
+        replace(param, layer=place[index], uses=tuple(replace(use, layer=kind_of[use.layer]) for use in param.uses))
         for index in chosen
         for param in owned.get(index, [])
     )
@@ -203,14 +203,14 @@ def _kind(layer: LayerSpec, params: Sequence[ParamSpec]) -> object:
 
     return (
         replace(
-            layer, name="", modules=(), forward_sums=(), backward_sums=(), sequence_boundaries=(), dispatches=(), products=(),
+            layer, name="", modules=(), again=(), repeats="", forward_sums=(), backward_sums=(), sequence_boundaries=(), dispatches=(), products=(),
             crossings=(), crossing_refusal="",
         ),
         *(named(parts) for parts in (layer.forward_sums, layer.backward_sums, layer.sequence_boundaries, layer.dispatches)),
         named(layer.products),
         tuple(
             replace(
-                param, name=param.name.removeprefix(root), layer=0, called=(0, 0), last_layer=None,
+                param, name=param.name.removeprefix(root), layer=0, called=(0, 0), uses=(),
                 aliases=tuple(alias.removeprefix(root) for alias in param.aliases),
             )
             for param in params

@@ -189,7 +189,7 @@ class _RowLosses(torch.autograd.Function):
             product, logits = found.logits(rows)
             shift = log_sums[rows][:, None]
             # Where the gradient of the product is that of the logits, in another dtype, nothing else reads them.
-            powers = (logits.sub_(shift) if head.only_casts else logits.detach() - shift).exp_()
+            powers = (logits.sub_(shift) if product is None else logits.detach() - shift).exp_()
             powers.mul_((of_losses[rows] + of_log_sums[rows])[:, None])
             if ctx.columns is not None:
                 own, elsewhere = ctx.columns.own[rows], ctx.columns.elsewhere[rows]
@@ -260,19 +260,22 @@ class _Gradients:
         is_half = param.dtype in (torch.float16, torch.bfloat16) and not self._single
         return torch.zeros_like(param, dtype=torch.float32 if is_half else param.dtype)
 
-    def logits(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the product of some rows with the head's weight, and the logits made of it, with a graph if one is needed."""
+    def logits(self, rows: slice) -> tuple[Tensor | None, Tensor]:
+        """Return the product of some rows with the head's weight, and the logits made of it with their graph.
+
+        Where a cast is all that is between them, there is no graph, and nothing keeps the product.
+        """
         product = torch.nn.functional.linear(self._hidden[rows], self._weight, self._bias)
         if self._head.only_casts:
-            return product, self._head.after(product, self._others)
+            return None, self._head.after(product, self._others)
         with torch.enable_grad():
             product.requires_grad_()
             return product, self._head.after(product, self._others)
 
-    def add(self, rows: slice, product: Tensor, logits: Tensor, of_logits: Tensor) -> None:
+    def add(self, rows: slice, product: Tensor | None, logits: Tensor, of_logits: Tensor) -> None:
         """Add the gradients that the logits of some rows bring."""
         of_product = of_logits
-        if not self._head.only_casts:
+        if product is not None:
             wanted = [product, *(one for one in self._others if one.requires_grad)]
             of_product, *more = torch.autograd.grad(logits, wanted, of_logits, allow_unused=True)
             places = [index for index, one in enumerate(self._others) if one.requires_grad]

@@ -75,7 +75,8 @@ class Slicing:
         for layer in program.step.model.layers:
             for path in layer.modules if layer.is_block else ():
                 block = model.get_submodule(path)
-                block.register_forward_pre_hook(self._entered(layer), with_kwargs=True)
+                begins = path == layer.modules[0]
+                block.register_forward_pre_hook(self._entered(layer, begins=begins), with_kwargs=True)
                 if path == layer.modules[-1]:
                     block.register_forward_hook(self._left(layer))
 
@@ -130,11 +131,11 @@ class Slicing:
 
     # -- around blocks -----------------------------------------------------------------------------
 
-    def _entered(self, layer: LayerSpec) -> Callable[..., Any]:
+    def _entered(self, layer: LayerSpec, *, begins: bool) -> Callable[..., Any]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not self.length:
                 return None
-            if self.block != layer.name:
+            if begins or self.block != layer.name:
                 self.block, self.exchanged = layer.name, 0
             leaves, tree = tree_flatten_with_path((args, kwargs))
             return tree_unflatten(

@@ -30,14 +30,15 @@ from samestep.building.model import call_model
 from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.models.spec import LayerSpec, is_below
+from samestep.models.spec import LayerSpec
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.runtime.axes.context import Slicing, WholeSequences
 from samestep.runtime.axes.precision import DTYPES, cast_floating
 from samestep.runtime.axes.stage_flow import Flows, StageForward, placeholder
 from samestep.runtime.axes.stage_messages import Awaited, Messages
-from samestep.runtime.axes.stage_weights import PassedWeights
+from samestep.runtime.axes.stage_weights import ReadWeights
+from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.processes.mesh import Mesh, broadcast_from
 from samestep.schedules import Action, TaskKind
 from samestep.strategies.pipeline import crossings_at
@@ -113,11 +114,13 @@ class Stage:
         self.num_chunks = len(program.chunks)
         self._layers = program.step.model.layers
         self._slots = [(index, path) for index, layer in enumerate(self._layers) for path in layer.modules if path]
+        self._entered = [program.step.model.entered_before(layers.start) for layers in program.chunks]
+        """How often modules have been entered where each chunk begins."""
         self._real = {path: self._model.get_submodule(path) for _, path in self._slots}
         self._parents = {path: self._model.get_submodule(path.rpartition(".")[0]) for path in self._real}
         make = _Placeholders.of(traced, program.step, mesh.device)
         self._stand_ins = {path: _StandIn(real, self._facts, make) for path, real in self._real.items()}
-        self._weights = PassedWeights(traced, program, mesh.device)
+        self._weights = ReadWeights(traced, program, mesh.device)
         self._messages = Messages(program, mesh)
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
         """Received tensors, by micro-batch and chunk, in the order of what crosses the boundary."""
@@ -207,6 +210,7 @@ class Stage:
         def receive() -> list[Tensor]:
             """Return what crosses the boundary before the chunk."""
             found = self._received(action, awaited)
+            dropout.begin_after(self._model, self._entered[action.chunk])
             for tensor, crossing in zip(found, crossings_at(self._program.step.model, layers.start), strict=True):
                 tensor.requires_grad_(crossing.takes_gradient and torch.is_grad_enabled())
             return found
@@ -278,6 +282,7 @@ class Stage:
             name = "" if args else self._facts.name_of_hidden(kwargs)
             shape = self._passed_shape((args[0] if args else kwargs[name]).shape)
             (received,) = self._received(action, self._one_awaited(self._program.chunks[action.chunk].start, shape))
+            dropout.begin_after(self._model, self._entered[action.chunk])
             if torch.is_grad_enabled():
                 self._shapes[action.chunk, self._shapes_of(action.microbatch)] = shape
                 self._inputs[action.microbatch, action.chunk] = [received.requires_grad_()]
@@ -480,24 +485,3 @@ def _repeated(example: Any, times: int, step: StepSpec) -> Any:
 
 def _with_layers(traced: TracedModel, layers: Sequence[LayerSpec]) -> TracedModel:
     return replace(traced, analysis=replace(traced.analysis, spec=replace(traced.spec, layers=tuple(layers))))
-
-
-def check(model: nn.Module, program: Program) -> None:
-    """Refuse a module with dropout that several layers call: a stage cannot know how often the others called it.
-
-    Raises:
-        LayoutError: there is one.
-    """
-    spec = program.step.model
-    drawing = {mask.owner for mask in spec.masks}
-    layers_of: dict[nn.Module, set[int]] = {}
-    names: dict[nn.Module, str] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, path)
-        layers = {index for index, layer in enumerate(spec.layers) for root in layer.modules if is_below(path, root)}
-        layers_of.setdefault(module, set()).update(layers)
-    for module, layers in layers_of.items():
-        if len(layers) > 1 and names[module] in drawing:
-            raise LayoutError(
-                f"{names[module]} draws the dropout masks of several layers: pp=1 works, and so does a module for each"
-            )

@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.errors import LayoutError
-from samestep.models.spec import ParamSpec
+from samestep.models.spec import ParamSpec, is_below
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.codecs import PLAIN
 from samestep.program.ops import BYTES_OF, Op, OpKind
@@ -483,8 +483,8 @@ def _reshape(model: nn.Module, program: Program) -> dict[str, _ParamSlots]:
     slots: dict[str, _ParamSlots] = {}
     for spec in program.step.model.params:
         names = [name.rpartition(".") for name in (spec.name, *spec.aliases)]
-        if program.step.holding(spec).tied_over:  # the weight's other name is on another stage
-            names = [name for name in names if name[0] in mine[spec.name]]
+        if program.step.holding(spec).tied_over and spec.name in mine:  # other names of the weight are on other stages
+            names = [name for name in names if any(is_below(name[0], module) for module in mine[spec.name])]
         slots[spec.name] = [(model.get_submodule(path), leaf) for path, _, leaf in names]
         empty = torch.empty(_shape(spec), dtype=dtype, device="meta")
         _put(slots[spec.name], nn.Parameter(empty, requires_grad=spec.trainable))

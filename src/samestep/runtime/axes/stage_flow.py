@@ -101,10 +101,9 @@ class StageForward(TorchFunctionMode):
             raise self._differs(path)
         return self._follow(path, module, given, args, kwargs)
 
-    def is_own(self, value: int) -> bool:
-        """Return whether one of this stage's events makes a value."""
-        made = self._flow.values[value].event
-        return self._start <= made and (self._stop is None or made < self._stop)
+    def reads(self, weight: str) -> bool:
+        """Return whether one of this stage's events uses a weight."""
+        return self._flow.uses_within(weight, self._start, self._stop)
 
     def holds(self, tensor: Tensor, value: int) -> None:
         """Let a tensor be the value of a weight, which no event makes."""

@@ -1,12 +1,10 @@
 """Weights that the model's own code reads, in the forward of one chunk of a pipeline.
 
-Such a weight is a value of the recorded flow (`tracing/stages.py`). The stage that uses it first holds it; where others
-read it too, it crosses the boundaries between them like an activation, and its gradients come back and are added up.
-While a forward runs, the modules hold what the chunk reads in place of these weights:
+Such a weight is a value of the recorded flow (`tracing/stages.py`), which every stage that reads it holds. While a forward
+runs, the modules hold in place of these weights:
 
-    first used in this chunk    the weight itself; under zero=2|3 a copy, because the gathered weight is freed too soon
-    first used before           a tensor that is filled with what is received
-    first used behind           a tensor that nothing reads
+    read in this chunk     the weight itself; under zero=2|3 a copy, because the gathered weight is freed too soon
+    read in others alone   a tensor that nothing reads
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _Slots = list[tuple[nn.Module, str]]
 """The modules that hold a weight, each with its name in it."""
 
 
-class PassedWeights:
+class ReadWeights:
     """Puts what a chunk reads in place of the weights that the model's own code reads."""
 
     def __init__(self, traced: TracedModel, program: Program, device: torch.device) -> None:
@@ -48,7 +46,7 @@ class PassedWeights:
             # After the hooks of FSDP2, which gather the weights.
             for name in {**values, **dict.fromkeys(self._copied)}:
                 value = values.get(name)
-                stands = self._stands(name, flow, value, mode)
+                stands = self._stands(name, flow, mode, is_value=value is not None)
                 for module, leaf in self._slots[name]:
                     before.append((module, leaf, module._parameters[leaf]))
                     module._parameters[leaf] = stands  # type: ignore[assignment]
@@ -70,12 +68,12 @@ class PassedWeights:
             for handle in handles:
                 handle.remove()
 
-    def _stands(self, name: str, flow: Flow, value: int | None, mode: StageForward) -> Tensor:
+    def _stands(self, name: str, flow: Flow, mode: StageForward, *, is_value: bool) -> Tensor:
         """Return what the modules hold in place of a weight."""
-        if value is not None and not mode.is_own(value):
-            found = flow.values[value]
-            return nn.Parameter(placeholder(found.shape, found.dtype, self._device), requires_grad=False)
         module, leaf = self._slots[name][0]
         weight = module._parameters[leaf]
         assert weight is not None
+        if is_value and not mode.reads(name):
+            found = flow.values[dict(flow.weights)[name]]
+            return nn.Parameter(placeholder(found.shape, found.dtype, self._device), requires_grad=False)
         return weight.clone() if name in self._copied else weight

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts
-from samestep.models.spec import is_moved
 from samestep.program.program import Program
 from samestep.tracing.traced_model import TracedModel
 
@@ -45,8 +44,6 @@ class Deferred:
             return
         facts = traced.facts
         shared = {name for p in program.step.model.params if p.shared for name in (p.name, *p.aliases)}
-        # On a stage after the one that uses it first, a weight is received, and its gradient is sent back behind B.
-        shared |= {param.name for param in traced.spec.params if is_moved(traced.spec, param)}
         head = program.step.model.layers[-1].head
         if (
             program.step.layout.loss_chunk is not None and head is not None

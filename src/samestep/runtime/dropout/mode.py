@@ -22,7 +22,7 @@ import dataclasses
 import enum
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -243,6 +243,11 @@ class DropoutMode(MaskSource):
         self._entries[name] = entry + 1
         self._frames.append(_Frame(name, entry))
 
+    def count_entries(self, entries: Mapping[str, int]) -> None:
+        """Count earlier calls of modules, by name, that are made elsewhere."""
+        for name, count in entries.items():
+            self._entries[name] = self._entries.get(name, 0) + count
+
     def _leave_module(self, name: str) -> None:
         if self._frames[-1].name == name and len(self._frames) > 1:
             self._frames.pop()
@@ -310,6 +315,13 @@ class DropoutMode(MaskSource):
         if device not in self._sample_keys:
             self._sample_keys[device] = mix(self._draw.samples.to(device, torch.int64))
         return self._sample_keys[device]
+
+
+def begin_after(model: nn.Module, entries: Mapping[str, int]) -> None:
+    """Let the active mode of a model, if there is one, count calls of modules that earlier pipeline stages run."""
+    tracker = _TRACKERS.get(model)
+    if tracker is not None and tracker.modes:
+        tracker.modes[-1].count_entries(entries)
 
 
 RowsOf = Callable[[Tensor], tuple[int, int] | None]

@@ -1,0 +1,101 @@
+"""A model from a folder: the class that its configuration names, with the values in its files. No code of the folder runs.
+
+    model.source = "hf:PATH"      a folder with a config.json and safetensors
+    model.config                  fields of its configuration to override
+
+The model is built on the meta device like that of a family, and each value is read when it is asked for; what the folder
+lacks, such as a new head, is drawn as in a new model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.building import families
+from samestep.building.stored_weights import StoredWeights, stored_weights
+from samestep.errors import ModelError, did_you_mean
+from samestep.models import weight_files
+
+
+@dataclass(frozen=True, slots=True)
+class PretrainedModel:
+    """The build function of a model whose values lie in a folder."""
+
+    folder: Path
+    config: Any
+
+    def build(self) -> nn.Module:
+        """Return the model with new values, in training mode and float32."""
+        return families.built(f"hf:{self.folder}", self.config, dtype=torch.float32)
+
+    def stored(self, module: nn.Module, canonical: Mapping[str, str]) -> StoredWeights:
+        """Return where the values of a built model lie in the folder."""
+        return stored_weights(module, canonical, weight_files.tensors(self.folder))
+
+    def __call__(self) -> nn.Module:
+        """Return the model with the folder's values as transformers itself loads it: what ours is held against."""
+        auto = families.auto_class()
+        with families.quiet():
+            model: nn.Module = auto.from_pretrained(
+                self.folder, config=self.config, dtype=torch.float32, local_files_only=True, use_safetensors=True
+            )
+        return model.train()
+
+
+def pretrained_source(folder: Path, fields: Mapping[str, Any]) -> PretrainedModel:
+    """Return the build function of a folder's model.
+
+    Raises:
+        ModelError: the folder lacks a part, its class is unknown, or a field does not exist.
+    """
+    config = folder_config(folder, fields)
+    weight_files.tensors(folder)  # before anything is built
+    return PretrainedModel(folder, config)
+
+
+def folder_config(folder: Path, fields: Mapping[str, Any]) -> Any:
+    """Return the configuration of a folder with `fields` in place of its own.
+
+    Raises:
+        ModelError: it has none, or one of a class that transformers does not have; or a field does not fit.
+    """
+    stored = weight_files.configuration(folder)
+    family = stored.get("model_type")
+    code = "; it comes with code of its own, which samestep does not run" if "auto_map" in stored else ""
+    if "trust_remote_code" in fields:
+        raise ModelError("model.config.trust_remote_code: samestep runs no code of a folder; a module:function does")
+    if not isinstance(family, str) or not family:
+        raise ModelError(f"model.source: {folder / weight_files.CONFIG} names no model_type{code}")
+    try:
+        families.check_family(family)
+    except ModelError as error:
+        raise ModelError(f"model.source: {folder}: {str(error).removeprefix(f'hf:{family}: ')}{code}") from None
+    if "quantization_config" in stored:
+        raise ModelError(
+            f"model.source: the weights in {folder} are quantized, which samestep does not train; those from which they "
+            "were made work"
+        )
+    families.check_fields(family, fields)
+    if unknown := [name for name in fields if isinstance(fields[name], dict) and name not in stored]:
+        raise ModelError(f"model.config.{unknown[0]}: {folder} has no such table{did_you_mean(unknown[0], stored)}")
+    return families.configured(f"hf:{folder}", family, _merged(stored, fields, families.facts_named(family)), fields)
+
+
+def _merged(stored: Mapping[str, Any], fields: Mapping[str, Any], facts: families.FamilyFacts) -> dict[str, Any]:
+    """Return the stored fields with others in their place; lists with an entry for each block get those of the new depth."""
+    merged = dict(stored)
+    for name, value in fields.items():
+        known = stored.get(name)
+        merged[name] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
+    depth = next((name for name in facts.depth_fields if name in fields and name in stored), "")
+    if depth:
+        for name, value in stored.items():
+            if name not in fields and isinstance(value, list) and len(value) == stored[depth]:
+                merged[name] = value[: fields[depth]]
+    return merged

@@ -1,0 +1,256 @@
+"""The values of a model's tensors in the files of a folder, read by rows where they are stored as they are.
+
+Which tensors of the files make a tensor of the model is transformers' own knowledge: its mapping renames them, and fuses,
+splits or permutes some. The mapping is followed once with shapes alone; a value is made when it is asked for.
+
+    as it is     only the rows that are asked for are read
+    stacked      experts that are stored one by one: only those that are asked for are read
+    converted    the tensors of the files are read whole, and transformers' conversion makes the tensor
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from samestep.errors import ModelError
+from samestep.models.weight_files import StoredTensor
+
+Intervals = Sequence[tuple[int, int]]
+_LOADING, _MAPPING = "transformers.core_model_loading", "transformers.conversion_mapping"
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """The tensors in the files from which one or several tensors of a model are made."""
+
+    sources: tuple[tuple[str, str], ...]
+    """Names in the files, and the pattern of the conversion that each one matches."""
+    target: str
+    """The name under which the mapping collects them."""
+    conversion: Any = None
+    """The conversion; None where a tensor is stored as it is."""
+    is_stack: bool = False
+    """Whether row i of the result is made of tensor i of each pattern."""
+
+    def convert(self, tensors: Sequence[Tensor], model: nn.Module) -> dict[str, Tensor]:
+        """Return the model's tensors by name, made of these tensors of the files."""
+        if self.conversion is None:
+            return {self.target: tensors[0]}
+        conversion = copy.deepcopy(self.conversion)
+        for (name, pattern), tensor in zip(self.sources, tensors, strict=True):
+            conversion.add_tensor(self.target, name, pattern, tensor)
+        made = conversion.convert(self.target, model=model, config=model.config)
+        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+
+    def of_rows(self, rows: Sequence[int]) -> _Origin:
+        """Return the part of a stack that makes some of its rows, in this order."""
+        by_pattern: dict[str, list[tuple[str, str]]] = {}
+        for source in self.sources:
+            by_pattern.setdefault(source[1], []).append(source)
+        chosen = tuple(sources[row] for sources in by_pattern.values() for row in rows)
+        return _Origin(chosen, self.target, self.conversion, is_stack=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredWeights:
+    """Where the values of a model's tensors lie in the files of a folder, and which tensors have none there."""
+
+    module: nn.Module
+    """The model that conversions ask for shapes; no run cuts it."""
+    files: Mapping[str, StoredTensor]
+    canonical: Mapping[str, str]
+    missing: tuple[str, ...]
+    """The model's tensors that the folder lacks, by their first names."""
+    unread: tuple[str, ...]
+    """Tensors of the folder that the model does not have."""
+    _origins: Mapping[str, tuple[_Origin, str]] = field(repr=False)
+    """By first name: the origin, and the name that it has for the tensor."""
+
+    def holds(self, name: str) -> bool:
+        """Return whether the folder has the value of a tensor of the model."""
+        return self.canonical.get(name) in self._origins
+
+    def reads_parts(self, name: str) -> bool:
+        """Return whether rows of a tensor are read without the others."""
+        origin, _ = self._origins.get(self.canonical[name], (None, ""))
+        return origin is not None and (origin.conversion is None or origin.is_stack)
+
+    def remarks(self) -> tuple[str, ...]:
+        """Return what a user should know: the tensors that the folder lacks, and those that the model does not have."""
+        found = []
+        if self.missing:
+            found.append(f"the folder lacks {_some(self.missing)}, made as in a new model")
+        if self.unread:
+            found.append(f"the model has no {_some(self.unread)}, which the folder holds")
+        return tuple(found)
+
+    @torch.no_grad()
+    def read(self, name: str, dtype: torch.dtype, intervals: Intervals | None = None, dim: int = 0) -> Tensor:
+        """Return a tensor of the model on the host, or intervals of it along a dimension, in newly allocated memory.
+
+        Raises:
+            ModelError: a file has been damaged meanwhile.
+        """
+        origin, known_as = self._origins[self.canonical[name]]
+        if origin.conversion is None:
+            return self._values(origin.sources[0][0], intervals, dim).to(dtype, copy=True)
+        if origin.is_stack and intervals is not None and dim == 0:
+            origin, intervals = origin.of_rows([row for ends in intervals for row in range(*ends)]), None
+            if not origin.sources:
+                return torch.empty(0, *self.module.get_parameter(name).shape[1:], dtype=dtype)
+        # Transformers casts before it converts.
+        tensors = [self._values(source).to(dtype, copy=True) for source, _ in origin.sources]
+        made = origin.convert(tensors, self.module)[known_as]
+        return parts_of(made, intervals, dim).to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def _values(self, name: str, intervals: Intervals | None = None, dim: int = 0) -> Tensor:
+        """Return values of a file, or intervals of them; without intervals they may be the file's own memory."""
+        path = self.files[name].path
+        try:
+            file = _opened(path)
+            if intervals is None:
+                whole: Tensor = file.get_tensor(name)
+                return whole
+            window = file.get_slice(name)
+            parts = [window[(slice(None),) * dim + (slice(*ends),)] for ends in intervals]
+            return torch.cat(parts, dim) if parts else parts_of(file.get_tensor(name), intervals, dim)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"model.source: {path} cannot be read: {error}") from None
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def parts_of(tensor: Tensor, intervals: Intervals | None, dim: int = 0) -> Tensor:
+    """Return intervals of a tensor along a dimension, one behind the other; without intervals the tensor itself."""
+    if intervals is None:
+        return tensor
+    parts = [tensor.narrow(dim, start, stop - start) for start, stop in intervals]
+    return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+
+
+def _opened(path: Path) -> Any:
+    """Return a file, opened once as long as it is the same."""
+    state = path.stat()
+    return _open(path, state.st_ino, state.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _open(path: Path, *_: int) -> Any:
+    return safe_open(path, "pt")
+
+
+def stored_weights(module: nn.Module, canonical: Mapping[str, str], files: Mapping[str, StoredTensor]) -> StoredWeights:
+    """Find the values of a model of transformers in the files of a folder; the model is on the meta device.
+
+    `canonical` maps every name of a tensor to its first one.
+
+    Raises:
+        ModelError: a tensor has another shape, tied tensors have two values, or nothing fits.
+    """
+    held = module.state_dict()
+    found, unread = _origins(module, held, files)
+    origins: dict[str, tuple[_Origin, str]] = {}
+    for origin in found:
+        shapes = [torch.empty(files[name].shape, device="meta", dtype=torch.float32) for name, _ in origin.sources]
+        try:
+            made = origin.convert(shapes, module)
+        except Exception as error:  # of transformers' own conversions, which raise what torch raises
+            raise ModelError(f"model.source: {origin.sources[0][0]} does not become {origin.target}: {error}") from None
+        for name, tensor in made.items():
+            if name not in held:
+                unread.append(name)
+                continue
+            if tensor.shape != held[name].shape:
+                raise ModelError(
+                    f"model.source: {origin.sources[0][0]} makes {name} {list(tensor.shape)}, and model.config says "
+                    f"{list(held[name].shape)}; the folder's own configuration works"
+                )
+            first = canonical[name]
+            if first in origins and not _alike(origins[first][0], origin, files):
+                raise ModelError(
+                    f"model.source: {name} and {origins[first][1]} are tied, and the folder has two values for them; "
+                    "model.config.tie_word_embeddings = false works where these are embedding and head"
+                )
+            origins.setdefault(first, (origin, name))
+    if not origins:
+        raise ModelError(
+            f"model.source: none of the {len(files)} tensors of the folder, such as {next(iter(files), 'none')}, belongs to "
+            f"{type(module).__name__}"
+        )
+    missing = dict.fromkeys(canonical[name] for name in held if canonical[name] not in origins)
+    ignored = [re.compile(pattern) for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    unread = [name for name in unread if not any(pattern.search(name) for pattern in ignored)]
+    if any(origin.conversion is not None for origin in found):
+        module = copy.deepcopy(module)
+    return StoredWeights(module, files, canonical, tuple(missing), tuple(sorted(unread)), origins)
+
+
+def _alike(one: _Origin, other: _Origin, files: Mapping[str, StoredTensor]) -> bool:
+    """Return whether two tensors of the files are equal, both stored as they are."""
+    if one.conversion is not None or other.conversion is not None:
+        return False
+    first, second = (_opened(files[each.sources[0][0]].path).get_tensor(each.sources[0][0]) for each in (one, other))
+    return torch.equal(first, second)
+
+
+def conversions_of(module: nn.Module) -> list[Any]:
+    """Return the transforms by which transformers loads this class of model."""
+    transforms: list[Any] = importlib.import_module(_MAPPING).get_model_conversion_mapping(module)
+    return transforms
+
+
+def _origins(
+    module: nn.Module, held: Mapping[str, Tensor], files: Mapping[str, StoredTensor]
+) -> tuple[list[_Origin], list[str]]:
+    """Return the origins of the model's tensors, and the names in the files that belong to none."""
+    loading = importlib.import_module(_LOADING)
+    transforms = conversions_of(module)
+    renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    collected: dict[str, list[tuple[str, str]]] = {}
+    unread: list[str] = []
+    for name in sorted(files, key=loading.dot_natural_key):
+        prefix = module.base_model_prefix
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, held)
+        if target not in held and name in held:  # it has its name already
+            target, pattern = loading.rename_source_key(name, [], [], prefix, held)
+        if target in held:
+            collected.setdefault(target, []).append((name, pattern or ""))
+        else:
+            unread.append(name)
+    # What saving in the folder's own form needs, as transformers keeps it.
+    module._weight_conversions = [one for one in transforms if one.was_used()]  # type: ignore[assignment]
+    origins = []
+    for target, sources in collected.items():
+        conversion = by_pattern.get(sources[0][1])
+        is_stack = conversion is not None and _stacks(conversion, sources, held[target].shape)
+        origins.append(_Origin(tuple(sources), target, conversion, is_stack))
+    return origins, unread
+
+
+def _stacks(conversion: Any, sources: Sequence[tuple[str, str]], shape: torch.Size) -> bool:
+    """Return whether a conversion stacks the tensors of each pattern, and then only joins the stacks along other dimensions."""
+    loading = importlib.import_module(_LOADING)
+    first, *others = conversion.operations
+    counts = {pattern: sum(one == pattern for _, one in sources) for _, pattern in sources}
+    return (
+        type(first) is loading.MergeModulelist
+        and first.dim == 0
+        and all(type(one) is loading.Concatenate and one.dim > 0 for one in others)
+        and len(conversion.target_patterns) == 1
+        and set(counts.values()) == {shape[0]}
+    )

@@ -1,0 +1,194 @@
+"""The layers of a traced forward: runs of calls of top-most modules, and the weights that each of them uses.
+
+A block that the model calls again (ALBERT has one, which it calls for every layer) makes a layer for each call, and so does
+what the model calls between blocks, so every call of a module with weights is in one layer, in the order of the forward:
+
+    x = block(norm(x)); x = block(norm(x))          norm │ block │ norm#2 │ block#2
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from torch import nn
+
+from samestep.models.spec import LayerSpec, ModelSpec, Use, is_below
+from samestep.tracing.crossings import beginnings
+from samestep.tracing.forward import ForwardTracer
+
+
+@dataclass(slots=True)
+class Layer:
+    """A layer under construction."""
+
+    name: str = ""
+    is_block: bool = False
+    block: str = ""
+    """Path of its block; empty if it is none."""
+    modules: list[str] = field(default_factory=list)
+    """Modules that it is the first to call."""
+    again: list[str] = field(default_factory=list)
+    """Modules that an earlier layer has called before."""
+    repeats: str = ""
+    """Name of that layer, if both are blocks."""
+    regions: list[str] = field(default_factory=list)
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Paths of all its modules."""
+        return *self.modules, *self.again
+
+
+def arrange(module: nn.Module, name: str, containers: tuple[str, ...], watch: ForwardTracer) -> list[Layer]:
+    """Return the layers, made of the calls of the top-most modules in their order."""
+    if not containers or len(watch.regions) == 1:
+        owns_weights = any(True for _ in module.parameters(recurse=False))
+        modules = [] if owns_weights else list(dict.fromkeys(watch.regions[one].path for one in watch.regions if one))
+        return [Layer(name=name, modules=modules or [""], regions=list(watch.regions))]
+    layers: list[Layer] = []
+    first_of: dict[str, Layer] = {}
+    for call in watch.order:
+        has_weights = call in watch.regions
+        path = watch.regions[call].path if has_weights else call
+        block = block_of(path, containers)
+        last = layers[-1] if layers else None
+        if block in first_of and not has_weights:
+            layer = first_of[block]
+        elif last is not None and (_goes_on(last, block, path, call) or _joins(last, block, has_weights)):
+            layer = last
+        elif has_weights:
+            layer = Layer(is_block=block is not None, block=block or "")
+            layers.append(layer)
+            if block is not None:
+                first_of.setdefault(block, layer)
+        else:
+            continue  # a module without weights between layers of another kind
+        if has_weights:
+            layer.regions.append(call)
+            known = layer.again if call != path else layer.modules
+            known += [path] if path not in layer.called else []
+        elif len(watch.visits[path]) == 1:
+            layer.modules.append(path)
+    layers[0].regions.append("")
+    _name(layers, watch)
+    return layers
+
+
+def _goes_on(last: Layer, block: str | None, path: str, call: str) -> bool:
+    """Return whether a call is another part of the block that runs; the same part again begins a layer."""
+    return block is not None and last.block == block and path not in last.called and bool(last.again) == (call != path)
+
+
+def _joins(last: Layer, block: str | None, has_weights: bool) -> bool:
+    """Return whether a call joins the layer before: one of its kind, or a block before an activation."""
+    return (block is None) != last.is_block and not (block and has_weights)
+
+
+def block_of(path: str, containers: Iterable[str]) -> str | None:
+    """Return the path of the container's child that `path` is, or is part of."""
+    for container in containers:
+        if path != container and is_below(path, container):
+            below = path[len(container) + 1 :] if container else path
+            child = below.partition(".")[0]
+            return f"{container}.{child}" if container else child
+    return None
+
+
+def _name(layers: list[Layer], watch: ForwardTracer) -> None:
+    """Name blocks after their paths, and other layers after their modules with weights; number equal names."""
+    paths = [[watch.regions[call].path for call in layer.regions if call] for layer in layers]
+    shorts = ["+".join(path.rpartition(".")[2] for path in some) for some in paths]
+    taken = Counter({layer.block: 2 for layer in layers})
+    taken.update(short for layer, short in zip(layers, shorts, strict=True) if not layer.is_block and not layer.again)
+    caller: dict[str, str] = {}
+    count: Counter[str] = Counter()
+    for layer, short, some in zip(layers, shorts, paths, strict=True):
+        layer.name = layer.block if layer.is_block else short if taken[short] < 2 else "+".join(some)
+        count[layer.name] += 1
+        if count[layer.name] > 1:
+            layer.name = f"{layer.name}#{count[layer.name]}"
+        caller.update(dict.fromkeys(layer.modules, layer.name))
+        layer.repeats = caller.get(layer.again[0], "") if layer.is_block and layer.again else ""
+
+
+def entered_again(layers: Sequence[Layer], watch: ForwardTracer) -> list[tuple[tuple[str, int], ...]]:
+    """Return for each layer the modules that the modules of other layers enter too, and how often its own enter each."""
+    layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
+    found: list[dict[str, int]] = [{} for _ in layers]
+    for path, visits in watch.visits.items():
+        counts = Counter(layer_of[visit.region] for visit in visits if visit.is_within)
+        for index, count in counts.items() if len(counts) > 1 else ():
+            found[index][path] = count
+    return [tuple(counts.items()) for counts in found]
+
+
+class UsesOfWeights:
+    """Finds the layers that use each weight: called with the name of a weight and the modules that own it."""
+
+    def __init__(self, layers: Sequence[Layer], specs: Sequence[LayerSpec], watch: ForwardTracer) -> None:
+        assert watch.flow is not None
+        self._layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
+        self._watch = watch
+        self._events = dict(watch.flow.uses)
+        begins = beginnings(specs, watch.flow)
+        self._begins = [begin for begin in begins[1:] if begin is not None]
+        self._is_clear = len(self._begins) == len(layers) - 1
+
+    def __call__(self, name: str, owners: Collection[str]) -> tuple[Use, ...]:
+        """Return the uses of a weight in the order of layers; nothing of one that nothing reads."""
+        read = {bisect_right(self._begins, event) for event in self._events.get(name, ())} if self._is_clear else set()
+        found: list[Use] = []
+        visits = [
+            (self._layer_of[visit.region], path, visit)
+            for path in owners
+            if path
+            for visit in self._watch.visits.get(path, ())
+        ]
+        visits = sorted((one for one in visits if one[0] in read or not self._is_clear), key=lambda one: one[0])
+        for (layer, path), group in itertools.groupby(sorted(visits, key=lambda one: one[:2]), key=lambda one: one[:2]):
+            calls = [visit for _, _, visit in group]
+            called = min(visit.entered for visit in calls), max(visit.left for visit in calls)
+            found.append(Use(layer=layer, owner=path, calls=len(calls), called=called))
+        owned = {use.layer for use in found}
+        found += [Use(layer=layer) for layer in read - owned]
+        return tuple(sorted(found, key=lambda use: (use.layer, use.called, use.owner)))
+
+
+_Part = TypeVar("_Part")
+
+
+def spread_over_calls(spec: ModelSpec) -> ModelSpec:
+    """Return the spec with what a block sends in all its calls divided among the layers of these calls.
+
+    It is found by the paths of modules, and so stands with the first call.
+    """
+    places: dict[str, list[int]] = {layer.name: [index] for index, layer in enumerate(spec.layers)}
+    for index, layer in enumerate(spec.layers):
+        if layer.repeats:
+            places[layer.repeats].append(index)
+    layers = list(spec.layers)
+    for indices in places.values():
+        if len(indices) == 1:
+            continue
+        first = layers[indices[0]]
+        forward, dispatches = _divided(first.forward_sums, len(indices)), _divided(first.dispatches, len(indices))
+        backward = _divided(first.backward_sums, len(indices))[::-1]
+        for index, sums, back, sent in zip(indices, forward, backward, dispatches, strict=True):
+            repeats = bool(sums) and first.repeats_last_sum
+            layers[index] = replace(
+                layers[index], forward_sums=sums, backward_sums=back, dispatches=sent, repeats_last_sum=repeats
+            )
+    return replace(spec, layers=tuple(layers))
+
+
+def _divided(parts: tuple[_Part, ...], count: int) -> list[tuple[_Part, ...]]:
+    """Return equal runs of parts, one for each call; all in the first if the calls are not alike."""
+    each = len(parts) // count
+    runs = [parts[number * each : (number + 1) * each] for number in range(count)]
+    is_alike = len(parts) == each * count and all(run == runs[0] for run in runs)
+    return runs if is_alike else [parts, *[()] * (count - 1)]

@@ -1,0 +1,77 @@
+"""A run that starts from a folder has, in every layout, the losses of a plain torch loop over `from_pretrained`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from samestep.building.families import quiet
+from samestep.building.loss import loss_of
+from samestep.building.model import model_source
+from samestep.building.optimizer import optimizer_of
+from samestep.datasets import batches
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime.assembly import Source
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from tests import traced
+from tests.folders import saved
+from tests.laboratory import follow, job_of
+from tests.models import Tokens
+from tests.pool import pool
+
+
+def source_of(job: Job, layout: Layout) -> Source:
+    source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)
+    example = next(batches(Tokens(), job)).samples([0])
+    return replace(source, prepared=traced.prepared(job.model.source, source, job, example, layout))
+
+
+def losses_of(rank: int, world: int, layout: str, job: Job) -> list[float]:
+    where = Layout.parse(layout)
+    run = Run(source_of(job, where), where, job, RankInfo(rank, rank, world, world, torch.device("cpu")))
+    return follow(run, Tokens(), job).losses
+
+
+def plain_losses(folder: Path, job: Job) -> list[float]:
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    optimizer = torch.optim.SGD(model.parameters(), job.optimizer.lr, momentum=0.9)
+    losses = []
+    for batch in batches(Tokens(), job):
+        samples = batch.samples(batch.indices)
+        logits = model(samples["input_ids"], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), samples["labels"].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: saved(tmp_path_factory.mktemp(family), family, torch.bfloat16) for family in ("llama", "mixtral")}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", "dp=2"),
+        ("llama", "dp=2 zero=3"),
+        ("llama", "tp=2"),
+        ("llama", "pp=2 microbatch=4"),
+        ("mixtral", "dp=2 ep=2"),
+    ],
+)
+def test_losses_from_a_folder_are_those_of_a_plain_loop(family: str, layout: str, folders: dict[str, Path]) -> None:
+    job = job_of("float32", model={"source": f"hf:{folders[family]}"})
+    source_of(job, Layout.parse(layout))  # the ranks inherit it
+    expected = plain_losses(folders[family], job)
+    for losses in pool(2).run(losses_of, layout, job):
+        assert losses == pytest.approx(expected, rel=1e-6)
