@@ -10,7 +10,6 @@ import collections
 import ctypes
 import multiprocessing
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.device import simulated_nccl, waits
-from tests.device.simulated_tensors import DEVICE, Draws, install_kernels, memory
+from tests.device import simulated_nccl, simulated_streams
+from tests.device.simulated_streams import DEVICE
+from tests.device.simulated_tensors import Draws, install_kernels, memory
 
 GPUS_SEEN_BY_A_PARENT = 4
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
@@ -61,66 +61,6 @@ def install() -> None:
     _start_device_threads()
 
 
-class Stream:
-    """The only stream: whatever is asked is done at once."""
-
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.device, self.device_index, self.stream_id, self.cuda_stream = DEVICE, 0, 0, 0
-
-    def synchronize(self) -> None:
-        waits.note("synchronize")
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def wait_stream(self, other: Stream) -> None: ...
-    def wait_event(self, event: Event) -> None: ...
-    def query(self) -> bool:
-        return True
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
-class Event:
-    """A moment on the stream."""
-
-    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
-        self.at_s = 0.0
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.at_s = time.perf_counter()
-
-    def synchronize(self) -> None:
-        waits.note("synchronize")
-
-    def elapsed_time(self, other: Event) -> float:
-        return max(1e-4, (other.at_s - self.at_s) * 1e3)
-
-    def wait(self, stream: Stream | None = None) -> None: ...
-    def query(self) -> bool:
-        return True
-
-
-class StreamContext:
-    """What `torch.cuda.stream` returns."""
-
-    def __init__(self, stream: Stream | None = None) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> Stream | None:
-        return self.stream
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
 class DefaultGenerator:
     """What stands for the device's default generator."""
 
@@ -140,7 +80,6 @@ class DefaultGenerator:
 
 def _replace_names() -> None:
     """Replace the functions of `torch.cuda` and `torch.accelerator` that would ask a driver."""
-    stream = Stream()
     properties = SimpleNamespace(
         name="Simulated GPU", total_memory=2**33, multi_processor_count=8, major=9, minor=0, uuid="simulated"
     )
@@ -153,8 +92,8 @@ def _replace_names() -> None:
     both: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: GPUS_SEEN_BY_A_PARENT if multiprocessing.parent_process() is None else 1,
-        "current_stream": lambda device=None: stream,
-        "synchronize": lambda device=None: waits.note("synchronize"),
+        "current_stream": simulated_streams.current,
+        "synchronize": simulated_streams.synchronize,
         "memory_allocated": lambda device=None: memory.allocated,
         "max_memory_allocated": lambda device=None: memory.peak,
         "memory_reserved": lambda device=None: _in_segments(memory.allocated),
@@ -171,12 +110,12 @@ def _replace_names() -> None:
         "set_device": nothing,
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
-        "Stream": Stream,
-        "Event": Event,
-        "StreamContext": StreamContext,
-        "stream": lambda stream=None: StreamContext(stream),
-        "default_stream": lambda device=None: stream,
-        "set_stream": nothing,
+        "Stream": simulated_streams.Stream,
+        "Event": simulated_streams.Event,
+        "StreamContext": simulated_streams.StreamContext,
+        "stream": lambda stream=None: simulated_streams.StreamContext(stream),
+        "default_stream": lambda device=None: simulated_streams.DEFAULT,
+        "set_stream": simulated_streams.set_current,
         "is_current_stream_capturing": lambda: False,
         "memory_stats": lambda device=None: collections.Counter(),
         "mem_get_info": lambda device=None: (properties.total_memory - memory.allocated, properties.total_memory),
@@ -216,7 +155,7 @@ def _alone(function: Any) -> Any:
 
 
 def _replace_storage() -> None:
-    """Let storages of the device be freed and made again, and let host memory be pinned."""
+    """Let storages of the device be freed and made again, be known to streams, and let host memory be pinned."""
     storage: Any = torch.UntypedStorage
     resize = storage.resize_
 
@@ -249,6 +188,7 @@ def _replace_storage() -> None:
     storage.size = storage.nbytes = storage.__len__ = size
     storage.resize_ = resize_
     Tensor.pin_memory, Tensor.is_pinned = pinned, is_pinned  # type: ignore[assignment, method-assign]
+    Tensor.record_stream = lambda self, stream: None  # type: ignore[assignment, method-assign]
     for name in ("empty", "empty_like", "zeros", "zeros_like"):
         setattr(torch, name, pinning(getattr(torch, name)))
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.device.simulated_tensors import DEVICE, Aliases, Operation
+from tests.device.simulated_streams import DEVICE
+from tests.device.simulated_tensors import Aliases, Operation
 
 _c10d = dist.distributed_c10d
 _is_nccl = False
@@ -59,11 +60,16 @@ def _split_group(
     parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, group_desc: str | None = None, **_: Any
 ) -> Any:
     """Make the groups of a split: on NCCL one call, in which every rank takes part."""
-    mine = None
-    for ranks in split_ranks:
-        group = dist.new_group(ranks, timeout=timeout, group_desc=group_desc)
-        if dist.get_rank() in ranks:
-            mine = group
+    mine, world = None, dist.group.WORLD
+    assert world is not None
+    bound, world.bound_device_id = world.bound_device_id, None  # else torch would split gloo too, which it cannot
+    try:
+        for ranks in split_ranks:
+            group = dist.new_group(ranks, timeout=timeout, group_desc=group_desc)
+            if dist.get_rank() in ranks:
+                mine = group
+    finally:
+        world.bound_device_id = bound
     return mine
 
 

@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.device import waits
+from tests.device import simulated_streams, waits
 
-DEVICE = torch.device("cuda", 0)
 _KIND_OF_CPU, _KIND_OF_CUDA = 1, 2
 _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _as_strided = torch.ops.aten.as_strided.default
@@ -55,14 +54,18 @@ def _renamed(tensor: Tensor, kind: int) -> Tensor:
 def on_device(host: Tensor) -> Tensor:
     """Return a device tensor over the memory of a fresh host tensor."""
     out = _renamed(host.detach() if host.requires_grad else host, _KIND_OF_CUDA)
-    memory.account(out.untyped_storage())
+    storage = out.untyped_storage()
+    memory.account(storage)
+    simulated_streams.made(storage)
     return out
 
 
 def on_host(device: Tensor) -> Tensor:
     """Return the host's view of a device tensor's memory."""
-    if device.numel() and memory.is_freed(device.untyped_storage()):
+    storage = device.untyped_storage()
+    if device.numel() and memory.is_freed(storage):
         raise RuntimeError(f"simulated device: {tuple(device.shape)} is used after its storage was freed (resize_(0))")
+    simulated_streams.check(storage)
     return _renamed(device, _KIND_OF_CPU)
 
 
@@ -301,6 +304,8 @@ def _copy_(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             ctypes.memset(host.untyped_storage().data_ptr() + host.storage_offset() * host.itemsize, 0xFF, host.nbytes)
             return into
     host.copy_(found)
+    if to == "cuda":
+        simulated_streams.made(into.untyped_storage())
     return into
 
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.job import Job
-from samestep.runtime import host_copies, microbatches
+from samestep.runtime import microbatches
+from samestep.runtime.optimizer_step import Updater
 from samestep.runtime.run import Run
 from tests.device.simulated_cuda import refusal
 from tests.laboratory import clipped, observe, on_ranks
@@ -20,7 +21,11 @@ pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
 
 
 def batch_stays_on_the_host(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(microbatches, "to_device", lambda tensor, device: tensor)
+    patch.setattr(microbatches, "batch_to_device", lambda batch, device: batch)
+
+
+def batch_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: None)
 
 
 def scalars_are_sent_from_the_host(patch: pytest.MonkeyPatch) -> None:
@@ -57,15 +62,18 @@ def gathered_weight_is_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Run, "_forward", keeping)
 
 
-def offload_does_not_wait(patch: pytest.MonkeyPatch) -> None:
-    beside = host_copies.beside
+def gradients_are_sent_behind_the_sums(patch: pytest.MonkeyPatch) -> None:
+    """The host then waits for the sums alone; a report's numbers would be there, and gradients not."""
+    send, step = Updater.send_unless, Updater.step
 
-    def hasty(gradients: Any, values: Any) -> Any:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(torch.cuda.current_stream(), "synchronize", lambda: None)
-            return beside(gradients, values)
+    def later(self: Updater, factor: float, **given: Any) -> None:
+        if self.late is not None:
+            send(self, *self.late)
+        step(self, factor, **given)
 
-    patch.setattr(host_copies, "beside", hasty)
+    patch.setattr(Updater, "late", None, raising=False)
+    patch.setattr(Updater, "send_unless", lambda self, *given: setattr(Updater, "late", given))
+    patch.setattr(Updater, "step", later)
 
 
 def with_mistake(
@@ -84,10 +92,11 @@ def with_mistake(
     ("mistake", "layout", "found"),
     [
         (batch_stays_on_the_host, "dp=1", "at least two devices"),
+        (batch_is_not_waited_for, "dp=1", "used on a stream that has not waited for it"),
         (scalars_are_sent_from_the_host, "dp=2", "No backend type associated with device type cpu"),
         (generator_of_the_host_draws, "dp=1", "Expected a 'cuda' device type for generator"),
         (gathered_weight_is_kept, "dp=2 zero=3", "used after its storage was freed"),
-        (offload_does_not_wait, "dp=1 offload", "not finite"),
+        (gradients_are_sent_behind_the_sums, "dp=1 offload", "not finite"),
     ],
 )
 def test_a_mistake_is_found(mistake: Callable[[pytest.MonkeyPatch], None], layout: str, found: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from samestep.errors import NonFiniteError
 from samestep.job import Job
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
+from samestep.training.profiling import Profiler
 from tests.device.real_gpu import refusal
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
@@ -92,6 +94,18 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(layout: str) -> None:
         for one, other, third in zip(ahead, spared, waiting, strict=True):
             assert torch.equal(one, other)
             assert torch.allclose(one, third, rtol=0, atol=1e-2)
+
+
+def open_steps(rank: int, world: int, model: str, layout: str, job: Job, folder: Path) -> list[bool]:
+    """Return after which steps of a run of `samestep train` the host does not know the sums."""
+    run = make_run(rank, world, model, layout, job)
+    run._observer = Profiler(range(0), folder, run.place)
+    return [run.step(batch).step > 0 and run._open is not None for batch in batches(Tokens(), job)]
+
+
+def test_a_profiler_does_not_keep_the_host_from_running_ahead(tmp_path: Path) -> None:
+    for seen in on_ranks("dp=1", open_steps, "plain", job(), tmp_path, device="cuda"):
+        assert seen == [False, *[True] * 5]
 
 
 def peaks(rank: int, world: int, model: str, layout: str, job: Job) -> list[tuple[int, int | None]]:

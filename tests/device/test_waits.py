@@ -27,8 +27,7 @@ STEP_BEFORE = ("synchronize", "runtime/run.py:Run._closed")
 WRITTEN = ("to host pinned asynchronous", "runtime/optimizer_step.py:LiveWeights.begin_step")
 WRITTEN_THERE = ("synchronize", "runtime/optimizer_step.py:LiveWeights.was_written_early")
 SAMPLES = ("to device pinned asynchronous", "runtime/host_copies.py:to_device")
-GRADIENTS = ("to host pinned asynchronous", "runtime/host_copies.py:beside")
-GRADIENTS_THERE = ("synchronize", "runtime/host_copies.py:beside")
+GRADIENTS = ("to host pinned asynchronous", "runtime/host_copies.py:sent_beside")
 WEIGHTS = ("to device pinned asynchronous", "runtime/host_copies.py:_send")
 ROWS_OF_EXPERTS = ("to host", "runtime/axes/expert.py:_dispatch_and_combine")
 
@@ -38,8 +37,7 @@ REASONS = {
     WRITTEN: "weights beside masters: whether the user has written them between two steps",
     WRITTEN_THERE: "weights beside masters: the host waits until the device begins the step, all of which it has launched",
     SAMPLES: "tokens, labels and, for dropout, indices of samples come from the host, which does not wait",
-    GRADIENTS: "offload: the optimizer works on the host, which does not wait here",
-    GRADIENTS_THERE: "offload: all gradients are on their way, and the optimizer needs them",
+    GRADIENTS: "offload: the optimizer works on the host, where gradients arrive before the step's sums do",
     WEIGHTS: "offload: updated weights go back, and the host does not wait",
     ROWS_OF_EXPERTS: "how many rows an exchange sends depends on the experts that were chosen",
 }
@@ -61,7 +59,7 @@ def counted(rank: int, world: int, model: str, layout: str, job: Job) -> Counter
 RUNNING_AHEAD = job_of("bf16", 3, optimizer={"clip_norm": 0.5}, train={"watch_every": 0})
 """Three steps: the host waits for the first, so the third is the first one that closes a step which ran ahead."""
 BESIDE_MASTERS = {WRITTEN: 1, WRITTEN_THERE: 1}
-OFFLOADED = {GRADIENTS: PIECES, GRADIENTS_THERE: 1, WEIGHTS: PIECES}
+OFFLOADED = {GRADIENTS: PIECES, WEIGHTS: PIECES}
 EXPECTED: list[tuple[str, str, dict[tuple[str, str], int]]] = [
     ("dp=1", "plain", {SAMPLES: 2, **BESIDE_MASTERS}),
     ("dp=2", "llama", {SAMPLES: 2, **BESIDE_MASTERS}),

@@ -49,13 +49,19 @@ counted: Counter[Place] = Counter()
 
 arrive: list[Callable[[], None]] = []
 """Asynchronous copies to the host that have not arrived: they do once the host waits."""
+_arrived = 0
 
 
-def note(kind: str) -> None:
-    """Count one wait or copy of the code that asked for it; a wait lets asynchronous copies arrive."""
+def asked() -> int:
+    """Return how many asynchronous copies to the host were asked for so far."""
+    return _arrived + len(arrive)
+
+
+def note(kind: str, asked: int | None = None) -> None:
+    """Count one wait or copy of the code that asked for it; a wait lets copies arrive, or those `asked` for before."""
     counted[Place(kind, _where())] += 1
     if is_wait(kind):
-        land()
+        land(asked)
 
 
 def is_wait(kind: str) -> bool:
@@ -115,9 +121,11 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-def land() -> None:
-    """Let asynchronous copies to the host arrive."""
-    while arrive:
+def land(until: int | None = None) -> None:
+    """Let asynchronous copies to the host arrive, all or the first ones up to a number."""
+    global _arrived
+    while arrive and (until is None or _arrived < until):
+        _arrived += 1
         arrive.pop(0)()
 
 

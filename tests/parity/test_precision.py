@@ -308,3 +308,14 @@ def test_parameters_that_are_no_real_numbers_are_refused(values: Tensor, works: 
     )
     with pytest.raises(ModelError, match=f"parameter strange is .*: {works} works"):
         run.step(next(batches(Tokens(), job)))
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_products_of_gpus_add_in_float32(tf32: bool) -> None:
+    products, job = torch.backends.cuda.matmul, job_of("float32", 1, numerics={"tf32": tf32})
+    products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = True
+    products.allow_tf32 = torch.backends.cudnn.allow_tf32 = not tf32
+    make_run(0, 1, "plain", "dp=1", job).prepare(next(batches(Tokens(), job)).samples([0]))
+    assert not products.allow_bf16_reduced_precision_reduction
+    assert not products.allow_fp16_reduced_precision_reduction
+    assert (products.allow_tf32, torch.backends.cudnn.allow_tf32) == (tf32, tf32)

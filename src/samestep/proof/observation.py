@@ -208,7 +208,7 @@ class ObservedRun(StepObserver):
         # What a run would refuse for want of a proof is what a proof is for: it is measured.
         allow = (*job.run.allow, "loss", "state")
         measured = job.model_copy(update={"run": job.run.model_copy(update={"allow": allow})})
-        self.run = Run(source, layout, measured, place, self)
+        self.run = Run(source, layout, measured, place, self, owns_weights=True)
         self.run.prepare(example)
         self._hook_modules()
 

@@ -436,6 +436,16 @@ def _first_of(example: Any, dtype: torch.dtype) -> Any:
     return precision.cast_floating(tree_map_only(Tensor, lambda tensor: tensor[:1], example), dtype)
 
 
+def _set_products(numerics: NumericsTable) -> None:
+    """Let matrix products on GPUs multiply as the job says, and add in float32, also where blocks of a kernel share a sum.
+
+    In half precision torch lets them add up such parts rounded, and how a sum is divided depends on the shapes of a layout.
+    """
+    products = torch.backends.cuda.matmul
+    products.allow_tf32 = torch.backends.cudnn.allow_tf32 = numerics.tf32
+    products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
+
+
 def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> Assembly:
     """Build, cut and fill the model of one rank.
 
@@ -461,7 +471,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica, in_chunks
     )
     waived = kept_state.check(traced.analysis.states, program, job.run)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = job.numerics.tf32
+    _set_products(job.numerics)
     mesh = meshes.build(program, place.device, job.run.timeout_s)
     model = plan.module
     assert all(param.is_meta for param in model.parameters()), "a blueprint is cut and filled by one run alone"

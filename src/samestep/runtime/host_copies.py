@@ -7,15 +7,43 @@ next copy, and gives it away only once the copies from it are done.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device, whose copy from the host may still be under way there."""
     return tensor.to(device) if is_near(tensor, device) else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def batch_to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch on a device; a GPU copies what the host holds beside its computations, which then wait for it."""
+    if device.type != "cuda":
+        return tree_map_only(Tensor, lambda tensor: to_device(tensor, device), batch)
+    aside, here = _copying(device), torch.cuda.current_stream(device)
+
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            return tensor.to(device)
+        with torch.cuda.stream(aside):
+            found = to_device(tensor, device)
+        found.record_stream(here)  # its memory is that stream's until what is asked there now is done
+        return found
+
+    batch = tree_map_only(Tensor, moved, batch)
+    here.wait_stream(aside)
+    return batch
+
+
+@functools.cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a GPU on which batches are copied to it."""
+    return torch.cuda.Stream(device)
 
 
 def master_on_host(value: Tensor) -> Tensor:
@@ -43,24 +71,23 @@ class Reading:
         return found
 
 
-def beside(gradients: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients where the values are: those that are copied to the host are waited for once, together."""
-    apart = [
-        gradient.device for gradient, value in zip(gradients, values, strict=True) if not _is_beside(gradient, value)
-    ]
-    found = [
+def sent_beside(gradients: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients where the values are; those on the host arrive there before any `Reading` that is made later."""
+    return [
         gradient
-        if _is_beside(gradient, value)
+        if gradient.device == value.device
         else torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True).copy_(gradient, non_blocking=True)
         for gradient, value in zip(gradients, values, strict=True)
     ]
-    if apart:
-        torch.cuda.current_stream(apart[0]).synchronize()
+
+
+def beside(gradients: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients where the values are: those that are copied to the host are waited for once, together."""
+    found = sent_beside(gradients, values)
+    apart = next((one for one, other in zip(gradients, found, strict=True) if one is not other), None)
+    if apart is not None:
+        torch.cuda.current_stream(apart.device).synchronize()
     return found
-
-
-def _is_beside(gradient: Tensor, value: Tensor) -> bool:
-    return gradient.device == value.device
 
 
 def publish(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

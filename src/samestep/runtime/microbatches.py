@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
-from samestep.runtime.host_copies import to_device
+from samestep.runtime.host_copies import batch_to_device
 from samestep.runtime.step_observer import Indices
 
 
@@ -54,8 +54,7 @@ def read(assembly: Assembly, batch: StepBatch, indices: Indices) -> tuple[Any, f
     # A stage may ask for the shapes of the next micro-batch inside a forward, whose modes refuse random numbers.
     with torch._C.DisableTorchFunction():
         samples = batch.samples(_never_empty(batch, indices))
-    device = assembly.parallel.mesh.device
-    moved = tree_map_only(Tensor, lambda tensor: to_device(tensor, device), samples)
+    moved = batch_to_device(samples, assembly.parallel.mesh.device)
     return precision.cast_floating(moved, assembly.model.master_dtype), 1.0 if len(indices) else 0.0
 
 

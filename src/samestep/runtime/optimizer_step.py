@@ -218,6 +218,8 @@ class Updater:
     """Whether the update of a weight is known to depend on which other weights the optimizer holds."""
     factor: float = 1.0
     """What the gradients of the last update were multiplied by: the division by the count, and the clipping."""
+    _sent: list[Tensor] | None = None
+    """The gradients of this step, multiplied, on their way to where the pieces are."""
     _set_lr: list[float] = field(default_factory=list)
     _given_lr: list[float] = field(default_factory=list)
     first_digests: dict[str, int] = field(default_factory=dict)
@@ -314,16 +316,35 @@ class Updater:
             and all(piece.value.device.type == "cuda" for piece in self.pieces)
         )
 
+    def is_apart(self, device: torch.device) -> bool:
+        """Whether the optimizer works on the host, while gradients are made on this device, a GPU."""
+        return device.type == "cuda" and any(piece.value.device.type == "cpu" for piece in self.pieces)
+
     @torch.no_grad()
-    def step(self, factor: float) -> None:
-        """Multiply the gradients by `factor` and update the pieces."""
+    def send_unless(self, held_back: Tensor, factor: Tensor) -> None:
+        """Multiply the gradients by `factor` and send them to the host for `step`; by 1 where `held_back` is 1.
+
+        The host waits for neither number. They are there once it has read a number that it asks for later.
+        """
+        gradients = [piece.gradient() for piece in self.pieces]
+        torch._foreach_mul_(gradients, torch.where(held_back > 0, 1.0, factor))
+        self._sent = host_copies.sent_beside(gradients, [piece.value for piece in self.pieces])
+
+    @torch.no_grad()
+    def step(self, factor: float, *, was_held_back: bool = False) -> None:
+        """Multiply the gradients by `factor`, unless they were when they were sent, and update the pieces."""
         self.factor = factor
+        sent, self._sent = self._sent, None
         if self.optimizer is None:
             return
-        gradients = [piece.gradient() for piece in self.pieces]
-        if factor != 1.0:
+        gradients = [piece.gradient() for piece in self.pieces] if sent is None else sent
+        if factor != 1.0 and (sent is None or was_held_back):
             torch._foreach_mul_(gradients, factor)
         self._update(gradients)
+
+    def forget_sent(self) -> None:
+        """Drop gradients that were sent for a step that is skipped."""
+        self._sent = None
 
     @torch.no_grad()
     def step_unless(self, held_back: Tensor, factor: Tensor) -> None:

@@ -62,9 +62,18 @@ class Run:
     """A model in a layout, ready to take steps. Every rank makes one, and all call its methods in the same order."""
 
     def __init__(
-        self, source: Source, layout: Layout, job: Job, place: RankInfo, observer: StepObserver = _NOBODY
+        self,
+        source: Source,
+        layout: Layout,
+        job: Job,
+        place: RankInfo,
+        observer: StepObserver = _NOBODY,
+        *,
+        owns_weights: bool = False,
     ) -> None:
+        """Make a run; with `owns_weights` nobody else holds a weight between two steps, when zero=1 may still gather it."""
         self.job, self.layout, self.place = job, layout, place
+        self._owns_weights = owns_weights
         self.steps_taken = 0
         self._source, self._observer = source, observer
         if job.numerics.deterministic:
@@ -87,11 +96,18 @@ class Run:
 
     @property
     def assembly(self) -> Assembly:
-        """The prepared model, mesh, program and optimizer.
+        """The prepared model, mesh, program and optimizer; its weights are whole.
 
         Raises:
             LayoutError: the run is not prepared yet.
         """
+        held = self._held
+        held.weights.store.settle()
+        return held
+
+    @property
+    def _held(self) -> Assembly:
+        """The assembly, whose weights may still be on their way from the ranks that updated them."""
         self._close()
         if self._assembly is None:
             raise LayoutError("the run is not prepared yet: call run.prepare(batch.samples([0])), or take a step")
@@ -100,7 +116,7 @@ class Run:
     @property
     def program(self) -> Program:
         """The program of this rank's pipeline stage: the operations of one step."""
-        return self.assembly.parallel.program
+        return self._held.parallel.program
 
     @property
     def model(self) -> nn.Module:
@@ -157,6 +173,7 @@ class Run:
         regularly = self._is_watched(batch.step)
         if not regularly and not self._is_watched_early():
             return self._step(batch)
+        self._held.weights.store.settle()  # what is repeated or compared reads any weight
         if self._observer.is_proof:  # which compares more
             return self._compared_step(batch) if regularly else self._step(batch)
         self._loss_is_tried &= not regularly  # again: a loss may come to couple samples later
@@ -184,7 +201,7 @@ class Run:
         if self.layout.world_size == 1:
             return mine
         everyone: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(everyone, mine, group=self.assembly.parallel.mesh.groups["world"])
+        dist.all_gather_object(everyone, mine, group=self._held.parallel.mesh.groups["world"])
         return tuple(dict.fromkeys(text for texts in everyone for text in texts))
 
     def outputs(self, samples: Any) -> Any:
@@ -205,7 +222,7 @@ class Run:
     def _is_watched(self, step: int) -> bool:
         """Return whether a step is one of every so many that are checked, or the first of a model with what no rule shows."""
         every = self.job.train.watch_every
-        is_first = self._num_taken == 1 and bool(self.assembly.model.spec.tried)
+        is_first = self._num_taken == 1 and bool(self._held.model.spec.tried)
         return (every > 0 and (step + 1) % every == 0) or (is_first and self._is_split)
 
     def _is_watched_early(self) -> bool:
@@ -223,15 +240,15 @@ class Run:
 
     @functools.cached_property
     def _drift_monitor(self) -> DriftMonitor:
-        return DriftMonitor(self.assembly)
+        return DriftMonitor(self._held)
 
     @functools.cached_property
     def _canary(self) -> Canary:
-        return Canary(self.assembly, self.job, self._source.loss)
+        return Canary(self._held, self.job, self._source.loss)
 
     @functools.cached_property
     def _generators(self) -> randomness.GeneratorWatch:
-        own = randomness.own_generators(self.model, self._source.loss)
+        own = randomness.own_generators(self._held.model.module, self._source.loss)
         return randomness.GeneratorWatch(self.place.device, own)
 
     def _compared_step(self, batch: StepBatch) -> StepReport:
@@ -252,7 +269,7 @@ class Run:
 
     def _step(self, batch: StepBatch, *, may_run_ahead: bool = True) -> StepReport:
         """Take a step; on a GPU return before the device has done it, if that is possible and allowed."""
-        model, weights = self.assembly.model, self.assembly.weights
+        model, weights = self._held.model, self._held.weights
         began = time.perf_counter()
         forget_peak(self.place.device)
         set_modes(model.training_modes)
@@ -261,27 +278,31 @@ class Run:
         running = nonfinite.saved(model.running_buffers)
         if self._runs_ahead:
             weights.updater.live.begin_step(self.place.device)
-        is_ahead = may_run_ahead and self._num_taken > 1 and self._observer is _NOBODY and self._runs_ahead
+        is_usual = may_run_ahead and self._num_taken > 1 and not self._observer.hears_scalars
+        is_ahead = is_usual and self._runs_ahead
+        is_sent = is_usual and weights.updater.is_apart(self.place.device)
         totals = self.forward_backward(batch)
         for name in weights.store.written():
             self._refusals.add(
                 "state", f"step {batch.step + 1}: {kept_state.lost_write(name, f'zero={self.layout.zero}')}"
             )
         sums = self._agree(totals, is_ahead)
-        numerator = self.assembly.objective.nominal_count / weights.updater.loss_scale.scale
-        decision = decide(sums, numerator, self.job.optimizer.clip_norm) if is_ahead else None
-        left = decision.held_back if decision is not None else torch.ones((), device=sums.device)
-        written = torch.zeros_like(left) if is_ahead else weights.updater.was_written(sums.device)
+        numerator = self._held.objective.nominal_count / weights.updater.loss_scale.scale
+        decision = decide(sums, numerator, self.job.optimizer.clip_norm) if is_ahead or is_sent else None
+        held_back = decision.held_back if decision is not None else torch.ones((), device=sums.device)
+        if decision is not None and is_sent:
+            weights.updater.send_unless(decision.held_back, decision.factor)
+        written = torch.zeros_like(held_back) if is_ahead else weights.updater.was_written(sums.device)
         opened = OpenStep(
             batch=batch,
             began_s=began,
             running_buffers=running,
-            sums=Reading(torch.cat([sums, torch.stack([left.double(), written.double()])])),
+            sums=Reading(torch.cat([sums, torch.stack([held_back.double(), written.double()])])),
             numerator=numerator,
             lr_factor=weights.lr_factor(batch.step),
             data_wait_s=self._data_wait_s,
         )
-        if decision is None:
+        if decision is None or not is_ahead:
             return self._closed(opened)
         weights.updater.set_lr(opened.lr_factor)
         if weights.updater.live.was_written_early():
@@ -312,8 +333,8 @@ class Run:
 
     def _closed(self, opened: OpenStep) -> StepReport:
         """Wait for a step's sums, decide on its update unless the device has made it, and return the report."""
-        batch, updater = opened.batch, self.assembly.weights.updater
-        *sums, is_left, is_written = opened.sums.numbers()
+        batch, updater = opened.batch, self._held.weights.updater
+        *sums, was_held_back, is_written = opened.sums.numbers()
         agreed, is_written_unseen = scalars_of(sums)
         self._refusals.raise_agreed(agreed.stop, self.layout.world_size)
         if is_written_unseen:
@@ -332,11 +353,12 @@ class Run:
             updater.set_lr(opened.lr_factor)
         if skipped:
             nonfinite.put_back(opened.running_buffers)
-        elif is_left:
+            updater.forget_sent()
+        elif was_held_back or opened.report is None:
             if is_written:
                 updater.reread()
             factor = scale * clip_factor(norm, self.job.optimizer.clip_norm)
-            self._update(lambda: updater.step(factor))
+            self._update(lambda: updater.step(factor, was_held_back=was_held_back > 0))
         if math.isfinite(loss):
             updater.loss_scale.after(overflowed=not finite)
         self.steps_taken = batch.step + 1
@@ -364,12 +386,12 @@ class Run:
         Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
         time limit.
         """
-        parallel, store = self.assembly.parallel, self.assembly.weights.store
+        parallel, store = self._held.parallel, self._held.weights.store
         totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
         held: dict[tuple[int, int], Tensor | None] = {}
         reading = self._generators.reading if self.layout.pp > 1 else nullcontext
-        microbatches = Microbatches(self.assembly, batch, reading)
-        self.assembly.model.dropout.begin_step(self.model)
+        microbatches = Microbatches(self._held, batch, reading)
+        self._held.model.dropout.begin_step(self._held.model.module)
         store.begin_step()
         parallel.stage.begin_step(microbatches.shapes_of)
         with parallel.checkpoints():
@@ -388,13 +410,13 @@ class Run:
         self._data_wait_s = microbatches.wait_s
         store.finish_gradients()
         if self._observer.dropout_mode() is None:
-            self.assembly.model.dropout.end_step(self.model)
+            self._held.model.dropout.end_step(self._held.model.module)
         parallel.stage.finish()
         return totals / self.layout.model_ranks  # which count the same samples
 
     def _forward(self, task: Task, microbatches: Microbatches, totals: Tensor) -> Tensor | None:
         """Run the forward of one chunk on a micro-batch; return its scaled loss where the chunk ends the model."""
-        parallel, objective = self.assembly.parallel, self.assembly.objective
+        parallel, objective = self._held.parallel, self._held.objective
         samples, weight = microbatches.samples(task.microbatch)
         if task.chunk == parallel.stage.num_chunks - 1:
             microbatches.forget(task.microbatch)
@@ -413,12 +435,12 @@ class Run:
         if not self._loss_is_tried and weight:
             self._try_loss(outputs, part, len(microbatches.indices(task.microbatch)))
         totals += torch.stack([as_number(loss_sum.detach(), totals), as_number(count, totals)]) * weight
-        return loss_sum * (weight * self.assembly.weights.updater.loss_scale.scale / objective.nominal_count)
+        return loss_sum * (weight * self._held.weights.updater.loss_scale.scale / objective.nominal_count)
 
     @contextmanager
     def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> Iterator[None]:
         """Return the context of a training forward: raised float32 islands, and the dropout mode if one is needed."""
-        parallel, model = self.assembly.parallel, self.assembly.model
+        parallel, model = self._held.parallel, self._held.model
         make_mode = self._observer.dropout_mode()
         with precision.raised_islands(parallel.program):
             if make_mode is None and model.dropout.dropout is dropout.Dropout.ABSENT:
@@ -432,7 +454,7 @@ class Run:
             model.dropout.end_forward(mode.num_draws)
 
     def _backward(self, task: Task, loss: Tensor | None) -> None:
-        parallel = self.assembly.parallel
+        parallel = self._held.parallel
         parallel.deferred.microbatch = task.microbatch
         parallel.stage.backward(task.microbatch, task.chunk, loss)
 
@@ -441,7 +463,7 @@ class Run:
         generator = self._generators.moved()
         if not generator:
             return
-        layout, model = self.layout, self.model
+        layout, model = self.layout, self._held.model.module
         if samples is not None and layout.model_ranks == 1 and (layout.num_shards == 1 or layout.zero < 2):
             path = randomness.first_module_that_draws(model, lambda: call_model(model, samples), self.place.device)
             who = f"{path} in {who}" if path else who
@@ -455,7 +477,7 @@ class Run:
     def _try_data(self, batch: StepBatch) -> None:
         """Try once whether samples that are read twice are the same."""
         self._data_is_tried = True
-        mine = batch.shares(self.assembly.parallel.mesh.index("dp"), self.layout.dp, 1)[0]
+        mine = batch.shares(self._held.parallel.mesh.index("dp"), self.layout.dp, 1)[0]
         reason = data_trial.refusal(batch, mine) if len(mine) else ""
         reason = reason or (data_trial.apart(batch, batch.shares(0, 1, 1)[0]) if self._is_split else "")
         if reason:
@@ -463,7 +485,7 @@ class Run:
 
     def _try_loss(self, outputs: Any, samples: Any, num_samples: int) -> None:
         """Try once whether the loss is a sum over the samples, and under cp over the tokens, of a micro-batch."""
-        parallel, objective = self.assembly.parallel, self.assembly.objective
+        parallel, objective = self._held.parallel, self._held.objective
         # What the user gave, unless the logits are cut by vocabulary, which needs the loss that communicates.
         loss = objective.loss if tensor.cuts_logits(parallel.program) else self._source.loss
         given = precision.for_loss(outputs)
@@ -494,7 +516,7 @@ class Run:
 
     def _agree(self, totals: Tensor, is_ahead: bool = False) -> Tensor:
         """Sum the loss, the count, the squared gradient norm and the flags over all ranks (float64 [4]), waiting for none."""
-        weights, device = self.assembly.weights, self.place.device
+        weights, device = self._held.weights, self.place.device
         norm_squared = weights.store.norm_squared() + weights.updater.overflow(device)
         weights.store.take_back()
         flag = join.stop_requested() + self._refusals.flag
@@ -504,7 +526,7 @@ class Run:
         sums = torch.cat([totals, norm_squared.view(1), stop])
         if self.layout.world_size > 1:
             with owned("scalars"):
-                dist.all_reduce(sums, group=self.assembly.parallel.mesh.groups["world"])
+                dist.all_reduce(sums, group=self._held.parallel.mesh.groups["world"])
         return sums
 
     @property
@@ -516,7 +538,7 @@ class Run:
     def _updaters_hold_back(self) -> bool:
         """Whether the optimizer of every rank can; every rank asks in its first step."""
         with outside_step():
-            return all(gather_objects(self.assembly.weights.updater.can_hold_back, self.layout.world_size))
+            return all(gather_objects(self._held.weights.updater.can_hold_back, self.layout.world_size))
 
     def _wait_from_now_on(self, batch: StepBatch) -> None:
         """Run ahead no more, since a step writes weights as no count of torch shows.
@@ -534,18 +556,18 @@ class Run:
 
     def _update(self, update: Callable[[], None]) -> None:
         """Update this rank's weights, and make them visible to the next forward."""
-        weights = self.assembly.weights
+        weights = self._held.weights
         with self._observer.running(self.program.tasks[-1], _NO_SAMPLES):
             self._generators.settle(whole=True)
             update()
             self._check_generators("the optimizer")
             self._refusals.raise_own()
             weights.updater.publish()
-            weights.store.publish()
+            weights.store.publish(waits=not self._owns_weights)
 
     def _diagnose(self, batch: StepBatch) -> str:
         """Run the step's forwards and backwards once more, and name the first module that makes a non-finite value."""
-        return nonfinite.cause_of_nonfinite(self.assembly, lambda: self.forward_backward(batch)[0])
+        return nonfinite.cause_of_nonfinite(self._held, lambda: self.forward_backward(batch)[0])
 
     def _skips(self, note: str, loss_is_finite: bool) -> bool:
         """Return whether a step that is not finite is skipped; every rank decides alike.
@@ -554,7 +576,7 @@ class Run:
             NonFiniteError: `numerics.on_nonfinite` is "stop".
         """
         policy = self.job.numerics.on_nonfinite
-        if loss_is_finite and self.assembly.weights.updater.loss_scale.scale > 1.0:
+        if loss_is_finite and self._held.weights.updater.loss_scale.scale > 1.0:
             return True  # an overflow of scaled gradients: the next step runs at half the scale
         if policy == "stop":
             raise NonFiniteError(f"step {self.steps_taken + 1}: {note}; numerics.on_nonfinite = 'skip' would go on")

@@ -48,7 +48,7 @@ class OpenStep:
     running_buffers: list[tuple[Tensor, Tensor]]
     """Buffers that the forwards wrote, with their values before the step."""
     sums: Reading
-    """The four sums; 1 where the update is left to the host; 1 where this rank's weights were written in the step."""
+    """The four sums; 1 where the update was held back on the device; 1 where this rank's weights were written in the step."""
     numerator: float
     """The scale of the gradients is this over the count."""
     lr_factor: float

@@ -87,13 +87,17 @@ class WeightStore(Protocol):
         """
         ...
 
-    def publish(self) -> None:
-        """Make the updated weights visible to the next forward.
+    def publish(self, *, waits: bool = True) -> None:
+        """Make the updated weights visible to the next forward, and to everybody else unless `waits` is False.
 
         Called after every update, by every rank; not after a skipped step. Collective over `dp_shard` with zero=1,
         where each rank gathers what the others have updated; otherwise it sends nothing. If a rank leaves it out, the
         others wait until the time limit.
         """
+        ...
+
+    def settle(self) -> None:
+        """Wait for the weights that a `publish` without waiting still gathers; any rank may call it, and it sends nothing."""
         ...
 
     def end_forward_only(self) -> None:

@@ -115,9 +115,12 @@ def _reduced(key: BodyKey, ops: Ops, program: Program, buckets: tuple[Bucket, ..
 
 
 def _gathered_weights(buckets: tuple[Bucket, ...]) -> Iterator[Op]:
-    """Yield the all_gathers of zero=1, which give every rank the chunks that the others have updated."""
+    """Yield the all_gathers of zero=1, which give every rank the chunks that the others have updated.
+
+    The next forward needs those of its first layers first, which backward has finished last.
+    """
     after = (f"{OpKind.UPDATE}:optimizer",)
-    for bucket in buckets:
+    for bucket in reversed(buckets):
         if bucket.holding.num_shards > 1:
             op = Op(
                 kind=OpKind.ALL_GATHER,

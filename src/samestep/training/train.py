@@ -182,7 +182,7 @@ def _work(place: RankInfo, checked: Checked) -> Summary | None:
     """
     job = checked.workload.job
     profiler = Profiler(job.run.profiled_steps, checked.folder, place)
-    run = Run(checked.workload.source, checked.layout, job, place, profiler)
+    run = Run(checked.workload.source, checked.layout, job, place, profiler, owns_weights=True)
     try:
         return _trained(run, place, checked, profiler)
     except Exception as error:

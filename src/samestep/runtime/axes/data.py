@@ -3,7 +3,7 @@
 Each bucket of the program is a flat buffer in master precision. A hook on every parameter's gradient adds it to its
 place; when the last micro-batch's backward has filled a bucket, its first collective is issued, always in the program's
 order, so that every rank issues the same. Under zero=1 the weights lie in flat buffers too: a rank updates its chunk of
-each, and `publish` gathers the others'.
+each, and `publish` gathers the others', which the next forward may wait for (`late_weights.py`).
 
 ```
 bucket 0  [ head.weight | norm.weight | pad ]    gradients of the last layers, finished first
@@ -27,6 +27,7 @@ from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.buckets import Bucket, Member
 from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
+from samestep.runtime.axes.late_weights import LateWeights
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.weight_gradients import is_postponed
 from samestep.runtime.codecs.codec import Codec, Pending, codec_of, own_part, send
@@ -87,6 +88,8 @@ class Replicated:
         self.pieces: list[Piece] = []
         self.frozen: list[Piece] = []
         self._fill(model, materialize)
+        gathered = [flat.bucket for flat in self._flats if flat.gathers]
+        self._late = LateWeights.of(model, program, gathered, self.params)
 
     # -- setting up --------------------------------------------------------------------------------
 
@@ -209,6 +212,8 @@ class Replicated:
 
         Collective over the axes of the program's buckets, as `WeightStore.running` says.
         """
+        if task.kind is not TaskKind.FORWARD:
+            self.settle()
         self._is_weight_task = task.kind is TaskKind.WEIGHT
         self._last = task.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT) and ends_step(task.body)
         self._starts = self.program.step.ends_gradients(task.body)
@@ -296,18 +301,23 @@ class Replicated:
         innermost, *others = bucket.holding.data_axes
         return self.mesh.size(innermost), self.mesh.index(innermost), math.prod(map(self.mesh.size, others))
 
-    def publish(self) -> None:
-        """Gather every rank's chunk of the updated weights under zero=1.
+    def publish(self, *, waits: bool = True) -> None:
+        """Gather every rank's chunk of the updated weights under zero=1, those that the next forward needs first in front.
 
         Collective over `dp_shard`: every rank of the group calls it; if one does not, the others wait until the time
         limit.
         """
-        for flat in self._flats:
+        self.settle()
+        for flat in reversed(self._flats):
             for op in flat.gathers:
                 assert flat.weights is not None
-                flat.work = self._send(flat, op, flat.weights)
-        for flat in self._flats:
-            _wait(flat)
+                self._late.hold(flat.bucket.name, self._send(flat, op, flat.weights).wait)
+        if waits:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the weights that are still gathered."""
+        self._late.settle_all()
 
     def end_forward_only(self) -> None:
         """Do nothing: a forward gathers no weights here."""

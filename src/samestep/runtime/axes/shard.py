@@ -236,8 +236,11 @@ class Sharded:
             total += squared_norm(alike, self.mesh.device) / number
         return total / self.mesh.size("dp_replicate")
 
-    def publish(self) -> None:
+    def publish(self, *, waits: bool = True) -> None:
         """Do nothing: the next forward gathers the rows that the ranks have updated."""
+
+    def settle(self) -> None:
+        """Do nothing: no gather goes on between two steps."""
 
     def end_forward_only(self) -> None:
         """Reshard the units that a forward without a backward left gathered."""

@@ -108,7 +108,7 @@ class Owning:
         """Return this rank's share of the squared gradient norm: that of the parts it lends, not of what it owns."""
         return self._store.norm_squared()
 
-    def publish(self) -> None:
+    def publish(self, *, waits: bool = True) -> None:
         """Send the updated weights back to the ranks that hold parts of them, and let the store publish its own.
 
         Collective over the store's axes, and those over which weights have owners: if a rank does not call it, the
@@ -117,7 +117,11 @@ class Owning:
         for level in reversed(self._levels):
             level.scatter()
         self._lent.publish()
-        self._store.publish()
+        self._store.publish(waits=waits)
+
+    def settle(self) -> None:
+        """Wait for the weights that the store still gathers."""
+        self._store.settle()
 
     def end_forward_only(self) -> None:
         """Free the weights that forwards without a backward left gathered."""
