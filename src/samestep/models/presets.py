@@ -232,7 +232,8 @@ def _wrong_kinds(decoder: Decoder) -> Iterator[str]:
     kinds = get_type_hints(Decoder)
     for field in fields(Decoder):
         value, kind = getattr(decoder, field.name), kinds[field.name]
-        given = f"{field.name}={value!r}"
+        is_huge = isinstance(value, int) and value.bit_length() > 1000  # Python writes no number of so many digits
+        given = f"{field.name}={f'a number of {value.bit_length()} bits' if is_huge else repr(value)}"
         least, most = 1 if field.default is MISSING else 0, MOST_LAYERS if field.name == "layers" else MOST_ELEMENTS
         if kind is int and (type(value) is not int or value < least):
             yield f"{given} is not a whole number of at least {least}"

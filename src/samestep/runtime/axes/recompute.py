@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -270,23 +271,34 @@ def _weights_of_the_forward(block: nn.Module) -> ContextFn:
 
         @contextmanager
         def repeated() -> Iterator[None]:
-            now = [dict(module._parameters) for module in owners]
-            others = [index for index, (one, other) in enumerate(zip(held, now, strict=True)) if _differ(one, other)]
-            for index in others:
-                owners[index]._parameters.update(held[index])
+            now = [_replaced_in(module, weights) for module, weights in zip(owners, held, strict=True)]
+            for module, weights, others in zip(owners, held, now, strict=True):
+                module._parameters.update({name: weights[name] for name in others})
             try:
                 yield
             finally:
-                for index in others:
-                    owners[index]._parameters.update(now[index])
+                for module, others in zip(owners, now, strict=True):
+                    module._parameters.update(others)
 
         return nullcontext(), Anew(repeated)
 
     return pair
 
 
-def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return any(one[name] is not other.get(name) for name in one)
+def _replaced_in(module: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights of a module in whose place the forward had others.
+
+    A weight of which this rank holds a shard is gathered by the module's own hooks, before it computes.
+    """
+    now = module._parameters
+    return {
+        name: now[name]
+        for name, weight in held.items()
+        if name in now
+        and now[name] is not weight
+        and not isinstance(weight, DTensor)
+        and not isinstance(now[name], DTensor)
+    }
 
 
 class Anew(AbstractContextManager[None]):
