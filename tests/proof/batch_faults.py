@@ -57,17 +57,17 @@ def gradients_are_mean_over_microbatches(patch: Patch) -> None:
 
 @fault(Cause.GRADIENT_SCALE, "dp=2")
 def gradients_are_summed_instead_of_averaged(patch: Patch) -> None:
-    around(patch, Updater, "step", lambda step, self, factor: step(self, 2 * factor))
+    around(patch, Updater, "step", lambda step, self, factor, **more: step(self, 2 * factor, **more))
 
 
 @fault(Cause.GRADIENT_SCALE, "dp=4 zero=1")
 def gradients_are_divided_by_the_ranks_once_more(patch: Patch) -> None:
-    around(patch, Updater, "step", lambda step, self, factor: step(self, factor / 4))
+    around(patch, Updater, "step", lambda step, self, factor, **more: step(self, factor / 4, **more))
 
 
 @fault(Cause.GRADIENT_SCALE, "dp=2 microbatch=2")
 def gradients_are_not_divided_by_the_microbatches(patch: Patch) -> None:
-    around(patch, Updater, "step", lambda step, self, factor: step(self, 2 * factor))
+    around(patch, Updater, "step", lambda step, self, factor, **more: step(self, 2 * factor, **more))
 
 
 @fault(Cause.LOSS_SCALE, "dp=2")
@@ -349,7 +349,7 @@ def the_norm_lacks_the_other_stages(patch: Patch) -> None:
 
 @fault(Cause.CLIP_NORM, "dp=2 zero=1", optimizer={"clip_norm": 0.05})
 def ranks_clip_by_their_own_norm(patch: Patch) -> None:
-    def step(original: Any, self: Updater, factor: float) -> None:
+    def step(original: Any, self: Updater, factor: float, **more: Any) -> None:
         mine = torch.stack([piece.gradient().norm() for piece in self.pieces]).norm()
         everyone = mine.square()
         dist.all_reduce(everyone)
@@ -360,7 +360,7 @@ def ranks_clip_by_their_own_norm(patch: Patch) -> None:
 
 @fault(Cause.STALE_WEIGHT, "dp=2 zero=1")
 def updated_weights_are_not_gathered(patch: Patch) -> None:
-    patch.setattr(Replicated, "publish", lambda self: None)
+    patch.setattr(Replicated, "publish", lambda self, **more: None)
 
 
 @fault(Cause.STALE_WEIGHT, "dp=2 zero=3")
@@ -382,8 +382,8 @@ def a_rank_does_not_update_its_chunk(patch: Patch) -> None:
 
 @fault(Cause.DRIFT, "dp=1 tp=2", "attentive")
 def whole_weights_drift_between_tp_ranks(patch: Patch) -> None:
-    def step(original: Any, self: Updater, factor: float) -> None:
-        original(self, factor)
+    def step(original: Any, self: Updater, factor: float, **more: Any) -> None:
+        original(self, factor, **more)
         for piece in self.pieces:
             if "norm" in piece.name:
                 piece.value.detach().mul_(1 + 1e-4 * rank())

@@ -206,8 +206,8 @@ def the_mean_is_over_another_count(patch: Patch) -> None:
 
 
 def weights_are_updated_twice(patch: Patch) -> None:
-    def step(original: Any, self: Updater, factor: float) -> None:
-        original(self, factor)
+    def step(original: Any, self: Updater, factor: float, **more: Any) -> None:
+        original(self, factor, **more)
         self.optimizer.step()  # type: ignore[union-attr]
 
     around(patch, Updater, "step", step)

@@ -71,7 +71,7 @@ def _waiving(run: Run, workload: Any) -> None:
 def test_what_was_allowed_is_told_whatever_rank_met_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "_held_out_loss", _waiving)
+    monkeypatch.setattr(train, "held_out_loss", _waiving)
     words = ("--layout", "dp=2", "--steps", "1", "--out")
     assert small.train(*words, tmp_path / "run", "--allow", "loss", "samples") == 0
     text = 'the loss is a mean (allowed by run.allow = ["loss"])'
