@@ -53,7 +53,8 @@ def structural_plan(model: nn.Module, operations: list[Operation], experts: Coll
     linears = {
         path: part
         for path, part in model.named_modules()
-        if (isinstance(part, nn.Linear) or facts.is_transposed(part)) and not any(is_below(path, e) for e in experts)
+        if ((isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward) or facts.is_transposed(part))
+        and not any(is_below(path, one) for one in experts)
     }
     blocks = containers_of(model)
     flow = _flow(model, operations, linears, blocks)
