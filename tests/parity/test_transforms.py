@@ -185,7 +185,7 @@ MODELS |= {f"transforms {name}": build for name, build in BUILDS.items()}
 DATA, PARTS, AGAIN = "dp=2", "dp=2 zero=3 microbatch=1", "dp=1 recompute=full microbatch=4"
 PP = "dp=1 pp=2 microbatch=4"
 EQUAL = {
-    "perturbed": [DATA, PARTS, AGAIN],
+    "perturbed": [DATA, PARTS, AGAIN, PP],
     "penalised": [DATA, PARTS, AGAIN],
     "energy": [DATA, PARTS, AGAIN, PP, "dp=2 zero=3 recompute=full"],
     "energy of a transform": [DATA, PARTS, AGAIN, PP],
@@ -198,7 +198,6 @@ EQUAL = {
     "another bias": [PARTS, AGAIN, "dp=2 zero=2 microbatch=2"],
 }
 REFUSED = {
-    ("perturbed", PP): "no stage can begin with",
     ("perturbed", "dp=1 recompute=selective"): "takes gradients itself: recompute=full works",
     ("perturbed", "dp=1 cp=2"): "mixes tokens by sum",
     ("energy", "dp=1 pp=2 microbatch=2 schedule=zero-bubble"): "takes gradients itself: schedule=1f1b works",

@@ -142,7 +142,9 @@ class ForwardTracer(TorchDispatchMode):
         self._depth = 0
         self._alive: dict[int, torch.UntypedStorage] = {}
         self._weights = {self.key(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        self._slots = {part: dict(part._parameters) for part in module.modules() if part._parameters}
+        slots = {id(part): part._parameters for part in module.modules() if part._parameters}
+        # Identities alone: torch may keep this trace alive, and the model must not live as long.
+        self._slots = {part: {leaf: id(own) for leaf, own in held.items()} for part, held in slots.items()}
         facts = facts_of(module)
         self._grouped_fallback = facts.grouped_fallback
         self._norms = {path for path, part in module.named_modules() if facts.is_norm(part)}
@@ -368,8 +370,8 @@ class ForwardTracer(TorchDispatchMode):
     def _note_replaced(self, path: str, part: nn.Module) -> None:
         """Note the weights of a module for which `torch.func.functional_call`, or code like it, has put others."""
         for name, inner in part.named_modules(prefix=path):
-            for leaf, own in self._slots.get(inner, {}).items():
-                if own is not None and inner._parameters.get(leaf) is not own:
+            for leaf, own in self._slots.get(id(inner), {}).items():
+                if id(inner._parameters.get(leaf)) != own:
                     self.replaced.add(f"{name}.{leaf}".lstrip("."))
 
     def check_attention(self, call: AttentionCall) -> None:
