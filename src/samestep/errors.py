@@ -95,6 +95,15 @@ class OutOfMemoryError(RunError):
     """Memory ran out; the text says what held it, what was predicted, and which layout needs less."""
 
 
+def shown(value: object) -> str:
+    """Return a value as an error shows it: of a long one the beginning."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the known word nearest to `word`, or nothing when none is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

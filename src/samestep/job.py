@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from samestep.errors import JobError, LayoutError, UnprovenError, did_you_mean
+from samestep.errors import JobError, LayoutError, UnprovenError, did_you_mean, shown
 from samestep.layout import MOST_RANKS, MOST_SAMPLES, Layout
 
 Precision = Literal["float64", "float32", "bf16", "fp16"]
@@ -432,18 +432,9 @@ def _mistakes(error: ValidationError, source: Callable[[str], str]) -> str:
         elif mistake["type"] == "value_error":
             text = re.sub(r"^Value error, ", "", mistake["msg"])
         else:
-            text = f"{mistake['msg'][0].lower()}{mistake['msg'][1:]}, got {_shown(mistake['input'])}"
+            text = f"{mistake['msg'][0].lower()}{mistake['msg'][1:]}, got {shown(mistake['input'])}"
         lines.append(f"{source(key)}: {key}: {text}" if key else f"{source(key)}: {text}")
     return "\n".join(lines)
-
-
-def _shown(value: Any) -> str:
-    """Return a value as an error shows it: of a long one the beginning."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no number of more than 4,300 digits
-        return "a number of thousands of digits"
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def _keys_of(path: Sequence[str]) -> list[str]:

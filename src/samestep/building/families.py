@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from samestep.errors import ModelError, did_you_mean
+from samestep.errors import ModelError, did_you_mean, shown
 from samestep.job import Task
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ _COMMON_FIELDS = frozenset({"rope_theta", "rope_scaling", "attn_implementation",
 """Fields that every configuration takes besides its own."""
 
 
-_TASKS: dict[str, tuple[str, str, str]] = {
+_TASKS: dict[Task, tuple[str, str, str]] = {
     "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model"),
     "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "masked language model"),
     "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "model of encoder and decoder"),
@@ -298,12 +298,8 @@ def is_family(word: str) -> bool:
 
 
 def _families_of(task: Task) -> Mapping[str, str]:
-    return _table(_TASKS[task][1])
-
-
-def _table(name: str) -> Mapping[str, str]:
-    """Return the classes of a table of transformers by family."""
-    classes: Mapping[str, str] = getattr(importlib.import_module(f"{_AUTO}.modeling_auto"), name)
+    """Return the classes of transformers for a task, by family."""
+    classes: Mapping[str, str] = getattr(importlib.import_module(f"{_AUTO}.modeling_auto"), _TASKS[task][1])
     return classes
 
 
@@ -334,13 +330,12 @@ def check_family(family: str, task: Task) -> None:
         ModelError: it is such a word, or transformers is not installed.
     """
     check_installed(f"hf:{family}")
-    families = importlib.import_module(f"{_AUTO}.configuration_auto").CONFIG_MAPPING_NAMES
     able = _families_of(task)
-    if family not in families:
+    if not is_family(family):
         without = f"; the folder {family} has no config.json" if Path(family).is_dir() else ""
         raise ModelError(f"hf:{family}: transformers has no family {family!r}{did_you_mean(family, able)}{without}")
     if family not in able:
-        others = [repr(name) for name, (_, table, _) in _TASKS.items() if family in _table(table)]
+        others = [repr(name) for name in get_args(Task) if family in _families_of(name)]
         works = (
             f"model.task = {' or '.join(others)} works" if others else "a module:function that builds the model works"
         )
@@ -372,7 +367,7 @@ def check_fields(family: str, fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         most = MOST_LAYERS if name in facts_named(family).depth_fields else MOST_ELEMENTS
         if isinstance(value, int | float) and not -most <= value <= most:
-            raise ModelError(f"model.config.{name} = {value!r} is not a number up to {most}")
+            raise ModelError(f"model.config.{name} = {shown(value)} is not a number up to {most}")
         if name not in known and not _is_read(kind, name):
             raise ModelError(f"model.config.{name}: hf:{family} has no such field{did_you_mean(name, sorted(known))}")
 

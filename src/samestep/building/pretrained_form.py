@@ -7,7 +7,6 @@ are renamed. Transformers' own mapping, reversed, makes the tensors of the files
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,10 @@ from torch import Tensor, nn
 
 from samestep.building import families
 from samestep.building.initial_values import Blueprint
+from samestep.building.weight_conversion import by_kind, converted, loading, transforms_of
 from samestep.errors import ModelError
 from samestep.job import Job
 
-_LOADING, _MAPPING = "transformers.core_model_loading", "transformers.conversion_mapping"
 _OF_TOKENIZERS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
     "chat_template*", "*processor_config.json",
@@ -43,7 +42,7 @@ class SavedGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PretrainedForm:
-    """What transformers' files of a model hold, and where each value comes from."""
+    """The contents of transformers' files of a model, and where each value comes from."""
 
     plan: Blueprint
     """The model, with the values of what no checkpoint holds."""
@@ -108,13 +107,10 @@ def _saved_names(module: nn.Module, canonical: Mapping[str, str]) -> list[str]:
 
 def _groups(module: nn.Module, names: Sequence[str]) -> Iterator[SavedGroup]:
     """Yield the groups of a model's tensors, by transformers' own mapping in reverse."""
-    loading: Any = importlib.import_module(_LOADING)
     held = module.state_dict()
-    transforms = [one.reverse_transform() for one in reversed(_conversions(module))]
-    renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
+    renamings, converters = by_kind(one.reverse_transform() for one in reversed(_conversions(module)))
     collected: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
-    for name in sorted(names, key=loading.dot_natural_key):
+    for name in sorted(names, key=loading().dot_natural_key):
         target, conversion, pattern = name, None, None
         for converter in converters:
             target, pattern = converter.rename_source_key(name)
@@ -130,13 +126,8 @@ def _groups(module: nn.Module, names: Sequence[str]) -> Iterator[SavedGroup]:
 
     def maker(conversion: Any, target: str, sources: Sequence[tuple[str, str]]) -> Callable[..., Mapping[str, Tensor]]:
         def make(tensors: Sequence[Tensor]) -> Mapping[str, Tensor]:
-            if conversion is None:
-                return {renamed(target): tensors[0]}
-            one = copy.deepcopy(conversion)
-            for (name, pattern), tensor in zip(sources, tensors, strict=True):
-                one.add_tensor(target, name, pattern, tensor)
-            made = one.convert(target, model=module, config=module.config)
-            return {renamed(name): each[0] if isinstance(each, list) else each for name, each in made.items()}
+            made = converted(conversion, target, sources, tensors, module)
+            return {renamed(name): tensor for name, tensor in made.items()}
 
         return make
 
@@ -150,10 +141,8 @@ def _conversions(module: nn.Module) -> list[Any]:
     used = getattr(module, "_weight_conversions", None)
     if used is not None:
         return list(used)
-    loading: Any = importlib.import_module(_LOADING)
-    found = importlib.import_module(_MAPPING).get_model_conversion_mapping(module, add_legacy=False)
     # Whether a prefix stood in files that do not exist is not known; transformers leaves it as it is too.
-    return [one for one in found if not isinstance(one, loading.PrefixChange)]
+    return [one for one in transforms_of(module, add_legacy=False) if not isinstance(one, loading().PrefixChange)]
 
 
 def _beside(job: Job) -> Iterator[Path]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,11 +23,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from samestep.building.families import facts_of
+from samestep.building.weight_conversion import by_kind, converted, loading, transforms_of
 from samestep.errors import ModelError
 from samestep.models.weight_files import StoredTensor
 
 Intervals = Sequence[tuple[int, int]]
-_LOADING, _MAPPING = "transformers.core_model_loading", "transformers.conversion_mapping"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +45,7 @@ class _Origin:
 
     def convert(self, tensors: Sequence[Tensor], model: nn.Module) -> dict[str, Tensor]:
         """Return the model's tensors by name, made of these tensors of the files."""
-        if self.conversion is None:
-            return {self.target: tensors[0]}
-        conversion = copy.deepcopy(self.conversion)
-        for (name, pattern), tensor in zip(self.sources, tensors, strict=True):
-            conversion.add_tensor(self.target, name, pattern, tensor)
-        made = conversion.convert(self.target, model=model, config=model.config)
-        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+        return converted(self.conversion, self.target, self.sources, tensors, model)
 
     def of_rows(self, rows: Sequence[int]) -> _Origin:
         """Return the part of a stack that makes some of its rows, in this order."""
@@ -65,7 +58,7 @@ class _Origin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredWeights:
-    """Where the values of a model's tensors lie in the files of a folder, and which tensors have none there."""
+    """The places of the values of a model's tensors in the files of a folder, and which tensors have none there."""
 
     module: nn.Module
     """The model that conversions ask for shapes; no run cuts it."""
@@ -207,28 +200,20 @@ def _alike(one: _Origin, other: _Origin, files: Mapping[str, StoredTensor]) -> b
     return torch.equal(first, second)
 
 
-def conversions_of(module: nn.Module) -> list[Any]:
-    """Return the transforms by which transformers loads this class of model."""
-    transforms: list[Any] = importlib.import_module(_MAPPING).get_model_conversion_mapping(module)
-    return transforms
-
-
 def _origins(
     module: nn.Module, held: Mapping[str, Tensor], files: Mapping[str, StoredTensor]
 ) -> tuple[list[_Origin], list[str]]:
     """Return the origins of the model's tensors, and the names in the files that belong to none."""
-    loading = importlib.import_module(_LOADING)
-    transforms = conversions_of(module)
-    renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
+    transforms, rename = transforms_of(module), loading().rename_source_key
+    renamings, converters = by_kind(transforms)
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     collected: dict[str, list[tuple[str, str]]] = {}
     unread: list[str] = []
-    for name in sorted(files, key=loading.dot_natural_key):
+    for name in sorted(files, key=loading().dot_natural_key):
         prefix = getattr(module, facts_of(module).base_prefix)
-        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, held)
+        target, pattern = rename(name, renamings, converters, prefix, held)
         if target not in held and name in held:  # it has its name already
-            target, pattern = loading.rename_source_key(name, [], [], prefix, held)
+            target, pattern = rename(name, [], [], prefix, held)
         if target in held:
             collected.setdefault(target, []).append((name, pattern or ""))
         else:
@@ -245,13 +230,12 @@ def _origins(
 
 def _stacks(conversion: Any, sources: Sequence[tuple[str, str]], shape: torch.Size) -> bool:
     """Return whether a conversion stacks the tensors of each pattern, and then only joins the stacks along other dimensions."""
-    loading = importlib.import_module(_LOADING)
     first, *others = conversion.operations
     counts = {pattern: sum(one == pattern for _, one in sources) for _, pattern in sources}
     return (
-        type(first) is loading.MergeModulelist
+        type(first) is loading().MergeModulelist
         and first.dim == 0
-        and all(type(one) is loading.Concatenate and one.dim > 0 for one in others)
+        and all(type(one) is loading().Concatenate and one.dim > 0 for one in others)
         and len(conversion.target_patterns) == 1
         and set(counts.values()) == {shape[0]}
     )

@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields, replace
 from itertools import chain
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from samestep.errors import ModelError, did_you_mean
+from samestep.errors import ModelError, did_you_mean, shown
 from samestep.models.decoder import Decoder, spec
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, Product
 
@@ -232,8 +232,7 @@ def _wrong_kinds(decoder: Decoder) -> Iterator[str]:
     kinds = get_type_hints(Decoder)
     for field in fields(Decoder):
         value, kind = getattr(decoder, field.name), kinds[field.name]
-        is_huge = isinstance(value, int) and value.bit_length() > 1000  # Python writes no number of so many digits
-        given = f"{field.name}={f'a number of {value.bit_length()} bits' if is_huge else repr(value)}"
+        given = f"{field.name}={shown(value)}"
         least, most = 1 if field.default is MISSING else 0, MOST_LAYERS if field.name == "layers" else MOST_ELEMENTS
         if kind is int and (type(value) is not int or value < least):
             yield f"{given} is not a whole number of at least {least}"

@@ -208,7 +208,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
     dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
     one = _first_of(example, dtype)
     experts = experts_module.experts_of(plan.module)
-    planned = planned or tensor_plan.cuts_of(plan.module, experts.counts)
+    planned = planned or _plan_of(plan, experts, one)
     expert_calls: dict[str, tuple[Any, Any]] = {}
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     recorder = Recorder()
@@ -221,8 +221,6 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts, expert_calls))
         checkpointed = stack.enter_context(recompute.record_checkpointed(plan.module))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss)
-    if planned.is_open and (found_plan := structural_plan(plan.module, recorder.operations, experts.counts)):
-        return prepare(source, job, example, tensor_plan.Cuts(found_plan, may_shrink=True))
     proof, counts, shareable = _proven(spec, plan, planned, recorder, experts, one, source.loss is cross_entropy)
     fewer, refusal = planned, proof.refusal
     while refusal and not spec.varies_at and (smaller := tensor_plan.smaller(plan.module, fewer, refusal)):
@@ -231,12 +229,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
     if fewer is not planned and not refusal:
         return prepare(source, job, example, fewer)  # costs are those of the cuts that are traced
     if planned.gathered:  # what a rank holds and sends is that of the gathered modules
-        with ExitStack() as stack:
-            stack.enter_context(snapshot.preserved(plan.module))
-            seen = stack.enter_context(tensor_plan.record_cuts(plan.module, planned))
-            stack.enter_context(dropout.record_masks(plan.module, samples_traced(plan.module)))
-            stack.enter_context(experts_module.record_dispatches(plan.module, experts))
-            stack.enter_context(recompute.record_checkpointed(plan.module))
+        with _once_more(plan.module, experts), tensor_plan.record_cuts(plan.module, planned) as seen:
             spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, None, source.loss)
     states: tuple[StateSpec, ...] = ()
     if changes.found:
@@ -255,12 +248,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
             yield
         placed.extend(found)
 
-    with (
-        snapshot.preserved(plan.module),
-        recompute.record_checkpointed(plan.module),
-        dropout.record_masks(plan.module, samples_traced(plan.module)),
-        experts_module.record_dispatches(plan.module, experts),
-    ):
+    with _once_more(plan.module, experts):
         run_on_meta = functools.partial(
             outputs_on_meta, plan.module, one, samples_traced(plan.module), value_of, bool(spec.varies_at)
         )
@@ -289,6 +277,47 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         ),
     )
     return TracedModel(plan, analysis, facts_of(plan.module), proof)
+
+
+@contextmanager
+def _once_more(module: nn.Module, experts: ExpertModules) -> Iterator[None]:
+    """Let a forward of the whole model run once more on the meta device, from the state that the modules have now.
+
+    At their first forward modules make tables, and install hooks that record their outputs: both are taken back.
+    """
+    with (
+        snapshot.preserved(module),
+        recompute.record_checkpointed(module),
+        dropout.record_masks(module, samples_traced(module)),
+        experts_module.record_dispatches(module, experts),
+    ):
+        yield
+
+
+def _plan_of(plan: Blueprint, experts: ExpertModules, sample: Any) -> tensor_plan.Cuts:
+    """Return the plan of tensor parallelism of a model; where it has none, the one that its data flow shows."""
+    planned = tensor_plan.cuts_of(plan.module, experts.counts)
+    if not planned.is_open:
+        return planned
+    try:
+        _run_forward(plan, experts, sample, {}, recorder := Recorder())
+    except DiffersError:  # the trace says why the forward fails
+        return planned
+    styles = structural_plan(plan.module, recorder.operations, experts.counts)
+    return tensor_plan.Cuts(styles, may_shrink=True) if styles else planned
+
+
+def _run_forward(
+    plan: Blueprint, experts: ExpertModules, sample: Any, styles: Mapping[str, str], recorder: Recorder
+) -> None:
+    """Record the operations of a forward on the meta device, with the ends of the modules that have a cut style.
+
+    Raises:
+        DiffersError: it fails.
+    """
+    value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
+    with _once_more(plan.module, experts):
+        cut_proof.run_forward(plan.module, sample, styles, value_of, recorder)
 
 
 def _proven(
@@ -332,14 +361,7 @@ def _tried(
 ) -> tuple[cut_proof.CutProof, dict[int, tuple[tuple[str, str, int], ...]]]:
     """Return the proof of a plan with the counts of a rank of a degree, or why it fails, and the counts by module."""
     shared = {path: heads for path, heads in shareable.items() if heads < degree}
-    value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
-
-    def forward(recorder: Recorder) -> None:
-        masks = dropout.record_masks(plan.module, samples_traced(plan.module))
-        # Every forward from one state: at their first, modules make tables, and install hooks that record their outputs.
-        with snapshot.preserved(plan.module), masks, experts_module.record_dispatches(plan.module, experts):
-            cut_proof.run_forward(plan.module, sample, proof.styles, value_of, recorder)
-
+    forward = functools.partial(_run_forward, plan, experts, sample, proof.styles)
     try:
         forward(recorder := Recorder())
         proof = cut_proof.with_degree(proof, plan.module, shared, recorder.operations, forward, degree)

@@ -23,6 +23,7 @@ from torch import nn
 
 from samestep.building.families import facts_of
 from samestep.models.spec import is_below
+from samestep.tracing.arranged_layers import block_of
 from samestep.tracing.operations import Operation, View
 from samestep.tracing.trace import containers_of
 
@@ -58,7 +59,7 @@ def structural_plan(model: nn.Module, operations: list[Operation], experts: Coll
     }
     blocks = containers_of(model)
     flow = _flow(model, operations, linears, blocks)
-    inside = [path for path in flow.reaching if not blocks or any(is_below(path, one) for one in blocks)]
+    inside = [path for path in flow.reaching if not blocks or block_of(path, blocks)]
     rows: set[str] = set()
     columns: set[str] = set()
     for path in reversed(inside):
@@ -68,7 +69,6 @@ def structural_plan(model: nn.Module, operations: list[Operation], experts: Coll
             columns.add(path)
         elif sources and sources <= {*inside} - {path}:
             rows.add(path)
-    columns = {path for path in columns if path not in rows}
     rows = {path for path in rows if columns & flow.reaching[path]}
     if not rows:
         return {}
@@ -78,10 +78,8 @@ def structural_plan(model: nn.Module, operations: list[Operation], experts: Coll
 
 def _vocabulary(model: nn.Module, linears: Mapping[str, nn.Module], inside: Collection[str], flow: _Flow) -> list[str]:
     """Return the paths of the head and of the embedding of the same vocabulary; the largest embedding without a head."""
-    tables = {path: part for path, part in model.named_modules() if isinstance(part, nn.Embedding)}
-    tables = {
-        path: part for path, part in tables.items() if not any(is_below(path, one) for one in containers_of(model))
-    }
+    outside = ((path, part) for path, part in model.named_modules() if not block_of(path, containers_of(model)))
+    tables = {path: part for path, part in outside if isinstance(part, nn.Embedding)}
     heads = [path for path in flow.prediction if path in linears and path not in inside]
     if len(heads) == 1 and flow.prediction == {heads[0]} and isinstance(head := linears[heads[0]], nn.Linear):
         return [*(path for path, table in tables.items() if table.num_embeddings == head.out_features), heads[0]]
@@ -97,7 +95,7 @@ def _flow(
         for path, part in model.named_modules()
         for param in part.parameters(recurse=False)
     }
-    outside = {key for key, path in weights.items() if not any(is_below(path, one) for one in blocks)}
+    outside = {key for key, path in weights.items() if not block_of(path, blocks)}
     reached: dict[int, frozenset[str]] = {}
     flow = _Flow()
     for op in operations:
