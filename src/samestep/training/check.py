@@ -24,7 +24,7 @@ from samestep.errors import (
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.planning import ranking, search
-from samestep.runtime import checkpoint, compiled_blocks, kept_state
+from samestep.runtime import checkpoint_manifest, compiled_blocks, kept_state
 from samestep.runtime.axes import recompute
 from samestep.runtime.optimizer_source import check_optimizer
 from samestep.runtime.processes import workers
@@ -176,11 +176,11 @@ def _agreed(decide: Callable[[], T], place: RankInfo | None) -> T:
 
 def _resume_from(folder: Path, job: Job, until: int) -> Path:
     """Return the newest checkpoint of a run folder, and refuse it where the job cannot resume from it."""
-    newest = checkpoint.newest(folder / "checkpoints")
+    newest = checkpoint_manifest.latest(folder / "checkpoints")
     if newest is None:
         raise CheckpointError(f"{folder} holds no checkpoint to resume from: another --out starts a new run")
-    manifest = checkpoint.read_manifest(newest)
-    checkpoint.check_job(manifest, job, newest)
+    manifest = checkpoint_manifest.read_manifest(newest)
+    checkpoint_manifest.check_job(manifest, job, newest)
     if manifest["step"] > until:
         raise CheckpointError(
             f"{newest} was saved after step {manifest['step']}, and the run would end at step {until}: "
