@@ -74,7 +74,7 @@ def begin(run: PreparedRun, folder: Path, retention: Retention) -> Writing:
     final = folder / f"step-{run.steps_taken:06d}"
     draft = folder / f".{final.name}.draft"
     is_first = run.place.rank == 0
-    number = _agree(run, folder, _made(draft) if is_first else "", checkpoint_writing.next_number() if is_first else 0)
+    number = _agree(run, final, _made(draft) if is_first else "", checkpoint_writing.next_number() if is_first else 0)
     record, tensors = checkpoint_state.kept_values(run)
     frozen = checkpoint_state.changed_frozen(run)
     more, plain = _contents_of(run, frozen)
@@ -95,7 +95,7 @@ def finish(run: PreparedRun, writing: Writing) -> Path:
         SaveError: the file system did not allow it; what was saved before is untouched, and the draft is removed.
     """
     final = writing.share.final
-    _agree(run, final.parent, writing.wait())
+    _agree(run, final, writing.wait())
     return final
 
 
@@ -110,7 +110,7 @@ def _made(draft: Path) -> str:
     return ""
 
 
-def _agree(run: PreparedRun, folder: Path, reason: str, number: int = 0) -> int:
+def _agree(run: PreparedRun, final: Path, reason: str, number: int = 0) -> int:
     """Raise on every rank the first reason for which one of them cannot save; return the number that rank 0 gives.
 
     Raises:
@@ -120,9 +120,9 @@ def _agree(run: PreparedRun, folder: Path, reason: str, number: int = 0) -> int:
     found = [(rank, text) for rank, (text, _) in enumerate(told) if text]
     if found:
         rank, text = found[0]
-        newest = latest(folder)
+        newest = latest(final.parent)
         left = f"the newest whole checkpoint is {newest}" if newest else "there is no older checkpoint"
-        raise SaveError(f"the checkpoint of step {run.steps_taken} cannot be written: rank {rank}: {text}; {left}")
+        raise SaveError(f"the checkpoint of step {int(final.name[5:])} cannot be written: rank {rank}: {text}; {left}")
     return int(told[0][1])
 
 
@@ -135,7 +135,11 @@ def load(run: PreparedRun, folder: Path) -> None:
         CheckpointError: it is damaged, lacks a tensor, or belongs to a job with another result.
     """
     manifest = read_manifest(folder)
-    check_job(manifest, run.job, folder)
+    changes = [*manifest.get("changes", ()), *check_job(manifest, run.job, folder)]
+    if manifest["layout"] != str(run.layout):
+        changes.append(
+            f"after step {manifest['step']}: the layout is {str(run.layout)!r}, which was {manifest['layout']!r}"
+        )
     check_shapes(manifest, _shapes(run), folder)
     checkpoint_state.refuse_unsaved(run, manifest, folder)
     _check_files(manifest, run, folder)
@@ -161,7 +165,7 @@ def load(run: PreparedRun, folder: Path) -> None:
     if run.updater.loss_scale.is_dynamic and manifest["loss_scale"]:
         run.updater.loss_scale.scale, run.updater.loss_scale.steps_since = manifest["loss_scale"]
     run.assembly.weights.store.publish()
-    run.steps_taken = manifest["step"]
+    run.steps_taken, run.changes = manifest["step"], tuple(changes)
 
 
 def found_in(folder: Path) -> Path:
@@ -238,6 +242,7 @@ def _head(run: PreparedRun) -> dict[str, Any]:
         "format_version": FORMAT_VERSION,
         "step": run.steps_taken,
         "layout": str(run.layout),
+        "changes": list(run.changes),
         "loss_scale": [scale.scale, scale.steps_since] if scale.is_dynamic else None,
         "job": run.job.model_dump(mode="json"),
         "folder": digest_of(folder) if (folder := run.job.model.folder) else "",

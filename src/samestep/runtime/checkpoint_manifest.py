@@ -10,13 +10,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from samestep.errors import CheckpointError
-from samestep.job import Job
+from samestep.errors import CheckpointError, shown
+from samestep.job import Job, MayChange
 from samestep.models.weight_files import digest_of
 from samestep.output import durable_files
 
@@ -25,7 +25,7 @@ FORMAT_VERSION = 3
 _LARGEST_BYTES = 1 << 32
 _FILE = re.compile(r"rank-\d{4,}\.safetensors")
 _RESULT_KEYS = ("model", "data", "optimizer", "schedule", "numerics")
-_MAY_CHANGE = ("numerics.on_nonfinite",)
+_MAY_CHANGE = ("numerics.on_nonfinite", "train.steps")
 """Keys that may differ on resuming: a run that stopped on a non-finite step is told to change them."""
 
 
@@ -87,31 +87,51 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> None:
-    """Refuse the checkpoint of a job that computes something else.
+def newest_whole(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Return the newest checkpoint below `folder` that is whole, and each newer one with what is wrong with it."""
+    wrong = []
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            check_digests(read_manifest(path), path)
+        except CheckpointError as error:
+            wrong.append((path, str(error)))
+            continue
+        return path, wrong
+    return None, wrong
+
+
+def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> tuple[str, ...]:
+    """Refuse the checkpoint of a job that computes something else, and return what the job changes, as texts.
 
     Raises:
-        CheckpointError: it names the keys that differ.
+        CheckpointError: it names the keys that differ, and are not in `run.allow`.
     """
     now, defaults = job.model_dump(mode="json"), Job().model_dump(mode="json")
     # A key that is younger than the checkpoint had its default.
     saved = {table: {**defaults[table], **keys} for table, keys in manifest["job"].items()}
-    differs = [
-        f"{table}.{key}"
-        for table in _RESULT_KEYS
-        for key in sorted(saved.get(table, {}).keys() | now[table].keys())
-        if saved.get(table, {}).get(key) != now[table].get(key) and f"{table}.{key}" not in _MAY_CHANGE
-    ]
-    differs += [f"train.{k}" for k in ("seed", "global_batch", "loss") if saved["train"].get(k) != now["train"][k]]
+    keys = [(table, key) for table in _RESULT_KEYS for key in sorted(saved.get(table, {}).keys() | now[table].keys())]
+    keys += [("train", key) for key in ("seed", "global_batch", "loss", "steps")]
+    changed = {
+        f"{table}.{key}": (saved.get(table, {}).get(key), now[table].get(key))
+        for table, key in keys
+        if saved.get(table, {}).get(key) != now[table].get(key)
+    }
+    differs = [key for key in changed if key not in (*_MAY_CHANGE, *job.run.allow)]
     if differs:
+        may = [key for key in differs if key in get_args(MayChange)]
+        works = f"; --allow {' '.join(may)} lets it change" if may and may == differs else ""
         raise CheckpointError(
-            f"{folder} was written by a job with another {', '.join(differs)}: resume with the job in its run folder"
+            f"{folder} was written by a job with another {', '.join(differs)}: resume with the job in its run folder{works}"
         )
     if (source := job.model.folder) and digest_of(source) != manifest.get("folder"):
         raise CheckpointError(
             f"the configuration or the tensors in {source}, from which the run started, are others since {folder} was "
             "written: resume with what stood there"
         )
+    return tuple(
+        f"after step {manifest['step']}: {key} is {shown(new)}, which was {shown(old)}"
+        for key, (old, new) in changed.items()
+    )
 
 
 def check_shapes(manifest: Mapping[str, Any], now: Mapping[str, list[int]], folder: Path) -> None:

@@ -21,6 +21,8 @@ class PreparedRun(Protocol):
     layout: Layout
     place: RankInfo
     steps_taken: int
+    changes: tuple[str, ...]
+    """What resumes have changed of the job and its layout, and after which steps."""
 
     @property
     def assembly(self) -> Assembly:

@@ -50,7 +50,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.mesh import gather_objects
 from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.runtime.step_report import StepReport, forget_peak, peak_memory_bytes, peak_reserved_bytes
-from samestep.runtime.step_sums import WRITTEN, OpenStep, decide, scalars_of
+from samestep.runtime.step_sums import SAVE, WRITTEN, OpenStep, decide, scalars_of
 from samestep.schedules import TaskKind
 
 _NOBODY = StepObserver()
@@ -74,6 +74,8 @@ class Run:
         self.job, self.layout, self.place = job, layout, place
         self._owns_weights = owns_weights
         self.steps_taken = 0
+        self.changes: tuple[str, ...] = ()
+        """What resumes have changed of the job and its layout, and after which steps."""
         self._source, self._observer = source, observer
         if job.numerics.deterministic:
             deterministic.reserve_workspace()
@@ -382,7 +384,7 @@ class Run:
         """Wait for a step's sums, decide on its update unless the device has made it, and return the report."""
         batch, updater = opened.batch, self._held.weights.updater
         *sums, was_held_back, is_written = opened.sums.numbers()
-        agreed, is_written_unseen = scalars_of(sums)
+        agreed, is_written_unseen, is_save_wanted = scalars_of(sums)
         self._refusals.raise_agreed(agreed.stop, self.layout.world_size)
         if is_written_unseen:
             self._wait_from_now_on(batch)
@@ -424,6 +426,7 @@ class Run:
             reserved_bytes=peak_reserved_bytes(self.place.device),
             skipped=skipped,
             stop=agreed.stop > 0,
+            save=is_save_wanted,
             note=note,
             remarks=self._refusals.news(),
         )
@@ -570,7 +573,7 @@ class Run:
         weights, device = self._held.weights, self.place.device
         norm_squared = weights.store.norm_squared() + weights.updater.overflow(device)
         weights.store.take_back()
-        flag = join.stop_requested() + self._refusals.flag
+        flag = join.stop_requested() + join.save_requested() * SAVE + self._refusals.flag
         stop = torch.full((1,), flag, dtype=torch.float64, device=device)  # filled there, not copied from the host
         if self._runs_ahead and not is_ahead:
             stop += weights.updater.live.was_written_unseen(device) * WRITTEN
