@@ -41,7 +41,7 @@ def prepared(key: Hashable, source: Source, job: Job, example: Any, layout: Layo
     global _traced
     key = (key, job.train.loss, job.train.seed)
     kept = _KNOWN.get(key)
-    found = traced_for(replace(source, prepared=kept), layout, job, example)
+    found = traced_for(replace(source, prepared=kept or prepare(source, job, example)), layout, job, example)
     if found is not kept:
         _KNOWN[key] = found
         _traced += 1
