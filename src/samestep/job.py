@@ -196,6 +196,8 @@ class NumericsTable(_Table):
     """Precision in which the states of torch's own optimizers are held: bf16 rounds at random, 8bit has scales by block."""
     on_nonfinite: OnNonFinite = "stop"
     """Action when the loss or a gradient is not finite, after the module at fault has been named."""
+    max_skipped: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 100
+    """Number of steps in succession that may be skipped; one more ends the run, which would skip for ever."""
     loss_scale: Annotated[float, Field(ge=1e-30, le=1e30)] = 65536.0
     """fp16 only: the initial loss scale; an overflow halves it and skips the step."""
     loss_scale_growth_steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 2000
@@ -236,6 +238,8 @@ class RunTable(_Table):
     """Seconds that one collective may take before the run is aborted."""
     restarts: Annotated[int, Field(ge=0, le=MOST_THREADS)] = 0
     """Number of times that the workers are started again, from the newest checkpoint, after one of them failed."""
+    hang_s: Annotated[float, Field(ge=0.001, le=MOST_SECONDS)] = 120.0
+    """Seconds for which all ranks may stand still in a step, after the first one, before they are ended; or 10 median steps."""
     compile: Literal["none", "blocks"] = "none"
     """`blocks` runs each block as a graph of `torch.compile` in training forwards; the first step compiles them."""
     compile_backend: str = "inductor"

@@ -81,6 +81,8 @@ class Run:
             deterministic.reserve_workspace()
         self._assembly: Assembly | None = None
         self._num_taken = 0
+        self._num_skipped = 0
+        """Steps that were skipped since the last one that was not."""
         self._refusals = Refusals(job.run)
         self._loss_is_tried = self._data_is_tried = False
         self._open: OpenStep | None = None
@@ -398,6 +400,7 @@ class Run:
         finite = math.isfinite(loss) and math.isfinite(norm)
         note = "" if finite else self._diagnose(batch)
         skipped = not finite and self._skips(note, math.isfinite(loss))
+        self._num_skipped = self._num_skipped + 1 if skipped else 0
         if opened.report is None:
             updater.set_lr(opened.lr_factor)
             updater.step_index = batch.step
@@ -627,9 +630,14 @@ class Run:
         """Return whether a step that is not finite is skipped; every rank decides alike.
 
         Raises:
-            NonFiniteError: `numerics.on_nonfinite` is "stop".
+            NonFiniteError: `numerics.on_nonfinite` is "stop", or `numerics.max_skipped` steps were skipped before it.
         """
-        policy = self.job.numerics.on_nonfinite
+        policy, most = self.job.numerics.on_nonfinite, self.job.numerics.max_skipped
+        if self._num_skipped >= most:
+            raise NonFiniteError(
+                f"step {self.steps_taken + 1}: {note}; the {most} steps before were skipped too, and "
+                f"numerics.max_skipped = {most}"
+            )
         if loss_is_finite and self._held.weights.updater.loss_scale.scale > 1.0:
             return True  # an overflow of scaled gradients: the next step runs at half the scale
         if policy == "stop":

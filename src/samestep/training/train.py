@@ -31,7 +31,7 @@ from samestep.proof.record import ProofRecord
 from samestep.proof.verify import verify
 from samestep.runtime import checkpoint
 from samestep.runtime.assembly import store_of
-from samestep.runtime.processes import join, workers
+from samestep.runtime.processes import join, progress, workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
@@ -157,6 +157,7 @@ def _by_workers(checked: Checked) -> Summary | None:
             device=run.device,
             threads=run.threads,
             timeout_s=run.timeout_s,
+            hang_s=run.hang_s,
             ranks_per_node=run.ranks_per_node,
         )
 
@@ -197,10 +198,14 @@ def steps_of(run: Run, dataset: Dataset, until: int, profiler: Profiler | None =
 
     Collective over the world: every rank iterates; if one does not, the others wait for it in the next step.
     """
-    for batch in batches(dataset, run.job, first_step=run.steps_taken):
+    first = run.steps_taken
+    for batch in batches(dataset, run.job, first_step=first):
         if batch.step >= until:
             return
-        with profiler.step(batch.step + 1, run) if profiler else contextlib.nullcontext():
+        with (
+            progress.taking(batch.step + 1, is_first=batch.step == first),
+            profiler.step(batch.step + 1, run) if profiler else contextlib.nullcontext(),
+        ):
             report = run.step(batch)
         yield report
 
@@ -252,7 +257,14 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
     if first < until:
         _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
     _loop(run, workload, folder, until, profiler, screen, metrics)
-    stopped = run.steps_taken < until
+    with progress.apart():
+        return _ended(run, checked, screen, metrics)
+
+
+def _ended(run: Run, checked: Checked, screen: Screen | None, metrics: Metrics | None) -> Summary | None:
+    """Evaluate a run that has taken its steps or was stopped, and print and write its result."""
+    workload, folder = checked.workload, checked.folder
+    stopped = run.steps_taken < checked.until
     held_out = None if stopped else held_out_loss(run, workload)
     if not stopped:
         _print_sample(run, workload, screen, "after training")
@@ -314,7 +326,8 @@ def _loop(
             if is_last or saver.is_due(report):
                 if metrics is not None:
                     metrics.sync()  # before the checkpoint, which must never be ahead of the log
-                saver.save(is_last=is_last)
+                with progress.apart():
+                    saver.save(is_last=is_last)
     profiler.close()  # a run that was stopped
 
 

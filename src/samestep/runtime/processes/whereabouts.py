@@ -22,6 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 from samestep import errors
+from samestep.program.bodies import Task
+from samestep.runtime.processes import progress
 
 PACKAGE = Path(errors.__file__).parent
 """The folder of samestep's own files."""
@@ -48,7 +50,9 @@ class ParentLink:
     def _answer(self, main_thread: int) -> None:
         with contextlib.suppress(EOFError, OSError):
             while self._pipe.recv_bytes() != b"leave":
-                self.report("at", Whereabouts(calls_made(), *_waiting_at(sys._current_frames().get(main_thread))))
+                frame = sys._current_frames().get(main_thread)
+                task, step, median_s = _task_in(frame), progress.watched_step(), progress.median_step_s()
+                self.report("at", Whereabouts(calls_made(), *_waiting_at(frame), task, step, median_s))
         self.may_leave.set()
 
 
@@ -62,6 +66,11 @@ class Whereabouts:
     """The function of torch.distributed in which its main thread is; empty where it is in none."""
     where: str
     """The line that called it, of the user's code if there is one."""
+    task: str = ""
+    """The task of the program that it carries out, such as "backward of micro-batch 0"."""
+    step: int = 0
+    """The step that it takes; 0 where it does what may take long."""
+    median_step_s: float = 0.0
 
 
 def calls_made() -> dict[str, int]:
@@ -83,6 +92,17 @@ def _waiting_at(frame: FrameType | None) -> tuple[str, str]:
     ]
     name = next((one.name for one in calls[inside[0] :] if one.name != "wrapper"), calls[inside[0]].name)
     return name, f"{callers[-1].filename}:{callers[-1].lineno}" if callers else ""
+
+
+def _task_in(frame: FrameType | None) -> str:
+    """Return the task of the program that a thread carries out; empty where it carries out none."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(str(PACKAGE)) and "task" in frame.f_code.co_varnames:
+            task = frame.f_locals.get("task")
+            if isinstance(task, Task):
+                return f"{task.kind.name.lower()} of micro-batch {task.microbatch}"
+        frame = frame.f_back
+    return ""
 
 
 def lacks(calls: Mapping[str, int], others: Mapping[str, int]) -> bool:

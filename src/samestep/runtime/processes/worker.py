@@ -26,6 +26,7 @@ import torch
 
 from samestep import errors
 from samestep.errors import SamestepError
+from samestep.runtime.processes import progress
 from samestep.runtime.processes.join import become_worker, join, leave
 from samestep.runtime.processes.launchers import LaunchInfo
 from samestep.runtime.processes.whereabouts import ParentLink, calls_made
@@ -60,6 +61,8 @@ class LaunchOptions:
     device_type: str
     threads: int
     timeout_s: float
+    hang_s: float
+    """Seconds after which ranks that stand still in a step are ended; 0 lets them stand."""
     quiet: bool
     isolated: bool
 
@@ -99,6 +102,7 @@ def run_worker(
         _write_to_files(options.folder, rank)
     faulthandler.enable(file=2)
     torch.set_num_threads(options.threads)
+    progress.begin()
     become_worker(_launch_info_of(options, rank))
     link = ParentLink(pipe)
     try:

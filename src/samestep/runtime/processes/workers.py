@@ -41,6 +41,7 @@ import torch.distributed as dist
 
 from samestep import errors
 from samestep.errors import JobError, SamestepError, WorkerError
+from samestep.runtime.processes.hang_watch import HangWatch
 from samestep.runtime.processes.join import (
     SAVE_SIGNAL,
     STOP_SIGNALS,
@@ -62,7 +63,7 @@ T = TypeVar("T")
 _TAIL_LINES = 15  # lines of a dead worker's stderr and traceback that its parent shows
 _CAUSE_GRACE_S = 0.2  # an earlier cause may still be in another pipe
 _ECHO_GRACE_S = 3.0  # with consequences alone, the cause, most often a death, must still show up
-_ASK_EVERY_S = 1.0  # once a rank has returned, the others are asked how far they have come
+_ASK_EVERY_S = 1.0  # ranks are asked how far they have come
 _WAITING_S = 3.0  # in one call, before a rank counts as waiting
 _LEAVE_GRACE_S = 30.0  # a worker tears its process group down
 _IMPORTED_BY_STEPS = ("torch._dynamo", "samestep.runtime.run")
@@ -146,6 +147,7 @@ def run_workers(
     device: str = "cpu",
     threads: int = 1,
     timeout_s: float = 600.0,
+    hang_s: float = 0.0,
     ranks_per_node: int | None = None,
     quiet: bool = False,
     isolated: bool = False,
@@ -164,6 +166,7 @@ def run_workers(
         device: cpu, cuda or auto.
         threads: CPU threads of one worker.
         timeout_s: seconds that the start may take, and later any collective.
+        hang_s: seconds after which ranks that stand still in a step of `progress` are ended; 0 lets them stand.
         ranks_per_node: pretend that so many ranks share a machine; without it all do.
         quiet: rank 0 writes to files as well.
         isolated: the workers never meet: each is rank 0 of a run of one, and `place.local_rank` differs between them.
@@ -185,7 +188,8 @@ def run_workers(
         raise JobError(f"{ranks} ranks on {gpus} GPUs: each rank needs its own; ranks={gpus} or device=cpu works")
     per_node = checked_ranks_per_node(ranks_per_node or ranks, ranks)
     folder = tempfile.mkdtemp(prefix="samestep-")
-    options = LaunchOptions(os.getpid(), folder, ranks, per_node, device_type, threads, timeout_s, quiet, isolated)
+    limits = (timeout_s, hang_s)
+    options = LaunchOptions(os.getpid(), folder, ranks, per_node, device_type, threads, *limits, quiet, isolated)
     global _last_stop_signal
     pool = _WorkerPool(options)
     try:
@@ -274,6 +278,7 @@ class _WorkerPool:
         self.calls_at_return: dict[int, Mapping[str, int]] = {}
         self.waiting: dict[int, tuple[float, Whereabouts]] = {}
         self.asked_at = 0.0
+        self.hang_watch = HangWatch(options.ranks, options.hang_s)
         self.stop_signal = 0
         self.killed_by = 0
 
@@ -324,7 +329,9 @@ class _WorkerPool:
                 raise KeyboardInterrupt if self.killed_by == signal.SIGINT else SystemExit(128 + self.killed_by)
             if self.failures and self._has_settled():
                 raise self._cause()
-            if self.calls_at_return and not self.failures:
+            if (self.calls_at_return or self.options.hang_s) and not self.failures:
+                self._ask()
+                self.hang_watch.check(self._ranks("joined"), time.monotonic())
                 self._check_waiting()
             late = self._ranks("starting") or self._ranks("ready")
             if late and not self.failures and time.monotonic() > deadline:
@@ -395,6 +402,7 @@ class _WorkerPool:
         if word == "at":
             since, before = self.waiting.get(rank, (0.0, None))
             self.waiting[rank] = (since if value == before else time.monotonic(), value)
+            self.hang_watch.hear(rank, value, time.monotonic())
             return
         self.phases[rank] = word
         if word == "done":
@@ -403,6 +411,15 @@ class _WorkerPool:
         if word == "ready" and self.stop_signal:
             self._send(rank, signal.SIGTERM)
 
+    def _ask(self) -> None:
+        """Ask every second the ranks that work how far they have come."""
+        if time.monotonic() - self.asked_at < _ASK_EVERY_S:
+            return
+        self.asked_at = time.monotonic()
+        for rank in self._ranks("joined"):
+            with contextlib.suppress(OSError):
+                self.pipes[rank].send_bytes(b"at")
+
     def _check_waiting(self) -> None:
         """Find out whether every rank that has not returned waits for one that has, which will never come.
 
@@ -410,13 +427,13 @@ class _WorkerPool:
             WorkerError: they do, for seconds, in a call that the returned rank has not made.
         """
         now, still = time.monotonic(), self._ranks("joined")
-        if self.options.isolated or len(still) + len(self.calls_at_return) < self.options.ranks or not still:
+        if (
+            not self.calls_at_return
+            or self.options.isolated
+            or len(still) + len(self.calls_at_return) < self.options.ranks
+            or not still
+        ):
             return
-        if now - self.asked_at > _ASK_EVERY_S:
-            self.asked_at = now
-            for rank in still:
-                with contextlib.suppress(OSError):
-                    self.pipes[rank].send_bytes(b"at")
         lacking = set(self.calls_at_return)
         for rank in still:
             since, at = self.waiting.get(rank, (now, None))
@@ -456,13 +473,7 @@ class _WorkerPool:
             lines = [f"{self._named(silent)} did not answer; {lines[0]}"]
         elif first.is_echo and (gone := self._ranks("done")):
             lines = [f"{lines[0]}, after {self._named(gone)} had returned"]
-        return WorkerError("\n".join(lines + self._tail_of(first)))
-
-    def _tail_of(self, failure: Failure) -> list[str]:
-        """Return the last lines that a worker wrote to stderr, its traceback included."""
-        file = Path(self.options.folder, f"{failure.rank}.err")
-        written = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
-        return [f"  {line}" for line in (*written, *failure.lines)][-_TAIL_LINES:]
+        return WorkerError("\n".join(lines + _tail_of(first, self.options.folder)))
 
     def _ranks(self, phase: str) -> list[int]:
         return [rank for rank, its in enumerate(self.phases) if its == phase]
@@ -479,6 +490,13 @@ def _kill_group(process: BaseProcess) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     if process.exitcode is None:  # it may not have had time to make its group
         process.kill()
+
+
+def _tail_of(failure: Failure, folder: str) -> list[str]:
+    """Return the last lines that a worker wrote to stderr, its traceback included."""
+    file = Path(folder, f"{failure.rank}.err")
+    written = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
+    return [f"  {line}" for line in (*written, *failure.lines)][-_TAIL_LINES:]
 
 
 def _death(exit_code: int) -> str:

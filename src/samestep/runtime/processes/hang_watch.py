@@ -1,0 +1,93 @@
+"""Finding out that the ranks of a run stand still, which of them the others wait for, and what it was doing.
+
+A rank moves while it begins calls of collectives, or steps. Where no rank has moved for a while (10 s, or the time of 10
+steps) the one at fault is named: a rank that does not answer, else one that has made fewer calls than others of its group,
+else one that is in no call while others are. After `run.hang_s` the run is ended. A slow rank that is healthy moves again before.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from samestep.errors import WorkerError
+from samestep.runtime.processes.whereabouts import Whereabouts, lacks
+
+_NAMED_AFTER_S = 10.0
+_STEPS = 10
+"""The number of median steps in which a rank may stand still."""
+_SILENT_S = 4.0
+"""Seconds without an answer after which a rank counts as one that does not answer; it is asked every second."""
+
+
+class HangWatch:
+    """The last answers of the ranks of a run, and since when each has been the same."""
+
+    def __init__(self, ranks: int, hang_s: float) -> None:
+        self._ranks, self._hang_s = ranks, hang_s
+        self._last: dict[int, Whereabouts] = {}
+        self._moved_s: dict[int, float] = {}
+        self._answered_s: dict[int, float] = {}
+        self._is_named = False
+
+    def hear(self, rank: int, at: Whereabouts, now_s: float) -> None:
+        """Note an answer."""
+        before = self._last.get(rank)
+        if before is None or (before.calls, before.step) != (at.calls, at.step):
+            self._moved_s[rank] = now_s
+        self._last[rank], self._answered_s[rank] = at, now_s
+
+    def check(self, working: Sequence[int], now_s: float) -> None:
+        """Warn once where all ranks stand still, naming the one at fault, and end the run after `run.hang_s`.
+
+        Raises:
+            WorkerError: no rank has moved for that long.
+        """
+        if (
+            not self._hang_s
+            or len(self._last) < self._ranks
+            or not working
+            or not all(self._last[rank].step for rank in working)
+        ):
+            return
+        still_s = now_s - max(self._moved_s[rank] for rank in working)
+        steps_s = _STEPS * max(at.median_step_s for at in self._last.values())
+        if still_s < max(_NAMED_AFTER_S, steps_s):
+            self._is_named = False
+            return
+        if still_s >= max(self._hang_s, steps_s):
+            raise WorkerError(f"{self._text(working, still_s, now_s)}; run.hang_s = {self._hang_s:g}")
+        if not self._is_named:
+            self._is_named = True
+            warnings.warn(self._text(working, still_s, now_s), stacklevel=2)
+
+    def _text(self, working: Sequence[int], still_s: float, now_s: float) -> str:
+        guilty = self._guilty(working, now_s)
+        named = f"rank{'s' * (len(guilty) > 1)} {', '.join(map(str, guilty))} of {self._ranks}"
+        first = self._last[guilty[0]]
+        silent = now_s - self._answered_s[guilty[0]] >= _SILENT_S
+        what = "does not answer, and was last seen" if silent else "has not moved"
+        text = f"{named} {what} {_place(first)}, for {still_s:.0f} s"
+        others: dict[str, list[int]] = {}
+        for rank in working:
+            if rank not in guilty:
+                others.setdefault(_place(self._last[rank]), []).append(rank)
+        for place, ranks in others.items():
+            text += f"; rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {place}"
+        return text
+
+    def _guilty(self, working: Sequence[int], now_s: float) -> list[int]:
+        """Return the ranks that the others wait for."""
+        silent = [rank for rank in working if now_s - self._answered_s[rank] >= _SILENT_S]
+        outside = [rank for rank in working if not self._last[rank].call]
+        behind = [
+            rank for rank in working if any(lacks(self._last[rank].calls, self._last[other].calls) for other in working)
+        ]
+        return next((found for found in (silent, behind, outside) if found), list(working))
+
+
+def _place(at: Whereabouts) -> str:
+    """Return where a rank is, as text."""
+    call = f"in {at.call}, " if at.call else ""
+    task = f"in the {at.task} of " if at.task else "in "
+    return f"{call}{task}step {at.step}{f' ({at.where})' if at.where else ''}"

@@ -1,0 +1,139 @@
+"""A rank that stands still is named, with what the others wait for, and ended; one that is slow and healthy never is."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samestep.errors import WorkerError
+from samestep.runtime.processes import hang_watch
+from samestep.runtime.processes.hang_watch import HangWatch
+from samestep.runtime.processes.whereabouts import Whereabouts
+from samestep.runtime.run import Run
+from samestep.training import train as training
+from tests import small
+
+
+def _at(calls: int, call: str = "", step: int = 7, median_s: float = 0.1, task: str = "") -> Whereabouts:
+    return Whereabouts({"world": calls}, call, "model.py:3" if call else "", task, step, median_s)
+
+
+def _watch(
+    history: Any, until_s: float, hang_s: float = 120.0, ranks: int = 2
+) -> tuple[list[tuple[float, str]], tuple[float, str] | None]:
+    """Let ranks answer every second what `history(rank, second)` is; return when each warning came, and the end."""
+    watch, said = HangWatch(ranks, hang_s), []
+    for second in range(int(until_s)):
+        for rank in range(ranks):
+            if (answer := history(rank, second)) is not None:
+                watch.hear(rank, answer, second)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                watch.check(range(ranks), second)
+            except WorkerError as error:
+                return said, (second, str(error))
+        said += [(second, str(one.message)) for one in caught]
+    return said, None
+
+
+def test_a_rank_in_no_collective_is_named_and_ended() -> None:
+    def history(rank: int, second: int) -> Whereabouts:
+        moving = min(second, 50)
+        return _at(moving, "all_reduce") if rank == 0 or second < 50 else _at(moving, task="backward of micro-batch 2")
+
+    said, end = _watch(history, 300)
+    (when, text), *more = said
+    assert not more, "once"
+    assert 60 <= when <= 61
+    assert text == (
+        "rank 1 of 2 has not moved in the backward of micro-batch 2 of step 7, for 10 s; "
+        "rank 0 in all_reduce, in step 7 (model.py:3)"
+    )
+    assert end is not None
+    assert 170 <= end[0] <= 171
+    assert "rank 1 of 2 has not moved" in end[1]
+    assert end[1].endswith("run.hang_s = 120")
+
+
+def test_a_rank_that_does_not_answer_and_one_that_lacks_a_call_are_named() -> None:
+    said, _ = _watch(lambda rank, second: None if rank == 1 and second > 5 else _at(min(second, 6), "all_reduce"), 60)
+    assert said[0][1].startswith("rank 1 of 2 does not answer, and was last seen in all_reduce, in step 7 (model.py:3)")
+    said, _ = _watch(lambda rank, second: _at(min(second, 6) - (rank == 2), "all_reduce"), 60, ranks=3)
+    assert said[0][1].startswith("rank 2 of 3 has not moved in all_reduce")
+    assert "; ranks 0, 1 in all_reduce, in step 7 (model.py:3)" in said[0][1]
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        lambda rank, second: _at(second // 9, "all_reduce"),  # a call in nine seconds
+        lambda rank, second: _at(0, step=second // 9 + 1),  # one rank, which calls nobody
+        lambda rank, second: _at(0, step=0),  # the first step, or its compilation
+        lambda rank, second: _at(second // 60, "all_reduce", median_s=60),  # steps of a minute
+        lambda rank, second: _at(0, step=0 if rank == 0 else 7),  # rank 0 saves
+        lambda rank, second: _at(second if rank == 0 else 0),  # one of them moves: a stage that others wait for
+        lambda rank, second: _at(0, median_s=130) if second < 1200 else _at(second),  # ten median steps
+        lambda rank, second: None if rank == 1 and second % 30 else _at(second),  # answers that come late
+    ],
+)
+def test_who_is_slow_and_healthy_is_neither_named_nor_ended(history: Any) -> None:
+    assert _watch(history, 1500) == ([], None)
+
+
+def test_who_moves_again_is_not_ended_and_named_anew() -> None:
+    said, end = _watch(lambda rank, second: _at(second // 100, "all_reduce"), 350)
+    assert [when for when, _ in said] == [10, 110, 210, 310]
+    assert end is None
+
+
+# -- in a run --------------------------------------------------------------------------------------
+
+
+def _stops_once(step: int, once: Path) -> Any:
+    """A backward in which rank 1 stops for ever, as often as a file exists."""
+    backward = Run._backward
+
+    def stopping(run: Run, task: Any, loss: Any) -> None:
+        if run.steps_taken == step and run.place.rank == 1 and once.exists():
+            once.unlink()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        backward(run, task, loss)
+
+    return stopping
+
+
+@pytest.mark.usefixtures("stop_signals")
+def test_a_run_with_a_stopped_rank_is_ended_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole, run, once = tmp_path / "whole", tmp_path / "run", tmp_path / "once"
+    keys = {"checkpoint.every": 2, "train.evaluate_samples": 8}
+    assert small.train("--layout", "dp=2", "--out", whole, **keys) == 0
+    evaluate = training.held_out_loss
+
+    def slow(*args: Any) -> Any:
+        time.sleep(4.0)
+        return evaluate(*args)
+
+    monkeypatch.setattr(training, "held_out_loss", slow)  # longer than a rank may stand still in a step
+    monkeypatch.setattr(hang_watch, "_NAMED_AFTER_S", 1.0)
+    monkeypatch.setattr(hang_watch, "_SILENT_S", 1.5)
+    monkeypatch.setattr(Run, "_backward", _stops_once(4, once))
+    once.touch()
+    capfd.readouterr()
+    more = {"run.hang_s": 2.5, "run.restarts": 1}
+    assert small.train("--layout", "dp=2", "--out", run, **keys, **more) == 0
+    said = capfd.readouterr().out
+    assert "rank 1 of 2 does not answer, and was last seen" in said
+    assert re.search(r"was last seen in .*step \d, for \d s; rank 0 in .*step 5", said)
+    assert "run.hang_s = 2.5" in said
+    assert f"restart 1 of 1 in 1 s, from {run}/checkpoints/step-000004" in said
+    assert small.metrics(run) == small.metrics(whole)
