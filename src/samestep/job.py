@@ -87,6 +87,16 @@ class ModelTable(_Table):
     """Fields of the family's, the folder's or the preset's configuration to override, or keyword arguments of the function."""
     task: Task = "causal"
     """Of `hf:`, what the model is for: `causal`, `masked`, `seq2seq`, `image`, `speech` or `vision-language`."""
+    freeze: tuple[str, ...] = ()
+    """Patterns (`model.embed_tokens.*`, `*norm*`) of the names of parameters that are not trained."""
+
+    @model_validator(mode="after")
+    def _shape_is_no_module(self) -> ModelTable:
+        if self.preset is not None and self.freeze:
+            raise ValueError(
+                f"freeze names parameters of a module, and {self.source} is a shape: hf:FAMILY and module:function work"
+            )
+        return self
 
     @property
     def preset(self) -> str | None:

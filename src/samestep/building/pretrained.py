@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from samestep.building import families
+from samestep.building.adaptation import UNCHANGED, Adaptation
 from samestep.building.stored_weights import StoredWeights, stored_weights
 from samestep.errors import ModelError, did_you_mean
 from samestep.job import Task
@@ -32,10 +33,11 @@ class PretrainedModel:
     folder: Path
     config: Any
     task: Task
+    adaptation: Adaptation = UNCHANGED
 
     def build(self) -> nn.Module:
         """Return the model with new values, in training mode and float32."""
-        return families.built(f"hf:{self.folder}", self.config, self.task, dtype=torch.float32)
+        return self.adaptation.of(families.built(f"hf:{self.folder}", self.config, self.task, dtype=torch.float32))
 
     def stored(self, module: nn.Module, canonical: Mapping[str, str]) -> StoredWeights:
         """Return where the values of a built model lie in the folder."""
@@ -48,10 +50,12 @@ class PretrainedModel:
             model: nn.Module = auto.from_pretrained(
                 self.folder, config=self.config, dtype=torch.float32, local_files_only=True, use_safetensors=True
             )
-        return model.train()
+        return self.adaptation.of(model.train())
 
 
-def pretrained_source(folder: Path, fields: Mapping[str, Any], task: Task) -> PretrainedModel:
+def pretrained_source(
+    folder: Path, fields: Mapping[str, Any], task: Task, adaptation: Adaptation = UNCHANGED
+) -> PretrainedModel:
     """Return the build function of a folder's model.
 
     Raises:
@@ -59,7 +63,7 @@ def pretrained_source(folder: Path, fields: Mapping[str, Any], task: Task) -> Pr
     """
     config = folder_config(folder, fields, task)
     weight_files.tensors(folder)  # before anything is built
-    return PretrainedModel(folder, config, task)
+    return PretrainedModel(folder, config, task, adaptation)
 
 
 def folder_config(folder: Path, fields: Mapping[str, Any], task: Task) -> Any:
