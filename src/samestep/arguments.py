@@ -100,6 +100,10 @@ def add_export(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=about)
     about = "the dtype of the weights; default: that of the master weights"
     parser.add_argument("--dtype", choices=get_args(Precision), help=about)
+    about = (
+        "write the whole model with its adapters (model.lora) added into its weights; default: the adapters, for peft"
+    )
+    parser.add_argument("--merge", action="store_true", help=about)
 
 
 def add_sample(parser: ArgumentParser) -> None:

@@ -162,7 +162,7 @@ def _export(words: Namespace) -> None:
     _limit_threads(1)
     from samestep.training.export import export
 
-    print(export(words.run, words.out, dtype=words.dtype).to_text())
+    print(export(words.run, words.out, dtype=words.dtype, merge=words.merge).to_text())
 
 
 def _sample(words: Namespace) -> None:

@@ -14,7 +14,7 @@ from samestep.building.loss import loss_of
 from samestep.building.model import model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
-from samestep.errors import JobError, ModelError
+from samestep.errors import JobError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.assembly import Source
@@ -22,7 +22,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.simulation.memory import at_rest
 from tests import traced
-from tests.folders import saved
+from tests.folders import SIZES, saved
 from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, clipped, follow
 from tests.models import Tokens
 from tests.pool import pool
@@ -109,10 +109,12 @@ def test_nothing_is_sent_or_kept_for_frozen_weights(job: Job) -> None:
     ],
 )
 def test_patterns_that_freeze_nothing_or_all_are_refused(freeze: list[str], text: str) -> None:
-    with pytest.raises(ModelError, match=text):
-        blueprint(model_source(Job(model={"source": "hf:llama", "freeze": freeze})), 0)
+    with pytest.raises(JobError, match=text):
+        blueprint(model_source(Job(model={"source": "hf:llama", "config": SIZES, "freeze": freeze})), 0)
 
 
 def test_a_preset_has_no_parameters_to_freeze() -> None:
-    with pytest.raises(JobError, match="preset:gpt2 is a shape: hf:FAMILY and module:function work"):
+    with pytest.raises(
+        JobError, match="freeze names parts of a module, and preset:gpt2 is a shape: hf:FAMILY and module:function work"
+    ):
         Job(model={"source": "preset:gpt2", "freeze": ["*"]})

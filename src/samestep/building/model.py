@@ -4,7 +4,7 @@
                        hf:PATH          a folder with a configuration and weights (`building/pretrained.py`)
                        module:function  called with model.config as keyword arguments
 
-What is built is then changed as the job says (`building/adaptation.py`): some of its weights are frozen.
+What is built is then changed as the job says (`building/adaptation.py`): adapters are put in, and weights are frozen.
 
 A module is looked for in the working directory too. What transformers would accept silently, such as a field that no
 configuration has, is an error here. The loss is in `building/loss.py`, the optimizer in `building/optimizer.py`.
@@ -40,7 +40,7 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
     Raises:
         ModelError: transformers, the family, a field, the module or the function does not exist.
     """
-    source, config, adaptation = job.model.source, job.model.config, Adaptation(job.model.freeze)
+    source, config, adaptation = job.model.source, job.model.config, Adaptation(job.model.freeze, job.model.lora)
     if job.model.folder is not None:
         return pretrained_source(_folder_of(job), config, job.model.task, adaptation)
     if source.startswith("hf:"):
@@ -103,7 +103,8 @@ class JobModel:
         """Return what the function builds, adapted as the job says.
 
         Raises:
-            ModelError: it returns no module, or one that does not fit the adaptation.
+            ModelError: it returns no module.
+            JobError: the adaptation does not fit it.
         """
         model = self.function(**self.config)
         if not isinstance(model, nn.Module):
