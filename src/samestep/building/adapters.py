@@ -28,6 +28,8 @@ from samestep.job import LoraTable, Task
 _NAME = "default"
 """The name that peft gives an adapter of which there is one."""
 _BASE, _ORIGINAL, _SAVED, _DOWN, _UP = "base_layer", "original_module", "modules_to_save", "lora_A", "lora_B"
+_SETTINGS = "peft_config"
+"""A model's attribute in which peft keeps its configuration."""
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 """Files of peft's own folder."""
 _PREFIX = "base_model.model."
@@ -65,11 +67,13 @@ def insert(model: nn.Module, lora: LoraTable) -> nn.Module:
     try:
         with warnings.catch_warnings():  # of transposed layers, which peft then treats as what they are
             warnings.simplefilter("ignore")
-            return peft.inject_adapter_in_model(configuration(lora), model)
+            changed: nn.Module = peft.inject_adapter_in_model(configuration(lora), model)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise JobError(
             f"model.lora does not fit {type(model).__name__}: {shown(' '.join(str(error).split()))}"
         ) from None
+    vars(changed).pop(_SETTINGS, None)  # the job has them; what a model remembers would be a state of its training
+    return changed
 
 
 def configuration(lora: LoraTable, base: Path | None = None, task: Task | None = None) -> Any:
