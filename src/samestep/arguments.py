@@ -70,6 +70,8 @@ def add_train(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="run folder; default: a new one below runs/")
     about = "resume from the newest checkpoint in --out; default: in the newest run below runs/"
     parser.add_argument("--resume", action="store_true", help=about)
+    about = "start a new run from the weights of a run folder, a checkpoint, or a folder of transformers"
+    parser.add_argument("--init-from", type=Path, metavar="RUN", help=about)
     _add_allow(parser)
     about = "prove the layout first, as verify does, and train nothing where it differs from one device"
     parser.add_argument("--prove", action="store_true", help=about)

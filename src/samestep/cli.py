@@ -119,6 +119,7 @@ def _train(words: Namespace) -> int:
     job = _allowing(words)
     _limit_threads(job.run.threads)
     given = {"layout": words.layout, "ranks": words.ranks, "steps": words.steps, "out": out, "resume": words.resume}
+    given["init_from"] = words.init_from
     if words.dry_run:
         from samestep.training.dry_run import dry_run
 

@@ -94,10 +94,6 @@ class PretrainedForm:
         transposed = {adapters.outer(path) for path, part in module.named_modules() if facts.is_transposed(part)}
         return adapters.merged(self.adapted.plan.canonical, value, self.adapted.job.model.lora, transposed)
 
-    def value(self, name: str) -> Tensor:
-        """Return the first value of a tensor of the model."""
-        return self.plan.materialize(name, torch.device("cpu"))
-
     def write_configuration(self, folder: Path, dtype: torch.dtype) -> None:
         """Write the configuration, the settings of generation and the files of the tokenizer into a folder.
 

@@ -20,11 +20,12 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -132,6 +133,33 @@ def load(run: Run, folder: Path) -> None:
         run.updater.loss_scale.scale, run.updater.loss_scale.steps_since = manifest["loss_scale"]
     run.assembly.weights.store.publish()
     run.steps_taken = manifest["step"]
+
+
+def set_weights(run: Run, value: Callable[[str], Tensor | None]) -> None:
+    """Set the weights and buffers of a prepared run that has taken no step, whose parts of them this rank holds.
+
+    `value` returns a whole tensor by its name in the model, or None for one that stays as it is.
+    """
+    store, updater = run.assembly.weights.store, run.updater
+
+    def mine(piece: Piece) -> Tensor | None:
+        if (found := value(piece.name)) is None:
+            return None
+        runs, flat = _part(run, piece).runs(piece.start, piece.stop), found.flatten()
+        parts = [flat[start : start + length] for start, length in zip(runs.starts, runs.lengths, strict=True)]
+        return torch.cat(parts) if parts else flat[:0]
+
+    for piece in updater.pieces:
+        if (held := mine(piece)) is not None:
+            piece.set_master(held)
+    updater.publish()
+    for piece in store.frozen:
+        if (held := mine(piece)) is not None:
+            piece.value.data.copy_(held.view_as(piece.value))
+    for name, buffer in run.model.named_buffers():
+        if (found := value(name)) is not None:
+            buffer.copy_(found)
+    store.publish()
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

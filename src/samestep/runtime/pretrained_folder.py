@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from samestep.building.initial_values import Blueprint
 from samestep.building.pretrained_form import PretrainedForm, SavedGroup
 from samestep.models.weight_files import INDEX
 from samestep.runtime.checkpoint_files import OpenCheckpoint, sync
@@ -54,7 +55,7 @@ def write(
     names = names if len(files) > 1 else [form.one_file]
     with ExitStack() as stack:
         stored = OpenCheckpoint.open(checkpoint, manifest, stack)
-        value = form.with_merged(values(form.adapted or form, stored))
+        value = form.with_merged(values((form.adapted or form).plan, stored))
         for number in range(writer, len(files), num_writers):
             tensors = {name: _cast(one, cast) for group in files[number] for name, one in _made(group, value).items()}
             save_file(tensors, out / names[number], {"format": "pt"})
@@ -79,9 +80,9 @@ def _files(groups: Sequence[SavedGroup], most: int) -> list[list[SavedGroup]]:
     return files
 
 
-def values(form: PretrainedForm, stored: OpenCheckpoint) -> Callable[[str], Tensor]:
+def values(plan: Blueprint, stored: OpenCheckpoint) -> Callable[[str], Tensor]:
     """Return the function of a tensor's value: the checkpoint's, or the first one of what has not changed."""
-    canonical = form.plan.canonical
+    canonical = plan.canonical
     names_of: dict[str, list[str]] = {}
     for name, first in canonical.items():
         names_of.setdefault(first, []).append(name)
@@ -95,7 +96,7 @@ def values(form: PretrainedForm, stored: OpenCheckpoint) -> Callable[[str], Tens
             if alias in stored.buffers:
                 buffer: Tensor = stored.buffers[alias].get_tensor(f"buffer/{alias}")
                 return buffer
-        return form.value(name)
+        return plan.materialize(name, torch.device("cpu"))
 
     return value
 

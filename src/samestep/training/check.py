@@ -32,6 +32,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.simulation import memory
 from samestep.strategies import program_of
 from samestep.training import run_folder, trackers
+from samestep.training.first_weights import FirstWeights, refuse_resumed
 from samestep.training.workload import Workload
 
 T = TypeVar("T")
@@ -52,6 +53,8 @@ class Checked:
     """The number of the last step, counted from 1."""
     resume_from: Path | None
     """The checkpoint folder to resume from; None for a new run."""
+    first_weights: FirstWeights | None
+    """The weights that a new run starts from, if not the model's own."""
     why: str = ""
     """The chosen layout and the reason for it, as text; empty where the layout was given."""
 
@@ -74,6 +77,7 @@ def check(
     steps: int | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    init_from: str | Path | None = None,
     place: RankInfo | None = None,
 ) -> Checked:
     """Check the arguments of `train` and return the run that they describe; nothing is started or written.
@@ -85,6 +89,7 @@ def check(
     Raises:
         InputError: the job, layout or data cannot run; the text says what would work.
     """
+    refuse_resumed(init_from, resume)
     ranks = place.world_size if place else ranks
     where = None if layout == AUTO else resolve_layout(job, layout, ranks)[0]
     until = job.train.steps if steps is None else steps
@@ -97,6 +102,7 @@ def check(
     compiled_blocks.check(job.run)
     folder = _agreed(lambda: run_folder.chosen(out, resume), place)
     resume_from = _resume_from(folder, job, until) if resume else None
+    first_weights = FirstWeights.of(init_from, job) if init_from is not None else None
     workload = Workload(job)
     why = ""
     if where is None:
@@ -108,7 +114,7 @@ def check(
     spec = check_optimizer(workload.source.optimizer, workload.spec, where)
     program = program_of(spec, job, where, place.ranks_per_node if place else job.run.ranks_per_node)
     kept_state.check(workload.analysis.states, program, job.run)
-    return Checked(workload, where, folder, until, resume_from, why)
+    return Checked(workload, where, folder, until, resume_from, first_weights, why)
 
 
 def _searched(workload: Workload, ranks: int | None) -> tuple[Layout, str]:
