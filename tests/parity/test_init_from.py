@@ -91,9 +91,7 @@ def test_weights_of_another_model_are_refused_by_name(old: Path, exported: Path)
     text = r"holds another model's weights: model.layers.2.self_attn.q_proj.weight missing, here \[16, 16\], and 8 more"
     with pytest.raises(CheckpointError, match=text):
         FirstWeights.of(old, deeper)
-    with pytest.raises(
-        CheckpointError, match=r"another model's weights: it lacks model.layers.2"
-    ):
+    with pytest.raises(CheckpointError, match=r"another model's weights: it lacks model.layers.2"):
         FirstWeights.of(exported, deeper)
     shallower = new_job(config={**SIZES, "num_hidden_layers": 1})
     with pytest.raises(CheckpointError, match=r"model.layers.1.self_attn.q_proj.weight \[16, 16\], here missing"):

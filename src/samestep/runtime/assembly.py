@@ -150,6 +150,8 @@ class PreparedModel:
     """Refusals of this model that `run.allow` waives."""
     form: PretrainedForm | None = None
     """The form in which checkpoints write the model for transformers too; None where they do not."""
+    state_names: Mapping[str, str] = field(default_factory=dict)
+    """Of each tensor in the uncut module's `state_dict`, the first name of what it is: tied weights have several."""
     gathered: Mapping[str, str] = field(default_factory=dict)
     """Modules whose outputs tp gathers although a plan cuts them otherwise, or which it leaves whole, and why."""
 
@@ -404,6 +406,17 @@ def _with_loss(spec: ModelSpec) -> ModelSpec:
     return replace(spec, layers=(*others, last))
 
 
+def traced_for(source: Source, layout: Layout, job: Job, example: Any) -> TracedModel:
+    """Return the model of a source with what a layout needs to know; what is known already is not traced again.
+
+    Raises:
+        LayoutError: the forward of a rank of this layout does not compute its part of the whole model's.
+    """
+    traced = with_slices(source.prepared or prepare(source, job, example), layout, example)
+    recorded = pipeline.with_flows(traced, layout, job, example, source.loss)[0].flows
+    return traced if len(recorded) == len(traced.flows) else replace(traced, flows=recorded)
+
+
 def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedModel:
     """Return the model with what the layout needs to know: the counts of its tp, and that blocks work token by token.
 
@@ -485,8 +498,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     Raises:
         InputError: the model, the optimizer or the number of processes does not fit the layout.
     """
-    traced = with_slices(source.prepared or prepare(source, job, example), layout, example)
-    traced, flows = pipeline.with_flows(traced, layout, job, example, source.loss)
+    traced, flows = pipeline.with_flows(traced_for(source, layout, job, example), layout, job, example, source.loss)
     plan, spec = traced.blueprint, traced.spec
     layout = recompute.layout_for(layout, traced.analysis)
     ranks = Ranks.of(layout)
@@ -506,6 +518,8 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     model = plan.module
     assert all(param.is_meta for param in model.parameters()), "a blueprint is cut and filled by one run alone"
     form = PretrainedForm.of(plan, job) if job.checkpoint.save_pretrained else None  # before the model is cut
+    held = [name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)]
+    state_names = {name: plan.canonical.get(name, name) for name in held}
     precision.apply(traced, program)
     for twin in TWINS:
         twin.apply(traced, program, mesh)
@@ -576,6 +590,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
             remarks=tuple(waived),
             form=form,
+            state_names=state_names,
             gathered=traced.analysis.gathered if layout.tp > 1 else {},
             mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
         ),
