@@ -139,16 +139,17 @@ class _SampleProver(Prover):
 
     def _follow(self, call: Call) -> None:
         """Take batch norm to keep samples apart: a layout computes its statistics over the same groups of samples."""
-        found = self.batch_norms[-1][1] if self.batch_norms and self.calls_of_batch_norm.is_inside else None
-        x = call.named()["input"] if found and call.func.overloadpacket in OPERATIONS else None
-        rows = None if x is None or not self.known.is_ordered(x) else self.known.of(x)
-        takes_statistics = found is not None and x is not None and call.named().get("training", True)
-        if found is None or not takes_statistics or not isinstance(rows, Along) or rows.dim != 0:
-            if found is not None and takes_statistics:
-                self.otherwise_called.add(found.owner)
+        is_one = self.calls_of_batch_norm.is_inside and call.func.overloadpacket in OPERATIONS
+        if not is_one or not call.named().get("training", True):
             super()._follow(call)
             return
-        self.batch_norm_owners.add(found.owner)
+        x, owner = call.named()["input"], self.batch_norms[-1][1].owner
+        rows = self.known.of(x) if self.known.is_ordered(x) else None
+        if not isinstance(rows, Along) or rows.dim != 0 or len(x) != NUM_SAMPLES * rows.inner:
+            self.otherwise_called.add(owner)
+            super()._follow(call)
+            return
+        self.batch_norm_owners.add(owner)
         for index, result in enumerate(call.results):
             self.learn(result, None if index else rows)
 

@@ -354,6 +354,8 @@ class _Normalised(torch.autograd.Function):
             if found.group is not None:
                 with owned(found.owner):
                     dist.all_reduce(sums, group=found.group)
+            if not found.part.counts:  # no statistic depends on what it runs
+                sums = torch.zeros_like(sums)
             scale = inverse if weight is None else inverse * weight.to(wide)
             parts = [
                 _gradient(part, g, means[group], inverse[group], scale[group], *(sums[group] / counts[group]))
