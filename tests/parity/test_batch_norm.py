@@ -201,7 +201,7 @@ EVERY = pytest.mark.nightly
         ("dp=1 microbatch=2", 2, 8),
         ("dp=2 zero=1", None, 8),
         ("dp=2 zero=2 recompute=full", None, 8),
-        ("dp=2 microbatch=2", 4, 8),
+        ("dp=2 microbatch=2 recompute=selective", 4, 8),
         ("pp=2 microbatch=2", 2, 8),
         ("dp=4", None, 3),  # a place without samples
         ("dp=2 zero=3 pp=2 microbatch=2 recompute=full", 4, 8),

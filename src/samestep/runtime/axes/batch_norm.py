@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.errors import ModelError
 from samestep.program.program import Program
@@ -244,7 +245,8 @@ def _merged(found: Tensor, channels: int) -> _Statistics:
 def _buffers_of_a_copy(module: nn.Module) -> Iterator[None]:
     """Let a module write into copies of its buffers, inside."""
     kept = dict(module._buffers)
-    module._buffers.update({name: None if one is None else one.clone() for name, one in kept.items()})
+    with _disable_current_modes():  # that of recompute=selective takes only what the first forward has done
+        module._buffers.update({name: None if one is None else one.clone() for name, one in kept.items()})
     try:
         yield
     finally:
