@@ -94,7 +94,7 @@ class StepSpec:
             state_blocks={param.name: block_of(param.shape) for param in model.params}
             if job.numerics.optimizer_states == "8bit"
             else {},
-            allow=job.run.allow,
+            allow=job.run.waivers,
         )
 
     @cached_property
