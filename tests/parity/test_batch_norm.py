@@ -19,7 +19,7 @@ from samestep.datasets import batches
 from samestep.errors import JobError, LayoutError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import checkpoint
+from samestep.runtime import checkpoint, checkpoint_manifest
 from samestep.runtime.assembly import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
@@ -203,6 +203,7 @@ EVERY = pytest.mark.nightly
         ("dp=2 zero=2 recompute=full", None, 8),
         ("dp=2 microbatch=2 recompute=selective", 4, 8),
         ("pp=2 microbatch=2", 2, 8),
+        pytest.param("pp=2 dp=2 microbatch=1", 2, 8, marks=EVERY),  # one sample a rank, which torch refuses by itself
         ("dp=4", None, 3),  # a place without samples
         ("dp=2 zero=3 pp=2 microbatch=2 recompute=full", 4, 8),
         pytest.param("dp=2", None, 8, marks=EVERY),
@@ -256,7 +257,7 @@ def test_what_batch_norm_cannot_be_in_is_refused_by_name() -> None:
 def resumed(rank: int, world: int, layout: str, folder: str, job: Job) -> tuple[Observed, Buffers]:
     run = run_of(rank, world, layout, job)
     run.prepare(next(batches(Images(), job)).samples([0]))
-    checkpoint.load(run, checkpoint.list_checkpoints(Path(folder))[-1])
+    checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(folder))[-1])
     seen = Observed()
     for batch in batches(Images(), job, first_step=run.steps_taken):
         seen.losses.append(run.step(batch).loss)

@@ -8,12 +8,13 @@ which operations such a call has made; one that is called directly is refused, a
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
@@ -27,6 +28,29 @@ OPERATIONS = (
     torch.ops.aten._batch_norm_with_update, torch.ops.aten._batch_norm_no_update, torch.ops.aten.miopen_batch_norm,
 )  # fmt: skip
 """The operations that they become."""
+
+
+_of_functional = inspect.signature(nn.functional.batch_norm)
+
+
+def named(func: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call of one of these functions by the names of `torch.nn.functional.batch_norm`."""
+    if func is torch.batch_norm:
+        names = (
+            "input",
+            "weight",
+            "bias",
+            "running_mean",
+            "running_var",
+            "training",
+            "momentum",
+            "eps",
+            "cudnn_enabled",
+        )
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+    bound = _of_functional.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -65,6 +89,20 @@ class InsideCalls(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             self.is_inside = before
+
+
+class OfAnySize(TorchFunctionMode):
+    """A function mode that lets batch norm run on one value per channel: a group of samples has more than the traced part."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in FUNCTIONS:
+            call = named(func, *args, **(kwargs or {}))
+            x: Tensor = call["input"]
+            if call["training"] and x.numel() == x.shape[1]:
+                return torch.batch_norm(x, call["weight"], call["bias"], None, None, True, 0.0, call["eps"], False)
+        return func(*args, **(kwargs or {}))
 
 
 def with_groups(spec: ModelSpec, owners: frozenset[str]) -> ModelSpec:

@@ -16,7 +16,6 @@ checkpointed one records the statistics, and its repetition takes them: no rank 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from samestep.runtime.axes.recompute import Anew, Contexts
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather
 from samestep.strategies.batch_norm import AXIS
-from samestep.tracing.batch_norms import FUNCTIONS
+from samestep.tracing.batch_norms import FUNCTIONS, named
 
 # Shapes: N samples of a micro-batch, B rows of the input, R runs of a rank, G groups, C channels.
 
@@ -265,7 +264,7 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         if func not in FUNCTIONS:
             return func(*args, **(kwargs or {}))
-        call = _named(func, *args, **(kwargs or {}))
+        call = named(func, *args, **(kwargs or {}))
         keeps = call["running_mean"] is not None
         if not call["training"]:
             return func(*args, **(kwargs or {}))
@@ -292,29 +291,6 @@ class _Calls(TorchFunctionMode):
             mean.mul_(1.0 - of_new).add_((of_group * of_new).to(mean.dtype))
             if variance is not None:
                 variance.mul_(1.0 - of_new).add_((unbiased * of_new).to(variance.dtype))
-
-
-_of_functional = inspect.signature(nn.functional.batch_norm)
-
-
-def _named(func: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call of batch norm by the names of `torch.nn.functional.batch_norm`."""
-    if func is torch.batch_norm:
-        names = (
-            "input",
-            "weight",
-            "bias",
-            "running_mean",
-            "running_var",
-            "training",
-            "momentum",
-            "eps",
-            "cudnn_enabled",
-        )
-        return {**dict(zip(names, args, strict=False)), **kwargs}
-    bound = _of_functional.bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments
 
 
 class _Normalised(torch.autograd.Function):
