@@ -3,7 +3,8 @@
 ```
 checkpoints/step-000500/
     manifest.json             written last: step, loss scale, the job, shapes, and which elements lie in which file
-    rank-0000.safetensors     runs of elements: value/NAME/START, state/NAME/START/KEY; buffers, and tensors that are kept besides
+    rank-0000.safetensors     runs of elements: value/NAME/START, state/NAME/START/KEY, and lost/NAME/START/KEY, which codes
+                              have lost of gradients; buffers, and tensors that are kept besides
     pretrained/               with checkpoint.save_pretrained: a folder that transformers loads (`runtime/pretrained_folder.py`)
 ```
 A rank writes the pieces it updates (only the first of several replicas does), and reads the runs that overlap the
