@@ -6,10 +6,15 @@ and the limit is that of uncompressed layouts.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from samestep.datasets import batches
 from samestep.job import Job
-from tests.laboratory import TOLERANCE, assert_ledger, assert_same, job_of, observe, on_ranks, reference
+from samestep.runtime import checkpoint
+from tests.laboratory import TOLERANCE, assert_ledger, assert_same, job_of, make_run, observe, on_ranks, reference
+from tests.models import Tokens
 
 MODEL = "wide_llama"
 NIGHTLY = pytest.mark.nightly
@@ -20,6 +25,17 @@ def compressed(codec: str = "int8", replicas: int = 2, precision: str = "float64
     return job_of(precision, steps, numerics=numerics, optimizer={"clip_norm": 0.5}, train={"watch_every": 0})
 
 
+MORE = [  # codec, replicas, layout, model
+    ("int8", 4, "dp=2", MODEL),
+    ("int8", 4, "dp=2 zero=1 microbatch=1", MODEL),
+    ("bf16", 4, "dp=4", MODEL),
+    ("fp16", 2, "dp=2 zero=1", MODEL),
+    ("int8", 2, "dp=2 pp=2 microbatch=1", "deep_tied"),
+    ("int8", 2, "dp_replicate=2 dp_shard=2 ep=2 zero=1", "mixtral"),
+    ("int8", 2, "dp_replicate=2 dp_shard=2 ep=2 zero=3", "mixtral"),
+    ("int8", 2, "dp_replicate=2 dp_shard=2 zero=3 recompute=full", "gpt2"),
+    ("int8", 2, "dp=2 pp=2 schedule=zero-bubble microbatch=1", MODEL),
+]
 LAYOUTS = [
     "dp=2",
     "dp=2 microbatch=2",
@@ -48,3 +64,59 @@ def test_a_layout_gives_the_codes_of_one_device(layout: str) -> None:
     ranks = on_ranks(layout, observe, MODEL, job, True)
     assert_ledger(ranks, layout)
     assert_same(ranks, reference(MODEL, job), TOLERANCE)
+
+
+@pytest.mark.parametrize(("codec", "replicas", "layout", "model"), MORE)
+def test_other_codecs_numbers_and_models(codec: str, replicas: int, layout: str, model: str) -> None:
+    job = compressed(codec, replicas, steps=2)
+    ranks = on_ranks(layout, observe, model, job, True)
+    assert_ledger(ranks, layout)
+    assert_same(ranks, reference(model, job), TOLERANCE)
+
+
+def _halves(
+    rank: int, world: int, model: str, layout: str, job: Job, begin: str | None, until: int, end: str
+) -> list[float]:
+    """Take the steps after the checkpoint `begin` up to `until`, and save."""
+    run = make_run(rank, world, model, layout, job)
+    run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
+    if begin is not None:
+        checkpoint.load(run, checkpoint.list_checkpoints(Path(begin))[-1])
+    losses = [
+        run.step(batch).loss for batch in batches(Tokens(), job, first_step=run.steps_taken) if batch.step < until
+    ]
+    checkpoint.save(run, Path(end), keep=1)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("dp=2 zero=1", "dp=1"),
+        ("dp=1", "dp_replicate=2 dp_shard=2 zero=3"),
+        ("dp=2 tp=2", "dp=2 pp=2 microbatch=1"),
+        pytest.param("dp_replicate=2 dp_shard=2 zero=1", "dp=2 tp=2 sequence_parallel", marks=NIGHTLY),
+        pytest.param("dp_replicate=2 dp_shard=2 zero=3", "dp=2 cp=2", marks=NIGHTLY),
+    ],
+)
+def test_what_codes_have_lost_is_in_a_checkpoint_for_any_layout(before: str, after: str, tmp_path: Path) -> None:
+    job = compressed(steps=4)
+    first, rest = str(tmp_path / "first"), str(tmp_path / "rest")
+    start = on_ranks(before, _halves, MODEL, job, None, 2, first)[0]
+    end = on_ranks(after, _halves, MODEL, job, first, 4, rest)[0]
+    wanted = reference(MODEL, job)
+    assert start + end == pytest.approx(wanted.losses, abs=TOLERANCE)
+    for part in checkpoint.read_manifest(checkpoint.newest(tmp_path / "rest"))["parts"]:
+        assert any(name.startswith("lost/") for name in part["tensors"])
+
+
+def test_without_them_a_run_would_go_on_otherwise(tmp_path: Path) -> None:
+    job, folder = compressed(steps=4), str(tmp_path)
+    on_ranks("dp=1", _halves, MODEL, job, None, 2, folder)
+    run = make_run(0, 1, MODEL, "dp=1", job)
+    run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
+    checkpoint.load(run, checkpoint.newest(tmp_path))
+    run.assembly.weights.store.scale_given_back(0.0)
+    losses = [run.step(batch).loss for batch in batches(Tokens(), job, first_step=2)]
+    apart = [abs(a - b) for a, b in zip(losses, reference(MODEL, job).losses[2:], strict=True)]
+    assert apart[1] > 1e3 * TOLERANCE

@@ -117,6 +117,9 @@ def load(run: Run, folder: Path) -> None:
             mine = _part(run, piece).runs(piece.start, piece.stop)
             piece.set_master(stored.read("value", piece.name, mine))
             _load_state(updater, stored, piece, mine)
+        for lost in run.assembly.weights.store.given_back():
+            mine = _slice_of(run, lost.name).runs(lost.start, lost.start + lost.values.numel())
+            lost.values.copy_(stored.read_lost(lost.key, lost.name, mine))
         updater.publish()  # else what was read looks like what somebody has written into the weights
         for piece in run.assembly.weights.store.frozen:
             if piece.name in stored.values:
@@ -196,10 +199,15 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> None:
 
 def _stored_name(run: Run, piece: Piece) -> str:
     """Return the name of a weight in the files; a part of a weight sharded over tp or ep has a name of its own."""
-    holding = run.program.step.holding(_spec(run, piece.name))
-    if piece.is_uncut or not holding.sharded_over:
-        return piece.name
-    return f"{piece.name}@{part_index(holding, run.assembly.parallel.mesh)}of{holding.num_parts}"
+    return piece.name if piece.is_uncut else _name_of_part(run, piece.name)
+
+
+def _name_of_part(run: Run, name: str) -> str:
+    """Return the name in the files of the part of a weight that tp and ep leave this rank."""
+    holding = run.program.step.holding(_spec(run, name))
+    if not holding.sharded_over:
+        return name
+    return f"{name}@{part_index(holding, run.assembly.parallel.mesh)}of{holding.num_parts}"
 
 
 def _spec(run: Run, name: str) -> ParamSpec:
@@ -210,9 +218,13 @@ def _spec(run: Run, name: str) -> ParamSpec:
 def _part(run: Run, piece: Piece) -> WeightSlice:
     """Return the slice of a whole weight in which a piece lies."""
     uncut = next(param for param in run.assembly.model.spec.params if param.name == piece.name)
-    if piece.is_uncut:
-        return whole(uncut.shape)
-    cut = _spec(run, piece.name)
+    return whole(uncut.shape) if piece.is_uncut else _slice_of(run, piece.name)
+
+
+def _slice_of(run: Run, name: str) -> WeightSlice:
+    """Return the slice of a whole weight that tp and ep leave this rank."""
+    uncut = next(param for param in run.assembly.model.spec.params if param.name == name)
+    cut = _spec(run, name)
     return part_of(uncut, cut, run.program.step.holding(cut), run.assembly.parallel.mesh)
 
 
@@ -221,6 +233,11 @@ def _parts(run: Run, frozen: Sequence[Piece]) -> dict[str, list[Any]]:
     pieces = (*run.updater.pieces, *frozen)
     names = {name: piece for piece in pieces if (name := _stored_name(run, piece)) != piece.name}
     parts = {name: _part(run, names[name]) for name in sorted(names)}
+    parts |= {
+        part: _slice_of(run, lost.name)
+        for lost in run.assembly.weights.store.given_back()
+        if (part := _name_of_part(run, lost.name)) != lost.name
+    }
     return {name: [part.dim, [list(ends) for ends in part.intervals]] for name, part in parts.items()}
 
 
@@ -228,6 +245,13 @@ def _held_elsewhere(run: Run) -> set[str]:
     """Return the names of weights that another rank writes: the first of all ranks that hold the same part does."""
     step, mesh = run.program.step, run.assembly.parallel.mesh
     return {param.name for param in step.model.params if any(map(mesh.index, step.holding(param).copied_over))}
+
+
+def _encodes_first(run: Run, name: str) -> bool:
+    """Return whether this rank is the first of those that encode the same contribution to a weight's gradient."""
+    holding, made = run.program.step.holding(_spec(run, name)), run.program.step.contributions
+    within = (*holding.replicated_over, *holding.tied_over, *(made.inside if made is not None else ()))
+    return not any(map(run.assembly.parallel.mesh.index, within))
 
 
 def _contents_of(run: Run, frozen: Sequence[Piece]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -260,6 +284,11 @@ def _contents_of(run: Run, frozen: Sequence[Piece]) -> tuple[dict[str, Tensor], 
                     f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {piece.name}; "
                     "a checkpoint holds tensors, numbers and text"
                 )
+    tensors |= {
+        f"lost/{_name_of_part(run, lost.name)}/{lost.start}/{lost.key}": _copied(lost.values)
+        for lost in run.assembly.weights.store.given_back()
+        if _encodes_first(run, lost.name)
+    }
     for piece in frozen:
         if piece.name not in elsewhere:
             tensors[f"value/{_stored_name(run, piece)}/{piece.start}"] = _copied(piece.value.flatten())
