@@ -35,7 +35,7 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
     "sequence_parallel": (False, True),
     "schedule": ("1f1b", "gpipe", "interleaved", "zero-bubble"),
-    "microbatch": (None, 1, 3),
+    "microbatch": (None, 2, 3),
     "recompute": ("none", "selective", "full"),
     "accumulate": ("sharded", "full"),
     "reduce": ("ring", "root"),

@@ -18,32 +18,34 @@ from torch.utils._pytree import tree_map_only
 
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.proof import verify
-from samestep.runtime.assembly import Source, prepare, with_slices
+from samestep.runtime import assembly
+from samestep.runtime.assembly import Source, prepare, traced_for
+from samestep.tracing.tensor_plan import Cuts
 from samestep.tracing.traced_model import TracedModel
 from samestep.training import workload
 
-_PREPARED: dict[Hashable, TracedModel] = {}
-_SLICED: dict[Hashable, TracedModel] = {}
+_KNOWN: dict[Hashable, TracedModel] = {}
+_traced = 0
 
 
 def num_traced() -> int:
-    """Return how many models this process has traced, with and without slices of their sequences."""
-    return len(_PREPARED) + len(_SLICED)
+    """Return how often this process has traced a model, or more of one."""
+    return _traced
 
 
 def prepared(key: Hashable, source: Source, job: Job, example: Any, layout: Layout) -> TracedModel:
-    """Return what `prepare` finds out, and for layouts that ask whether blocks work token by token; each is found once.
+    """Return what `prepare` finds out, and what the layout needs to know; each is found once.
 
     `key` names the model and its loss: sources of one key are the same.
     """
+    global _traced
     key = (key, job.train.loss, job.train.seed)
-    if key not in _PREPARED:
-        _PREPARED[key] = prepare(source, job, example)
-    kept = _PREPARED[key]
-    if layout.cp > 1 or layout.tp > 1:
-        kept = _SLICED[key] = with_slices(_SLICED.get(key, kept), layout, example)
-    return copied(kept)
+    kept = _KNOWN.get(key)
+    found = traced_for(replace(source, prepared=kept or prepare(source, job, example)), layout, job, example)
+    if found is not kept:
+        _KNOWN[key] = found
+        _traced += 1
+    return copied(found)
 
 
 def copied(traced: TracedModel) -> TracedModel:
@@ -55,13 +57,13 @@ def copied(traced: TracedModel) -> TracedModel:
 def families_once() -> Iterator[None]:
     """Let the command line trace a model of a family (`hf:llama`) once in all its runs of this process."""
 
-    def once(source: Source, job: Job, example: Any) -> TracedModel:
-        if not job.model.source.startswith("hf:") or source.name != job.model.source:
-            return prepare(source, job, example)
+    def once(source: Source, job: Job, example: Any, planned: Cuts | None = None) -> TracedModel:
+        if planned or not job.model.source.startswith("hf:") or source.name != job.model.source:
+            return prepare(source, job, example, planned)
         shapes = str(tree_map_only(Tensor, lambda tensor: (tensor.dtype, tensor.shape), example))
         return prepared((job.model.model_dump_json(), shapes), source, job, example, Layout())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workload, "prepare", once)
-        patch.setattr(verify, "prepare", once)
+        patch.setattr(assembly, "prepare", once)
         yield

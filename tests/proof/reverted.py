@@ -237,7 +237,6 @@ def _without(patch: Patch, field: str, **fields: Any) -> None:
         spec = replace(traced.spec, **{field: ""}, **fields)
         return replace(traced, analysis=replace(traced.analysis, spec=spec))
 
-    around(patch, verify, "with_slices", sliced)
     around(patch, assembly, "with_slices", sliced)
 
 

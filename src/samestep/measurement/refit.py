@@ -97,7 +97,7 @@ def step_times(job: Job, layouts: Sequence[Layout]) -> StepTimes:
     workload = Workload(job)
     measured_s: dict[Layout, float] = {}
     for layout in layouts:
-        workload.slice(layout)
+        workload.trace_for(layout)
         try:
             check_optimizer(workload.source.optimizer, workload.spec, layout)
         except LayoutError:

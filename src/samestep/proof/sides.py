@@ -37,7 +37,7 @@ from samestep.proof.evidence import BatchPart, Evidence
 from samestep.proof.observation import Observation, ObservedRun
 from samestep.proof.verdict import Cause, Check
 from samestep.runtime import checkpoint
-from samestep.runtime.assembly import Source, prepare, with_slices
+from samestep.runtime.assembly import Source, traced_for
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.dropout import rates
 from samestep.runtime.processes.join import RankInfo
@@ -97,7 +97,7 @@ class Subject:
 
 def _traced_again(source: Source, dataset: Dataset, example: Any, job: Job, layout: Layout, folder: Path) -> Subject:
     """Return a subject in a worker that inherits nothing."""
-    prepared = with_slices(prepare(source, job, example), layout, example)
+    prepared = traced_for(source, layout, job, example)
     return Subject(dataclasses.replace(source, prepared=prepared), dataset, example, job, layout, folder)
 
 

@@ -45,7 +45,7 @@ from samestep.proof import record, sides
 from samestep.proof.sides import Subject
 from samestep.proof.verdict import Check, Verdict
 from samestep.runtime import compiled_blocks
-from samestep.runtime.assembly import Loss, Source, prepare, store_of, with_new_blueprint, with_slices
+from samestep.runtime.assembly import Loss, Source, store_of, traced_for, with_new_blueprint
 from samestep.runtime.optimizer_source import optimizer_source
 from samestep.runtime.processes import join
 from samestep.runtime.processes import workers as launch
@@ -178,7 +178,7 @@ def _given(
         optimizer_of(job) if optimizer is None else optimizer_source(optimizer, names),
         name,
     )
-    traced = with_slices(prepare(source, job, example), layout, example)
+    traced = traced_for(source, layout, job, example)
     return dataclasses.replace(source, prepared=traced), data, example
 
 

@@ -404,6 +404,17 @@ def _with_loss(spec: ModelSpec) -> ModelSpec:
     return replace(spec, layers=(*others, last))
 
 
+def traced_for(source: Source, layout: Layout, job: Job, example: Any) -> TracedModel:
+    """Return the model of a source with what a layout needs to know; what is known already is not traced again.
+
+    Raises:
+        LayoutError: the forward of a rank of this layout does not compute its part of the whole model's.
+    """
+    traced = with_slices(source.prepared or prepare(source, job, example), layout, example)
+    recorded = pipeline.with_flows(traced, layout, job, example, source.loss)[0].flows
+    return traced if len(recorded) == len(traced.flows) else replace(traced, flows=recorded)
+
+
 def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedModel:
     """Return the model with what the layout needs to know: the counts of its tp, and that blocks work token by token.
 
@@ -485,8 +496,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     Raises:
         InputError: the model, the optimizer or the number of processes does not fit the layout.
     """
-    traced = with_slices(source.prepared or prepare(source, job, example), layout, example)
-    traced, flows = pipeline.with_flows(traced, layout, job, example, source.loss)
+    traced, flows = pipeline.with_flows(traced_for(source, layout, job, example), layout, job, example, source.loss)
     plan, spec = traced.blueprint, traced.spec
     layout = recompute.layout_for(layout, traced.analysis)
     ranks = Ranks.of(layout)

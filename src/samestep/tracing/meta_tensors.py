@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from samestep.tracing import result_shapes
+
 KNOWN_ELEMENTS = 2**20
 """Integers are followed in tensors of at most so many elements: tokens and positions, not masks of pairs."""
 
@@ -128,7 +130,7 @@ def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         NotImplementedError: a grouped product of other shapes than forward and backward of experts have.
     """
     if func not in GROUPED_PRODUCTS:
-        return func(*args, **kwargs)
+        return result_shapes.run(func, args, kwargs)
     left, right, ends = *args[:2], args[2] if len(args) > 2 else kwargs.get("offs")
     if left.dim() == 2 and right.dim() == 3:  # rows [N, K], sorted by group, with a matrix [K, M] for each group
         return left.new_empty((left.shape[0], right.shape[-1]))

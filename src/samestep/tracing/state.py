@@ -34,7 +34,7 @@ from samestep.errors import ModelError
 from samestep.models.analysis import StateKind, StateSpec
 from samestep.models.spec import ModelSpec
 from samestep.tracing.forward import ForwardTracer, ValueOf, watch_forward
-from samestep.tracing.meta_tensors import NeedsValuesError, address, operands, tensors_in
+from samestep.tracing.meta_tensors import NeedsValuesError, address, operands, run_on_meta, tensors_in
 from samestep.tracing.reachable import Variable
 from samestep.tracing.snapshot import OUTSIDE, Content, Slot, Snapshot
 
@@ -77,7 +77,7 @@ class _WriteRecorder(TorchDispatchMode):
     ) -> Any:
         self.written.update(map(address, _written_by(func, args, kwargs or {})))
         self.counts_tokens |= _counts_tokens(func, args)
-        return func(*args, **(kwargs or {}))
+        return run_on_meta(func, args, kwargs or {})
 
 
 @dataclass(slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -11,6 +12,7 @@ from samestep.building.initial_values import Blueprint
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
 from samestep.tracing.cut_proof import CutProof
+from samestep.tracing.stages import Flow
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,8 @@ class TracedModel:
     """Facts about the model's family."""
     cuts: CutProof
     """The cuts of a tensor plan, and what is proven of them."""
+    flows: Mapping[Hashable, Flow] = field(default_factory=dict)
+    """The recorded flows of the forward, which stages of a pipeline follow, by dtypes and shapes (`runtime/axes/stage_flow.py`)."""
 
     @property
     def module(self) -> nn.Module:

@@ -101,7 +101,7 @@ def check(
     why = ""
     if where is None:
         where, why = _agreed(lambda: _searched(workload, ranks or job.run.ranks), place)
-    workload.slice(where)
+    workload.trace_for(where)
     taken = recompute.layout_for(where, workload.analysis)
     if taken != where:
         where, why = taken, "\n".join(filter(None, (why, recompute.TAKEN)))

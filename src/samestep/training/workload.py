@@ -31,7 +31,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
-from samestep.runtime.assembly import Source, prepare, with_slices
+from samestep.runtime.assembly import Source, prepare, traced_for, with_slices
 from samestep.runtime.run import Run
 
 _TOKENS_LOOKED_AT = 2**24
@@ -62,10 +62,10 @@ class Workload:
     def __reduce__(self) -> tuple[Any, ...]:
         return Workload, (self.job,)
 
-    def slice(self, layout: Layout) -> None:
-        """Trace how the model's sequences can be sliced, where the layout has `cp` > 1; the result replaces `source`."""
-        assert self.source.prepared is not None
-        self.source = dataclasses.replace(self.source, prepared=with_slices(self.source.prepared, layout, self.example))
+    def trace_for(self, layout: Layout) -> None:
+        """Trace what a layout needs to know of the model; the result replaces `source`."""
+        prepared = traced_for(self.source, layout, self.job, self.example)
+        self.source = dataclasses.replace(self.source, prepared=prepared)
 
     @property
     def analysis(self) -> ModelAnalysis:

@@ -481,18 +481,28 @@ def with_flows(
     if layout.pp == 1 or spec.varies_at or sum(layer.is_block for layer in spec.layers) < 2:
         return traced, None
     step = StepSpec.of(spec, job, layout)
-    flows = Flows(traced, step)
+    recorded = dict(traced.flows)
+    flows = Flows(traced, step, recorded)
     compute = DTYPES[step.compute_dtype]
     few = samples_traced(traced.module)
-    one = flows.of(_repeated(example, few, step), few, loss)
+    one = _flow_of(flows, example, few, step, loss)
     if passes_one_tensor(spec.layers, one, traced.module, compute):
-        return _with_layers(traced, with_crossings(spec.layers, one, traced.module, few)), None
-    more = flows.of(_repeated(example, few + 1, step), few + 1)
+        return _with_layers(traced, with_crossings(spec.layers, one, traced.module, few), recorded), None
+    more = _flow_of(flows, example, few + 1, step)
     layers = with_exact_crossings(spec.layers, (one, few), (more, few + 1), compute)
     if layout.cp > 1 and not spec.slice_refusal:
-        flows = Flows(traced, step, layout.cp)
-        layers = with_slices_of(layers, one, flows.of(_repeated(example, few, step), few))
-    return _with_layers(traced, layers), flows
+        flows = Flows(traced, step, recorded, layout.cp)
+        layers = with_slices_of(layers, one, _flow_of(flows, example, few, step))
+    for size in set(step.microbatch_sizes):  # now, once, where workers are forked
+        _flow_of(flows, example, size, step)
+    return _with_layers(traced, layers, recorded), flows
+
+
+def _flow_of(
+    flows: Flows, example: Any, num_samples: int, step: StepSpec, loss: Callable[[Any, Any], Any] | None = None
+) -> Flow:
+    samples = _repeated(example, num_samples, step)
+    return flows.of(samples, shapes_in(samples), loss)
 
 
 def _repeated(example: Any, times: int, step: StepSpec) -> Any:
@@ -501,5 +511,6 @@ def _repeated(example: Any, times: int, step: StepSpec) -> Any:
     return cast_floating(repeated, DTYPES[step.master_dtype])
 
 
-def _with_layers(traced: TracedModel, layers: Sequence[LayerSpec]) -> TracedModel:
-    return replace(traced, analysis=replace(traced.analysis, spec=replace(traced.spec, layers=tuple(layers))))
+def _with_layers(traced: TracedModel, layers: Sequence[LayerSpec], recorded: Mapping[Hashable, Flow]) -> TracedModel:
+    analysis = replace(traced.analysis, spec=replace(traced.spec, layers=tuple(layers)))
+    return replace(traced, analysis=analysis, flows=recorded)

@@ -254,10 +254,10 @@ class StageForward(TorchFunctionMode):
 class Flows:
     """The flow of every shape of samples, recorded on a copy of the model on the meta device in the run's dtypes.
 
-    Blocks are given the slices of one rank of `parts`.
+    Blocks are given the slices of one rank of `parts`. `recorded` holds the flows that are known, and is given each new one.
     """
 
-    def __init__(self, traced: TracedModel, step: StepSpec, parts: int = 1) -> None:
+    def __init__(self, traced: TracedModel, step: StepSpec, recorded: dict[Hashable, Flow], parts: int = 1) -> None:
         self._parts = parts
         self._module = copied(traced.module)
         self._value_of = functools.cache(functools.partial(traced.blueprint.materialize, device=torch.device("cpu")))
@@ -265,7 +265,8 @@ class Flows:
         self._name = step.model.name
         self._experts = traced.analysis.experts
         self._containers = containers_of(self._module)
-        self._known: dict[Hashable, Flow] = {}
+        self._recorded = recorded
+        self._dtypes = (step.compute_dtype, step.master_dtype, *(step.working_dtype(p) for p in step.model.params))
         double = torch.float64 if step.compute_dtype == "float64" else None
         for param in step.model.params:
             _put_in_dtype(self._module, (param.name, *param.aliases), precision.DTYPES[step.working_dtype(param)])
@@ -282,12 +283,15 @@ class Flows:
 
     def known(self, shapes: Hashable) -> Flow | None:
         """Return the flow of samples of these shapes, if it has been recorded."""
-        return self._known.get((shapes, self._module.training))
+        return self._recorded.get(self._key(shapes, with_loss=False))
+
+    def _key(self, shapes: Hashable, *, with_loss: bool) -> Hashable:
+        return self._dtypes, self._parts, self._module.training, with_loss, shapes
 
     def of(self, samples: Any, shapes: Hashable, loss: Callable[[Any, Any], Any] | None = None) -> Flow:
         """Return the flow of samples of these shapes; with `loss`, what that does not depend on takes no gradient."""
-        key = (shapes, self._module.training)
-        if key not in self._known:
+        key = self._key(shapes, with_loss=loss is not None)
+        if key not in self._recorded:
             tracer = ForwardTracer(self._module, lambda block: None, {})
             try:
                 checkpointed = recompute.record_checkpointed(self._module)  # reentrant ones would hide gradients
@@ -312,8 +316,8 @@ class Flows:
                     "object keeps"
                 ) from error
             assert tracer.flow is not None
-            self._known[key] = tracer.flow
-        return self._known[key]
+            self._recorded[key] = tracer.flow
+        return self._recorded[key]
 
 
 @contextmanager
