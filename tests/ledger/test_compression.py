@@ -11,7 +11,7 @@ from samestep.models import presets
 from samestep.program.ops import BYTES_OF
 from samestep.program.program import LedgerRow
 from samestep.runtime.axes.data import Replicated
-from samestep.runtime.codecs.exchange import Exchange
+from samestep.runtime.codecs.exchange import CodedExchange
 from samestep.simulation.memory import at_rest
 from samestep.strategies import program_of
 from tests.laboratory import Observed, job_of, make_run, observe, on_ranks
@@ -66,7 +66,7 @@ def hold(rank: int, world: int, model: str, layout: str, job: Job) -> tuple[int,
     return copies + sum(bytes_of(shard.exchange) for shard in shards), predicted
 
 
-def bytes_of(exchange: Exchange) -> int:
+def bytes_of(exchange: CodedExchange) -> int:
     """Bytes of an exchange's codes, and of what they have lost."""
     codes = {one.data_ptr(): one for one in (exchange._sent, exchange._received, exchange._sums)}
     lost = [tensor for tensors in (*exchange._lost, exchange._lost_by_sum) for tensor in tensors]

@@ -32,7 +32,7 @@ from samestep.program.program import Program
 from samestep.runtime.axes.late_weights import LateWeights
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.weight_gradients import is_postponed
-from samestep.runtime.codecs.exchange import Exchange, GivenBack, of_weights
+from samestep.runtime.codecs.exchange import CodedExchange, GivenBack, of_weights
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
 from samestep.runtime.optimizer_step import squared_norm
@@ -49,7 +49,7 @@ class _FlatBuffer:
 
     bucket: Bucket
     gradients: Tensor
-    exchange: Exchange | None
+    exchange: CodedExchange | None
     """Sends the bucket's gradients encoded; None where they are sent as they are."""
     starts: list[Op]
     """The collective issued when a backward has filled the bucket; at most one."""
@@ -122,7 +122,7 @@ class Replicated:
         if made is not None:
             group = self.mesh.groups[made.axis] if made.ranks > 1 else None
             parts, gathers = [bucket.coded(made)], bucket.gathers_codes(made)
-            exchange = Exchange(bucket.codec, parts, made, group, gradients, gathers=gathers)
+            exchange = CodedExchange(bucket.codec, parts, made, group, gradients, gathers=gathers)
         return _FlatBuffer(
             bucket=bucket,
             gradients=gradients,

@@ -57,7 +57,7 @@ def of_weights(rest: Rest, places: Iterable[tuple[str, int, int]]) -> Iterator[G
             yield GivenBack(name, rest.key, start - first, rest.values[start - rest.start : stop - rest.start])
 
 
-class Exchange:
+class CodedExchange:
     """The exchange of the buffers of one bucket or unit, through all steps of a run."""
 
     def __init__(
