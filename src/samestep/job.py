@@ -40,6 +40,12 @@ Waiver = Literal["samples", "loss", "random", "state", "optimizer", "data", "bui
 forward writes, the rule of the optimizer, the data set, the values that a build gives, what a checkpoint holds."""
 
 
+MayChange = Literal[
+    "optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.no_weight_decay",
+    "schedule.name", "schedule.warmup_steps", "schedule.final_ratio", "train.global_batch",
+]  # fmt: skip
+"""Keys that change the result, and that a resume may change where `run.allow` names them."""
+
 MOST_STEPS = 10**11
 """The largest number of steps; times `MOST_SAMPLES` it is below 2^63, so every position in the order of samples is an int64."""
 MOST_TOKENS = 2**24
@@ -209,6 +215,12 @@ class CheckpointTable(_Table):
     """Steps between checkpoints; 0 writes only the last one."""
     keep: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 2
     """Number of newest checkpoints that are kept."""
+    keep_every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
+    """Checkpoints whose step this divides are kept for ever; with 0 none is."""
+    background: bool = False
+    """Whether steps go on while a checkpoint is written; they wait only for a copy in the host's memory."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """Action when a checkpoint cannot be written, as on a full disk; the last one must be written in any case."""
     save_pretrained: bool = False
     """Whether each checkpoint also has a folder `pretrained`, which transformers' from_pretrained loads as it is."""
 
@@ -228,12 +240,14 @@ class RunTable(_Table):
     """Number of ranks on one machine, for reduce=hierarchical; without it the number that the launcher gives."""
     timeout_s: Annotated[float, Field(ge=0.001, le=MOST_SECONDS)] = 600.0
     """Seconds that one collective may take before the run is aborted."""
+    restarts: Annotated[int, Field(ge=0, le=MOST_THREADS)] = 0
+    """Number of times that the workers are started again, from the newest checkpoint, after one of them failed."""
     compile: Literal["none", "blocks"] = "none"
     """`blocks` runs each block as a graph of `torch.compile` in training forwards; the first step compiles them."""
     compile_backend: str = "inductor"
     """Backend of `torch.compile` that makes the graphs: inductor, which fuses kernels, or another such as aot_eager."""
-    allow: tuple[Waiver, ...] = ()
-    """Refusals that are waived, by the word at the end of their text; every summary of the run lists them."""
+    allow: tuple[Waiver | MayChange, ...] = ()
+    """Refusals that are waived, by the word at the end of their text, and keys that a resume may change; summaries list them."""
     report: tuple[str, ...] = ()
     """Receivers of each step besides the run folder: `wandb`, `mlflow`, or `module:function` of (StepReport)."""
     log_every: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
@@ -267,6 +281,11 @@ class RunTable(_Table):
         """The steps that are profiled, counted from 1."""
         first, _, last = self.profile.partition(":")
         return range(int(first), int(last) + 1) if self.profile else range(0)
+
+    @property
+    def waivers(self) -> tuple[Waiver, ...]:
+        """The words of `allow` that waive refusals."""
+        return tuple(word for word in get_args(Waiver) if word in self.allow)
 
     _met: list[str] = PrivateAttr(default_factory=list)
 

@@ -138,7 +138,7 @@ class Batch:
 def batches(dataset: Dataset, job: Job, first_step: int = 0) -> BatchStream:
     """Yield the batches of steps `first_step` to `job.train.steps - 1`; nothing is read from the dataset.
 
-    After Ctrl-C, SIGTERM or SIGUSR1 it ends behind the step in which the ranks agreed to stop (`StepReport.stop`), the same
+    After Ctrl-C or SIGTERM it ends behind the step in which the ranks agreed to stop (`StepReport.stop`), the same
     one on every rank, so that a loop over it can save what it has.
 
     Raises:

@@ -99,7 +99,7 @@ class StepSpec:
             codec=PLAIN if job.numerics.compression == "none" else job.numerics.compression,
             replicas=job.numerics.replicas,
             gradient_blocks=_gradient_blocks(model, job.numerics.compression),
-            allow=job.run.allow,
+            allow=job.run.waivers,
         )
 
     @cached_property

@@ -150,6 +150,8 @@ class PreparedModel:
     """Refusals of this model that `run.allow` waives."""
     form: PretrainedForm | None = None
     """The form in which checkpoints write the model for transformers too; None where they do not."""
+    state_names: Mapping[str, str] = field(default_factory=dict)
+    """Of each tensor in the uncut module's `state_dict`, the first name of what it is: tied weights have several."""
     gathered: Mapping[str, str] = field(default_factory=dict)
     """Modules whose outputs tp gathers although a plan cuts them otherwise, or which it leaves whole, and why."""
 
@@ -516,6 +518,8 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     model = plan.module
     assert all(param.is_meta for param in model.parameters()), "a blueprint is cut and filled by one run alone"
     form = PretrainedForm.of(plan, job) if job.checkpoint.save_pretrained else None  # before the model is cut
+    held = [name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)]
+    state_names = {name: plan.canonical.get(name, name) for name in held}
     precision.apply(traced, program)
     for twin in TWINS:
         twin.apply(traced, program, mesh)
@@ -586,6 +590,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
             remarks=tuple(waived),
             form=form,
+            state_names=state_names,
             gathered=traced.analysis.gathered if layout.tp > 1 else {},
             mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -53,6 +52,8 @@ class OpenCheckpoint:
         stored = cls(folder, {**manifest["shapes"], **manifest.get("frozen", {})})
         for part in manifest["parts"]:
             file = stack.enter_context(safe_open(folder / part["file"], "pt"))
+            if sorted(file.keys()) != sorted(part["tensors"]):
+                raise CheckpointError(f"{folder / part['file']} holds other tensors than the manifest beside it says")
             for name in part["tensors"]:
                 stored._add(name, file)
             for name, value in part["plain"].items():
@@ -132,12 +133,3 @@ class PlainValue:
     """A value that stands in the manifest itself."""
 
     value: Any
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from samestep.building.pretrained_form import PretrainedForm, SavedGroup
 from samestep.models.weight_files import INDEX, ONE_FILE
-from samestep.runtime.checkpoint_files import OpenCheckpoint, sync
+from samestep.output import durable_files
+from samestep.runtime.checkpoint_files import OpenCheckpoint
 from samestep.runtime.placement import whole
 
 NAME = "pretrained"
@@ -56,7 +57,7 @@ def write(
         for number in range(writer, len(files), num_writers):
             tensors = {name: _cast(one, cast) for group in files[number] for name, one in _made(group, value).items()}
             save_file(tensors, out / names[number], {"format": "pt"})
-            sync(out / names[number])
+            durable_files.sync(out / names[number])
     if writer:
         return
     if len(files) > 1:
@@ -64,7 +65,7 @@ def write(
     form.write_configuration(out, cast)
     for path in form.beside:
         shutil.copyfile(path, out / path.name)
-    sync(out)
+    durable_files.sync(out)
 
 
 def _files(groups: Sequence[SavedGroup], most: int) -> list[list[SavedGroup]]:
