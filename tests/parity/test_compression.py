@@ -12,7 +12,7 @@ import pytest
 
 from samestep.datasets import batches
 from samestep.job import Job
-from samestep.runtime import checkpoint
+from samestep.runtime import checkpoint, checkpoint_manifest
 from tests.laboratory import TOLERANCE, assert_ledger, assert_same, job_of, make_run, observe, on_ranks, reference
 from tests.models import Tokens
 
@@ -81,7 +81,7 @@ def _halves(
     run = make_run(rank, world, model, layout, job)
     run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
     if begin is not None:
-        checkpoint.load(run, checkpoint.list_checkpoints(Path(begin))[-1])
+        checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(begin))[-1])
     losses = [
         run.step(batch).loss for batch in batches(Tokens(), job, first_step=run.steps_taken) if batch.step < until
     ]
@@ -106,8 +106,19 @@ def test_what_codes_have_lost_is_in_a_checkpoint_for_any_layout(before: str, aft
     end = on_ranks(after, _halves, MODEL, job, first, 4, rest)[0]
     wanted = reference(MODEL, job)
     assert start + end == pytest.approx(wanted.losses, abs=TOLERANCE)
-    for part in checkpoint.read_manifest(checkpoint.newest(tmp_path / "rest"))["parts"]:
+    for part in checkpoint_manifest.read_manifest(checkpoint_manifest.list_checkpoints(tmp_path / "rest")[-1])["parts"]:
         assert any(name.startswith("lost/") for name in part["tensors"])
+
+
+def _scaled(rank: int, world: int, model: str, layout: str, job: Job) -> list[tuple[bool, bool, float]]:
+    """Return of each step whether it was skipped, whether what is fed back is finite then, and the loss."""
+    run = make_run(rank, world, model, layout, job)
+    found = []
+    for batch in batches(Tokens(), job):
+        report = run.step(batch)
+        fed = [lost.values.isfinite().all() for lost in run.assembly.weights.store.given_back()]
+        found.append((report.skipped, all(fed), report.loss))
+    return found
 
 
 def test_without_them_a_run_would_go_on_otherwise(tmp_path: Path) -> None:
@@ -115,8 +126,19 @@ def test_without_them_a_run_would_go_on_otherwise(tmp_path: Path) -> None:
     on_ranks("dp=1", _halves, MODEL, job, None, 2, folder)
     run = make_run(0, 1, MODEL, "dp=1", job)
     run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
-    checkpoint.load(run, checkpoint.newest(tmp_path))
+    checkpoint.load(run, checkpoint_manifest.list_checkpoints(tmp_path)[-1])
     run.assembly.weights.store.scale_given_back(0.0)
     losses = [run.step(batch).loss for batch in batches(Tokens(), job, first_step=2)]
     apart = [abs(a - b) for a, b in zip(losses, reference(MODEL, job).losses[2:], strict=True)]
     assert apart[1] > 1e3 * TOLERANCE
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp_replicate=2 dp_shard=2 zero=3"])
+def test_a_step_that_is_not_finite_leaves_nothing_behind_in_what_is_fed_back(layout: str) -> None:
+    job = compressed(precision="fp16", steps=6)
+    job = job.model_copy(update={"numerics": job.numerics.model_copy(update={"loss_scale": 2.0**40})})
+    ranks = on_ranks(layout, _scaled, MODEL, job)
+    assert 0 < sum(skipped for skipped, _, _ in ranks[0]) < 6
+    for skipped, is_finite, loss in ranks[0]:
+        assert is_finite
+        assert skipped or loss < 5.0
