@@ -200,6 +200,8 @@ class NumericsTable(_Table):
     """How gradients are written down where `replicas` are summed: as they are, in half precision, or int8 in scaled blocks."""
     replicas: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     """With `compression`: the number of equal parts of the global batch whose gradients are compressed, each summed in full."""
+    coupled_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
+    """Samples of a group whose statistics batch norm takes, side by side in the order of samples; by default the global batch."""
     on_nonfinite: OnNonFinite = "stop"
     """Action when the loss or a gradient is not finite, after the module at fault has been named."""
     loss_scale: Annotated[float, Field(ge=1e-30, le=1e30)] = 65536.0
@@ -352,6 +354,13 @@ class Job(_Table):
             )
         if mistake := self._mistake_of_compression():
             raise ValueError(mistake)
+        coupled, batch = self.numerics.coupled_samples, self.train.global_batch
+        if coupled is not None and batch % coupled:
+            near = max(n for n in range(1, min(coupled, batch) + 1) if batch % n == 0)
+            raise ValueError(
+                f"numerics.coupled_samples = {coupled} does not divide train.global_batch = {batch} into groups: "
+                f"coupled_samples = {near} works"
+            )
         if (self.data.source == "mixture") != bool(self.data.mixture):
             raise ValueError(
                 f'data.source = "{self.data.source}" with {len(self.data.mixture)} sources in data.mixture: '
