@@ -85,6 +85,21 @@ def _parts(kind: Any) -> Iterator[Any]:
         yield from _parts(part)
 
 
+class LoraTable(_Table):
+    """Low-rank adapters, which are trained in place of the weights of some linear layers."""
+
+    targets: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Names of the linear layers, such as `q_proj`, or whole paths of some."""
+    r: Annotated[int, Field(ge=1, le=2**20)] = 8
+    """Rank of the adapters."""
+    alpha: Annotated[float, Field(gt=0.0, le=MOST_SCALE)] = 16.0
+    """What an adapter computes is multiplied by alpha / r."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Rate of dropout of what an adapter is given."""
+    modules_to_save: tuple[str, ...] = ()
+    """Names of modules that are trained whole and saved with the adapters, such as `lm_head`."""
+
+
 class ModelTable(_Table):
     """The model: `hf:FAMILY` (a transformers configuration), `hf:PATH` (a folder with weights, from which training starts),
     `module:function` that returns an nn.Module, or, to plan and simulate only, `preset:NAME`."""
@@ -95,6 +110,20 @@ class ModelTable(_Table):
     """Fields of the family's, the folder's or the preset's configuration to override, or keyword arguments of the function."""
     task: Task = "causal"
     """Of `hf:`, what the model is for: `causal`, `masked`, `seq2seq`, `image`, `speech` or `vision-language`."""
+    freeze: tuple[str, ...] = ()
+    """Patterns (`model.embed_tokens.*`, `*norm*`) of the names of parameters that are not trained."""
+    lora: LoraTable | None = None
+    """Adapters by peft on some linear layers, all else frozen: `{ targets = ["q_proj", "v_proj"], r = 8, alpha = 16.0, dropout = 0.0,
+    modules_to_save = [] }`."""
+
+    @model_validator(mode="after")
+    def _shape_is_no_module(self) -> ModelTable:
+        if self.preset is not None and (self.freeze or self.lora):
+            key = "freeze" if self.freeze else "lora"
+            raise ValueError(
+                f"{key} names parts of a module, and {self.source} is a shape: hf:FAMILY and module:function work"
+            )
+        return self
 
     @property
     def preset(self) -> str | None:
@@ -498,7 +527,8 @@ def _keys_of(path: Sequence[str]) -> list[str]:
     table: Any = Job
     for part in path:
         field = table.model_fields.get(part)
-        table = field.annotation if field else None
+        kinds = _parts(field.annotation) if field else ()
+        table = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
         if not (isinstance(table, type) and issubclass(table, BaseModel)):
             return []
     return list(table.model_fields)

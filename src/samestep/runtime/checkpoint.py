@@ -18,11 +18,12 @@ refused, never skipped. Values are in master precision, so resuming is exact.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from samestep.errors import CheckpointError, SaveError
@@ -170,6 +171,33 @@ def load(run: PreparedRun, folder: Path) -> None:
         run.updater.loss_scale.scale, run.updater.loss_scale.steps_since = manifest["loss_scale"]
     run.assembly.weights.store.publish()
     run.steps_taken, run.changes = manifest["step"], tuple(changes)
+
+
+def set_weights(run: PreparedRun, value: Callable[[str], Tensor | None]) -> None:
+    """Set the weights and buffers of a prepared run that has taken no step, whose parts of them this rank holds.
+
+    `value` returns a whole tensor by its name in the model, or None for one that stays as it is.
+    """
+    store, updater = run.assembly.weights.store, run.updater
+
+    def mine(piece: Piece) -> Tensor | None:
+        if (found := value(piece.name)) is None:
+            return None
+        runs, flat = stored_pieces.slice_of(run, piece).runs(piece.start, piece.stop), found.flatten()
+        parts = [flat[start : start + length] for start, length in zip(runs.starts, runs.lengths, strict=True)]
+        return torch.cat(parts) if parts else flat[:0]
+
+    for piece in updater.pieces:
+        if (held := mine(piece)) is not None:
+            piece.set_master(held)
+    updater.publish()
+    for piece in store.frozen:
+        if (held := mine(piece)) is not None:
+            piece.value.data.copy_(held.view_as(piece.value))
+    for name, buffer in run.model.named_buffers():
+        if (found := value(name)) is not None:
+            buffer.copy_(found)
+    store.publish()
 
 
 def found_in(folder: Path) -> Path:

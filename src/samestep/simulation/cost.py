@@ -110,7 +110,7 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     layer = step.model.layers[op.layer]
     if not layer.products and not layer.moved_elements:
         return op.flops / _peak(hardware, dtype) if op.flops else 0.0
-    work = _Work(layer.products, layer.moved_elements, layer.kernels, layer.backward_reads_weights)
+    work = _Work(layer.products, layer.moved_elements, layer.kernels, layer.backward_reads_weights, layer.has_backward)
     values = dtype if dtype == TF32 else step.compute_dtype  # products of two activations run in it too
     dtypes = _Dtypes(dtype if op.flops else values, values, step.master_dtype)
     is_whole = op.kind is not OpKind.RECOMPUTE or step.layout.recompute == "full"
@@ -128,6 +128,7 @@ class _Work(NamedTuple):
     moved_elements: int
     kernels: int
     has_input_gradient: bool
+    has_backward: bool
 
 
 BackwardPart = Literal["all", "inputs", "weights"]
@@ -147,6 +148,8 @@ def _layer_s(
     work: _Work, kind: OpKind, is_whole: bool, part: BackwardPart, samples: int, dtypes: _Dtypes, hardware: Hardware
 ) -> float:
     """Return the seconds of a layer's op; without its products unless `is_whole`."""
+    if not work.has_backward and kind is not OpKind.FORWARD:
+        return 0.0
     backward = kind in (OpKind.BACKWARD, OpKind.WEIGHT)
     products = work.products if is_whole else ()
     if kind is OpKind.WEIGHT:

@@ -557,7 +557,7 @@ def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
     """Return what a layer keeps and works on for a micro-batch; the loss stands behind the last one."""
     one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
     whole = layer.saved_elements + layer.saved_norm_elements * step.is_mixed
-    recompute = step.layout.recompute if layer.is_block else "none"
+    recompute = step.layout.recompute if layer.is_block and layer.has_backward else "none"
     kept = {"none": whole, "selective": layer.saved_selective_elements, "full": layer.input_elements}[recompute]
     return Saved(
         kept=kept * one,
