@@ -2,6 +2,7 @@
 # make test    the test suite                                         make bench   step time and memory beside peers
 # make matrix  the fast tests on the interpreters (PYTHONS="...") and CPU builds of torch (WHEELS="...") at hand; downloads no torch
 # make families   prove every causal family of transformers; FAMILY=NAME proves one, and what is proven is not proven again
+# make crashes [SECONDS=1800] [SEED=0]   harm runs at random and resume them; goes on where the last call ended, in crashes.jsonl
 # make gpu     where there is a GPU: is samestep right on it? Takes what is installed, and no network
 # Each does the set-up it needs; the second call starts at once.
 
@@ -10,7 +11,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test parity matrix families gpu check format bench setup clean
+.PHONY: train test parity matrix families crashes gpu check format bench setup clean
 
 train: $(READY)
 	$(BIN)/samestep train jobs/default.toml
@@ -27,6 +28,9 @@ matrix:
 
 families: $(READY)
 	$(BIN)/python benchmarks/families.py $(FAMILY)
+
+crashes: $(READY)
+	$(BIN)/python -m tests.crashes.sweep --seconds $(or $(SECONDS),1800) --seed $(or $(SEED),0)
 
 gpu: HERE = PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(wildcard $(BIN)/python),$(PYTHON))
 gpu:
