@@ -82,10 +82,19 @@ def test_a_rank_that_does_not_answer_and_one_that_lacks_a_call_are_named() -> No
         lambda rank, second: _at(second if rank == 0 else 0),  # one of them moves: a stage that others wait for
         lambda rank, second: _at(0, median_s=130) if second < 1200 else _at(second),  # ten median steps
         lambda rank, second: None if rank == 1 and second % 30 else _at(second),  # answers that come late
+        lambda rank, second: None if second % 30 else _at(second),
     ],
 )
 def test_who_is_slow_and_healthy_is_neither_named_nor_ended(history: Any) -> None:
     assert _watch(history, 1500) == ([], None)
+
+
+def test_a_rank_that_stopped_before_it_answered_or_in_a_phase_of_its_own_is_named() -> None:
+    for first in (None, _at(3, step=0)):
+        said, end = _watch(lambda rank, second, first=first: (first if second < 1 else None) if rank else _at(5), 300)
+        assert said[0][0] == 10
+        assert said[0][1].startswith("rank 1 of 2 does not answer")
+        assert end is not None
 
 
 def test_who_moves_again_is_not_ended_and_named_anew() -> None:
@@ -132,8 +141,8 @@ def test_a_run_with_a_stopped_rank_is_ended_and_goes_on(
     more = {"run.hang_s": 2.5, "run.restarts": 1}
     assert small.train("--layout", "dp=2", "--out", run, **keys, **more) == 0
     said = capfd.readouterr().out
-    assert "rank 1 of 2 does not answer, and was last seen" in said
-    assert re.search(r"was last seen in .*step \d, for \d s; rank 0 in .*step 5", said)
+    assert "rank 1 of 2 does not answer" in said
+    assert re.search(r"rank 1 of 2 does not answer.*; rank 0 in .*step 5", said)
     assert "run.hang_s = 2.5" in said
     assert f"restart 1 of 1 in 1 s, from {run}/checkpoints/step-000004" in said
     assert small.metrics(run) == small.metrics(whole)

@@ -29,6 +29,8 @@ class HangWatch:
         self._moved_s: dict[int, float] = {}
         self._answered_s: dict[int, float] = {}
         self._is_named = False
+        self._began_s: float | None = None
+        """When the ranks were first asked."""
 
     def hear(self, rank: int, at: Whereabouts, now_s: float) -> None:
         """Note an answer."""
@@ -43,14 +45,12 @@ class HangWatch:
         Raises:
             WorkerError: no rank has moved for that long.
         """
-        if (
-            not self._hang_s
-            or len(self._last) < self._ranks
-            or not working
-            or not all(self._last[rank].step for rank in working)
-        ):
+        self._began_s = now_s if self._began_s is None else self._began_s
+        # A rank that was stopped before it ever answered, or in a phase of its own, says nothing; the others do.
+        answering = [rank for rank in working if rank in self._last and not self._is_silent(rank, now_s)]
+        if not self._hang_s or not answering or not all(self._last[rank].step for rank in answering):
             return
-        still_s = now_s - max(self._moved_s[rank] for rank in working)
+        still_s = now_s - max(self._moved_s[rank] for rank in answering)
         steps_s = _STEPS * max(at.median_step_s for at in self._last.values())
         if still_s < max(_NAMED_AFTER_S, steps_s):
             self._is_named = False
@@ -64,25 +64,28 @@ class HangWatch:
     def _text(self, working: Sequence[int], still_s: float, now_s: float) -> str:
         guilty = self._guilty(working, now_s)
         named = f"rank{'s' * (len(guilty) > 1)} {', '.join(map(str, guilty))} of {self._ranks}"
-        first = self._last[guilty[0]]
-        silent = now_s - self._answered_s[guilty[0]] >= _SILENT_S
+        first = self._last.get(guilty[0])
+        silent = self._is_silent(guilty[0], now_s)
         what = "does not answer, and was last seen" if silent else "has not moved"
-        text = f"{named} {what} {_place(first)}, for {still_s:.0f} s"
+        text = f"{named} {what} {_place(first)}, for {still_s:.0f} s" if first else f"{named} does not answer"
         others: dict[str, list[int]] = {}
         for rank in working:
-            if rank not in guilty:
+            if rank not in guilty and rank in self._last:
                 others.setdefault(_place(self._last[rank]), []).append(rank)
         for place, ranks in others.items():
             text += f"; rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {place}"
         return text
 
+    def _is_silent(self, rank: int, now_s: float) -> bool:
+        """Return whether a rank has not answered for a while, or never."""
+        return now_s - self._answered_s.get(rank, self._began_s or 0.0) >= _SILENT_S
+
     def _guilty(self, working: Sequence[int], now_s: float) -> list[int]:
         """Return the ranks that the others wait for."""
-        silent = [rank for rank in working if now_s - self._answered_s[rank] >= _SILENT_S]
-        outside = [rank for rank in working if not self._last[rank].call]
-        behind = [
-            rank for rank in working if any(lacks(self._last[rank].calls, self._last[other].calls) for other in working)
-        ]
+        silent = [rank for rank in working if self._is_silent(rank, now_s)]
+        last = {rank: self._last[rank] for rank in working if rank in self._last}
+        outside = [rank for rank, at in last.items() if not at.call]
+        behind = [rank for rank, at in last.items() if any(lacks(at.calls, other.calls) for other in last.values())]
         return next((found for found in (silent, behind, outside) if found), list(working))
 
 
