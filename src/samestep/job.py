@@ -56,6 +56,8 @@ MOST_SCALE = 3e37
 """The largest learning rate and weight decay: Adam's first step, ten times as large, is still a float32."""
 
 
+SCHEDULES = ("constant", "linear", "cosine", "polynomial", "wsd")
+"""The shapes of the learning rate after warm-up."""
 NO_MPS = "torch has no process groups on MPS devices and no float64, in which layouts are proven; cpu works"
 """Why Apple's GPUs are refused."""
 _STEPS = re.compile(r"[1-9][0-9]{0,11}:[1-9][0-9]{0,11}")
@@ -204,12 +206,30 @@ class OptimizerTable(_Table):
 class ScheduleTable(_Table):
     """The learning-rate schedule: a linear rise for `warmup_steps`, then constant, or down to `final_ratio`."""
 
-    name: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay after warm-up."""
+    name: str = "constant"
+    """Shape after warm-up: `constant`, `linear`, `cosine`, `polynomial`, `wsd`, or `module:function` of (step, steps) -> factor."""
     warmup_steps: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
     """Number of steps of linear rise."""
     final_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Learning rate at the last step, as a fraction of the peak."""
+    power: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
+    """`polynomial` only: the power to which the fraction of the decay that is left is raised."""
+    decay_steps: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
+    """`wsd` only (warm-up, stable, decay): number of last steps in which the learning rate falls, linearly."""
+
+    @model_validator(mode="after")
+    def _keys_have_an_effect(self) -> ScheduleTable:
+        if self.name not in SCHEDULES and ":" not in self.name:
+            hint = did_you_mean(self.name, SCHEDULES)
+            raise ValueError(f"name = {shown(self.name)} is none of {', '.join(SCHEDULES)}{hint}, nor module:function")
+        if self.power != 1.0 and self.name != "polynomial":
+            raise ValueError(f'power = {self.power} is that of name = "polynomial", and name is {self.name!r}')
+        if bool(self.decay_steps) != (self.name == "wsd"):
+            raise ValueError(
+                f'decay_steps = {self.decay_steps} with name = {self.name!r}: name = "wsd" takes a positive number of last '
+                "steps, and the others take none"
+            )
+        return self
 
 
 class NumericsTable(_Table):
@@ -372,6 +392,11 @@ class Job(_Table):
             raise ValueError(
                 f"schedule.warmup_steps = {self.schedule.warmup_steps} is more than train.steps = {self.train.steps}; "
                 f"at most {self.train.steps} works, and so do more steps (--set schedule.warmup_steps=0 --set train.steps=...)"
+            )
+        if self.schedule.decay_steps > self.train.steps - self.schedule.warmup_steps:
+            raise ValueError(
+                f"schedule.decay_steps = {self.schedule.decay_steps} is more than the "
+                f"{self.train.steps - self.schedule.warmup_steps} steps after warm-up; that many work, or fewer"
             )
         if (self.data.source == "mixture") != bool(self.data.mixture):
             raise ValueError(

@@ -421,6 +421,40 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
     assert factors("cosine", 5, final_ratio=0.1)[1] == pytest.approx(quarter)
 
 
+def test_the_learning_rate_is_stable_and_then_decays() -> None:
+    assert factors("wsd", 6, warmup_steps=1, decay_steps=2) == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.5, 0.0])
+    assert factors("wsd", 4, decay_steps=4, final_ratio=0.4)[-1] == pytest.approx(0.4)
+    assert factors("polynomial", 5, power=2.0) == pytest.approx([1.0, 9 / 16, 0.25, 1 / 16, 0.0])
+    assert factors("polynomial", 5, final_ratio=0.2) == factors("linear", 5, final_ratio=0.2)
+
+
+def inverse_root(step: int, steps: int) -> float:
+    return (step + 1) ** -0.5 if steps == 4 else math.nan
+
+
+def test_a_learning_rate_of_your_own() -> None:
+    name = f"{__name__}:inverse_root"
+    assert factors(name, 4, warmup_steps=2) == pytest.approx([0.5, 1.0, 3**-0.5, 0.5])
+    with pytest.raises(JobError, match=r"returned nan for step 0; a finite factor of 0 or more works"):
+        factors(name, 5)
+    with pytest.raises(JobError, match=r"has no function 'inverse_rot' \(did you mean 'inverse_root'"):
+        factors(f"{__name__}:inverse_rot", 4)
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ({"name": "cosin"}, r"name = 'cosin' is none of constant, .* \(did you mean 'cosine'\?\), nor module:function"),
+        ({"name": "linear", "power": 2.0}, r"power = 2.0 is that of name = \"polynomial\", and name is 'linear'"),
+        ({"name": "wsd"}, r'decay_steps = 0 with name = .wsd.: name = "wsd" takes a positive number of last steps'),
+        ({"name": "wsd", "decay_steps": 200}, r"decay_steps = 200 is more than the 100 steps after warm-up"),
+    ],
+)
+def test_keys_of_the_learning_rate_are_checked(table: dict[str, Any], text: str) -> None:
+    with pytest.raises(JobError, match=text):
+        Job(schedule=table)
+
+
 def test_the_learning_rate_at_the_edges() -> None:
     assert factors("linear", 1) == [1.0]
     assert factors("linear", 2, warmup_steps=2) == [0.5, 1.0]

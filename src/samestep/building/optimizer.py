@@ -117,17 +117,34 @@ def _can_fuse(kind: type[Optimizer], tensors: Sequence[Tensor]) -> bool:
 def learning_rate_factor(schedule: ScheduleTable, num_steps: int) -> Callable[[int], float]:
     """Return a function from the step, from 0, to the factor on the learning rate: up to 1, then down to final_ratio.
 
-    Step `warmup_steps` has the whole learning rate, step `num_steps - 1` and all later ones the last.
+    Step `warmup_steps` has the whole learning rate, step `num_steps - 1` and all later ones the last. With f the fraction of the
+    decay that is left, the learning rate is proportional to f (linear), f^power (polynomial) or (1 - cos(pi f)) / 2 (cosine); wsd,
+    by Hu et al. 2024 (arXiv:2404.06395), is constant up to the last `decay_steps`, and linear in them.
+
+    Raises:
+        JobError: the job's function cannot be imported; the returned function: it fails, or returns no factor.
     """
     warmup, last = schedule.warmup_steps, num_steps - 1
+    own = imported(schedule.name, "schedule.name", JobError) if ":" in schedule.name else None
+    first = last - schedule.decay_steps if schedule.name == "wsd" else warmup
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        if schedule.name == "constant" or last <= 0:
+        if own is not None:
+            return _own_factor(own, schedule.name, step, num_steps)
+        if schedule.name == "constant" or last <= 0 or step < first:
             return 1.0
-        done = min((step - warmup) / (last - warmup), 1.0) if last > warmup else 1.0
-        remaining = 1.0 - done if schedule.name == "linear" else (1.0 + math.cos(math.pi * done)) / 2.0
-        return schedule.final_ratio + (1.0 - schedule.final_ratio) * remaining
+        done = min((step - first) / (last - first), 1.0) if last > first else 1.0
+        left = (1.0 + math.cos(math.pi * done)) / 2.0 if schedule.name == "cosine" else (1.0 - done) ** schedule.power
+        return schedule.final_ratio + (1.0 - schedule.final_ratio) * left
 
     return factor
+
+
+def _own_factor(function: Callable[..., Any], source: str, step: int, num_steps: int) -> float:
+    with failures_of(f"schedule.name: {source}", JobError):
+        found = float(function(step, num_steps))
+    if math.isfinite(found) and found >= 0:
+        return found
+    raise JobError(f"schedule.name: {source} returned {found} for step {step}; a finite factor of 0 or more works")
