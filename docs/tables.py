@@ -199,6 +199,10 @@ TECHNIQUES = (
     ("tensor parallelism", "strategies/tensor.py runtime/axes/tensor.py tracing/tensor_plan.py"),
     ("sequence parallelism", "strategies/sequence.py runtime/axes/sequence.py tracing/sequence_boundaries.py"),
     ("pipelines", "strategies/pipeline.py runtime/axes/pipeline.py"),
+    (
+        "batch norm",
+        "strategies/batch_norm.py runtime/axes/batch_norm.py program/sample_groups.py tracing/batch_norms.py",
+    ),
     ("schedule=gpipe|1f1b|interleaved|zero-bubble", "schedules.py runtime/axes/weight_gradients.py"),
     ("tied embeddings", "strategies/pipeline.py program/holding.py runtime/axes/data.py runtime/axes/shard.py"),
     ("context parallelism", "strategies/context.py runtime/axes/context.py tracing/slices.py"),

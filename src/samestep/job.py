@@ -243,6 +243,8 @@ class NumericsTable(_Table):
     """Whether only kernels run that give the same bits each time; an operation that has none is refused by its name."""
     optimizer_states: OptimizerStates = "float32"
     """Precision in which the states of torch's own optimizers are held: bf16 rounds at random, 8bit has scales by block."""
+    coupled_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
+    """Samples of a group whose statistics batch norm takes, side by side in the order of samples; by default the global batch."""
     on_nonfinite: OnNonFinite = "stop"
     """Action when the loss or a gradient is not finite, after the module at fault has been named."""
     loss_scale: Annotated[float, Field(ge=1e-30, le=1e30)] = 65536.0
@@ -397,6 +399,13 @@ class Job(_Table):
             raise ValueError(
                 f"schedule.decay_steps = {self.schedule.decay_steps} is more than the "
                 f"{self.train.steps - self.schedule.warmup_steps} steps after warm-up; that many work, or fewer"
+            )
+        coupled, batch = self.numerics.coupled_samples, self.train.global_batch
+        if coupled is not None and batch % coupled:
+            near = max(n for n in range(1, min(coupled, batch) + 1) if batch % n == 0)
+            raise ValueError(
+                f"numerics.coupled_samples = {coupled} does not divide train.global_batch = {batch} into groups: "
+                f"coupled_samples = {near} works"
             )
         if (self.data.source == "mixture") != bool(self.data.mixture):
             raise ValueError(

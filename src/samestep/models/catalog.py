@@ -30,6 +30,7 @@ _TRACERS = (
         f"tracing/{name}.py"
         for name in (
             "arranging_rules",
+            "batch_norms",
             "dependence_calls",
             "dependence_rules",
             "independence",

@@ -19,8 +19,10 @@ from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.holding import WHOLE, Holding
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node
+from samestep.program.sample_groups import SampleGroups
 from samestep.program.state_blocks import SCALE_BYTES, block_of
 from samestep.schedules import SCHEDULES, TaskKind
+from samestep.shares import Shares
 
 MOST_MICROBATCHES = 2**15
 """The largest number of micro-batches of a step on one rank: each is a task of the program."""
@@ -35,6 +37,8 @@ class StepSpec:
     precision: Precision
     global_batch: int
     """Samples of one step over all ranks."""
+    coupled_samples: int
+    """Samples of a group whose statistics batch norm takes."""
     ranks_per_node: int
     stage: int = 0
     """Coordinate on `pp`: every stage has a program of its own."""
@@ -78,6 +82,7 @@ class StepSpec:
             layout=layout,
             precision=job.numerics.precision,
             global_batch=job.train.global_batch,
+            coupled_samples=job.numerics.coupled_samples or job.train.global_batch,
             ranks_per_node=min(per_node, layout.world_size),
             stage=stage,
             replica=replica,
@@ -120,8 +125,15 @@ class StepSpec:
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
         """Samples in each micro-batch of this rank; an empty one runs one sample that the loss does not count."""
-        mine = _even_part(self.global_batch, self.layout.dp, self.replica)
-        return tuple(max(1, _even_part(mine, self.num_microbatches, index)) for index in range(self.num_microbatches))
+        shares = Shares(self.global_batch, self.layout.dp, self.num_microbatches)
+        return tuple(max(1, shares.size(self.replica, index)) for index in range(self.num_microbatches))
+
+    @cached_property
+    def sample_groups(self) -> SampleGroups | None:
+        """The groups of samples whose statistics batch norm takes; None in a model without one."""
+        if not any(layer.batch_norms for layer in self.model.layers):
+            return None
+        return SampleGroups.of(self.global_batch, self.coupled_samples, self.layout.dp, self.num_microbatches)
 
     @property
     def compute_dtype(self) -> str:
@@ -233,8 +245,3 @@ def update_chunks(numels: Sequence[int]) -> list[range]:
             chunks.append(range(index, index + 1))
             size = numel
     return chunks
-
-
-def _even_part(count: int, parts: int, index: int) -> int:
-    """Return the size of one of several parts that differ by at most one, the larger ones first."""
-    return count // parts + (index < count % parts)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ from samestep.runtime.axes import precision
 from samestep.runtime.dropout.mode import Draw, DropoutMode, place_samples
 from samestep.runtime.pieces import Piece
 from samestep.runtime.run import Run
+from samestep.tracing.batch_norms import without_own_groups
 
 WHAT = "plain torch"
 """The name of the check."""
@@ -79,6 +81,7 @@ def _model(run: Run, source: Source, steps: PlainSteps) -> nn.Module:
         facts = facts_of(module)
         if (config := facts.expert_configuration(module)) is not None:
             setattr(config, facts.expert_way, facts.one_by_one_way)  # grouped products know no float64
+    without_own_groups(model)
     place_samples(model, run.assembly.model.spec.masks)
     return model if model.training else model.train()
 
@@ -110,15 +113,21 @@ def _take_steps(
 
 
 def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, indices: Any) -> Tensor:
-    """Return the mean loss of a whole batch."""
+    """Return the mean loss of a batch: of the whole one at once, unless the job groups samples whose statistics it takes."""
     device = run.place.device
     moved = precision.cast_floating(tree_map_only(Tensor, lambda tensor: tensor.to(device), samples), torch.float64)
-    draw = Draw(run.job.train.seed, step, torch.as_tensor(indices, device=device))
-    with precision.RaiseIslands(), DropoutMode(model, draw):
-        outputs = call_model(model, moved)
-        loss_sum, count = source.loss(outputs, moved)
-        loss_sum = run.assembly.objective.balance.added_to(loss_sum, outputs, count, 1.0)
-    return loss_sum / count
+    loss_sums, counts = [], []
+    size = run.job.numerics.coupled_samples if run.assembly.model.spec.couples_samples else None
+    for start in range(0, len(indices), size or len(indices)):
+        rows = slice(start, start + (size or len(indices)))
+        part = tree_map_only(Tensor, operator.itemgetter(rows), moved) if size else moved
+        draw = Draw(run.job.train.seed, step, torch.as_tensor(indices[rows], device=device))
+        with precision.RaiseIslands(), DropoutMode(model, draw):
+            outputs = call_model(model, part)
+            loss_sum, count = source.loss(outputs, part)
+            loss_sums.append(run.assembly.objective.balance.added_to(loss_sum, outputs, count, 1.0))
+        counts.append(count)
+    return torch.stack(loss_sums).sum() / sum(counts)
 
 
 def _leave_out(steps: PlainSteps, names: set[str]) -> None:

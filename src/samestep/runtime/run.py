@@ -475,7 +475,7 @@ class Run:
             microbatches.forget(task.microbatch)
         self._generators.settle(whole=task.microbatch == 0)
         with self._forward_modes(microbatches, task.microbatch):
-            with parallel.slicing.of(samples), parallel.pending():
+            with parallel.slicing.of(samples), parallel.pending(), parallel.batch_norms.of(task.microbatch):
                 outputs = parallel.stage.forward(task.microbatch, task.chunk, samples)
             self._check_generators("the forward", samples)
             if not parallel.stage.is_last(task.chunk):
@@ -517,7 +517,8 @@ class Run:
         if not generator:
             return
         layout, model = self.layout, self._held.model.module
-        if samples is not None and layout.model_ranks == 1 and (layout.num_shards == 1 or layout.zero < 2):
+        waits = self._held.parallel.batch_norms.sends or (layout.num_shards > 1 and layout.zero >= 2)
+        if samples is not None and layout.model_ranks == 1 and not waits:
             with self.assembly.model.compiled.off():
                 path = randomness.first_module_that_draws(model, lambda: call_model(model, samples), self.place.device)
             who = f"{path} in {who}" if path else who

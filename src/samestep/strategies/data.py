@@ -53,8 +53,9 @@ def _coupling(step: StepSpec) -> str | None:
     """Return where samples that the layout spreads over micro-batches influence each other."""
     model = step.model
     works = f"so the result would change with the layout: only one rank with microbatch={step.global_batch} computes it"
-    if model.coupled_modules:
-        return f"{model.coupled_modules[0]} lets samples influence each other (batch norm) or keeps statistics of them, {works}"
+    owners = model.batch_norm_owners  # whose statistics are those of groups (`strategies/batch_norm.py`)
+    if other := next((path for path in model.coupled_modules if path not in owners), ""):
+        return f"{other} lets samples influence each other or keeps statistics of them, {works}"
     if model.mixes_samples and "samples" not in step.allow:
         where, _, operation = model.mixes_samples.rpartition(" by ")
         waiver = 'run.allow = ["samples"] lets it run unproven'

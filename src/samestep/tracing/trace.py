@@ -277,6 +277,7 @@ def _layer_specs(
                 for region, key, exchange in watch.exchanges
                 if layer.is_block and region in layer.regions
             ),
+            batch_norms=tuple(call for region, call in watch.batch_norms if region in layer.regions),
         )
         specs.append(spec)
     if head := _head_of(specs[-1], {watch.sizes[key] // num_samples for key in outputs[-1]}):

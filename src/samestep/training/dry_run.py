@@ -87,7 +87,8 @@ def dry_run(
     programs = [
         program_of(checked.workload.spec, job, where, job.run.ranks_per_node, stage=stage) for stage in range(where.pp)
     ]
-    samples, order = step_samples(job, where, checked.workload.dataset), Ranks.of(where)
+    step, order = programs[0].step, Ranks.of(where)
+    samples = step_samples(job, where, checked.workload.dataset, step.num_microbatches)
     shares = (
         RankShare(
             at_rest(programs[order.coordinate(rank, "pp")], states, rank),
@@ -95,7 +96,6 @@ def dry_run(
         )
         for rank in range(where.world_size)
     )
-    step = programs[0].step
     return DryRun(
         job=checked.job,
         layout=where,
