@@ -176,6 +176,10 @@ class TrainTable(_Table):
     """`cross_entropy` (next token, or class), `mse`, or `module:function` of (outputs, batch) -> (sum, count)."""
     evaluate_samples: Annotated[int, Field(ge=0, le=MOST_SAMPLES)] = 256
     """Number of held-out samples in the loss at the end; 0 skips it."""
+    evaluate_every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
+    """Steps between evaluations of the held-out loss while the run trains; 0: only at the end."""
+    patience: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
+    """Evaluations in a row without a new least loss after which the run ends; 0: it ends with its last step."""
     prompt: str = ""
     """Text that a generated sample begins with."""
     sample_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 200
@@ -266,6 +270,8 @@ class CheckpointTable(_Table):
     """Whether steps go on while a checkpoint is written; they wait only for a copy in the host's memory."""
     on_failure: Literal["continue", "stop"] = "continue"
     """Action when a checkpoint cannot be written, as on a full disk; the last one must be written in any case."""
+    keep_best: bool = False
+    """Whether RUN/best holds the checkpoint with the least held-out loss of all evaluations (`train.evaluate_every`)."""
     save_pretrained: bool = False
     """Whether each checkpoint also has a folder `pretrained`, which transformers' from_pretrained loads as it is."""
 
@@ -395,6 +401,9 @@ class Job(_Table):
                 f"schedule.warmup_steps = {self.schedule.warmup_steps} is more than train.steps = {self.train.steps}; "
                 f"at most {self.train.steps} works, and so do more steps (--set schedule.warmup_steps=0 --set train.steps=...)"
             )
+        if not self.train.evaluate_every and (self.train.patience or self.checkpoint.keep_best):
+            key = "train.patience" if self.train.patience else "checkpoint.keep_best"
+            raise ValueError(f"{key} needs evaluations while the run trains: train.evaluate_every = 100 works")
         if self.schedule.decay_steps > self.train.steps - self.schedule.warmup_steps:
             raise ValueError(
                 f"schedule.decay_steps = {self.schedule.decay_steps} is more than the "
