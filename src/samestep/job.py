@@ -190,6 +190,19 @@ class TrainTable(_Table):
     """Steps between checks: ranks agree, and a sample's forward and a weight's update, done again, are the same; 0: none."""
 
 
+class GroupTable(_Table):
+    """Settings of the optimizer for some parameters."""
+
+    match: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Patterns of the names of the parameters, of which an earlier group has none."""
+    lr: Annotated[float, Field(ge=0.0, le=MOST_SCALE)] | None = None
+    """Their learning rate after warm-up; without it `optimizer.lr`."""
+    weight_decay: Annotated[float, Field(ge=0.0, le=MOST_SCALE)] | None = None
+    """Their weight decay; without it `optimizer.weight_decay`, or none for what `optimizer.no_weight_decay` matches."""
+    options: dict[str, Any] = {}
+    """Further keyword arguments of the class for them, such as betas."""
+
+
 class OptimizerTable(_Table):
     """The optimizer: a class of torch.optim by its name in any case, or `module:function` of (parameters)."""
 
@@ -201,10 +214,20 @@ class OptimizerTable(_Table):
     """Weight decay of every parameter that `no_weight_decay` does not match."""
     no_weight_decay: tuple[str, ...] = ()
     """Patterns (`*norm*`, `*.bias`) of the names of parameters without weight decay."""
+    groups: tuple[GroupTable, ...] = ()
+    """Parameters with settings of their own: `[{ match = ["*lora_B*"], lr = 1e-3, weight_decay = 0.0, options = {} }]`."""
     clip_norm: Annotated[float, Field(gt=0.0)] | None = None
     """Largest global gradient norm, above which gradients are clipped; without it nothing is clipped."""
     options: dict[str, Any] = {}
     """Further keyword arguments of the class, such as betas."""
+
+    @model_validator(mode="after")
+    def _function_makes_its_groups(self) -> OptimizerTable:
+        if self.groups and ":" in self.name:
+            raise ValueError(
+                f"groups are those of a class of torch.optim, and {self.name} makes its own: leave one of them out"
+            )
+        return self
 
 
 class ScheduleTable(_Table):
@@ -531,7 +554,7 @@ def _mistakes(error: ValidationError, source: Callable[[str], str]) -> str:
 def _keys_of(path: Sequence[str]) -> list[str]:
     """Return the names of the keys of the table at `path`."""
     table: Any = Job
-    for part in path:
+    for part in (one for one in path if not one.isdecimal()):  # an entry of an array of tables
         field = table.model_fields.get(part)
         kinds = _parts(field.annotation) if field else ()
         table = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

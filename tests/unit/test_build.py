@@ -14,7 +14,7 @@ from torch import nn
 
 from samestep.building.loss import loss_of
 from samestep.building.model import call_model, model_source
-from samestep.building.optimizer import learning_rate_factor, optimizer_of
+from samestep.building.optimizer import check_groups, learning_rate_factor, optimizer_of
 from samestep.errors import JobError, ModelError
 from samestep.job import Job, ScheduleTable
 
@@ -403,6 +403,38 @@ def test_an_optimizer_of_the_user() -> None:
     assert make(parameters(), name="plugin_of_the_user:optimizer").defaults["lr"] == 0.5
     with pytest.raises(JobError, match="not a torch optimizer"):
         make(parameters(), name="builtins:len")
+
+
+def test_groups_of_parameters_have_settings_of_their_own() -> None:
+    groups = [
+        {"match": ["*bias"], "lr": 0.5, "weight_decay": 0.2},
+        {"match": ["a.*"], "options": {"betas": [0.5, 0.6]}},
+    ]
+    named = parameters()
+    made = make(named, lr=0.1, weight_decay=0.3, no_weight_decay=["*bias", "*norm*"], groups=groups)
+    names = {id(tensor): name for name, tensor in named}
+    found = {names[id(p)]: (g["lr"], g["weight_decay"], g["betas"]) for g in made.param_groups for p in g["params"]}
+    assert found == {
+        "norm.weight": (0.1, 0.0, (0.9, 0.999)),
+        "a.bias": (0.5, 0.2, (0.9, 0.999)),
+        "a.weight": (0.1, 0.3, (0.5, 0.6)),
+    }
+
+
+def test_wrong_groups_of_parameters_are_named() -> None:
+    table = Job(optimizer={"groups": [{"match": ["*", "norm.wight"]}]}).optimizer
+    with pytest.raises(
+        JobError, match=r"optimizer.groups.0.match: 'norm.wight' matches no .* \(did you mean 'norm.weight'"
+    ):
+        check_groups(table, [name for name, _ in parameters()])
+    with pytest.raises(JobError, match=r"optimizer.groups.0.options.beta: AdamW takes betas"):
+        make(parameters(), groups=[{"match": ["*"], "options": {"beta": 1}}])
+    with pytest.raises(JobError, match=r"groups are those of a class of torch.optim, and a:b makes its own"):
+        Job(optimizer={"name": "a:b", "groups": [{"match": ["*"]}]})
+    with pytest.raises(
+        JobError, match=r"optimizer.groups.0.matches: unknown key \(did you mean 'match'\?\); the keys here are match"
+    ):
+        Job(optimizer={"groups": [{"match": ["*"], "matches": 1}]})
 
 
 # -- learning rates --------------------------------------------------------------------------------
