@@ -32,6 +32,8 @@ Precision = Literal["float64", "float32", "bf16", "fp16"]
 PRESET = "preset:"
 OnNonFinite = Literal["skip", "stop", "continue"]
 OptimizerStates = Literal["float32", "bf16", "8bit"]
+Compression = Literal["none", "bf16", "fp16", "int8"]
+"""`none`, or the codec of a gradient: a row of `program/codecs.py`."""
 Task = Literal["causal", "masked", "seq2seq", "image", "speech", "vision-language"]
 Waiver = Literal["samples", "loss", "random", "state", "optimizer", "data", "build", "resume"]
 """What a refusal is about: samples that influence each other, the loss as a sum over samples, random numbers, state that a
@@ -270,6 +272,10 @@ class NumericsTable(_Table):
     """Whether only kernels run that give the same bits each time; an operation that has none is refused by its name."""
     optimizer_states: OptimizerStates = "float32"
     """Precision in which the states of torch's own optimizers are held: bf16 rounds at random, 8bit has scales by block."""
+    compression: Compression = "none"
+    """How gradients are written down where `replicas` are summed: as they are, in half precision, or int8 in scaled blocks."""
+    replicas: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
+    """With `compression`: the number of equal parts of the global batch whose gradients are compressed, each summed in full."""
     coupled_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
     """Samples of a group whose statistics batch norm takes, side by side in the order of samples; by default the global batch."""
     on_nonfinite: OnNonFinite = "stop"
@@ -432,6 +438,8 @@ class Job(_Table):
                 f"schedule.decay_steps = {self.schedule.decay_steps} is more than the "
                 f"{self.train.steps - self.schedule.warmup_steps} steps after warm-up; that many work, or fewer"
             )
+        if mistake := self._mistake_of_compression():
+            raise ValueError(mistake)
         coupled, batch = self.numerics.coupled_samples, self.train.global_batch
         if coupled is not None and batch % coupled:
             near = max(n for n in range(1, min(coupled, batch) + 1) if batch % n == 0)
@@ -445,6 +453,26 @@ class Job(_Table):
                 'source = "mixture" and a table [data.mixture] with a line such as "text:PATH" = 0.5 for each source work'
             )
         return self
+
+    def _mistake_of_compression(self) -> str | None:
+        """Return why no gradients can be compressed so, and what works."""
+        kind, replicas, batch = self.numerics.compression, self.numerics.replicas, self.train.global_batch
+        if kind == "none" and replicas > 1:
+            return (
+                f"numerics.replicas = {replicas} says how many gradients are compressed, and none is: replicas = 1 works, "
+                'and so does numerics.compression = "int8"'
+            )
+        if kind != "none" and replicas == 1:
+            return (
+                f'numerics.compression = "{kind}" compresses the gradients of numerics.replicas parts of a batch: '
+                "replicas = 2 or more works, as many as the links are slow between"
+            )
+        if batch % replicas:
+            return (
+                f"numerics.replicas = {replicas} does not divide train.global_batch = {batch} into equal parts; "
+                f"global_batch = {-(-batch // replicas) * replicas} works"
+            )
+        return None
 
     def to_toml(self) -> str:
         """Return the resolved job as TOML: every key with its value, so that the file alone repeats the run."""

@@ -3,7 +3,8 @@
 ```
 checkpoints/step-000500/
     manifest.json             written last: step, loss scale, the job, shapes, which elements lie in which file; digests
-    rank-0000.safetensors     runs of elements: value/NAME/START, state/NAME/START/KEY; buffers, and tensors that are kept besides
+    rank-0000.safetensors     runs of elements: value/NAME/START, state/NAME/START/KEY, and lost/NAME/START/KEY, which codes
+                              have lost of gradients; buffers, and tensors that are kept besides
     pretrained/               with checkpoint.save_pretrained: a folder that transformers loads (`runtime/pretrained_folder.py`)
 ```
 A rank writes the pieces it updates (only the first of several replicas does), and reads the runs that overlap the
@@ -151,6 +152,9 @@ def load(run: PreparedRun, folder: Path) -> None:
             mine = stored_pieces.slice_of(run, piece).runs(piece.start, piece.stop)
             piece.set_master(stored.read("value", piece.name, mine))
             _load_state(updater, stored, piece, mine)
+        for lost in run.assembly.weights.store.given_back():
+            mine = stored_pieces.slice_of_part(run, lost.name).runs(lost.start, lost.start + lost.values.numel())
+            lost.values.copy_(stored.read_lost(lost.key, lost.name, mine))
         updater.publish()  # else what was read looks like what somebody has written into the weights
         for piece in run.assembly.weights.store.frozen:
             if piece.name in stored.values:
@@ -254,6 +258,11 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
                     f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {piece.name}; "
                     "a checkpoint holds tensors, numbers and text"
                 )
+    tensors |= {
+        f"lost/{stored_pieces.name_of_part(run, lost.name)}/{lost.start}/{lost.key}": stored_pieces.copied(lost.values)
+        for lost in run.assembly.weights.store.given_back()
+        if stored_pieces.encodes_first(run, lost.name)
+    }
     for piece in frozen:
         if piece.name not in elsewhere:
             tensors[f"value/{stored_pieces.name_of(run, piece)}/{piece.start}"] = stored_pieces.copied(
