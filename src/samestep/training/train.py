@@ -267,9 +267,7 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
         return _ended(evaluated, checked, screen, metrics)
 
 
-def _ended(
-    evaluated: Evaluations, checked: Checked, screen: Screen | None, metrics: Metrics | None
-) -> Summary | None:
+def _ended(evaluated: Evaluations, checked: Checked, screen: Screen | None, metrics: Metrics | None) -> Summary | None:
     """Evaluate a run that has taken its steps or was stopped, and print and write its result."""
     run, workload, folder = evaluated.run, checked.workload, checked.folder
     stopped = run.steps_taken < checked.until and not evaluated.is_over
