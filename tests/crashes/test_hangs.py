@@ -119,6 +119,7 @@ def _stops_once(step: int, once: Path) -> Any:
     return stopping
 
 
+@pytest.mark.filterwarnings("ignore:rank 1 of 2 does not answer")
 @pytest.mark.usefixtures("stop_signals")
 def test_a_run_with_a_stopped_rank_is_ended_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
