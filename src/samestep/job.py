@@ -117,7 +117,7 @@ class DataTable(_Table):
     """The data, and how it becomes samples."""
 
     source: str = "topics"
-    """topics, stdlib, text:PATH, tokens:PATH, jsonl:PATH, parquet:PATH, hf:PATH, `module:function`, or mixture."""
+    """topics, stdlib, text:PATH, tokens:PATH, jsonl:PATH, parquet:PATH, hf:PATH, digits, `module:function`, or mixture."""
     mixture: dict[str, Annotated[float, Field(gt=0.0, le=MOST_SCALE)]] = {}
     """With `source = "mixture"`: sources, and the share of the samples that each one gives, in any unit."""
     tokenizer: str = "bytes"

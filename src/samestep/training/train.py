@@ -44,7 +44,7 @@ from samestep.training.sampling import printable, sample_text
 from samestep.training.saving import Saver
 from samestep.training.speed import speed_of
 from samestep.training.trackers import opened
-from samestep.training.workload import Workload, held_out_loss
+from samestep.training.workload import Workload, held_out_accuracy, held_out_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,8 @@ class Summary:
     """The training loss of the last step, a mean over counted tokens; None where it was not finite."""
     held_out_loss: float | None
     """The mean loss over the held-out samples; None where nothing is held out or the run was stopped."""
+    held_out_accuracy: float | None
+    """The fraction of the held-out samples whose class is found; None where a sample has no class."""
     stopped: bool
     """Whether the run was asked to stop before its last step."""
     proof: str = ""
@@ -117,7 +119,7 @@ def train(
     )
     if auto_resume and checked.is_finished:
         print(f"{checked.folder} is finished: step {checked.until} was its last", flush=True)
-        return Summary(checked.folder, checked.until, None, None, stopped=False)
+        return Summary(checked.folder, checked.until, None, None, None, stopped=False)
     is_first = place is None or place.rank == 0
     if is_first:
         if checked.why:
@@ -254,6 +256,7 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
     _loop(run, workload, folder, until, profiler, screen, metrics)
     stopped = run.steps_taken < until
     held_out = None if stopped else held_out_loss(run, workload)
+    accuracy = None if stopped else held_out_accuracy(run, workload)
     if not stopped:
         _print_sample(run, workload, screen, "after training")
     waived = run.all_waived()
@@ -261,7 +264,7 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
         return None
     metrics.close()
     if held_out is not None:
-        screen.say(f"held-out loss {held_out:.4f}")
+        screen.say(f"held-out loss {held_out:.4f}" + (f", accuracy {accuracy:.1%}" if accuracy is not None else ""))
     if stopped:
         screen.say(f"stopped after step {run.steps_taken}; --resume --out {folder} resumes it")
     proof = record.found(run.job, run.layout, folder)
@@ -269,7 +272,9 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
     tried = run.assembly.model.spec.tried if run.layout.world_size > 1 else ()
     _say_shown(screen, run, proven, waived, tried)
     took, loss = run.steps_taken, metrics.last_loss
-    summary = Summary(folder, took, loss, held_out, stopped, proven, waived, tried, workload.remarks, run.changes)
+    summary = Summary(
+        folder, took, loss, held_out, accuracy, stopped, proven, waived, tried, workload.remarks, run.changes
+    )
     write_whole(folder / "summary.json", json.dumps(dataclasses.asdict(summary), indent=1, default=str) + "\n")
     return summary
 
