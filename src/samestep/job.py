@@ -85,7 +85,7 @@ def _parts(kind: Any) -> Iterator[Any]:
 
 class ModelTable(_Table):
     """The model: `hf:FAMILY` (a transformers configuration), `hf:PATH` (a folder with weights, from which training starts),
-    `module:function` that returns an nn.Module, or, to plan and simulate only, `preset:NAME`."""
+    `module:function` that returns an nn.Module, `preset:resnet50`, or, to plan and simulate only, another `preset:NAME`."""
 
     source: str = "hf:llama"
     """`hf:FAMILY`, `hf:PATH`, `module:function`, or `preset:NAME`."""
