@@ -72,6 +72,8 @@ def add_train(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="run folder; default: a new one below runs/")
     about = "resume from the newest checkpoint in --out; default: in the newest run below runs/"
     parser.add_argument("--resume", action="store_true", help=about)
+    about = "start a new run from the weights of a run folder, a checkpoint, or a folder of transformers"
+    parser.add_argument("--init-from", type=Path, metavar="RUN", help=about)
     about = "resume the run in --out if it has a whole checkpoint, else start it; one that is finished is left alone"
     parser.add_argument("--auto-resume", action="store_true", help=about)
     _add_allow(parser, resumes=True)
@@ -104,6 +106,10 @@ def add_export(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=about)
     about = "the dtype of the weights; default: that of the master weights"
     parser.add_argument("--dtype", choices=get_args(Precision), help=about)
+    about = (
+        "write the whole model with its adapters (model.lora) added into its weights; default: the adapters, for peft"
+    )
+    parser.add_argument("--merge", action="store_true", help=about)
 
 
 def add_sample(parser: ArgumentParser) -> None:

@@ -119,7 +119,7 @@ def _train(words: Namespace) -> int:
     job = _allowing(words)
     _limit_threads(job.run.threads)
     given = {"layout": words.layout, "ranks": words.ranks, "steps": words.steps, "out": out}
-    given |= {"resume": words.resume, "auto_resume": words.auto_resume}
+    given |= {"resume": words.resume, "auto_resume": words.auto_resume, "init_from": words.init_from}
     if words.dry_run:
         from samestep.training.dry_run import dry_run
 
@@ -163,7 +163,7 @@ def _export(words: Namespace) -> None:
     _limit_threads(1)
     from samestep.training.export import export
 
-    print(export(words.run, words.out, dtype=words.dtype).to_text())
+    print(export(words.run, words.out, dtype=words.dtype, merge=words.merge).to_text())
 
 
 def _sample(words: Namespace) -> None:

@@ -32,6 +32,8 @@ Precision = Literal["float64", "float32", "bf16", "fp16"]
 PRESET = "preset:"
 OnNonFinite = Literal["skip", "stop", "continue"]
 OptimizerStates = Literal["float32", "bf16", "8bit"]
+Compression = Literal["none", "bf16", "fp16", "int8"]
+"""`none`, or the codec of a gradient: a row of `program/codecs.py`."""
 Task = Literal["causal", "masked", "seq2seq", "image", "speech", "vision-language"]
 Waiver = Literal["samples", "loss", "random", "state", "optimizer", "data", "build", "resume"]
 """What a refusal is about: samples that influence each other, the loss as a sum over samples, random numbers, state that a
@@ -83,6 +85,21 @@ def _parts(kind: Any) -> Iterator[Any]:
         yield from _parts(part)
 
 
+class LoraTable(_Table):
+    """Low-rank adapters, which are trained in place of the weights of some linear layers."""
+
+    targets: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Names of the linear layers, such as `q_proj`, or whole paths of some."""
+    r: Annotated[int, Field(ge=1, le=2**20)] = 8
+    """Rank of the adapters."""
+    alpha: Annotated[float, Field(gt=0.0, le=MOST_SCALE)] = 16.0
+    """What an adapter computes is multiplied by alpha / r."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Rate of dropout of what an adapter is given."""
+    modules_to_save: tuple[str, ...] = ()
+    """Names of modules that are trained whole and saved with the adapters, such as `lm_head`."""
+
+
 class ModelTable(_Table):
     """The model: `hf:FAMILY` (a transformers configuration), `hf:PATH` (a folder with weights, from which training starts),
     `module:function` that returns an nn.Module, `preset:resnet50`, or, to plan and simulate only, another `preset:NAME`."""
@@ -93,6 +110,20 @@ class ModelTable(_Table):
     """Fields of the family's, the folder's or the preset's configuration to override, or keyword arguments of the function."""
     task: Task = "causal"
     """Of `hf:`, what the model is for: `causal`, `masked`, `seq2seq`, `image`, `speech` or `vision-language`."""
+    freeze: tuple[str, ...] = ()
+    """Patterns (`model.embed_tokens.*`, `*norm*`) of the names of parameters that are not trained."""
+    lora: LoraTable | None = None
+    """Adapters by peft on some linear layers, all else frozen: `{ targets = ["q_proj", "v_proj"], r = 8, alpha = 16.0, dropout = 0.0,
+    modules_to_save = [] }`."""
+
+    @model_validator(mode="after")
+    def _shape_is_no_module(self) -> ModelTable:
+        if self.preset is not None and (self.freeze or self.lora):
+            key = "freeze" if self.freeze else "lora"
+            raise ValueError(
+                f"{key} names parts of a module, and {self.source} is a shape: hf:FAMILY and module:function work"
+            )
+        return self
 
     @property
     def preset(self) -> str | None:
@@ -194,6 +225,10 @@ class NumericsTable(_Table):
     """Whether only kernels run that give the same bits each time; an operation that has none is refused by its name."""
     optimizer_states: OptimizerStates = "float32"
     """Precision in which the states of torch's own optimizers are held: bf16 rounds at random, 8bit has scales by block."""
+    compression: Compression = "none"
+    """How gradients are written down where `replicas` are summed: as they are, in half precision, or int8 in scaled blocks."""
+    replicas: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
+    """With `compression`: the number of equal parts of the global batch whose gradients are compressed, each summed in full."""
     coupled_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
     """Samples of a group whose statistics batch norm takes, side by side in the order of samples; by default the global batch."""
     on_nonfinite: OnNonFinite = "stop"
@@ -346,6 +381,8 @@ class Job(_Table):
                 f"schedule.warmup_steps = {self.schedule.warmup_steps} is more than train.steps = {self.train.steps}; "
                 f"at most {self.train.steps} works, and so do more steps (--set schedule.warmup_steps=0 --set train.steps=...)"
             )
+        if mistake := self._mistake_of_compression():
+            raise ValueError(mistake)
         coupled, batch = self.numerics.coupled_samples, self.train.global_batch
         if coupled is not None and batch % coupled:
             near = max(n for n in range(1, min(coupled, batch) + 1) if batch % n == 0)
@@ -359,6 +396,26 @@ class Job(_Table):
                 'source = "mixture" and a table [data.mixture] with a line such as "text:PATH" = 0.5 for each source work'
             )
         return self
+
+    def _mistake_of_compression(self) -> str | None:
+        """Return why no gradients can be compressed so, and what works."""
+        kind, replicas, batch = self.numerics.compression, self.numerics.replicas, self.train.global_batch
+        if kind == "none" and replicas > 1:
+            return (
+                f"numerics.replicas = {replicas} says how many gradients are compressed, and none is: replicas = 1 works, "
+                'and so does numerics.compression = "int8"'
+            )
+        if kind != "none" and replicas == 1:
+            return (
+                f'numerics.compression = "{kind}" compresses the gradients of numerics.replicas parts of a batch: '
+                "replicas = 2 or more works, as many as the links are slow between"
+            )
+        if batch % replicas:
+            return (
+                f"numerics.replicas = {replicas} does not divide train.global_batch = {batch} into equal parts; "
+                f"global_batch = {-(-batch // replicas) * replicas} works"
+            )
+        return None
 
     def to_toml(self) -> str:
         """Return the resolved job as TOML: every key with its value, so that the file alone repeats the run."""
@@ -470,7 +527,8 @@ def _keys_of(path: Sequence[str]) -> list[str]:
     table: Any = Job
     for part in path:
         field = table.model_fields.get(part)
-        table = field.annotation if field else None
+        kinds = _parts(field.annotation) if field else ()
+        table = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
         if not (isinstance(table, type) and issubclass(table, BaseModel)):
             return []
     return list(table.model_fields)

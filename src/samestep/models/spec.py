@@ -371,6 +371,8 @@ class LayerSpec:
     """Operations of its forward that the host launches."""
     backward_reads_weights: bool = True
     """Whether a gradient flows through its weights to its input; not so in a layer of embeddings."""
+    has_backward: bool = True
+    """Whether a backward runs in it: not so where its weights are frozen, and those of every layer before it."""
     forward_sums: tuple[PartialSum, ...] = ()
     """Partial sums of a tensor cut in the forward, in order: outputs of row-cut modules and cut embeddings."""
     repeats_last_sum: bool = False
@@ -411,6 +413,8 @@ class LayerSpec:
     @property
     def backward_flops(self) -> int:
         """FLOPs of one sample's backward: gradients of inputs and of weights that are not frozen, logits made once more."""
+        if not self.has_backward:
+            return 0
         frozen = sum(product.flops for product in self.products if product.factors == "frozen")
         return 2 * self.forward_flops - frozen + sum(product.flops for product in self.products if product.chunk_rows)
 

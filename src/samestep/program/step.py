@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from samestep.job import Job, OptimizerStates, Precision, Waiver
+from samestep.job import Compression, Job, OptimizerStates, Precision, Waiver
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec, ParamSpec
 from samestep.program.bodies import BodyKey, ends_step
 from samestep.program.codecs import CODECS, PLAIN
+from samestep.program.contributions import Contributions
 from samestep.program.holding import WHOLE, Holding
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node
@@ -58,6 +59,12 @@ class StepSpec:
     """Precision in which the optimizer's states are held."""
     state_blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Elements of a block of each weight's 8-bit states; 0 for a weight whose states are float32."""
+    codec: str = PLAIN
+    """Name of the codec as which contributions to a gradient are sent; buckets, units and their ops take it from here."""
+    replicas: int = 1
+    """The number of contributions that are encoded."""
+    gradient_blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Elements of a block of each weight's gradient, in which the codec writes it down."""
     allow: tuple[Waiver, ...] = ()
     """Refusals that the job waives."""
     holdings: Mapping[str, Holding] = field(default_factory=dict, hash=False)
@@ -94,6 +101,9 @@ class StepSpec:
             state_blocks={param.name: block_of(param.shape) for param in model.params}
             if job.numerics.optimizer_states == "8bit"
             else {},
+            codec=PLAIN if job.numerics.compression == "none" else job.numerics.compression,
+            replicas=job.numerics.replicas,
+            gradient_blocks=_gradient_blocks(model, job.numerics.compression),
             allow=job.run.waivers,
         )
 
@@ -114,8 +124,9 @@ class StepSpec:
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Number of micro-batches of one step, the same on every rank."""
-        return -(-self.rank_samples // (self.layout.microbatch or self.rank_samples))
+        """Number of micro-batches of one step, the same on every rank; by default one of each contribution."""
+        each = self.contributions.each if self.contributions is not None else 1
+        return -(-self.rank_samples // (self.layout.microbatch or -(-self.rank_samples // each)))
 
     @cached_property
     def microbatch_samples(self) -> int:
@@ -150,15 +161,19 @@ class StepSpec:
         """Dtype of master weights, accumulated gradients and optimizer state."""
         return "float64" if self.precision == "float64" else "float32"
 
-    @property
-    def codec(self) -> str:
-        """Name of the codec as which gradients are sent over the data axes; buckets, units and their ops take it from here."""
-        return PLAIN
+    @cached_property
+    def contributions(self) -> Contributions | None:
+        """Where contributions to a gradient are encoded and summed; None where gradients are summed as they are."""
+        return None if self.codec == PLAIN else Contributions.of(self.layout, self.zero, self.replicas)
+
+    def gradient_block(self, param: ParamSpec) -> int:
+        """Return the elements of a block of a weight's gradient; 1 where gradients are sent as they are."""
+        return self.gradient_blocks.get(param.name, 1)
 
     @property
-    def reduce_dtype(self) -> str:
-        """Dtype in which gradients are sent over the data axes, as the codec says."""
-        return CODECS[self.codec].sent_dtype(self.master_dtype)
+    def least_reduced_bytes(self) -> int:
+        """The fewest bytes that an element of a gradient is sent as over any data axis; 0 where codecs share it with others."""
+        return BYTES_OF[self.master_dtype] if self.codec == PLAIN else 0
 
     @property
     def is_mixed(self) -> bool:
@@ -225,6 +240,13 @@ class StepSpec:
         precision.
         """
         return self.master_dtype if param.shared else self.compute_dtype
+
+
+def _gradient_blocks(model: ModelSpec, compression: Compression) -> dict[str, int]:
+    """Return the elements of a block of each gradient, for a codec that has blocks."""
+    if compression == "none" or not CODECS[compression].block_bytes:
+        return {}
+    return {param.name: block_of(param.shape) or 1 for param in model.params}
 
 
 LARGEST_CHUNK = 2**24

@@ -3,7 +3,8 @@
 ```
 checkpoints/step-000500/
     manifest.json             written last: step, loss scale, the job, shapes, which elements lie in which file; digests
-    rank-0000.safetensors     runs of elements: value/NAME/START, state/NAME/START/KEY; buffers, and tensors that are kept besides
+    rank-0000.safetensors     runs of elements: value/NAME/START, state/NAME/START/KEY, and lost/NAME/START/KEY, which codes
+                              have lost of gradients; buffers, and tensors that are kept besides
     pretrained/               with checkpoint.save_pretrained: a folder that transformers loads (`runtime/pretrained_folder.py`)
 ```
 A rank writes the pieces it updates (only the first of several replicas does), and reads the runs that overlap the
@@ -17,11 +18,12 @@ refused, never skipped. Values are in master precision, so resuming is exact.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from samestep.errors import CheckpointError, SaveError
@@ -150,6 +152,9 @@ def load(run: PreparedRun, folder: Path) -> None:
             mine = stored_pieces.slice_of(run, piece).runs(piece.start, piece.stop)
             piece.set_master(stored.read("value", piece.name, mine))
             _load_state(updater, stored, piece, mine)
+        for lost in run.assembly.weights.store.given_back():
+            mine = stored_pieces.slice_of_part(run, lost.name).runs(lost.start, lost.start + lost.values.numel())
+            lost.values.copy_(stored.read_lost(lost.key, lost.name, mine))
         updater.publish()  # else what was read looks like what somebody has written into the weights
         for piece in run.assembly.weights.store.frozen:
             if piece.name in stored.values:
@@ -166,6 +171,33 @@ def load(run: PreparedRun, folder: Path) -> None:
         run.updater.loss_scale.scale, run.updater.loss_scale.steps_since = manifest["loss_scale"]
     run.assembly.weights.store.publish()
     run.steps_taken, run.changes = manifest["step"], tuple(changes)
+
+
+def set_weights(run: PreparedRun, value: Callable[[str], Tensor | None]) -> None:
+    """Set the weights and buffers of a prepared run that has taken no step, whose parts of them this rank holds.
+
+    `value` returns a whole tensor by its name in the model, or None for one that stays as it is.
+    """
+    store, updater = run.assembly.weights.store, run.updater
+
+    def mine(piece: Piece) -> Tensor | None:
+        if (found := value(piece.name)) is None:
+            return None
+        runs, flat = stored_pieces.slice_of(run, piece).runs(piece.start, piece.stop), found.flatten()
+        parts = [flat[start : start + length] for start, length in zip(runs.starts, runs.lengths, strict=True)]
+        return torch.cat(parts) if parts else flat[:0]
+
+    for piece in updater.pieces:
+        if (held := mine(piece)) is not None:
+            piece.set_master(held)
+    updater.publish()
+    for piece in store.frozen:
+        if (held := mine(piece)) is not None:
+            piece.value.data.copy_(held.view_as(piece.value))
+    for name, buffer in run.model.named_buffers():
+        if (found := value(name)) is not None:
+            buffer.copy_(found)
+    store.publish()
 
 
 def found_in(folder: Path) -> Path:
@@ -226,6 +258,11 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
                     f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {piece.name}; "
                     "a checkpoint holds tensors, numbers and text"
                 )
+    tensors |= {
+        f"lost/{stored_pieces.name_of_part(run, lost.name)}/{lost.start}/{lost.key}": stored_pieces.copied(lost.values)
+        for lost in run.assembly.weights.store.given_back()
+        if stored_pieces.encodes_first(run, lost.name)
+    }
     for piece in frozen:
         if piece.name not in elsewhere:
             tensors[f"value/{stored_pieces.name_of(run, piece)}/{piece.start}"] = stored_pieces.copied(

@@ -412,7 +412,10 @@ class Run:
             factor = scale * clip_factor(norm, self.job.optimizer.clip_norm)
             self._update(lambda: updater.step(factor, was_held_back=was_held_back > 0))
         if math.isfinite(loss):
+            before = updater.loss_scale.scale
             updater.loss_scale.after(overflowed=not finite)
+            if updater.loss_scale.scale != before:
+                self._held.weights.store.scale_given_back(updater.loss_scale.scale / before)
         self.steps_taken = batch.step + 1
         step_s = time.perf_counter() - opened.began_s
         return StepReport(

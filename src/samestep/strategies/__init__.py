@@ -24,6 +24,7 @@ from samestep.schedules import TaskKind
 from samestep.strategies import (
     batch_norm,
     chunked_loss,
+    compress,
     context,
     data,
     expert,
@@ -38,8 +39,8 @@ from samestep.strategies import (
 
 # The order matters. `chunked_loss` leaves the last layer a chunk of its logits; `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
 # the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives; `batch_norm`
-# sends statistics, which no repeated forward takes again; `pipeline` leaves a stage its layers; `shard` adds gathers and scatters; `data` reduces what they leave replicated; `whole_update`
-# brings to one rank what it must update whole.
+# sends statistics, which no repeated forward takes again; `pipeline` leaves a stage its layers; `shard` adds gathers and scatters; `data` reduces what they leave replicated,
+# `compress` what is encoded of it; `whole_update` brings to one rank what it must update whole.
 STACK: tuple[ModuleType, ...] = (
     precision,
     chunked_loss,
@@ -52,6 +53,7 @@ STACK: tuple[ModuleType, ...] = (
     pipeline,
     shard,
     data,
+    compress,
     whole_update,
 )
 

@@ -293,6 +293,7 @@ class ForwardTracer(TorchDispatchMode):
         if query.dim() != 4:
             return
         roles = {"query": query, "key": key, "value": value, "output": output}
+        has_gradient = any(tensor.requires_grad for tensor in (query, key, value))
         for role, tensor in roles.items():
             exchange = Exchange(
                 role=role,  # type: ignore[arg-type]
@@ -300,7 +301,7 @@ class ForwardTracer(TorchDispatchMode):
                 heads=tensor.shape[1],
                 query_heads=query.shape[1],
                 is_cut=self.key(query) in self.cut,
-                takes_gradient=tensor.requires_grad or role == "output",
+                takes_gradient=has_gradient if role == "output" else tensor.requires_grad,
             )
             self.exchanges.append((self.region, self.key(tensor), exchange))
 

@@ -32,6 +32,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.simulation import memory
 from samestep.strategies import program_of
 from samestep.training import run_folder, trackers
+from samestep.training.first_weights import FirstWeights, refuse_resumed
 from samestep.training.workload import Workload
 
 T = TypeVar("T")
@@ -52,6 +53,8 @@ class Checked:
     """The number of the last step, counted from 1."""
     resume_from: Path | None
     """The checkpoint folder to resume from; None for a new run."""
+    first_weights: FirstWeights | None
+    """The weights that a new run starts from, if not the model's own."""
     why: str = ""
     """The chosen layout and the reason for it, as text; empty where the layout was given."""
     passed_over: tuple[tuple[Path, str], ...] = ()
@@ -81,6 +84,7 @@ def check(
     steps: int | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    init_from: str | Path | None = None,
     auto_resume: bool = False,
     place: RankInfo | None = None,
 ) -> Checked:
@@ -93,6 +97,7 @@ def check(
     Raises:
         InputError: the job, layout or data cannot run; the text says what would work.
     """
+    refuse_resumed(init_from, resume)
     ranks = place.world_size if place else ranks
     where = None if layout == AUTO else resolve_layout(job, layout, ranks)[0]
     until = job.train.steps if steps is None else steps
@@ -109,6 +114,7 @@ def check(
         resume_from, passed_over = _whole_from(folder, job, until)
     else:
         resume_from = _resume_from(folder, job, until) if resume else None
+    first_weights = FirstWeights.of(init_from, job) if init_from is not None and resume_from is None else None
     workload = Workload(job)
     why = ""
     if where is None:
@@ -120,7 +126,7 @@ def check(
     spec = check_optimizer(workload.source.optimizer, workload.spec, where)
     program = program_of(spec, job, where, place.ranks_per_node if place else job.run.ranks_per_node)
     kept_state.check(workload.analysis.states, program, job.run)
-    return Checked(workload, where, folder, until, resume_from, why, passed_over)
+    return Checked(workload, where, folder, until, resume_from, first_weights, why, passed_over)
 
 
 def _searched(workload: Workload, ranks: int | None) -> tuple[Layout, str]:

@@ -65,6 +65,7 @@ def dry_run(
     steps: int | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    init_from: str | Path | None = None,
     auto_resume: bool = False,
 ) -> DryRun:
     """Return the run that `train` would start with the same arguments, after the same checks; nothing is started or written.
@@ -72,7 +73,16 @@ def dry_run(
     Raises:
         InputError: the job, layout or data cannot run; the text says what would work.
     """
-    checked = check(job, layout=layout, ranks=ranks, steps=steps, out=out, resume=resume, auto_resume=auto_resume)
+    checked = check(
+        job,
+        layout=layout,
+        ranks=ranks,
+        steps=steps,
+        out=out,
+        resume=resume,
+        init_from=init_from,
+        auto_resume=auto_resume,
+    )
     where, states = checked.layout, states_per_param(job)
     programs = [
         program_of(checked.workload.spec, job, where, job.run.ranks_per_node, stage=stage) for stage in range(where.pp)

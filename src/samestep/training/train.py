@@ -70,6 +70,8 @@ class Summary:
     """What a trial has passed and no rule shows, such as an operation of a library."""
     remarks: tuple[str, ...] = ()
     """Tensors that the folder of `model.source` lacks, which were made as in a new model, and those that it has besides."""
+    started_from: str = ""
+    """The weights of another run or folder from which it started, as `--init-from` says."""
     changes: tuple[str, ...] = ()
     """What resumes have changed of the job and its layout, and after which steps."""
     stop_signal: int = 0
@@ -84,6 +86,7 @@ def train(
     steps: int | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    init_from: str | Path | None = None,
     auto_resume: bool = False,
     prove: bool = False,
 ) -> Summary | None:
@@ -97,6 +100,7 @@ def train(
         steps: end after this step; the learning-rate schedule stays that of the job's own number of steps.
         out: the run folder; by default a new one below `runs`.
         resume: resume from the newest checkpoint in `out`, or without `out` in the newest run below `runs`.
+        init_from: a run folder, a checkpoint or a folder of transformers, from whose weights a new run starts.
         auto_resume: resume from the newest whole checkpoint in `out` if there is one, or else start there; a run that has
             taken its last step is left as it is.
         prove: first prove, as `verify` does, that the layout gives the result of one device; train nothing if it does not.
@@ -115,7 +119,15 @@ def train(
             raise JobError("--prove starts workers of its own: prove it with samestep verify, whose proof a run finds")
         place = join.join(run.device, timeout_s=run.timeout_s, ranks_per_node=run.ranks_per_node, threads=run.threads)
     checked = check(
-        job, layout=layout, ranks=ranks, steps=steps, out=out, resume=resume, auto_resume=auto_resume, place=place
+        job,
+        layout=layout,
+        ranks=ranks,
+        steps=steps,
+        out=out,
+        resume=resume,
+        init_from=init_from,
+        auto_resume=auto_resume,
+        place=place,
     )
     if auto_resume and checked.is_finished:
         print(f"{checked.folder} is finished: step {checked.until} was its last", flush=True)
@@ -232,6 +244,8 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
     run.prepare(workload.example)
     if checked.resume_from is not None:
         checkpoint.load(run, checked.resume_from)
+    if checked.first_weights is not None:
+        checked.first_weights.load(run)
     first = run.steps_taken
     screen = metrics = None
     if place.rank == 0:
@@ -239,18 +253,7 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
         speed, every = speed_of(workload.spec, run.job, run.layout, place.device), run.job.run.log_every
         trackers = opened(run.job, folder, first)
         screen, metrics = Screen(first, until, speed, every), Metrics(folder, first, trackers, speed, every)
-        words = f"{workload.spec.name}: {workload.spec.num_params:,} weights, layout {str(checked.layout)!r}, {folder}"
-        screen.say(words if checked.resume_from is None else f"{words}, resumes after step {first}")
-        for change in run.changes:
-            screen.say(change)
-        for remark in workload.remarks:
-            screen.say(f"{run.job.model.source}: {remark}")
-        if first == until:
-            screen.say(f"step {first} was the last step: nothing is left to train")
-        elif run.job.run.compile != "none":
-            screen.say(
-                f"run.compile: step {first + 1} compiles the blocks by {run.job.run.compile_backend}, which takes a while"
-            )
+        _say_start(screen, checked, run)
     if first < until:
         _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
     _loop(run, workload, folder, until, profiler, screen, metrics)
@@ -272,11 +275,32 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
     tried = run.assembly.model.spec.tried if run.layout.world_size > 1 else ()
     _say_shown(screen, run, proven, waived, tried)
     took, loss = run.steps_taken, metrics.last_loss
-    summary = Summary(
-        folder, took, loss, held_out, accuracy, stopped, proven, waived, tried, workload.remarks, run.changes
-    )
+    origin = checked.first_weights.origin if checked.first_weights else ""
+    known = (proven, waived, tried, workload.remarks, origin, run.changes)
+    summary = Summary(folder, took, loss, held_out, accuracy, stopped, *known)
     write_whole(folder / "summary.json", json.dumps(dataclasses.asdict(summary), indent=1, default=str) + "\n")
     return summary
+
+
+def _say_start(screen: Screen, checked: Checked, run: Run) -> None:
+    """Print what is trained, where, and from which weights."""
+    workload, job, first = checked.workload, checked.workload.job, run.steps_taken
+    words = (
+        f"{workload.spec.name}: {workload.spec.num_params:,} weights, layout {str(checked.layout)!r}, {checked.folder}"
+    )
+    screen.say(words if checked.resume_from is None else f"{words}, resumes after step {first}")
+    for change in run.changes:
+        screen.say(change)
+    if checked.first_weights is not None:
+        screen.say(f"starts from the weights of {checked.first_weights.origin}")
+    for remark in workload.remarks:
+        screen.say(f"{job.model.source}: {remark}")
+    if first == checked.until:
+        screen.say(f"step {first} was the last step: nothing is left to train")
+    elif job.run.compile != "none":
+        screen.say(
+            f"run.compile: step {first + 1} compiles the blocks by {job.run.compile_backend}, which takes a while"
+        )
 
 
 def _say_shown(screen: Screen, run: Run, proven: str, waived: tuple[str, ...], tried: tuple[str, ...]) -> None:

@@ -15,7 +15,6 @@ from torch import nn
 from samestep.building.families import facts_of, quiet
 from samestep.building.initial_values import blueprint, fill_rest
 from samestep.building.model import model_source
-from samestep.building.pretrained_form import PretrainedForm
 from samestep.datasets import is_text, open_tokenizer
 from samestep.errors import CheckpointError, DataError, ModelError
 from samestep.job import Job
@@ -156,10 +155,10 @@ def _generating(stored: StoredRun) -> nn.Module | None:
     if can_generate is None or not can_generate():
         return None
     stored.check(plan.module)
-    form, model = PretrainedForm.of(plan, job), plan.module
+    model = plan.module
     made: dict[str, nn.Parameter] = {}
     with ExitStack() as stack:
-        value = pretrained_folder.values(form, OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack))
+        value = pretrained_folder.values(plan, OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack))
         for name, param in list(model.named_parameters(remove_duplicate=False)):
             first = plan.canonical[name]
             if first not in made:

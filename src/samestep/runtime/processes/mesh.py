@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +61,10 @@ class Mesh:
         """Return the name of an axis' group: its ranks, followed by the axis where it serves no other one."""
         return _named(self.members(axis)) + (f" {axis}" if axis in OWN_GROUPS else "")
 
-    def for_shards(self, axis: str) -> DeviceMesh:
-        """Return the mesh that FSDP2 shards over: `dp_shard` or `dp_expert`, after `dp_replicate` if there is one."""
-        rows = [self.ranks.group(rank, axis) for rank in self.members("dp_replicate")]
+    def for_shards(self, axis: str, sums_over: Collection[str]) -> DeviceMesh:
+        """Return the mesh that FSDP2 shards over: `dp_shard` or `dp_expert`, after a `dp_replicate` that it sums over."""
+        replicas = self.members("dp_replicate") if "dp_replicate" in sums_over else (self.rank,)
+        rows = [self.ranks.group(rank, axis) for rank in replicas]
         axes, positions = (["dp_replicate", axis], rows) if len(rows) > 1 else ([axis], rows[0])
         groups = [self.groups[axis] for axis in axes]
         return DeviceMesh.from_group(
