@@ -22,9 +22,9 @@ from samestep.errors import JobError
 from samestep.job import Job
 from samestep.runtime import checkpoint
 from tests.folders import saved
-from tests.laboratory import assert_ledger, job_of
+from tests.laboratory import TOLERANCE, assert_ledger, assert_same, job_of
 from tests.models import Tokens
-from tests.parity.test_frozen import bytes_of_gradients, on_ranks, run_of
+from tests.parity.test_frozen import bytes_of_gradients, observe, on_ranks, run_of
 from tests.pool import pool
 
 LORA: dict[str, Any] = {
@@ -172,3 +172,12 @@ def test_targets_that_are_no_linear_layers_are_refused(lora: dict[str, Any], tex
 def test_keys_of_adapters_are_checked(lora: dict[str, Any], text: str) -> None:
     with pytest.raises(JobError, match=text):
         Job(model={"lora": lora})
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2 zero=3"])
+def test_groups_of_parameters_learn_at_their_own_rates(layout: str, folder: Path) -> None:
+    groups = [{"match": ["*lora_B*"], "lr": 0.8}, {"match": ["lm_head.*"], "lr": 0.02, "weight_decay": 0.1}]
+    job, plain = (job_with(folder, "float64", optimizer={"groups": some}) for some in (groups, []))
+    alone = observe(0, 1, "dp=1", job)
+    assert alone.losses[1] != observe(0, 1, "dp=1", plain).losses[1]
+    assert_same(on_ranks(layout, job), alone, TOLERANCE)
