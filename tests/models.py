@@ -345,6 +345,10 @@ MODELS |= {
 DEEP = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4, **EVEN}
 MODELS |= {
     "deep_llama": functools.partial(hf, "llama", num_key_value_heads=2, **DEEP),
+    # Its rows are four blocks of 16 elements, so that tp cuts none.
+    "wide_llama": functools.partial(
+        hf, "llama", num_key_value_heads=2, **{**DEEP, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    ),
     "deep_tied": functools.partial(hf, "llama", num_key_value_heads=2, tie_word_embeddings=True, **DEEP),
     "deep_qwen3": functools.partial(hf, "qwen3", num_key_value_heads=2, head_dim=8, **DEEP),
     "many_heads": functools.partial(

@@ -6,6 +6,7 @@ The job says what is computed, the layout says on which ranks:
 run = samestep.parallelize(model, loss, optimizer, layout="dp=2 zero=3", job=job)
 for batch in samestep.batches(dataset, job):
     report = run.step(batch)
+run.save("checkpoints")                 # run.load(samestep.latest("checkpoints")) continues, in any layout
 ```
 Each verb of the command line is a function of the same name: `plan`, `simulate`, `train`, `verify`, `measure`,
 `layouts`, `export`, `sample`, `evaluate`. Names that need torch are imported on first use.
@@ -30,6 +31,7 @@ from samestep.errors import (
     RepeatError,
     RunError,
     SamestepError,
+    SaveError,
     UnprovenError,
     WorkerError,
 )
@@ -43,8 +45,9 @@ if TYPE_CHECKING:
     from samestep.planning.legality import layouts
     from samestep.planning.plan import plan
     from samestep.proof.verify import verify
+    from samestep.runtime.checkpoint_manifest import latest
+    from samestep.runtime.parallelize import parallelize
     from samestep.runtime.processes.workers import launch
-    from samestep.runtime.run import parallelize
     from samestep.simulation.simulate import simulate
     from samestep.tracing.dependence_rules import independent
     from samestep.training.export import export
@@ -56,10 +59,11 @@ _LAZY = {
     "evaluate": ("samestep.training.trained", "evaluate"),
     "export": ("samestep.training.export", "export"),
     "independent": ("samestep.tracing.dependence_rules", "independent"),
+    "latest": ("samestep.runtime.checkpoint_manifest", "latest"),
     "launch": ("samestep.runtime.processes.workers", "launch"),
     "layouts": ("samestep.planning.legality", "layouts"),
     "measure": ("samestep.measurement.profile", "measure"),
-    "parallelize": ("samestep.runtime.run", "parallelize"),
+    "parallelize": ("samestep.runtime.parallelize", "parallelize"),
     "plan": ("samestep.planning.plan", "plan"),
     "sample": ("samestep.training.trained", "sample"),
     "simulate": ("samestep.simulation.simulate", "simulate"),
@@ -82,12 +86,14 @@ __all__ = [
     "RepeatError",
     "RunError",
     "SamestepError",
+    "SaveError",
     "UnprovenError",
     "WorkerError",
     "batches",
     "evaluate",
     "export",
     "independent",
+    "latest",
     "launch",
     "layouts",
     "load",

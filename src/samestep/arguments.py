@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from samestep.errors import did_you_mean
-from samestep.job import MOST_STEPS, Precision, Waiver
+from samestep.job import MOST_STEPS, MayChange, Precision, Waiver
 from samestep.layout import MOST_RANKS
 
 
@@ -48,11 +48,13 @@ def _add_layout(parser: ArgumentParser, more: str = "") -> None:
     parser.add_argument("--layout", metavar='"dp=2 zero=3"', help=f"the layout; default: the job's own{more}")
 
 
-def _add_allow(parser: ArgumentParser) -> None:
+def _add_allow(parser: ArgumentParser, *, resumes: bool = False) -> None:
     about = f"waive refusals of what is not proven, by their words: {', '.join(get_args(Waiver))}"
-    parser.add_argument(
-        "--allow", nargs="+", action="extend", default=[], choices=get_args(Waiver), metavar="KEY", help=about
-    )
+    known = get_args(Waiver)
+    if resumes:
+        about += f"; and let a resume change keys: {', '.join(get_args(MayChange))}"
+        known += get_args(MayChange)
+    parser.add_argument("--allow", nargs="+", action="extend", default=[], choices=known, metavar="KEY", help=about)
 
 
 def _add_hardware(parser: ArgumentParser) -> None:
@@ -70,7 +72,11 @@ def add_train(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="run folder; default: a new one below runs/")
     about = "resume from the newest checkpoint in --out; default: in the newest run below runs/"
     parser.add_argument("--resume", action="store_true", help=about)
-    _add_allow(parser)
+    about = "start a new run from the weights of a run folder, a checkpoint, or a folder of transformers"
+    parser.add_argument("--init-from", type=Path, metavar="RUN", help=about)
+    about = "resume the run in --out if it has a whole checkpoint, else start it; one that is finished is left alone"
+    parser.add_argument("--auto-resume", action="store_true", help=about)
+    _add_allow(parser, resumes=True)
     about = "prove the layout first, as verify does, and train nothing where it differs from one device"
     parser.add_argument("--prove", action="store_true", help=about)
     about = "print the resolved job, and the bytes and samples of each rank; start nothing"
@@ -100,6 +106,10 @@ def add_export(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=about)
     about = "the dtype of the weights; default: that of the master weights"
     parser.add_argument("--dtype", choices=get_args(Precision), help=about)
+    about = (
+        "write the whole model with its adapters (model.lora) added into its weights; default: the adapters, for peft"
+    )
+    parser.add_argument("--merge", action="store_true", help=about)
 
 
 def add_sample(parser: ArgumentParser) -> None:

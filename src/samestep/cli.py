@@ -114,11 +114,12 @@ def _limit_threads(count: int) -> None:
 
 def _train(words: Namespace) -> int:
     out = run_folder.newest() if words.resume and words.out is None else words.out
-    if words.resume and words.job is None and (out / run_folder.JOB).exists():
+    if (words.resume or words.auto_resume) and words.job is None and out and (out / run_folder.JOB).exists():
         words.job = out / run_folder.JOB
     job = _allowing(words)
     _limit_threads(job.run.threads)
-    given = {"layout": words.layout, "ranks": words.ranks, "steps": words.steps, "out": out, "resume": words.resume}
+    given = {"layout": words.layout, "ranks": words.ranks, "steps": words.steps, "out": out}
+    given |= {"resume": words.resume, "auto_resume": words.auto_resume, "init_from": words.init_from}
     if words.dry_run:
         from samestep.training.dry_run import dry_run
 
@@ -162,7 +163,7 @@ def _export(words: Namespace) -> None:
     _limit_threads(1)
     from samestep.training.export import export
 
-    print(export(words.run, words.out, dtype=words.dtype).to_text())
+    print(export(words.run, words.out, dtype=words.dtype, merge=words.merge).to_text())
 
 
 def _sample(words: Namespace) -> None:

@@ -10,6 +10,7 @@ SamestepError (Exception)
 │   ├── UnprovenError               nothing shows that the layout computes what one device does; `run.allow` may waive it
 │   └── CheckpointError             the checkpoint: missing, of another job, damaged
 └── RunError (RuntimeError)         the run failed on the way, though what was given can run; exit status 1
+    ├── SaveError                   a checkpoint cannot be written: no space, no permission
     ├── WorkerError                 a worker process died: its rank and its last output
     ├── NonFiniteError              the loss or a gradient is not finite, and the job says stop
     ├── DriftError                  ranks that must hold the same do not
@@ -73,6 +74,10 @@ class CheckpointError(InputError):
 
 class RunError(SamestepError, RuntimeError):
     """A run failed on the way, though what it was given can run; the text says where and why."""
+
+
+class SaveError(RunError):
+    """A checkpoint cannot be written; the text says why, and which one is the newest."""
 
 
 class WorkerError(RunError):

@@ -32,11 +32,19 @@ Precision = Literal["float64", "float32", "bf16", "fp16"]
 PRESET = "preset:"
 OnNonFinite = Literal["skip", "stop", "continue"]
 OptimizerStates = Literal["float32", "bf16", "8bit"]
+Compression = Literal["none", "bf16", "fp16", "int8"]
+"""`none`, or the codec of a gradient: a row of `program/codecs.py`."""
 Task = Literal["causal", "masked", "seq2seq", "image", "speech", "vision-language"]
 Waiver = Literal["samples", "loss", "random", "state", "optimizer", "data", "build", "resume"]
 """What a refusal is about: samples that influence each other, the loss as a sum over samples, random numbers, state that a
 forward writes, the rule of the optimizer, the data set, the values that a build gives, what a checkpoint holds."""
 
+
+MayChange = Literal[
+    "optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.no_weight_decay",
+    "schedule.name", "schedule.warmup_steps", "schedule.final_ratio", "train.global_batch",
+]  # fmt: skip
+"""Keys that change the result, and that a resume may change where `run.allow` names them."""
 
 MOST_STEPS = 10**11
 """The largest number of steps; times `MOST_SAMPLES` it is below 2^63, so every position in the order of samples is an int64."""
@@ -77,6 +85,21 @@ def _parts(kind: Any) -> Iterator[Any]:
         yield from _parts(part)
 
 
+class LoraTable(_Table):
+    """Low-rank adapters, which are trained in place of the weights of some linear layers."""
+
+    targets: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Names of the linear layers, such as `q_proj`, or whole paths of some."""
+    r: Annotated[int, Field(ge=1, le=2**20)] = 8
+    """Rank of the adapters."""
+    alpha: Annotated[float, Field(gt=0.0, le=MOST_SCALE)] = 16.0
+    """What an adapter computes is multiplied by alpha / r."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Rate of dropout of what an adapter is given."""
+    modules_to_save: tuple[str, ...] = ()
+    """Names of modules that are trained whole and saved with the adapters, such as `lm_head`."""
+
+
 class ModelTable(_Table):
     """The model: `hf:FAMILY` (a transformers configuration), `hf:PATH` (a folder with weights, from which training starts),
     `module:function` that returns an nn.Module, or, to plan and simulate only, `preset:NAME`."""
@@ -87,6 +110,20 @@ class ModelTable(_Table):
     """Fields of the family's, the folder's or the preset's configuration to override, or keyword arguments of the function."""
     task: Task = "causal"
     """Of `hf:`, what the model is for: `causal`, `masked`, `seq2seq`, `image`, `speech` or `vision-language`."""
+    freeze: tuple[str, ...] = ()
+    """Patterns (`model.embed_tokens.*`, `*norm*`) of the names of parameters that are not trained."""
+    lora: LoraTable | None = None
+    """Adapters by peft on some linear layers, all else frozen: `{ targets = ["q_proj", "v_proj"], r = 8, alpha = 16.0, dropout = 0.0,
+    modules_to_save = [] }`."""
+
+    @model_validator(mode="after")
+    def _shape_is_no_module(self) -> ModelTable:
+        if self.preset is not None and (self.freeze or self.lora):
+            key = "freeze" if self.freeze else "lora"
+            raise ValueError(
+                f"{key} names parts of a module, and {self.source} is a shape: hf:FAMILY and module:function work"
+            )
+        return self
 
     @property
     def preset(self) -> str | None:
@@ -188,6 +225,12 @@ class NumericsTable(_Table):
     """Whether only kernels run that give the same bits each time; an operation that has none is refused by its name."""
     optimizer_states: OptimizerStates = "float32"
     """Precision in which the states of torch's own optimizers are held: bf16 rounds at random, 8bit has scales by block."""
+    compression: Compression = "none"
+    """How gradients are written down where `replicas` are summed: as they are, in half precision, or int8 in scaled blocks."""
+    replicas: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
+    """With `compression`: the number of equal parts of the global batch whose gradients are compressed, each summed in full."""
+    coupled_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
+    """Samples of a group whose statistics batch norm takes, side by side in the order of samples; by default the global batch."""
     on_nonfinite: OnNonFinite = "stop"
     """Action when the loss or a gradient is not finite, after the module at fault has been named."""
     loss_scale: Annotated[float, Field(ge=1e-30, le=1e30)] = 65536.0
@@ -203,6 +246,12 @@ class CheckpointTable(_Table):
     """Steps between checkpoints; 0 writes only the last one."""
     keep: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 2
     """Number of newest checkpoints that are kept."""
+    keep_every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
+    """Checkpoints whose step this divides are kept for ever; with 0 none is."""
+    background: bool = False
+    """Whether steps go on while a checkpoint is written; they wait only for a copy in the host's memory."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """Action when a checkpoint cannot be written, as on a full disk; the last one must be written in any case."""
     save_pretrained: bool = False
     """Whether each checkpoint also has a folder `pretrained`, which transformers' from_pretrained loads as it is."""
 
@@ -222,12 +271,14 @@ class RunTable(_Table):
     """Number of ranks on one machine, for reduce=hierarchical; without it the number that the launcher gives."""
     timeout_s: Annotated[float, Field(ge=0.001, le=MOST_SECONDS)] = 600.0
     """Seconds that one collective may take before the run is aborted."""
+    restarts: Annotated[int, Field(ge=0, le=MOST_THREADS)] = 0
+    """Number of times that the workers are started again, from the newest checkpoint, after one of them failed."""
     compile: Literal["none", "blocks"] = "none"
     """`blocks` runs each block as a graph of `torch.compile` in training forwards; the first step compiles them."""
     compile_backend: str = "inductor"
     """Backend of `torch.compile` that makes the graphs: inductor, which fuses kernels, or another such as aot_eager."""
-    allow: tuple[Waiver, ...] = ()
-    """Refusals that are waived, by the word at the end of their text; every summary of the run lists them."""
+    allow: tuple[Waiver | MayChange, ...] = ()
+    """Refusals that are waived, by the word at the end of their text, and keys that a resume may change; summaries list them."""
     report: tuple[str, ...] = ()
     """Receivers of each step besides the run folder: `wandb`, `mlflow`, or `module:function` of (StepReport)."""
     log_every: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
@@ -261,6 +312,11 @@ class RunTable(_Table):
         """The steps that are profiled, counted from 1."""
         first, _, last = self.profile.partition(":")
         return range(int(first), int(last) + 1) if self.profile else range(0)
+
+    @property
+    def waivers(self) -> tuple[Waiver, ...]:
+        """The words of `allow` that waive refusals."""
+        return tuple(word for word in get_args(Waiver) if word in self.allow)
 
     _met: list[str] = PrivateAttr(default_factory=list)
 
@@ -325,12 +381,41 @@ class Job(_Table):
                 f"schedule.warmup_steps = {self.schedule.warmup_steps} is more than train.steps = {self.train.steps}; "
                 f"at most {self.train.steps} works, and so do more steps (--set schedule.warmup_steps=0 --set train.steps=...)"
             )
+        if mistake := self._mistake_of_compression():
+            raise ValueError(mistake)
+        coupled, batch = self.numerics.coupled_samples, self.train.global_batch
+        if coupled is not None and batch % coupled:
+            near = max(n for n in range(1, min(coupled, batch) + 1) if batch % n == 0)
+            raise ValueError(
+                f"numerics.coupled_samples = {coupled} does not divide train.global_batch = {batch} into groups: "
+                f"coupled_samples = {near} works"
+            )
         if (self.data.source == "mixture") != bool(self.data.mixture):
             raise ValueError(
                 f'data.source = "{self.data.source}" with {len(self.data.mixture)} sources in data.mixture: '
                 'source = "mixture" and a table [data.mixture] with a line such as "text:PATH" = 0.5 for each source work'
             )
         return self
+
+    def _mistake_of_compression(self) -> str | None:
+        """Return why no gradients can be compressed so, and what works."""
+        kind, replicas, batch = self.numerics.compression, self.numerics.replicas, self.train.global_batch
+        if kind == "none" and replicas > 1:
+            return (
+                f"numerics.replicas = {replicas} says how many gradients are compressed, and none is: replicas = 1 works, "
+                'and so does numerics.compression = "int8"'
+            )
+        if kind != "none" and replicas == 1:
+            return (
+                f'numerics.compression = "{kind}" compresses the gradients of numerics.replicas parts of a batch: '
+                "replicas = 2 or more works, as many as the links are slow between"
+            )
+        if batch % replicas:
+            return (
+                f"numerics.replicas = {replicas} does not divide train.global_batch = {batch} into equal parts; "
+                f"global_batch = {-(-batch // replicas) * replicas} works"
+            )
+        return None
 
     def to_toml(self) -> str:
         """Return the resolved job as TOML: every key with its value, so that the file alone repeats the run."""
@@ -442,7 +527,8 @@ def _keys_of(path: Sequence[str]) -> list[str]:
     table: Any = Job
     for part in path:
         field = table.model_fields.get(part)
-        table = field.annotation if field else None
+        kinds = _parts(field.annotation) if field else ()
+        table = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
         if not (isinstance(table, type) and issubclass(table, BaseModel)):
             return []
     return list(table.model_fields)

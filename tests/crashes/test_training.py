@@ -15,7 +15,8 @@ import psutil
 import pytest
 import torch
 
-from samestep.runtime import checkpoint
+from samestep.output import durable_files
+from samestep.runtime import checkpoint_manifest
 from samestep.runtime.run import Run
 from samestep.training import metrics, train
 from tests import small
@@ -49,7 +50,7 @@ def _workers(pid: int) -> list[psutil.Process]:
 
 def _goes_on(run: Path, layout: str | None = None) -> None:
     """The run takes three more steps, and its log has every step once."""
-    newest = checkpoint.newest(run / "checkpoints")
+    newest = checkpoint_manifest.latest(run / "checkpoints")
     at = int(newest.name[5:]) if newest else 0
     words = ["--layout", layout] if layout else []
     assert small.main("train", "--resume", "--out", run, "--steps", str(at + 3), *words) == 0
@@ -158,24 +159,24 @@ def _within_a_log_line(patch: pytest.MonkeyPatch) -> None:
 
 def _before_the_manifest(patch: pytest.MonkeyPatch) -> None:
     """The files of step 4 are written, and nothing says that they are whole."""
-    write = checkpoint._write_manifest
+    write = checkpoint_manifest.write_manifest
 
-    def die(run: Any, path: Path, parts: Any) -> None:
-        _die_when(lambda: run.steps_taken == 4)
-        write(run, path, parts)
+    def die(folder: Path, manifest: Any) -> None:
+        _die_when(lambda: manifest["step"] == 4)
+        write(folder, manifest)
 
-    patch.setattr(checkpoint, "_write_manifest", die)
+    patch.setattr(checkpoint_manifest, "write_manifest", die)
 
 
 def _while_removing(patch: pytest.MonkeyPatch) -> None:
     """The checkpoint of step 4 is there, that of step 2 on its way out."""
-    remove = checkpoint.shutil.rmtree
+    remove = durable_files.remove_folder
 
-    def die(path: Any, *args: Any, **kwargs: Any) -> None:
-        _die_when(lambda: str(path).endswith(".removed"))
-        remove(path, *args, **kwargs)
+    def die(folder: Path) -> None:
+        _die_when(lambda: folder.name.endswith(".removed"))
+        remove(folder)
 
-    patch.setattr(checkpoint.shutil, "rmtree", die)
+    patch.setattr(durable_files, "remove_folder", die)
 
 
 SAVING = {"checkpoint.every": 2, "checkpoint.keep": 1}
@@ -204,7 +205,7 @@ def test_a_run_that_dies_goes_on_without_gap_or_double(
         dies(patch)
         assert small.train("--layout", "dp=2 zero=2", "--out", run, **SAVING) == 1
     assert "rank 0 of 2 died: killed by SIGKILL" in capfd.readouterr().err
-    assert checkpoint.newest(run / "checkpoints") == run / "checkpoints" / f"step-{newest:06d}"
+    assert checkpoint_manifest.latest(run / "checkpoints") == run / "checkpoints" / f"step-{newest:06d}"
     assert small.main("train", "--resume", "--out", run) == 0
     assert small.metrics(run) == small.metrics(undisturbed)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000006"], "nothing is left over"

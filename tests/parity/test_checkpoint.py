@@ -19,7 +19,7 @@ from samestep.datasets import Batch, batches
 from samestep.errors import CheckpointError
 from samestep.job import Job
 from samestep.proof import observation
-from samestep.runtime import checkpoint
+from samestep.runtime import checkpoint, checkpoint_manifest
 from tests import small
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
@@ -64,7 +64,7 @@ def _steps(
     run = make_run(rank, world, model, layout, job)
     run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
     if begin is not None:
-        checkpoint.load(run, checkpoint.list_checkpoints(Path(begin))[-1])
+        checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(begin))[-1])
     losses = []
     for batch in batches(Tokens(), job, first_step=run.steps_taken):
         if batch.step >= until:
@@ -82,7 +82,7 @@ def _run(layout: str, *args: Any) -> list[tuple[list[float], Any]]:
 
 
 def _newest(folder: Path) -> Path:
-    return checkpoint.list_checkpoints(folder)[-1]
+    return checkpoint_manifest.list_checkpoints(folder)[-1]
 
 
 EXACT = [
@@ -294,8 +294,7 @@ def test_a_damaged_checkpoint_is_named_and_not_passed_over(
     before = small.files_of(run)
     assert _resume(run) == 2
     assert capfd.readouterr().err == (
-        f"samestep: {newest / name} is missing or damaged; "
-        f"once {newest} is removed, --resume goes on from step-000002\n"
+        f"samestep: {newest / name} is missing or damaged; once {newest} is removed, step-000002 is the newest\n"
     )
     assert small.files_of(run) == before
 
@@ -304,7 +303,7 @@ def test_without_the_damaged_checkpoint_a_run_goes_on(run: Path, capfd: pytest.C
     newest = run / "checkpoints" / "step-000004"
     _flip(newest)
     assert _resume(run) == 2
-    assert f"once {newest} is removed, --resume goes on from step-000002" in capfd.readouterr().err
+    assert f"once {newest} is removed, step-000002 is the newest" in capfd.readouterr().err
     shutil.rmtree(newest)
     assert _resume(run) == 0
     assert [row["step"] for row in small.metrics(run)] == [1, 2, 3, 4, 5, 6]
@@ -321,7 +320,7 @@ def test_another_format_is_refused(run: Path, capfd: pytest.CaptureFixture[str])
     manifest = run / "checkpoints" / "step-000004" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format_version": 99}))
     assert _resume(run) == 2
-    assert "has format 99; this version reads 2" in capfd.readouterr().err
+    assert "has format 99; this version reads 3" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -406,7 +405,7 @@ def _broken_and_whole(rank: int, world: int, model: str, layout: str, job: Job, 
             run = make_run(rank, world, model, layout, job)
             run.prepare(Batch(0, np.arange(1), Tokens()).samples([0]))
             if stop != stops[0]:
-                checkpoint.load(run, checkpoint.list_checkpoints(Path(folder))[-1])
+                checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(folder))[-1])
             for batch in batches(Tokens(), job, first_step=run.steps_taken):
                 if batch.step < stop:
                     run.step(batch)
@@ -453,8 +452,8 @@ def test_what_one_layout_saved_any_other_reads(tmp_path: Path, model: str, saved
 def test_bytes_are_written_once(tmp_path: Path, model: str, layout: str) -> None:
     job = job_of("float64", 2, optimizer={"name": "adamw", "options": {}})
     on_ranks(layout, _save_after, model, job, str(tmp_path))
-    manifest = checkpoint.read_manifest(checkpoint.newest(tmp_path))  # type: ignore[arg-type]
-    folder = checkpoint.newest(tmp_path)
+    manifest = checkpoint_manifest.read_manifest(checkpoint_manifest.latest(tmp_path))  # type: ignore[arg-type]
+    folder = checkpoint_manifest.latest(tmp_path)
     assert folder is not None
     held = sum(
         tensor.numel()
@@ -479,7 +478,7 @@ def _save_after(rank: int, world: int, model: str, layout: str, job: Job, folder
 def _load_and_go_on(rank: int, world: int, model: str, layout: str, job: Job, folder: str) -> tuple[Any, float]:
     run = make_run(rank, world, model, layout, job)
     run.prepare(Batch(0, np.arange(1), Tokens()).samples([0]))
-    checkpoint.load(run, checkpoint.list_checkpoints(Path(folder))[-1])
+    checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(folder))[-1])
     held = _held(run)
     return held, [run.step(batch).loss for batch in batches(Tokens(), job, first_step=run.steps_taken)][-1]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from samestep.datasets import batches
 from samestep.errors import UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import checkpoint
+from samestep.runtime import checkpoint, checkpoint_manifest
 from samestep.runtime.assembly import Source
 from samestep.runtime.first_state import digest
 from samestep.runtime.processes.join import RankInfo
@@ -346,7 +345,7 @@ def steps(rank: int, world: int, name: str, layout: str, begin: str, until: int,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if begin:
-            checkpoint.load(run, checkpoint.list_checkpoints(Path(begin))[-1])
+            checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(begin))[-1])
         for batch in batches(Tokens(), run.job, first_step=run.steps_taken):
             if batch.step >= until:
                 break
@@ -381,12 +380,13 @@ def test_a_resumed_run_is_the_one_that_never_stopped(name, tmp_path):
 
 def test_a_checkpoint_without_these_records_is_read(tmp_path):
     run = _prepared(0, 1, "sgd", "dp=1")
-    path = checkpoint.save(run, tmp_path, keep=1) / "manifest.json"
-    manifest = json.loads(path.read_text())
+    folder = checkpoint.save(run, tmp_path, keep=1)
+    manifest = checkpoint_manifest.read_manifest(folder)
     for key in ("ranks", "frozen", "nominal_count"):
         del manifest[key]
-    path.write_text(json.dumps(manifest))
-    checkpoint.load(_prepared(0, 1, "sgd", "dp=1"), path.parent)
+    (folder / "manifest.json").unlink()
+    checkpoint_manifest.write_manifest(folder, manifest)
+    checkpoint.load(_prepared(0, 1, "sgd", "dp=1"), folder)
 
 
 def test_a_partial_function_that_was_looked_at_has_not_changed():

@@ -24,7 +24,7 @@ from samestep.datasets import batches
 from samestep.errors import LayoutError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import checkpoint
+from samestep.runtime import checkpoint, checkpoint_manifest
 from samestep.runtime.assembly import Source
 from samestep.runtime.optimizer_source import check_optimizer, optimizer_source
 from samestep.runtime.processes.join import RankInfo
@@ -371,7 +371,7 @@ def saved(rank: int, world: int, name: str, layout: str, folder: str) -> None:
 
 def resumed(rank: int, world: int, name: str, layout: str, folder: str) -> float:
     run = run_with(rank, world, name, layout)
-    found = checkpoint.newest(Path(folder))
+    found = checkpoint_manifest.latest(Path(folder))
     assert found is not None
     checkpoint.load(run, found)
     return run.step(next(itertools.islice(batches(Tokens(), JOB), 2, None))).loss

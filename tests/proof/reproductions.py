@@ -27,7 +27,7 @@ from samestep.datasets import batches
 from samestep.errors import InputError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import checkpoint
+from samestep.runtime import checkpoint, checkpoint_manifest
 from samestep.runtime.assembly import Source
 from samestep.runtime.optimizer_source import optimizer_source
 from samestep.runtime.processes.join import RankInfo
@@ -321,7 +321,7 @@ def _resumed(rank: int, world: int, case: Reproduction, layout: str) -> Observed
     resumed = _run(rank, world, case, layout)
     later = next(batches(data, job, stop))
     resumed.prepare(later.samples(later.indices[:1]))
-    checkpoint.load(resumed, checkpoint.list_checkpoints(folder)[-1])
+    checkpoint.load(resumed, checkpoint_manifest.list_checkpoints(folder)[-1])
     assert resumed.steps_taken == stop
     return Observed(losses=[a - b for a, b in zip(taken(resumed, stop, case.steps), whole[stop:], strict=True)])
 

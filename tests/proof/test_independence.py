@@ -99,7 +99,7 @@ STEPS: dict[str, Step] = dict(
         ("linear", lambda t: t @ torch.ones(t.shape[-1], 4, device=t.device, dtype=t.dtype).tril()),
         ("self product", lambda t: t @ t.mT if t.dim() > 1 else t),
         ("norm of features", lambda t: F.layer_norm(t, t.shape[-1:])),
-        ("statistics of a channel", lambda t: F.batch_norm(t, None, None, training=True) if t.dim() in (2, 3) else t),
+        ("statistics of a channel", lambda t: _normalised(t) if t.dim() in (2, 3) else t),
         ("statistics of a sample", lambda t: F.instance_norm(t) if t.dim() == 3 and t.shape[-1] > 1 else t),
         ("convolution", lambda t: F.conv1d(t, torch.ones(2, t.shape[1], 1, device=t.device, dtype=t.dtype)) if t.dim() == 3 else t),
         ("pooling", lambda t: F.avg_pool1d(t, 2) if t.dim() == 3 and t.shape[-1] > 1 else t),
@@ -179,6 +179,11 @@ def test_claims_hold_for_every_value(names: list[str]) -> None:
         assert not found.refusal, f"{names} is refused: {found.refusal}"
 
 
+def _normalised(t: Tensor) -> Tensor:
+    """Batch norm by the operation itself, which no layout replaces."""
+    return torch.native_batch_norm(t, None, None, None, None, True, 0.1, 1e-5)[0]
+
+
 LEGAL = {
     "samples second": ["swap and copy", "linear", "norm of features", "swap 1"],
     "merged with tokens": ["flatten", "linear", "samples first again"],
@@ -205,6 +210,24 @@ MIXING = {
 @pytest.mark.parametrize("name", LEGAL)
 def test_independent_programs_are_proven(name: str) -> None:
     assert _findings(Program(*LEGAL[name])) == Findings()
+
+
+def test_batch_norm_takes_groups_of_samples_where_they_are_the_rows() -> None:
+    def normed(t: Tensor) -> Tensor:
+        return F.batch_norm(t, None, None, training=True)
+
+    def samples_as_channels(t: Tensor) -> Tensor:
+        return normed(t.transpose(0, 1)).transpose(0, 1)
+
+    STEPS["batch norm"], STEPS["batch norm of each sample"] = normed, samples_as_channels
+    try:
+        assert _findings(Program("batch norm")).batch_norms == {""}
+        assert not _findings(Program("batch norm")).refusal
+        assert _findings(Program("batch norm of each sample")) == Findings()
+        assert "batch_norm" in _findings(Program("batch norm", "batch norm of each sample")).refusal
+        assert "batch_norm" in _findings(Program("cat 0", "batch norm", "halves 0")).refusal
+    finally:
+        del STEPS["batch norm"], STEPS["batch norm of each sample"]
 
 
 @pytest.mark.parametrize("name", MIXING)

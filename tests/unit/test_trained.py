@@ -10,7 +10,7 @@ import pytest
 import samestep
 from samestep import cli
 from samestep.errors import DataError, ModelError
-from samestep.runtime.checkpoint import newest
+from samestep.runtime.checkpoint_manifest import latest
 from tests import small
 
 
@@ -25,7 +25,7 @@ def test_a_checkpoint_writes_and_is_evaluated_as_its_run_does(
     found = samestep.evaluate(run)
     assert found.step == 6
     assert found.loss == pytest.approx(json.loads((run / "summary.json").read_text())["held_out_loss"], rel=1e-5)
-    assert samestep.evaluate(newest(run / "checkpoints"), samples=3).samples == 3
+    assert samestep.evaluate(latest(run / "checkpoints"), samples=3).samples == 3
     capfd.readouterr()
     assert cli.main(["sample", str(run)]) == 0  # with a cache, which the run's own sample has not
     assert capfd.readouterr().out.rstrip("\n") == trained.rstrip("\n")

@@ -38,7 +38,7 @@ from samestep.building.pretrained import PretrainedModel
 from samestep.building.stored_weights import StoredWeights, parts_of
 from samestep.building.surface import Surface, process_randomness, whole_truncated_normal
 from samestep.building.tape import WAY_OUT, Ref, Slice, Tape, contiguous, replay
-from samestep.errors import ModelError, did_you_mean
+from samestep.errors import JobError, ModelError, did_you_mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +141,7 @@ def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int, waived: Wa
     computed at once, unless they are random. `waived` takes a refusal of values that are made in no known way.
 
     Raises:
+        JobError: the job's frozen weights or adapters do not fit the model.
         ModelError: the initial values cannot be a function of seed and name; the text names the module or the tensor.
         UnprovenError: a value is made in no known way.
     """
@@ -149,6 +150,8 @@ def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int, waived: Wa
     made, failure, build = None, None, source.build if isinstance(source, PretrainedModel) else source
     try:
         made = _taped(build, seed)
+    except JobError:  # the job does not fit the model that was built
+        raise
     except Exception as error:
         failure = error
     if isinstance(source, PretrainedModel):

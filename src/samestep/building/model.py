@@ -4,6 +4,8 @@
                        hf:PATH          a folder with a configuration and weights (`building/pretrained.py`)
                        module:function  called with model.config as keyword arguments
 
+What is built is then changed as the job says (`building/adaptation.py`): adapters are put in, and weights are frozen.
+
 A module is looked for in the working directory too. What transformers would accept silently, such as a field that no
 configuration has, is an error here. The loss is in `building/loss.py`, the optimizer in `building/optimizer.py`.
 """
@@ -20,6 +22,7 @@ from typing import Any
 
 from torch import nn
 
+from samestep.building.adaptation import UNCHANGED, Adaptation
 from samestep.building.families import check_installed, family_config, family_source, is_family, near_family
 from samestep.building.imported import imported
 from samestep.building.named_tensors import unwrapped
@@ -37,11 +40,12 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
     Raises:
         ModelError: transformers, the family, a field, the module or the function does not exist.
     """
-    source, config = job.model.source, job.model.config
+    source, config, adaptation = job.model.source, job.model.config, Adaptation(job.model.freeze, job.model.lora)
     if job.model.folder is not None:
-        return pretrained_source(_folder_of(job), config, job.model.task)
+        return pretrained_source(_folder_of(job), config, job.model.task, adaptation)
     if source.startswith("hf:"):
-        return family_source(source.removeprefix("hf:"), config, job.model.task)
+        family = family_source(source.removeprefix("hf:"), config, job.model.task)
+        return family if adaptation == UNCHANGED else JobModel(family, source, {}, adaptation)
     if job.model.preset is not None:
         raise ModelError(f"{source} is a model's shape, to plan and simulate; train hf:FAMILY or module:function")
     if ":" not in source:
@@ -53,7 +57,7 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
         inspect.signature(function).bind(**config)
     except TypeError as error:
         raise ModelError(f"model.config does not fit {source}: {error}") from None
-    return JobModel(function, source, config)
+    return JobModel(function, source, config, adaptation)
 
 
 def configuration_of(job: Job) -> Any:
@@ -93,17 +97,19 @@ class JobModel:
     function: Callable[..., Any]
     source: str
     config: Mapping[str, Any]
+    adaptation: Adaptation = UNCHANGED
 
     def __call__(self) -> nn.Module:
-        """Return what the function builds.
+        """Return what the function builds, adapted as the job says.
 
         Raises:
             ModelError: it returns no module.
+            JobError: the adaptation does not fit it.
         """
         model = self.function(**self.config)
         if not isinstance(model, nn.Module):
             raise ModelError(f"{self.source} returned a {type(model).__name__}; it must return an nn.Module")
-        return model
+        return self.adaptation.of(model)
 
 
 # -- calling the model -----------------------------------------------------------------------------

@@ -11,14 +11,15 @@ lacks, such as a new head, is drawn as in a new model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from samestep.building import families
+from samestep.building import adapters, families
+from samestep.building.adaptation import UNCHANGED, Adaptation
 from samestep.building.stored_weights import StoredWeights, stored_weights
 from samestep.errors import ModelError, did_you_mean
 from samestep.job import Task
@@ -32,14 +33,23 @@ class PretrainedModel:
     folder: Path
     config: Any
     task: Task
+    adaptation: Adaptation = UNCHANGED
 
     def build(self) -> nn.Module:
         """Return the model with new values, in training mode and float32."""
-        return families.built(f"hf:{self.folder}", self.config, self.task, dtype=torch.float32)
+        return self.adaptation.of(families.built(f"hf:{self.folder}", self.config, self.task, dtype=torch.float32))
 
     def stored(self, module: nn.Module, canonical: Mapping[str, str]) -> StoredWeights:
-        """Return where the values of a built model lie in the folder."""
-        return stored_weights(module, canonical, weight_files.tensors(self.folder))
+        """Return where the values of a built model lie in the folder, which has none of its adapters."""
+        files = weight_files.tensors(self.folder)
+        if self.adaptation.lora is None:
+            return stored_weights(module, canonical, files)
+        with torch.device("meta"):
+            bare = families.built(f"hf:{self.folder}", self.config, self.task, dtype=torch.float32)
+        first: dict[int, str] = {}
+        names = {name: first.setdefault(id(tensor), name) for name, tensor in bare.state_dict(keep_vars=True).items()}
+        known = {name: names[base] for name in canonical if (base := adapters.base_name(name)) in names}
+        return replace(stored_weights(bare, names, files), canonical=known)
 
     def __call__(self) -> nn.Module:
         """Return the model with the folder's values as transformers itself loads it: what ours is held against."""
@@ -48,10 +58,12 @@ class PretrainedModel:
             model: nn.Module = auto.from_pretrained(
                 self.folder, config=self.config, dtype=torch.float32, local_files_only=True, use_safetensors=True
             )
-        return model.train()
+        return self.adaptation.of(model.train())
 
 
-def pretrained_source(folder: Path, fields: Mapping[str, Any], task: Task) -> PretrainedModel:
+def pretrained_source(
+    folder: Path, fields: Mapping[str, Any], task: Task, adaptation: Adaptation = UNCHANGED
+) -> PretrainedModel:
     """Return the build function of a folder's model.
 
     Raises:
@@ -59,7 +71,7 @@ def pretrained_source(folder: Path, fields: Mapping[str, Any], task: Task) -> Pr
     """
     config = folder_config(folder, fields, task)
     weight_files.tensors(folder)  # before anything is built
-    return PretrainedModel(folder, config, task)
+    return PretrainedModel(folder, config, task, adaptation)
 
 
 def folder_config(folder: Path, fields: Mapping[str, Any], task: Task) -> Any:

@@ -2,6 +2,9 @@
 
 A model of transformers may hold its tensors in another form than its files do: fused experts are stored one by one, parts
 are renamed. Transformers' own mapping, reversed, makes the tensors of the files, some from each group of the model's tensors.
+
+Of a model with adapters the form is peft's: the adapters alone, for `PeftModel.from_pretrained`. Its weights with the adapters
+added into them have the form of the model without.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building import families
+from samestep.building import adapters, families
 from samestep.building.initial_values import Blueprint
 from samestep.building.weight_conversion import by_kind, converted, loading, transforms_of
 from samestep.errors import ModelError
 from samestep.job import Job
+from samestep.models.weight_files import ONE_FILE
 
 _OF_TOKENIZERS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
@@ -51,25 +55,44 @@ class PretrainedForm:
     groups: tuple[SavedGroup, ...]
     beside: tuple[Path, ...]
     """Files to copy: those of the tokenizer, and the settings of generation in the folder that the run started from."""
+    job: Job
+    adapted: PretrainedForm | None = None
+    """The form of the model with the adapters that are added into the weights of this one."""
 
     @classmethod
     def of(cls, plan: Blueprint, job: Job) -> PretrainedForm:
         """Return the form of a model that is on the meta device and whole.
 
         Raises:
-            ModelError: it is no model of transformers.
+            ModelError: it has no adapters, and is no model of transformers.
         """
+        if job.model.lora is not None:
+            return cls(plan, copy.deepcopy(plan.module), tuple(_of_adapters(plan)), tuple(_beside(job)), job)
         if not hasattr(plan.module, "_tied_weights_keys") or not hasattr(plan.module, "config"):
             raise ModelError(
                 f"a folder for transformers holds a model of transformers, and {job.model.source} is a "
                 f"{type(plan.module).__name__}; the checkpoint's own files are safetensors too"
             )
         module = copy.deepcopy(plan.module)
-        return cls(plan, module, tuple(_groups(module, _saved_names(module, plan.canonical))), tuple(_beside(job)))
+        return cls(plan, module, tuple(_groups(module, _saved_names(module, plan.canonical))), tuple(_beside(job)), job)
 
-    def value(self, name: str) -> Tensor:
-        """Return the first value of a tensor of the model."""
-        return self.plan.materialize(name, torch.device("cpu"))
+    @property
+    def one_file(self) -> str:
+        """The name of the file that holds all tensors, if one does."""
+        return ONE_FILE if self.job.model.lora is None else adapters.FILE
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether several files may hold the tensors; peft reads one."""
+        return self.job.model.lora is None
+
+    def with_merged(self, value: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+        """Return the function of a tensor's value, from that of the model with adapters if they are added into this one."""
+        if self.adapted is None or self.adapted.job.model.lora is None:
+            return value
+        module, facts = self.adapted.module, families.facts_of(self.adapted.module)
+        transposed = {adapters.outer(path) for path, part in module.named_modules() if facts.is_transposed(part)}
+        return adapters.merged(self.adapted.plan.canonical, value, self.adapted.job.model.lora, transposed)
 
     def write_configuration(self, folder: Path, dtype: torch.dtype) -> None:
         """Write the configuration, the settings of generation and the files of the tokenizer into a folder.
@@ -77,6 +100,11 @@ class PretrainedForm:
         Raises:
             ModelError: transformers refuses to write them.
         """
+        if self.job.model.lora is not None:
+            adapters.configuration(self.job.model.lora, self.job.model.folder, self.job.model.task).save_pretrained(
+                folder
+            )
+            return
         config: Any = copy.deepcopy(self.module.config)
         families.allow_cache(config)
         config.dtype = dtype
@@ -92,6 +120,17 @@ class PretrainedForm:
                 raise ModelError(
                     f"transformers cannot write the configuration: {' '.join(str(error).split())}"
                 ) from None
+
+
+def _of_adapters(plan: Blueprint) -> Iterator[SavedGroup]:
+    """Yield each tensor that peft saves, under its name in peft's file."""
+
+    def maker(saved: str) -> Callable[[Sequence[Tensor]], Mapping[str, Tensor]]:
+        return lambda tensors: {saved: tensors[0]}
+
+    for name, tensor in plan.module.state_dict().items():
+        if saved := adapters.saved_name(name):
+            yield SavedGroup((name,), tensor.numel(), maker(saved))
 
 
 def _saved_names(module: nn.Module, canonical: Mapping[str, str]) -> list[str]:

@@ -18,6 +18,7 @@ from samestep.datasets.order import Integers, sample_indices
 from samestep.datasets.read_ahead import ReadAhead
 from samestep.errors import DataError, ModelError, failures_of
 from samestep.job import Job
+from samestep.shares import Shares
 
 
 class Dataset(Protocol):
@@ -41,6 +42,7 @@ class BatchStream(Iterator["Batch"]):
 
     def __init__(self, dataset: Dataset, job: Job, first_step: int) -> None:
         self._dataset, self._job, self._next = dataset, job, first_step
+        self._by_microbatch = job.numerics.coupled_samples is not None
         self._length, self._stopped = len(dataset), False
         self._ahead: ReadAhead | None = None
         self._ahead_in = first_step
@@ -55,7 +57,7 @@ class BatchStream(Iterator["Batch"]):
             self.stop()
             raise StopIteration
         self._next += 1
-        return Batch(self._next - 1, self._indices(self._next - 1), self._dataset, self)
+        return Batch(self._next - 1, self._indices(self._next - 1), self._dataset, self, self._by_microbatch)
 
     def stop(self) -> None:
         """End behind the batch that was yielded last."""
@@ -76,7 +78,9 @@ class BatchStream(Iterator["Batch"]):
             coming = (
                 indices
                 for later in range(step, self._job.train.steps)
-                for indices in shares(self._indices(later), rank, num_ranks, num_microbatches)
+                for indices in shares(
+                    self._indices(later), rank, num_ranks, num_microbatches, by_microbatch=self._by_microbatch
+                )
                 if len(indices)
             )
             read = functools.partial(read_samples, self._dataset)
@@ -102,10 +106,12 @@ class Batch:
     dataset: Dataset
     stream: BatchStream | None = None
     """The stream that yielded it."""
+    by_microbatch: bool = False
+    """Whether a micro-batch of all ranks together is contiguous, so that it holds whole groups of coupled samples."""
 
     def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Integers]:
         """Return the sample indices of each micro-batch of one data rank."""
-        return shares(self.indices, rank, num_ranks, num_microbatches)
+        return shares(self.indices, rank, num_ranks, num_microbatches, by_microbatch=self.by_microbatch)
 
     def end_stream(self) -> None:
         """End the stream that yielded this batch: it yields no other one."""
@@ -138,7 +144,7 @@ class Batch:
 def batches(dataset: Dataset, job: Job, first_step: int = 0) -> BatchStream:
     """Yield the batches of steps `first_step` to `job.train.steps - 1`; nothing is read from the dataset.
 
-    After Ctrl-C, SIGTERM or SIGUSR1 it ends behind the step in which the ranks agreed to stop (`StepReport.stop`), the same
+    After Ctrl-C or SIGTERM it ends behind the step in which the ranks agreed to stop (`StepReport.stop`), the same
     one on every rank, so that a loop over it can save what it has.
 
     Raises:
@@ -181,14 +187,15 @@ def _misshapen(example: Any) -> str:
     )
 
 
-def shares(indices: npt.NDArray[np.int64], rank: int, num_ranks: int, num_microbatches: int) -> list[Integers]:
-    """Return the sample indices of each micro-batch of one data rank: its contiguous part of the batch, cut again.
-
-    Sizes differ by at most one, the larger parts first; parts are empty where there are more parts than samples.
-    """
+def shares(
+    indices: npt.NDArray[np.int64], rank: int, num_ranks: int, num_microbatches: int, *, by_microbatch: bool = False
+) -> list[Integers]:
+    """Return the sample indices of each micro-batch of one data rank (`samestep/shares.py`)."""
     assert 0 <= rank < num_ranks, f"rank {rank} of {num_ranks}"
     assert num_microbatches >= 1, f"{num_microbatches} micro-batches"
-    return np.array_split(np.array_split(indices, num_ranks)[rank], num_microbatches)
+    places = Shares(len(indices), num_ranks, num_microbatches, by_microbatch)
+    mine = (places.positions(rank, microbatch) for microbatch in range(num_microbatches))
+    return [indices[where.start : where.stop] for where in mine]
 
 
 def read_samples(

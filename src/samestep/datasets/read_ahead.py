@@ -225,5 +225,5 @@ def _unchanged(samples: Any) -> Any:
 def _begin_worker(number: int) -> None:
     """Leave Ctrl-C to the rank, which ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for word in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(word, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

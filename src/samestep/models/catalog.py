@@ -25,11 +25,12 @@ from samestep.models.weight_files import digest_of
 _TRACERS = (
     "models/spec.py",
     "runtime/axes/pending_logits.py",
-    *(f"building/{name}.py" for name in ("model", "initial_values", "pretrained")),
+    *(f"building/{name}.py" for name in ("adaptation", "adapters", "initial_values", "model", "pretrained")),
     *(
         f"tracing/{name}.py"
         for name in (
             "arranging_rules",
+            "batch_norms",
             "dependence_calls",
             "dependence_rules",
             "independence",

@@ -196,7 +196,10 @@ def spec(decoder: Decoder, name: str) -> ModelSpec:
         params = [_tied(p, decoder.layers + 1) if p.name.endswith("tokens.weight") else p for p in params]
     if decoder.adapter_rank:
         params = [p if ".lora_" in p.name else replace(p, trainable=False) for p in params]
-        layers = [replace(layer, products=tuple(map(_frozen, layer.products))) for layer in layers]
+        layers = [
+            replace(layer, products=tuple(map(_frozen, layer.products)), has_backward=index > 0)
+            for index, layer in enumerate(layers)
+        ]
     return ModelSpec(
         name=name,
         layers=tuple(layers),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Literal, TypeVar
 from typing import ParamSpec as ParamSpecification
 
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 
 Cutting = Literal["", "columns", "inner", "count"]
 """The size of a product that a tensor cut divides; empty for none."""
@@ -158,6 +158,19 @@ class ExpertDispatch:
     """Elements of a row, dispatched or combined."""
     experts: int
     """Number of experts of the module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchNormCall:
+    """A call of batch norm that takes the statistics of samples, of a group of them."""
+
+    owner: str
+    """Path of the module whose code calls it."""
+    channels: int
+    keeps_statistics: bool = True
+    """Whether it updates running statistics."""
+    takes_gradient: bool = True
+    """Whether a gradient flows back into its input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,6 +371,8 @@ class LayerSpec:
     """Operations of its forward that the host launches."""
     backward_reads_weights: bool = True
     """Whether a gradient flows through its weights to its input; not so in a layer of embeddings."""
+    has_backward: bool = True
+    """Whether a backward runs in it: not so where its weights are frozen, and those of every layer before it."""
     forward_sums: tuple[PartialSum, ...] = ()
     """Partial sums of a tensor cut in the forward, in order: outputs of row-cut modules and cut embeddings."""
     repeats_last_sum: bool = False
@@ -372,6 +387,8 @@ class LayerSpec:
     """Boundaries of a block under sequence parallelism, in order of the forward; empty if it cannot be used."""
     dispatches: tuple[ExpertDispatch, ...] = ()
     """Rows that it dispatches to experts, in order of the forward."""
+    batch_norms: tuple[BatchNormCall, ...] = ()
+    """Its calls of batch norm that take the statistics of samples, in order of the forward."""
     crossings: tuple[Crossing, ...] = ()
     """Tensors that cross the boundary before it, if a stage begins with it; empty if that is the output of the layer
     before alone, in the compute dtype."""
@@ -396,6 +413,8 @@ class LayerSpec:
     @property
     def backward_flops(self) -> int:
         """FLOPs of one sample's backward: gradients of inputs and of weights that are not frozen, logits made once more."""
+        if not self.has_backward:
+            return 0
         frozen = sum(product.flops for product in self.products if product.factors == "frozen")
         return 2 * self.forward_flops - frozen + sum(product.flops for product in self.products if product.chunk_rows)
 
@@ -481,7 +500,7 @@ class ModelSpec:
     params: tuple[ParamSpec, ...]
     buffer_bytes: int = 0
     coupled_modules: tuple[str, ...] = ()
-    """Paths of modules through which samples influence each other, such as batch norm."""
+    """Paths of modules that take statistics of samples, such as batch norm, whether the forward calls them or not."""
     mixes_samples: str = ""
     """Where samples influence each other otherwise: the path of a module and an operation; empty if nowhere."""
     tried: tuple[str, ...] = ()
@@ -522,6 +541,16 @@ class ModelSpec:
     def forward_flops(self) -> int:
         """FLOPs of one sample's forward."""
         return sum(layer.forward_flops for layer in self.layers)
+
+    @property
+    def couples_samples(self) -> bool:
+        """Whether samples influence each other by statistics."""
+        return bool(self.coupled_modules) or any(layer.batch_norms for layer in self.layers)
+
+    @property
+    def batch_norm_owners(self) -> tuple[str, ...]:
+        """Paths of the modules whose code calls batch norm on statistics of samples, each once."""
+        return tuple(dict.fromkeys(call.owner for layer in self.layers for call in layer.batch_norms))
 
     def params_of(self, layer: int) -> tuple[ParamSpec, ...]:
         """Return the parameters that a layer owns, by its index, in the module's order."""
@@ -568,6 +597,7 @@ def _layer_from(fields: dict[str, Any]) -> LayerSpec:
     boundaries = tuple(Boundary(**boundary) for boundary in fields["sequence_boundaries"])
     dispatches = tuple(ExpertDispatch(**dispatch) for dispatch in fields["dispatches"])
     crossings = tuple(Crossing(**crossing) for crossing in fields.get("crossings", ()))
+    batch_norms = tuple(BatchNormCall(**call) for call in fields["batch_norms"])
     given: dict[str, Any] = {
         "modules": tuple(fields["modules"]),
         "again": tuple(fields.get("again", ())),
@@ -576,7 +606,7 @@ def _layer_from(fields: dict[str, Any]) -> LayerSpec:
         "sequence_boundaries": boundaries,
     }
     head = fields.get("head")
-    given |= {"exchanges": exchanges, "dispatches": dispatches, "crossings": crossings}
+    given |= {"exchanges": exchanges, "dispatches": dispatches, "crossings": crossings, "batch_norms": batch_norms}
     given["head"] = HeadSpec(**head) if head else None
     return LayerSpec(**{**fields, **given, **sums})
 

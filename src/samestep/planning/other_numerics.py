@@ -2,8 +2,8 @@
 
 Three changes are known to pay. TensorFloat-32 multiplies float32 with 10 bits of mantissa, on the units that are made for
 half precision, and leaves memory as it is. Half precision makes matrix products faster and halves activations and working
-weights; gradients of one byte (int8 with a scale for each block; Dettmers et al. 2022, arXiv:2110.02861) are a quarter of
-what data parallelism sends. Each is priced in the layout at hand, whose programs are written, played and added up anew: what
+weights; gradients of one byte (int8 with a scale for each block) are a quarter of what data parallelism sends, and what
+their codes lose takes memory. Each is priced in the layout at hand, whose programs are written, played and added up anew: what
 a search under the other numerics would find may be better still.
 """
 
@@ -11,18 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.models.spec import ModelSpec
 from samestep.output.byte_sizes import gib
-from samestep.program.bodies import BodyKey
-from samestep.program.codecs import CodecSpec
-from samestep.program.ops import BYTES_OF, REDUCING, TF32, Op, Ops
-from samestep.simulation import clock
+from samestep.program.contributions import Contributions
+from samestep.program.ops import TF32
 from samestep.simulation.prediction import Prediction, predict
-
-INT8 = CodecSpec(name="int8", dtype="int8", module=None)
-"""Gradients of one byte an element; the scales of the blocks are not counted."""
 
 WORTH = 0.03
 """Part of a step below which a saving is not worth another arithmetic."""
@@ -61,7 +57,7 @@ def savings(
         for saving in (
             _rounded(best, model, job, hardware, states_per_param),
             _halved(best, model, job, hardware, states_per_param),
-            _of_bytes(best, hardware),
+            _of_bytes(best, model, job, hardware, states_per_param),
         )
         if saving is not None and saving.step_s < (1 - WORTH) * saving.before_s
     ]
@@ -98,25 +94,20 @@ def _under(job: Job, **numerics: object) -> Job:
     return job.model_copy(update={"numerics": job.numerics.model_copy(update=numerics)})
 
 
-def _of_bytes(best: Prediction, hardware: Hardware) -> Saving:
-    """Send gradients over the data axes as one byte each; what it takes to make them is not counted."""
-    programs = tuple(program.with_bodies(_compressed) for program in best.programs)
+def _of_bytes(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, states: int) -> Saving | None:
+    """Send gradients between the outermost data ranks as one byte each."""
+    step = best.programs[0].step
+    ranks = Contributions.of(best.layout, step.zero, 1).ranks
+    if job.numerics.compression != "none" or ranks == 1 or job.train.global_batch % ranks:
+        return None
+    try:
+        said = predict(model, _under(job, compression="int8", replicas=ranks), best.layout, hardware, states)
+    except LayoutError:
+        return None
     return Saving(
-        change="gradients sent as int8, which is not built",
-        step_s=clock.play(programs, hardware).step_s,
+        change=f"numerics.compression=int8 with numerics.replicas={ranks}",
+        step_s=said.step_s,
         before_s=best.step_s,
+        peak_bytes=said.peak.total,
         before_bytes=best.peak.total,
     )
-
-
-def _compressed(_: BodyKey, ops: Ops) -> Ops:
-    return tuple(_as_bytes(op) if _is_of_gradients(op) else op for op in ops)
-
-
-def _is_of_gradients(op: Op) -> bool:
-    return op.kind in REDUCING and op.axis is not None and op.axis.startswith("dp_")
-
-
-def _as_bytes(op: Op) -> Op:
-    numel = op.size_bytes // BYTES_OF[op.dtype]
-    return op.but(codec=INT8.name, dtype=INT8.sent_dtype(op.dtype), size_bytes=INT8.size_bytes(numel, op.dtype))

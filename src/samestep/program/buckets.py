@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from samestep.models.spec import ParamSpec
+from samestep.program.codecs import CodedPart
+from samestep.program.contributions import Contributions
 from samestep.program.holding import Holding
 from samestep.program.ops import BYTES_OF, Op, OpKind, Ops
 from samestep.program.state_blocks import LARGEST_BLOCK
@@ -49,18 +51,29 @@ class Bucket:
     dtype: str
     """Dtype of the weights in the forward; gradients are accumulated in master precision."""
     codec: str
-    """Name of the codec with which its gradients are sent, one of `CODECS`."""
+    """Name of the codec with which its gradients are sent, one of `CODECS`; or `PLAIN`."""
+    block: int = 1
+    """Elements of a block of its gradients, in which the codec writes them down."""
     padded_numel: int
     """Elements of the flat buffer, padding included."""
     holding: Holding
     """The holding that all its weights have in common."""
     is_late: bool = False
-    """Whether several stages or virtual stages use its weights, so that it is reduced behind the step's last backward."""
+    """Whether it is reduced behind the step's last backward, as weights that several stages or virtual stages use."""
 
     @property
     def numel(self) -> int:
         """Number of elements without padding."""
         return sum(member.numel for member in self.members)
+
+    def coded(self, made: Contributions) -> CodedPart:
+        """Return what a rank encodes of it: all, or the chunk that is left to it within a contribution."""
+        is_cut_before = self.holding.data_axis != made.axis
+        return CodedPart(self.padded_numel // (self.holding.num_shards if is_cut_before else 1), self.block)
+
+    def gathers_codes(self, made: Contributions) -> bool:
+        """Return whether every rank has all sums, and not the chunk alone that ZeRO leaves it, whose weights it sends back."""
+        return self.holding.num_shards == 1 or self.holding.data_axis != made.axis
 
     def parts_at(self, index: int) -> Iterator[tuple[Member, int]]:
         """Yield each member, with how many of its elements lie in a chunk of those that ZeRO divides the buffer into."""
@@ -101,6 +114,7 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
             -chunk_of(param),
             step.holding(param).sort_key,
             param.is_updated_whole,
+            -step.gradient_block(param),
             -param.layer if chunk_of(param) >= 0 else 0,
         ),
     )
@@ -128,8 +142,12 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
 
 
 def is_late(step: StepSpec, param: ParamSpec, chunks: tuple[range, ...]) -> bool:
-    """Return whether a weight's gradient is reduced behind the step's last backward: other stages or chunks use it too."""
-    return bool(step.holding(param).tied_over) or is_in_several(param, chunks)
+    """Return whether a weight's gradient is reduced behind the step's last backward: other stages or chunks use it too, or
+    it is summed over other axes before it is encoded."""
+    holding, made = step.holding(param), step.contributions
+    # What is encoded has been summed before over the ranks that work on the same contribution.
+    sums_first = made is not None and bool(holding.partial_over or made.inside)
+    return bool(holding.tied_over) or sums_first or is_in_several(param, chunks)
 
 
 def is_in_several(param: ParamSpec, chunks: tuple[range, ...]) -> bool:
@@ -139,7 +157,7 @@ def is_in_several(param: ParamSpec, chunks: tuple[range, ...]) -> bool:
 
 def _kind(step: StepSpec, param: ParamSpec) -> tuple[object, ...]:
     """Return what weights of one bucket have in common."""
-    return step.working_dtype(param), step.holding(param), param.is_updated_whole
+    return step.working_dtype(param), step.holding(param), param.is_updated_whole, step.gradient_block(param)
 
 
 def _owners(step: StepSpec, param: ParamSpec) -> int:
@@ -149,7 +167,8 @@ def _owners(step: StepSpec, param: ParamSpec) -> int:
 
 def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
     holding = step.holding(params[0])
-    multiple, owners = math.prod(map(step.ranks.size, holding.data_axes)), _owners(step, params[0])
+    block, owners = step.gradient_block(params[0]), _owners(step, params[0])
+    multiple = math.prod(map(step.ranks.size, holding.data_axes)) * block
     held = owners_of([param.numel for param in params], owners)
     # A rank's chunk begins at no block's middle.
     aligned = LARGEST_BLOCK if step.optimizer_states == "8bit" and holding.num_shards > 1 else 1
@@ -166,6 +185,7 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
         members=tuple(members),
         dtype=step.working_dtype(params[0]),
         codec=step.codec,
+        block=block,
         padded_numel=chunk * owners,
         holding=holding,
     )
@@ -200,7 +220,8 @@ def start_reductions(ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], redu
     for op, following in itertools.zip_longest(ops, ops[1:]):
         written.append(op)
         done = op if op.kind is kind else done
-        if done is None or (following is not None and following.kind is OpKind.ALL_TO_ALL):
+        is_of_experts = following is not None and following.kind is OpKind.ALL_TO_ALL and following.codec is None
+        if done is None or is_of_experts:
             continue
         while waiting and _finished(waiting[0], layer_of, done):
             first = reduction(waiting.pop(0))[:1]

@@ -11,16 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from samestep.job import Job, OptimizerStates, Precision, Waiver
+from samestep.job import Compression, Job, OptimizerStates, Precision, Waiver
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec, ParamSpec
 from samestep.program.bodies import BodyKey, ends_step
 from samestep.program.codecs import CODECS, PLAIN
+from samestep.program.contributions import Contributions
 from samestep.program.holding import WHOLE, Holding
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node
+from samestep.program.sample_groups import SampleGroups
 from samestep.program.state_blocks import SCALE_BYTES, block_of
 from samestep.schedules import SCHEDULES, TaskKind
+from samestep.shares import Shares
 
 MOST_MICROBATCHES = 2**15
 """The largest number of micro-batches of a step on one rank: each is a task of the program."""
@@ -35,6 +38,8 @@ class StepSpec:
     precision: Precision
     global_batch: int
     """Samples of one step over all ranks."""
+    coupled_samples: int
+    """Samples of a group whose statistics batch norm takes."""
     ranks_per_node: int
     stage: int = 0
     """Coordinate on `pp`: every stage has a program of its own."""
@@ -54,6 +59,12 @@ class StepSpec:
     """Precision in which the optimizer's states are held."""
     state_blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Elements of a block of each weight's 8-bit states; 0 for a weight whose states are float32."""
+    codec: str = PLAIN
+    """Name of the codec as which contributions to a gradient are sent; buckets, units and their ops take it from here."""
+    replicas: int = 1
+    """The number of contributions that are encoded."""
+    gradient_blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Elements of a block of each weight's gradient, in which the codec writes it down."""
     allow: tuple[Waiver, ...] = ()
     """Refusals that the job waives."""
     holdings: Mapping[str, Holding] = field(default_factory=dict, hash=False)
@@ -78,6 +89,7 @@ class StepSpec:
             layout=layout,
             precision=job.numerics.precision,
             global_batch=job.train.global_batch,
+            coupled_samples=job.numerics.coupled_samples or job.train.global_batch,
             ranks_per_node=min(per_node, layout.world_size),
             stage=stage,
             replica=replica,
@@ -89,7 +101,10 @@ class StepSpec:
             state_blocks={param.name: block_of(param.shape) for param in model.params}
             if job.numerics.optimizer_states == "8bit"
             else {},
-            allow=job.run.allow,
+            codec=PLAIN if job.numerics.compression == "none" else job.numerics.compression,
+            replicas=job.numerics.replicas,
+            gradient_blocks=_gradient_blocks(model, job.numerics.compression),
+            allow=job.run.waivers,
         )
 
     @cached_property
@@ -109,8 +124,9 @@ class StepSpec:
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Number of micro-batches of one step, the same on every rank."""
-        return -(-self.rank_samples // (self.layout.microbatch or self.rank_samples))
+        """Number of micro-batches of one step, the same on every rank; by default one of each contribution."""
+        each = self.contributions.each if self.contributions is not None else 1
+        return -(-self.rank_samples // (self.layout.microbatch or -(-self.rank_samples // each)))
 
     @cached_property
     def microbatch_samples(self) -> int:
@@ -120,8 +136,15 @@ class StepSpec:
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
         """Samples in each micro-batch of this rank; an empty one runs one sample that the loss does not count."""
-        mine = _even_part(self.global_batch, self.layout.dp, self.replica)
-        return tuple(max(1, _even_part(mine, self.num_microbatches, index)) for index in range(self.num_microbatches))
+        shares = Shares(self.global_batch, self.layout.dp, self.num_microbatches)
+        return tuple(max(1, shares.size(self.replica, index)) for index in range(self.num_microbatches))
+
+    @cached_property
+    def sample_groups(self) -> SampleGroups | None:
+        """The groups of samples whose statistics batch norm takes; None in a model without one."""
+        if not any(layer.batch_norms for layer in self.model.layers):
+            return None
+        return SampleGroups.of(self.global_batch, self.coupled_samples, self.layout.dp, self.num_microbatches)
 
     @property
     def compute_dtype(self) -> str:
@@ -138,15 +161,19 @@ class StepSpec:
         """Dtype of master weights, accumulated gradients and optimizer state."""
         return "float64" if self.precision == "float64" else "float32"
 
-    @property
-    def codec(self) -> str:
-        """Name of the codec as which gradients are sent over the data axes; buckets, units and their ops take it from here."""
-        return PLAIN
+    @cached_property
+    def contributions(self) -> Contributions | None:
+        """Where contributions to a gradient are encoded and summed; None where gradients are summed as they are."""
+        return None if self.codec == PLAIN else Contributions.of(self.layout, self.zero, self.replicas)
+
+    def gradient_block(self, param: ParamSpec) -> int:
+        """Return the elements of a block of a weight's gradient; 1 where gradients are sent as they are."""
+        return self.gradient_blocks.get(param.name, 1)
 
     @property
-    def reduce_dtype(self) -> str:
-        """Dtype in which gradients are sent over the data axes, as the codec says."""
-        return CODECS[self.codec].sent_dtype(self.master_dtype)
+    def least_reduced_bytes(self) -> int:
+        """The fewest bytes that an element of a gradient is sent as over any data axis; 0 where codecs share it with others."""
+        return BYTES_OF[self.master_dtype] if self.codec == PLAIN else 0
 
     @property
     def is_mixed(self) -> bool:
@@ -215,6 +242,13 @@ class StepSpec:
         return self.master_dtype if param.shared else self.compute_dtype
 
 
+def _gradient_blocks(model: ModelSpec, compression: Compression) -> dict[str, int]:
+    """Return the elements of a block of each gradient, for a codec that has blocks."""
+    if compression == "none" or not CODECS[compression].block_bytes:
+        return {}
+    return {param.name: block_of(param.shape) or 1 for param in model.params}
+
+
 LARGEST_CHUNK = 2**24
 """Elements of a chunk of an update, unless a single piece has more."""
 SMALLEST_CHUNK = 2**20
@@ -233,8 +267,3 @@ def update_chunks(numels: Sequence[int]) -> list[range]:
             chunks.append(range(index, index + 1))
             size = numel
     return chunks
-
-
-def _even_part(count: int, parts: int, index: int) -> int:
-    """Return the size of one of several parts that differ by at most one, the larger ones first."""
-    return count // parts + (index < count % parts)

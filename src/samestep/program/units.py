@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 
 from samestep.models.spec import ParamSpec, is_below
 from samestep.program.buckets import padded
+from samestep.program.codecs import CodedPart
+from samestep.program.contributions import Contributions
 from samestep.program.holding import SHARDS
 from samestep.program.step import StepSpec
 
@@ -34,7 +36,7 @@ class Unit:
     dtype: str
     """Dtype in which the weights are gathered."""
     codec: str
-    """Name of the codec with which the gradients are sent, one of `CODECS`."""
+    """Name of the codec with which its shards are sent between replicas, one of `CODECS`; or `PLAIN`."""
     padded_numel: int
     """Elements of the unsharded buffer: each parameter's first dimension padded to a multiple of `num_shards`."""
     padded_grad_numel: int
@@ -288,3 +290,15 @@ def partial_sizes(step: StepSpec, unit: Unit, axis: str) -> dict[str, int]:
         for param in step.model.params
         if param.name in mine and param.trainable and param.numel and axis in step.holding(param).partial_over
     }
+
+
+def coded_parts(step: StepSpec, made: Contributions, unit: Unit) -> dict[CodedPart, tuple[str, ...]]:
+    """Return what a rank encodes of its shard of a unit: buffers of gradients with blocks of one size, and their weights."""
+    mine = {*unit.params}
+    params = [param for param in step.model.params if param.name in mine and param.trainable and param.numel]
+    found: dict[CodedPart, tuple[str, ...]] = {}
+    for block in sorted({step.gradient_block(param) for param in params}, reverse=True):
+        alike = [param for param in params if step.gradient_block(param) == block]
+        numel = sum(padded_rows(param, unit.num_shards) // unit.num_shards for param in alike)
+        found[CodedPart(padded(numel, made.ranks * block), block)] = tuple(param.name for param in alike)
+    return found

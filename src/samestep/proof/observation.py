@@ -468,6 +468,7 @@ def restart(run: Run, start: Sequence[Tensor], buffers: Sequence[Tensor]) -> Non
         buffer.copy_(value)
     if updater.optimizer is not None:
         updater.optimizer.state.clear()
+    run.assembly.weights.store.scale_given_back(0.0)
     updater.publish()
     run.assembly.weights.store.publish()
     run.steps_taken = 0

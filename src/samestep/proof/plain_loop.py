@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,15 +30,17 @@ from samestep.building import plain_calls
 from samestep.building.families import facts_of
 from samestep.building.model import call_model
 from samestep.building.named_tensors import copied, map_attributes, tensors_of
-from samestep.datasets import Dataset, batches
+from samestep.datasets import Batch, Dataset, batches
 from samestep.proof import comparison
 from samestep.proof.comparison import Comparison, Limit
 from samestep.proof.observation import HeldTensor, Observation, PlainSteps
+from samestep.proof.plain_contributions import PlainContributions
 from samestep.runtime.assembly import Source
 from samestep.runtime.axes import precision
 from samestep.runtime.dropout.mode import Draw, DropoutMode, place_samples
 from samestep.runtime.pieces import Piece
 from samestep.runtime.run import Run
+from samestep.tracing.batch_norms import without_own_groups
 
 WHAT = "plain torch"
 """The name of the check."""
@@ -79,6 +82,7 @@ def _model(run: Run, source: Source, steps: PlainSteps) -> nn.Module:
         facts = facts_of(module)
         if (config := facts.expert_configuration(module)) is not None:
             setattr(config, facts.expert_way, facts.one_by_one_way)  # grouped products know no float64
+    without_own_groups(model)
     place_samples(model, run.assembly.model.spec.masks)
     return model if model.training else model.train()
 
@@ -94,12 +98,14 @@ def _take_steps(
     unused: list[set[str]] = []
     params, limit = _trained(model), run.job.optimizer.clip_norm
     optimizer = torch.optim.SGD(params.values(), lr=seen.learning_rate, momentum=0.9)
+    assert source.prepared is not None
+    coded = run.program.step.contributions is not None
+    contributions = PlainContributions(run.program.step, source.prepared.blueprint.canonical) if coded else None
     for batch in batches(dataset, run.job):
         optimizer.zero_grad()
-        loss = _loss(model, run, source, batch.samples(batch.indices), batch.step, batch.indices)
-        loss.backward()
-        unused.append({name for name, param in params.items() if param.grad is None})
-        steps.losses.append(float(loss.detach()))
+        loss, without = _backward(model, run, source, batch, params, contributions)
+        unused.append(without)
+        steps.losses.append(loss)
         steps.gradients.append(_held({name: _gradient(param) for name, param in params.items()}))
         norm = torch.nn.utils.clip_grad_norm_(params.values(), math.inf if limit is None else limit)
         steps.norms.append(float(norm))
@@ -109,16 +115,46 @@ def _take_steps(
     return unused
 
 
-def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, indices: Any) -> Tensor:
-    """Return the mean loss of a whole batch."""
+def _backward(
+    model: nn.Module,
+    run: Run,
+    source: Source,
+    batch: Batch,
+    params: Mapping[str, nn.Parameter],
+    contributions: PlainContributions | None,
+) -> tuple[float, set[str]]:
+    """Compute the gradients of the mean loss of a whole batch; return the loss, and the weights without a gradient."""
+    if contributions is None:
+        loss_sum, count = _loss(model, run, source, batch.samples(batch.indices), batch.step, batch.indices)
+        (loss_sum / count).backward()
+        return float(loss_sum.detach() / count), {name for name, param in params.items() if param.grad is None}
+    total, counted, unused = 0.0, 0.0, set(params)
+    for index, indices in enumerate(batch.shares(0, 1, contributions.number)):
+        loss_sum, count = _loss(model, run, source, batch.samples(indices), batch.step, indices)
+        loss_sum.backward()
+        total, counted = total + float(loss_sum.detach()), counted + float(count)
+        unused &= {name for name, param in params.items() if param.grad is None}
+        contributions.add(index, params)
+    contributions.finish(params, counted)
+    return total / counted, unused
+
+
+def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, indices: Any) -> tuple[Tensor, float]:
+    """Return the sum of the loss over samples, and their count: of the whole one at once, unless the job groups samples whose statistics it takes."""
     device = run.place.device
     moved = precision.cast_floating(tree_map_only(Tensor, lambda tensor: tensor.to(device), samples), torch.float64)
-    draw = Draw(run.job.train.seed, step, torch.as_tensor(indices, device=device))
-    with precision.RaiseIslands(), DropoutMode(model, draw):
-        outputs = call_model(model, moved)
-        loss_sum, count = source.loss(outputs, moved)
-        loss_sum = run.assembly.objective.balance.added_to(loss_sum, outputs, count, 1.0)
-    return loss_sum / count
+    loss_sums, counts = [], []
+    size = run.job.numerics.coupled_samples if run.assembly.model.spec.couples_samples else None
+    for start in range(0, len(indices), size or len(indices)):
+        rows = slice(start, start + (size or len(indices)))
+        part = tree_map_only(Tensor, operator.itemgetter(rows), moved) if size else moved
+        draw = Draw(run.job.train.seed, step, torch.as_tensor(indices[rows], device=device))
+        with precision.RaiseIslands(), DropoutMode(model, draw):
+            outputs = call_model(model, part)
+            loss_sum, count = source.loss(outputs, part)
+            loss_sums.append(run.assembly.objective.balance.added_to(loss_sum, outputs, count, 1.0))
+        counts.append(count)
+    return torch.stack(loss_sums).sum(), float(sum(counts))
 
 
 def _leave_out(steps: PlainSteps, names: set[str]) -> None:

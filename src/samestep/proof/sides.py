@@ -36,7 +36,7 @@ from samestep.proof.comparison import Comparison
 from samestep.proof.evidence import BatchPart, Evidence
 from samestep.proof.observation import Observation, ObservedRun
 from samestep.proof.verdict import Cause, Check
-from samestep.runtime import checkpoint
+from samestep.runtime import checkpoint, checkpoint_manifest
 from samestep.runtime.assembly import Source, traced_for
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.dropout import rates
@@ -220,7 +220,7 @@ def _given_back(run: Run, subject: Subject) -> tuple[Observation, str]:
     """Read the layout's checkpoint on one device; return the loaded weights and state, and the error's text if it failed."""
     refusal = ""
     try:
-        checkpoint.load(run, checkpoint.list_checkpoints(subject.folder / "checkpoints")[-1])
+        checkpoint.load(run, checkpoint_manifest.list_checkpoints(subject.folder / "checkpoints")[-1])
     except CheckpointError as error:
         refusal = str(error)
     loaded = Observation(0, {}, {})

@@ -38,6 +38,7 @@ from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.runtime import given_instance, kept_state, placement
 from samestep.runtime.axes import (
+    batch_norm,
     context,
     expert,
     pending_logits,
@@ -83,6 +84,7 @@ from samestep.tracing import (
 )
 from samestep.tracing import experts as experts_module
 from samestep.tracing.arranged_layers import spread_over_calls
+from samestep.tracing.batch_norms import with_groups, without_own_groups
 from samestep.tracing.forward import outputs_on_meta
 from samestep.tracing.operations import Recorder
 from samestep.tracing.rank_trial import DiffersError
@@ -119,6 +121,8 @@ class Parallel:
     """The layers that this rank runs, and the tensors it exchanges with other pipeline stages."""
     slicing: context.Slicing | context.WholeSequences
     """The slice of every sequence that this rank runs."""
+    batch_norms: batch_norm.BatchNorms
+    """The batch norms that take statistics of samples, also of those that other ranks have."""
     deferred: Deferred
     """Weight gradients that a split backward has postponed."""
     pending: Callable[[], AbstractContextManager[None]]
@@ -150,6 +154,8 @@ class PreparedModel:
     """Refusals of this model that `run.allow` waives."""
     form: PretrainedForm | None = None
     """The form in which checkpoints write the model for transformers too; None where they do not."""
+    state_names: Mapping[str, str] = field(default_factory=dict)
+    """Of each tensor in the uncut module's `state_dict`, the first name of what it is: tied weights have several."""
     gathered: Mapping[str, str] = field(default_factory=dict)
     """Modules whose outputs tp gathers although a plan cuts them otherwise, or which it leaves whole, and why."""
 
@@ -258,7 +264,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
             plan.module, one, source.loss, experts, value_of,
             keeps_all=bool(spec.varies_at), takes_gradients=bool(spec.differentiates_at), around=placing,
         )  # fmt: skip
-    spec = replace(spec, mixes_samples=found.refusal, tried=found.tried)
+    spec = replace(with_groups(spec, found.batch_norms), mixes_samples=found.refusal, tried=found.tried)
     analysis = ModelAnalysis(
         spec=replace(spec, masks=dropout.with_constants(masks, placed, samples.NUM_SAMPLES)),
         cut_styles=planned.styles,
@@ -381,6 +387,7 @@ def _built(source: Source, job: Job) -> Blueprint:
     named = isinstance(source.model, JobModel)
     with failures_of(f"model.source: {source.name}", ModelError) if named else nullcontext():
         plan = blueprint(source.model, job.train.seed, functools.partial(job.run.waived, "build"))
+    without_own_groups(plan.module)
     if not plan.module.training:
         plan.module.train()  # a model loaded for inference; in one that trains, a part in evaluation mode is intended
     return plan
@@ -516,10 +523,13 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     model = plan.module
     assert all(param.is_meta for param in model.parameters()), "a blueprint is cut and filled by one run alone"
     form = PretrainedForm.of(plan, job) if job.checkpoint.save_pretrained else None  # before the model is cut
+    held = [name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)]
+    state_names = {name: plan.canonical.get(name, name) for name in held}
     precision.apply(traced, program)
     for twin in TWINS:
         twin.apply(traced, program, mesh)
     slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else context.WholeSequences()
+    norms = batch_norm.BatchNorms(model, program, mesh)
     compiled = compile_blocks(traced, program, job.run)
     dropout.leave_out(model, compiled.in_graph)
     dropout.track_modules(model)
@@ -566,11 +576,12 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             if layout.pp > 1
             else pipeline.WholeModel(model),
             slicing=slicing,
+            batch_norms=norms,
             deferred=deferred,
             pending=_pending(model, program, mesh),
             checkpoints=functools.partial(
                 recompute.in_our_modes,
-                functools.partial(_recompute_contexts, model, program, slicing),
+                functools.partial(_recompute_contexts, model, program, slicing, norms),
                 plainly=traced.analysis.recomputes_blocks,
                 detached=traced.analysis.detached_checkpoints,
             ),
@@ -581,11 +592,16 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
             master_dtype=precision.DTYPES[program.step.master_dtype],
             compiled=compiled,
             training_modes={module: module.training for module in model.modules()},
-            running_buffers=[buffer for path in spec.coupled_modules for buffer in model.get_submodule(path).buffers()],
+            running_buffers=[
+                buffer
+                for path in dict.fromkeys((*spec.coupled_modules, *spec.batch_norm_owners))
+                for buffer in model.get_submodule(path).buffers(recurse=False)
+            ],
             first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
             dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
             remarks=tuple(waived),
             form=form,
+            state_names=state_names,
             gathered=traced.analysis.gathered if layout.tp > 1 else {},
             mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
         ),
@@ -677,11 +693,16 @@ def set_modes(modes: Mapping[nn.Module, bool]) -> None:
 
 
 def _recompute_contexts(
-    model: nn.Module, program: Program, slicing: context.Slicing | context.WholeSequences
+    model: nn.Module,
+    program: Program,
+    slicing: context.Slicing | context.WholeSequences,
+    norms: batch_norm.BatchNorms,
 ) -> recompute.Contexts:
     """Return the contexts of a forward and of its recomputation, during which the forward's modes are not active."""
     first, repeated = dropout.recompute_contexts(model)
-    return first, recompute.nested(precision.raised_islands(program), repeated, slicing.for_recompute())
+    records, taken = norms.recompute_contexts()
+    islands = precision.raised_islands(program)
+    return recompute.nested(first, records), recompute.nested(islands, repeated, slicing.for_recompute(), taken)
 
 
 def _nominal_count(example: Any, global_batch: int) -> float:

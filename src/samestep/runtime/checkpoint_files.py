@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -41,6 +40,8 @@ class OpenCheckpoint:
     """Runs of each parameter's values, in order."""
     states: dict[str, dict[str, list[_StoredRun]]] = field(default_factory=dict)
     """Runs of each parameter's optimizer state, by parameter and key."""
+    lost: dict[str, dict[str, list[_StoredRun]]] = field(default_factory=dict)
+    """Runs of what codes have lost of each parameter's gradient, by parameter and contribution."""
     buffers: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     """Files of the tensors in values that are kept besides, by their names."""
@@ -51,6 +52,8 @@ class OpenCheckpoint:
         stored = cls(folder, {**manifest["shapes"], **manifest.get("frozen", {})})
         for part in manifest["parts"]:
             file = stack.enter_context(safe_open(folder / part["file"], "pt"))
+            if sorted(file.keys()) != sorted(part["tensors"]):
+                raise CheckpointError(f"{folder / part['file']} holds other tensors than the manifest beside it says")
             for name in part["tensors"]:
                 stored._add(name, file)
             for name, value in part["plain"].items():
@@ -58,7 +61,8 @@ class OpenCheckpoint:
             for name, (dim, intervals) in part["cuts"].items():
                 shape = tuple(stored.shapes[name.rpartition("@")[0]])
                 stored.cuts[name] = WeightSlice(shape, dim, tuple((start, stop) for start, stop in intervals))
-        for runs in (*stored.values.values(), *(runs for keys in stored.states.values() for runs in keys.values())):
+        keyed = [runs for of in (stored.states, stored.lost) for keys in of.values() for runs in keys.values()]
+        for runs in (*stored.values.values(), *keyed):
             runs.sort(key=lambda run: (run.part, run.start))
         return stored
 
@@ -73,7 +77,8 @@ class OpenCheckpoint:
             self.values.setdefault(_weight_of(part), []).append(_StoredRun(part, int(start), name, file))
         else:
             part, start, key = rest.rsplit("/", 2)
-            runs = self.states.setdefault(_weight_of(part), {}).setdefault(key, [])
+            of = self.lost if kind == "lost" else self.states
+            runs = of.setdefault(_weight_of(part), {}).setdefault(key, [])
             runs.append(_StoredRun(part, int(start), name, file))
 
     def read(self, what: str, weight: str, mine: Runs, block: int = 1) -> Tensor:
@@ -85,6 +90,17 @@ class OpenCheckpoint:
             CheckpointError: the files lack some of the elements.
         """
         stored = self.values.get(weight, []) if what == "value" else self.states[weight][what]
+        return self._assembled(stored, what, weight, mine, block)
+
+    def read_lost(self, key: str, weight: str, mine: Runs) -> Tensor:
+        """Assemble what the codes of a contribution have lost of some elements of a weight's gradient.
+
+        Raises:
+            CheckpointError: the files lack some of the elements.
+        """
+        return self._assembled(self.lost.get(weight, {}).get(key, []), f"lost by contribution {key}", weight, mine, 1)
+
+    def _assembled(self, stored: list[_StoredRun], what: str, weight: str, mine: Runs, block: int) -> Tensor:
         mine = mine.in_blocks(block)
         numel = int(mine.lengths.sum())
         found: Tensor | None = None
@@ -117,12 +133,3 @@ class PlainValue:
     """A value that stands in the manifest itself."""
 
     value: Any
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or folder is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -25,8 +25,8 @@ from samestep.errors import CheckpointError
 from samestep.program.program import Program
 from samestep.runtime.first_state import attributes_of, digest, fingerprint, optimizer_values
 from samestep.runtime.pieces import Piece
+from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.processes.mesh import gather_objects
-from samestep.runtime.run import Run
 
 _SEQUENCES: dict[str, Callable[..., Any]] = {
     "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque
@@ -40,7 +40,7 @@ class _CannotKeepError(TypeError):
 # -- what changes ----------------------------------------------------------------------------------
 
 
-def changed_frozen(run: Run) -> list[Piece]:
+def changed_frozen(run: PreparedRun) -> list[Piece]:
     """Return this rank's parts of the frozen weights that have changed on any rank.
 
     Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
@@ -51,7 +51,7 @@ def changed_frozen(run: Run) -> list[Piece]:
     return [piece for piece in pieces if piece.name in changed]
 
 
-def kept_buffers(run: Run) -> dict[str, Tensor]:
+def kept_buffers(run: PreparedRun) -> dict[str, Tensor]:
     """Return the buffers that this rank writes: those of the layers that it runs, if it is the first rank that does."""
     if not _writes(run):
         return {}
@@ -64,7 +64,7 @@ def kept_buffers(run: Run) -> dict[str, Tensor]:
     return found
 
 
-def kept_values(run: Run) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the values that this rank writes, as plain data and the tensors in it, by name in the files."""
     writer = _Writer(run.place.rank)
     optimizer, first = run.updater.optimizer, run.updater.first_digests
@@ -105,13 +105,13 @@ def kept_values(run: Run) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return record, writer.tensors
 
 
-def _writes(run: Run) -> bool:
+def _writes(run: PreparedRun) -> bool:
     """Return whether this rank is the first of its pipeline stage, which writes what all of them hold alike."""
     mesh = run.assembly.parallel.mesh
     return not any(mesh.index(axis) for axis in ("dp", "cp", "tp"))
 
 
-def _is_mine(run: Run, name: str, changed: bool) -> bool:
+def _is_mine(run: PreparedRun, name: str, changed: bool) -> bool:
     """Return whether this rank's stage runs what a name stands for; of what belongs to no layer, the first stage's."""
     if runs_elsewhere(run.program, name):
         return False
@@ -139,7 +139,7 @@ def _is_within(name: str, path: str) -> bool:
 # -- giving it back --------------------------------------------------------------------------------
 
 
-def refuse_unsaved(run: Run, manifest: Mapping[str, Any], folder: object) -> None:
+def refuse_unsaved(run: PreparedRun, manifest: Mapping[str, Any], folder: object) -> None:
     """Refuse to resume where something that had changed is not in the checkpoint.
 
     Raises:
@@ -151,7 +151,7 @@ def refuse_unsaved(run: Run, manifest: Mapping[str, Any], folder: object) -> Non
         )
 
 
-def give_back(run: Run, manifest: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
+def give_back(run: PreparedRun, manifest: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
     """Set the options and attributes of the optimizer, attributes of modules and their extra state.
 
     Raises:
@@ -173,7 +173,7 @@ def give_back(run: Run, manifest: Mapping[str, Any], read: Callable[[str], Tenso
             modules[path].set_extra_state(_decoded(value, read))
 
 
-def _give_back_options(run: Run, groups: Sequence[Mapping[str, Any]], read: Callable[[str], Tensor]) -> None:
+def _give_back_options(run: PreparedRun, groups: Sequence[Mapping[str, Any]], read: Callable[[str], Tensor]) -> None:
     of_weight = {name: group["options"] for group in groups for name in group["names"]}
     assert run.updater.optimizer is not None
     for group in run.updater.optimizer.param_groups:
@@ -184,7 +184,7 @@ def _give_back_options(run: Run, groups: Sequence[Mapping[str, Any]], read: Call
 
 
 def _give_back_own(
-    run: Run, manifest: Mapping[str, Any], records: Sequence[Mapping[str, Any]], read: Callable[[str], Tensor]
+    run: PreparedRun, manifest: Mapping[str, Any], records: Sequence[Mapping[str, Any]], read: Callable[[str], Tensor]
 ) -> None:
     of_ranks = {record["rank"]: record["optimizer"] for record in records if record["optimizer"]}
     decoded = {rank: {key: _decoded(v, read) for key, v in own.items()} for rank, own in of_ranks.items()}

@@ -29,14 +29,15 @@ def evaluate(assembly: Assembly, batch: StepBatch) -> tuple[float, float]:
     """
     parallel = assembly.parallel
     mesh, dp = parallel.mesh, parallel.program.step.layout.dp
-    size = parallel.program.step.microbatch_samples * dp
+    size = parallel.batch_norms.evaluated_at_once(parallel.program.step.microbatch_samples * dp)
     everything = batch.shares(0, 1, 1)[0]
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     with _forward_only(assembly):
-        for part in np.array_split(everything, max(1, -(-len(everything) // size))):
+        for start in range(0, max(1, len(everything)), size):
+            part = everything[start : start + size]
             mine = np.array_split(part, dp)[mesh.index("dp")]
             samples, weight = microbatches.read(assembly, batch, mine)
-            with parallel.slicing.of(samples):
+            with parallel.slicing.of(samples), parallel.batch_norms.of_evaluation(len(part)):
                 outputs = forward(assembly, samples, parallel.pending)
             if outputs is not None:
                 loss_sum, count = assembly.objective.loss(outputs, parallel.slicing.part(samples))

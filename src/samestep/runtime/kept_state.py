@@ -7,7 +7,7 @@ weights, attributes, counters; `tracing/state.py` lists them) is the same in a l
     the forward is repeated   for each micro-batch, by recompute, or by the chunks of a pipeline: it is kept several times
     a weight is a copy        gathered for the forward (zero=2|3), or cut (tp): what is written into it is lost
 
-Torch's batch norm is not concerned: its running statistics have a rule of their own (`ModelSpec.coupled_modules`).
+Torch's batch norm is not concerned: its running statistics have a rule of their own (`strategies/batch_norm.py`).
 """
 
 from __future__ import annotations

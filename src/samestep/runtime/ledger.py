@@ -30,7 +30,7 @@ _KINDS = {
     "send": "send",
     "recv_": "recv",
 }
-OWN_GROUPS = ("cp",)
+OWN_GROUPS = ("cp", "dp")
 """Axes with a process group of their own, described by the axis' name; other axes over the same ranks share one."""
 LINK = "link of "
 """What describes the group of a link between two stages, before the ranks of all stages: their messages are one list."""

@@ -22,9 +22,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from samestep.building.initial_values import Blueprint
 from samestep.building.pretrained_form import PretrainedForm, SavedGroup
-from samestep.models.weight_files import INDEX, ONE_FILE
-from samestep.runtime.checkpoint_files import OpenCheckpoint, sync
+from samestep.models.weight_files import INDEX
+from samestep.output import durable_files
+from samestep.runtime.checkpoint_files import OpenCheckpoint
 from samestep.runtime.placement import whole
 
 NAME = "pretrained"
@@ -48,15 +50,17 @@ def write(
     writer, num_writers = share
     cast = dtype or (torch.float64 if manifest["job"]["numerics"]["precision"] == "float64" else torch.float32)
     out.mkdir(exist_ok=True)
-    files = _files(form.groups, LARGEST_FILE_BYTES // cast.itemsize)
+    most = LARGEST_FILE_BYTES // cast.itemsize if form.is_divisible else sum(group.numel for group in form.groups)
+    files = _files(form.groups, most)
     names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
-    names = names if len(files) > 1 else [ONE_FILE]
+    names = names if len(files) > 1 else [form.one_file]
     with ExitStack() as stack:
-        value = values(form, OpenCheckpoint.open(checkpoint, manifest, stack))
+        stored = OpenCheckpoint.open(checkpoint, manifest, stack)
+        value = form.with_merged(values((form.adapted or form).plan, stored))
         for number in range(writer, len(files), num_writers):
             tensors = {name: _cast(one, cast) for group in files[number] for name, one in _made(group, value).items()}
             save_file(tensors, out / names[number], {"format": "pt"})
-            sync(out / names[number])
+            durable_files.sync(out / names[number])
     if writer:
         return
     if len(files) > 1:
@@ -64,7 +68,7 @@ def write(
     form.write_configuration(out, cast)
     for path in form.beside:
         shutil.copyfile(path, out / path.name)
-    sync(out)
+    durable_files.sync(out)
 
 
 def _files(groups: Sequence[SavedGroup], most: int) -> list[list[SavedGroup]]:
@@ -77,9 +81,9 @@ def _files(groups: Sequence[SavedGroup], most: int) -> list[list[SavedGroup]]:
     return files
 
 
-def values(form: PretrainedForm, stored: OpenCheckpoint) -> Callable[[str], Tensor]:
+def values(plan: Blueprint, stored: OpenCheckpoint) -> Callable[[str], Tensor]:
     """Return the function of a tensor's value: the checkpoint's, or the first one of what has not changed."""
-    canonical = form.plan.canonical
+    canonical = plan.canonical
     names_of: dict[str, list[str]] = {}
     for name, first in canonical.items():
         names_of.setdefault(first, []).append(name)
@@ -93,7 +97,7 @@ def values(form: PretrainedForm, stored: OpenCheckpoint) -> Callable[[str], Tens
             if alias in stored.buffers:
                 buffer: Tensor = stored.buffers[alias].get_tensor(f"buffer/{alias}")
                 return buffer
-        return form.value(name)
+        return plan.materialize(name, torch.device("cpu"))
 
     return value
 

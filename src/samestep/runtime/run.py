@@ -18,23 +18,23 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from samestep.building.loss import as_number, named_loss, target_of, with_graph
+from samestep.building.loss import as_number, target_of, with_graph
 from samestep.building.model import call_model
 from samestep.errors import DataError, LayoutError, NonFiniteError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import Task
 from samestep.program.program import Program
-from samestep.runtime import evaluation, kept_state
-from samestep.runtime.assembly import Assembly, Loss, Source, assemble, set_modes
+from samestep.runtime import checkpoint, evaluation, kept_state, whole_state
+from samestep.runtime.assembly import Assembly, Source, assemble, set_modes
 from samestep.runtime.axes import precision, recompute, tensor
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.guards import data_trial, deterministic, loss_trial, nonfinite, randomness
@@ -44,14 +44,13 @@ from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.host_copies import Reading, to_device
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.microbatches import Microbatches, StepBatch
-from samestep.runtime.optimizer_source import optimizer_source
 from samestep.runtime.optimizer_step import Updater, clip_factor
 from samestep.runtime.processes import join
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.mesh import gather_objects
 from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.runtime.step_report import StepReport, forget_peak, peak_memory_bytes, peak_reserved_bytes
-from samestep.runtime.step_sums import WRITTEN, OpenStep, decide, scalars_of
+from samestep.runtime.step_sums import SAVE, WRITTEN, OpenStep, decide, scalars_of
 from samestep.schedules import TaskKind
 
 _NOBODY = StepObserver()
@@ -75,6 +74,8 @@ class Run:
         self.job, self.layout, self.place = job, layout, place
         self._owns_weights = owns_weights
         self.steps_taken = 0
+        self.changes: tuple[str, ...] = ()
+        """What resumes have changed of the job and its layout, and after which steps."""
         self._source, self._observer = source, observer
         if job.numerics.deterministic:
             deterministic.reserve_workspace()
@@ -86,6 +87,8 @@ class Run:
         """The step whose update was launched, and whose sums the host has not read."""
         self._writes_unseen = False
         self._data_wait_s = 0.0
+        self._load_from: Path | None = None
+        """The checkpoint that `prepare` will read."""
         self._lone: tuple[Any, Any] | None = None
         """Outputs and labels of the micro-batch before, if it alone could not show what the loss is."""
 
@@ -143,10 +146,55 @@ class Run:
             if where != self.layout:
                 self._refusals.remark(recompute.TAKEN)
             self.layout = where
+            if self._load_from is not None:
+                checkpoint.load(self, self._load_from)
 
     def adopt(self, assembly: Assembly) -> None:
         """Continue with an assembly derived from this run's own, for example one with another optimizer."""
         self._assembly = assembly
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a checkpoint below `folder`, named by the steps taken, and return its folder.
+
+        Of the earlier ones there the job's `checkpoint.keep` newest stay.
+
+        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+
+        Raises:
+            LayoutError: the run is not prepared yet.
+            CheckpointError: the optimizer keeps state that no file can hold.
+            SaveError: the file system does not allow it; what was saved before is untouched.
+        """
+        return checkpoint.save(self, Path(folder), self.job.checkpoint.keep)
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from a checkpoint that any layout has saved; of a folder of checkpoints, from the newest.
+
+        `steps_taken` is then the first step of `samestep.batches`. A run that is not prepared reads the files when it is.
+
+        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged, lacks a tensor, or belongs to a job with another result.
+        """
+        found = checkpoint.found_in(Path(folder))
+        if self._assembly is not None:
+            checkpoint.load(self, found)
+            return
+        self.steps_taken = checkpoint.step_of(found, self.job)
+        self._load_from = found
+
+    def state_dict(self, *, on_every_rank: bool = False) -> dict[str, Tensor]:
+        """Return the whole model's weights and persistent buffers, on the host, for `load_state_dict` of the plain module.
+
+        Ranks other than 0 return an empty dict, unless `on_every_rank`. Weights are in master precision.
+
+        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+
+        Raises:
+            LayoutError: the run is not prepared yet.
+        """
+        return whole_state.state_dict(self, on_every_rank=on_every_rank)
 
     def step(self, batch: StepBatch) -> StepReport:
         """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
@@ -336,7 +384,7 @@ class Run:
         """Wait for a step's sums, decide on its update unless the device has made it, and return the report."""
         batch, updater = opened.batch, self._held.weights.updater
         *sums, was_held_back, is_written = opened.sums.numbers()
-        agreed, is_written_unseen = scalars_of(sums)
+        agreed, is_written_unseen, is_save_wanted = scalars_of(sums)
         self._refusals.raise_agreed(agreed.stop, self.layout.world_size)
         if is_written_unseen:
             self._wait_from_now_on(batch)
@@ -362,7 +410,10 @@ class Run:
             factor = scale * clip_factor(norm, self.job.optimizer.clip_norm)
             self._update(lambda: updater.step(factor, was_held_back=was_held_back > 0))
         if math.isfinite(loss):
+            before = updater.loss_scale.scale
             updater.loss_scale.after(overflowed=not finite)
+            if updater.loss_scale.scale != before:
+                self._held.weights.store.scale_given_back(updater.loss_scale.scale / before)
         self.steps_taken = batch.step + 1
         step_s = time.perf_counter() - opened.began_s
         return StepReport(
@@ -378,6 +429,7 @@ class Run:
             reserved_bytes=peak_reserved_bytes(self.place.device),
             skipped=skipped,
             stop=agreed.stop > 0,
+            save=is_save_wanted,
             note=note,
             remarks=self._refusals.news(),
         )
@@ -426,7 +478,7 @@ class Run:
             microbatches.forget(task.microbatch)
         self._generators.settle(whole=task.microbatch == 0)
         with self._forward_modes(microbatches, task.microbatch):
-            with parallel.slicing.of(samples), parallel.pending():
+            with parallel.slicing.of(samples), parallel.pending(), parallel.batch_norms.of(task.microbatch):
                 outputs = parallel.stage.forward(task.microbatch, task.chunk, samples)
             self._check_generators("the forward", samples)
             if not parallel.stage.is_last(task.chunk):
@@ -468,7 +520,8 @@ class Run:
         if not generator:
             return
         layout, model = self.layout, self._held.model.module
-        if samples is not None and layout.model_ranks == 1 and (layout.num_shards == 1 or layout.zero < 2):
+        waits = self._held.parallel.batch_norms.sends or (layout.num_shards > 1 and layout.zero >= 2)
+        if samples is not None and layout.model_ranks == 1 and not waits:
             with self.assembly.model.compiled.off():
                 path = randomness.first_module_that_draws(model, lambda: call_model(model, samples), self.place.device)
             who = f"{path} in {who}" if path else who
@@ -524,7 +577,7 @@ class Run:
         weights, device = self._held.weights, self.place.device
         norm_squared = weights.store.norm_squared() + weights.updater.overflow(device)
         weights.store.take_back()
-        flag = join.stop_requested() + self._refusals.flag
+        flag = join.stop_requested() + join.save_requested() * SAVE + self._refusals.flag
         stop = torch.full((1,), flag, dtype=torch.float64, device=device)  # filled there, not copied from the host
         if self._runs_ahead and not is_ahead:
             stop += weights.updater.live.was_written_unseen(device) * WRITTEN
@@ -586,37 +639,3 @@ class Run:
         if policy == "stop":
             raise NonFiniteError(f"step {self.steps_taken + 1}: {note}; numerics.on_nonfinite = 'skip' would go on")
         return policy == "skip"
-
-
-def parallelize(
-    model: Callable[[], nn.Module] | nn.Module,
-    loss: Loss | str,
-    optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer,
-    *,
-    layout: str | Layout = "",
-    job: Job | None = None,
-) -> Run:
-    """Put any model into a layout; `run.step(batch)` then takes one optimizer step of the job.
-
-    Every rank calls it with equal arguments, started by `samestep.launch`, torchrun or srun, or as the only process.
-
-    Args:
-        model: a build function, whose weights start as functions of (seed, name); or an instance, whose values stay.
-        loss: (outputs, batch) -> (sum, count), or a word of the key `train.loss`: "cross_entropy", "mse".
-        optimizer: a function of a list of parameters, or an instance over the model instance that has not stepped.
-        layout: one line of text such as "dp=2 zero=3"; empty replicates over all ranks.
-        job: global batch, steps, seed, schedule, numerics and `optimizer.clip_norm`. Its model, data, loss and the rest
-            of its optimizer table are not read: the arguments above replace them.
-
-    Raises:
-        InputError: a model, optimizer or layout that cannot run; the text says what would.
-    """
-    job = job or Job()
-    place = join.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)
-    where = Layout.parse(layout) if isinstance(layout, str) else layout
-    if layout == "":
-        where = Layout(dp_replicate=place.world_size)
-    loss = named_loss(loss) if isinstance(loss, str) else loss
-    names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
-    name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
-    return Run(Source(model, loss, optimizer_source(optimizer, names), name), where, job, place)

@@ -43,6 +43,8 @@ class StepReport(_Late):
     skipped: bool = False
     stop: bool = False
     """Whether some rank was asked to stop."""
+    save: bool = False
+    """Whether some rank was asked, by SIGUSR1, to save a checkpoint and go on."""
     note: str = ""
     """Why the step is not finite, or what a repetition of it showed that `run.allow` waives; mostly empty."""
     remarks: tuple[str, ...] = ()

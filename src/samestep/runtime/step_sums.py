@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 WRITTEN = 2.0**-22
 """Added to the stop flag by a rank whose weights a step wrote unseen: all ranks add up to less than 1."""
 
+SAVE = 2.0**-43
+"""Added to the stop flag by a rank that was asked to save: all ranks add up to less than `WRITTEN`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -67,8 +70,9 @@ def decide(sums: Tensor, numerator: float, clip_norm: float | None) -> Decision:
     return Decision(factor, (~is_usual).float())
 
 
-def scalars_of(numbers: list[float]) -> tuple[StepScalars, bool]:
-    """Return the scalars that the ranks summed, and whether the step wrote weights of one of them unseen."""
+def scalars_of(numbers: list[float]) -> tuple[StepScalars, bool, bool]:
+    """Return the scalars that the ranks summed, whether the step wrote weights of one unseen, and whether one is to save."""
     loss_sum, count, norm_squared, flags = numbers
-    written, stop = math.modf(flags)
-    return StepScalars(loss_sum, count, norm_squared, stop), written > 0.0
+    fraction, stop = math.modf(flags)
+    save, written = math.modf(fraction / WRITTEN)
+    return StepScalars(loss_sum, count, norm_squared, stop), written > 0.0, save > 0.0

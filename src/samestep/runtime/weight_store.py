@@ -10,7 +10,7 @@ the other ranks of the group wait in theirs until `run.timeout_s` ends the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from samestep.program.bodies import Task
+from samestep.runtime.codecs.exchange import GivenBack
 from samestep.runtime.parameter_hooks import GradientHooks
 from samestep.runtime.pieces import Piece
 
@@ -78,6 +79,17 @@ class WeightStore(Protocol):
         used on a part of the sequence, and over the stages that share a tied weight. If a rank leaves it out, the ranks
         of those groups wait until the time limit, and its own gradients are not summed.
         """
+        ...
+
+    def given_back(self) -> Iterator[GivenBack]:
+        """Yield what codes have lost of this rank's contributions, to be added to the next ones; it sends nothing.
+
+        Ranks on axes within a contribution, which encode the same sums, yield the same.
+        """
+        ...
+
+    def scale_given_back(self, factor: float) -> None:
+        """Multiply what codes have lost, where gradients are scaled otherwise from now on; every rank calls it alike."""
         ...
 
     def norm_squared(self) -> Tensor:

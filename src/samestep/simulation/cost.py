@@ -51,10 +51,13 @@ from typing import Literal, NamedTuple
 from samestep.errors import InputError
 from samestep.hardware import Hardware, Link
 from samestep.models.spec import Product
+from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 
+CODING_PASSES = 4
+"""Elements that a codec reads or writes for one that it encodes: gradient, what was lost before, what is lost now."""
 UPDATE_PASSES = 7
 """Elements that an update reads or writes for one weight: weight and two states read and written, gradient read."""
 
@@ -107,7 +110,7 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     layer = step.model.layers[op.layer]
     if not layer.products and not layer.moved_elements:
         return op.flops / _peak(hardware, dtype) if op.flops else 0.0
-    work = _Work(layer.products, layer.moved_elements, layer.kernels, layer.backward_reads_weights)
+    work = _Work(layer.products, layer.moved_elements, layer.kernels, layer.backward_reads_weights, layer.has_backward)
     values = dtype if dtype == TF32 else step.compute_dtype  # products of two activations run in it too
     dtypes = _Dtypes(dtype if op.flops else values, values, step.master_dtype)
     is_whole = op.kind is not OpKind.RECOMPUTE or step.layout.recompute == "full"
@@ -125,6 +128,7 @@ class _Work(NamedTuple):
     moved_elements: int
     kernels: int
     has_input_gradient: bool
+    has_backward: bool
 
 
 BackwardPart = Literal["all", "inputs", "weights"]
@@ -144,6 +148,8 @@ def _layer_s(
     work: _Work, kind: OpKind, is_whole: bool, part: BackwardPart, samples: int, dtypes: _Dtypes, hardware: Hardware
 ) -> float:
     """Return the seconds of a layer's op; without its products unless `is_whole`."""
+    if not work.has_backward and kind is not OpKind.FORWARD:
+        return 0.0
     backward = kind in (OpKind.BACKWARD, OpKind.WEIGHT)
     products = work.products if is_whole else ()
     if kind is OpKind.WEIGHT:
@@ -312,7 +318,16 @@ def _collective_s(op: Op, program: Program, hardware: Hardware) -> float:
     if op.kind is OpKind.RECV:
         return 0.0
     axis = op.axis or ""
-    return collective_s(op.kind, op.size_bytes, group_of(axis, program.axes[axis], program.step, hardware), hardware)
+    group = group_of(axis, program.axes[axis], program.step, hardware)
+    return _coding_s(op, program.step, hardware) + collective_s(op.kind, op.size_bytes, group, hardware)
+
+
+def _coding_s(op: Op, step: StepSpec, hardware: Hardware) -> float:
+    """Return the seconds that gradients take to be encoded, before an all_to_all, or decoded, summed and encoded again."""
+    if op.codec in (None, PLAIN):
+        return 0.0
+    elements = op.size_bytes / CODECS[op.codec].element_bytes
+    return CODING_PASSES * elements * BYTES_OF[step.master_dtype] / _bandwidth(hardware)
 
 
 @lru_cache(maxsize=2**16)

@@ -39,9 +39,11 @@ from samestep.job import Job
 from samestep.models.spec import LayerSpec, ParamSpec
 from samestep.output.byte_sizes import gib
 from samestep.program.bodies import BodyKey, is_forward
+from samestep.program.codecs import CODECS, coded_bytes
 from samestep.program.ops import BYTES_OF, Buffer, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec, update_chunks
+from samestep.program.units import coded_parts
 
 _STATES = {
     "adadelta": 2, "adafactor": 0, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "asgd": 1, "muon": 1, "nadam": 2,
@@ -137,7 +139,7 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
     """
     step = program.step
     weights, gradients = (_whole, _in_buckets, _in_units, _in_units)[step.zero](program)
-    gradients += _owned(program, rank)[1] * BYTES_OF[step.master_dtype]
+    gradients += _owned(program, rank)[1] * BYTES_OF[step.master_dtype] + _coded_bytes(program)
     copies = sum(_copy_bytes(step, piece) for piece in _updated(program, rank))
     states = sum(step.state_bytes(piece.param, piece.numel) for piece in _updated(program, rank))
     kept = copies + states * states_per_param
@@ -145,6 +147,21 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
     return MemoryUse(
         weights=weights, gradients=gradients, optimizer=optimizer, buffers=step.model.buffer_bytes, host=host
     )
+
+
+def _coded_bytes(program: Program) -> int:
+    """Return the bytes of codes that a rank sends, receives and gathers, and of what codes have lost."""
+    step, made = program.step, program.step.contributions
+    if made is None:
+        return 0
+    master, found = BYTES_OF[step.master_dtype], 0
+    buffers = [([bucket.coded(made)], bucket.gathers_codes(made)) for bucket in program.buckets]
+    buffers += [([*coded_parts(step, made, unit)], True) for unit in program.units]
+    for parts, gathers in buffers:
+        numel, size = sum(part.numel for part in parts), coded_bytes(step.codec, parts)
+        found += made.each * size * (2 if made.ranks > 1 else 1) + size // (1 if gathers else made.ranks)
+        found += master * (made.each * numel + numel // made.ranks) * CODECS[step.codec].feeds_back
+    return found + master * sum(part.numel for unit in program.units for part in coded_parts(step, made, unit))
 
 
 class _Updated(NamedTuple):
@@ -540,7 +557,7 @@ def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
     """Return what a layer keeps and works on for a micro-batch; the loss stands behind the last one."""
     one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
     whole = layer.saved_elements + layer.saved_norm_elements * step.is_mixed
-    recompute = step.layout.recompute if layer.is_block else "none"
+    recompute = step.layout.recompute if layer.is_block and layer.has_backward else "none"
     kept = {"none": whole, "selective": layer.saved_selective_elements, "full": layer.input_elements}[recompute]
     return Saved(
         kept=kept * one,

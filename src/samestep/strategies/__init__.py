@@ -22,7 +22,9 @@ from samestep.program.program import Program
 from samestep.program.step import MOST_MICROBATCHES, StepSpec
 from samestep.schedules import TaskKind
 from samestep.strategies import (
+    batch_norm,
     chunked_loss,
+    compress,
     context,
     data,
     expert,
@@ -36,9 +38,9 @@ from samestep.strategies import (
 )
 
 # The order matters. `chunked_loss` leaves the last layer a chunk of its logits; `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
-# the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives;
-# `pipeline` leaves a stage its layers; `shard` adds gathers and scatters; `data` reduces what they leave replicated; `whole_update`
-# brings to one rank what it must update whole.
+# the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives; `batch_norm`
+# sends statistics, which no repeated forward takes again; `pipeline` leaves a stage its layers; `shard` adds gathers and scatters; `data` reduces what they leave replicated,
+# `compress` what is encoded of it; `whole_update` brings to one rank what it must update whole.
 STACK: tuple[ModuleType, ...] = (
     precision,
     chunked_loss,
@@ -47,9 +49,11 @@ STACK: tuple[ModuleType, ...] = (
     sequence,
     expert,
     recompute,
+    batch_norm,
     pipeline,
     shard,
     data,
+    compress,
     whole_update,
 )
 
@@ -130,7 +134,7 @@ class ProgramBuilder:
         layout = step.layout
         key = (
             layout.cuts, step.microbatch_samples, layout.world_size > 1,
-            (layout.innermost_data_ranks, step.zero) if layout.borrows_data_ranks else (),
+            (layout.innermost_data_ranks, step.zero) if layout.borrows_data_ranks else (), step.sample_groups,
         )  # fmt: skip
         found = self._shared.get((*key, layout.recompute))
         if found is None:

@@ -23,7 +23,8 @@ from dataclasses import replace
 
 from samestep.program.bodies import UPDATE_BODY, BodyKey, is_backward
 from samestep.program.buckets import Bucket, finish_reductions, make_buckets, start_reductions
-from samestep.program.codecs import CODECS, PLAIN
+from samestep.program.codecs import PLAIN, exchange
+from samestep.program.contributions import Contributions
 from samestep.program.holding import REPLICAS
 from samestep.program.ops import REDUCING, STEP_SCALARS, Op, OpKind, Ops
 from samestep.program.program import Program
@@ -53,8 +54,9 @@ def _coupling(step: StepSpec) -> str | None:
     """Return where samples that the layout spreads over micro-batches influence each other."""
     model = step.model
     works = f"so the result would change with the layout: only one rank with microbatch={step.global_batch} computes it"
-    if model.coupled_modules:
-        return f"{model.coupled_modules[0]} lets samples influence each other (batch norm) or keeps statistics of them, {works}"
+    owners = model.batch_norm_owners  # whose statistics are those of groups (`strategies/batch_norm.py`)
+    if other := next((path for path in model.coupled_modules if path not in owners), ""):
+        return f"{other} lets samples influence each other or keeps statistics of them, {works}"
     if model.mixes_samples and "samples" not in step.allow:
         where, _, operation = model.mixes_samples.rpartition(" by ")
         waiver = 'run.allow = ["samples"] lets it run unproven'
@@ -73,16 +75,19 @@ def apply(program: Program) -> Program:
     tied = any(step.holding(param).tied_over for param in step.model.params)
     has_partial = any(step.holding(param).partial_over for param in step.model.params if param.trainable)
     sums = step.layout.dp_cp_size > 1 or tied or has_partial
-    if step.zero == 1 or (step.zero == 0 and (sums or step.is_mixed)):
-        buckets = make_buckets(step, program.chunks)  # mixed precision accumulates in their buffers on one rank too
-    if step.layout.num_replicas > 1:
+    made = step.contributions
+    if step.zero == 1 or (step.zero == 0 and (sums or step.is_mixed or made is not None)):
+        buckets = make_buckets(step, program.chunks)  # mixed precision and codecs need their buffers on one rank too
+    if made is not None:
+        axes |= {made.axis: made.ranks} if made.ranks > 1 else {}
+    elif step.layout.num_replicas > 1:
         axes |= _axes(step)
     program = program.with_bodies(lambda key, ops: _reduced(key, ops, program, buckets))
     if program.units and tied:
         ties = tuple(_tied_units(step, program.units))
         program = program.with_bodies(lambda key, ops: (*ties, *ops) if key == UPDATE_BODY else ops)
     if has_partial:
-        parts = tuple(_partial_sums(program, buckets))
+        parts = tuple(_partial_sums(program, () if made is not None else buckets))
         program = program.with_bodies(lambda key, ops: _before_update(ops, parts) if key == UPDATE_BODY else ops)
     if step.layout.world_size > 1:
         axes["world"] = step.layout.world_size
@@ -137,7 +142,7 @@ def _reductions_of(program: Program) -> Iterator[str]:
     for key, ops in program.bodies.items():
         if program.step.ends_gradients(key):
             yield next(op.name for op in reversed(ops) if op.kind in (OpKind.BACKWARD, OpKind.WEIGHT))
-            yield from (op.name for op in ops if op.kind in REDUCING and not op.is_exposed)
+            yield from (op.name for op in ops if (op.kind in REDUCING and not op.is_exposed) or op.codec is not None)
     for op in program.bodies[UPDATE_BODY]:
         if op.kind is OpKind.UPDATE:
             return
@@ -157,8 +162,10 @@ def _reductions(step: StepSpec, bucket: Bucket) -> tuple[Op, ...]:
     numel, holding = bucket.padded_numel, bucket.holding
 
     def op(kind: OpKind, axis: str, numel: int) -> Op:
-        return CODECS[bucket.codec].op(kind, bucket.name, axis, numel, step.master_dtype)
+        return Op(kind=kind, owner=bucket.name, axis=axis, dtype=step.master_dtype, codec=PLAIN).sized(numel)
 
+    if step.contributions is not None:
+        return tuple(_coded_reductions(step, step.contributions, bucket, op))
     chunk = numel // holding.num_shards
     over_ties = tuple(op(OpKind.ALL_REDUCE, axis, chunk) for axis in holding.tied_over)
     if step.zero == 1:
@@ -167,6 +174,20 @@ def _reductions(step: StepSpec, bucket: Bucket) -> tuple[Op, ...]:
         return (*first, *over_replicas, *over_ties)
     ranks = step.ranks.size(holding.data_axis)
     return (*_over_replicas(step, numel, op, holding.data_axis, ranks), *over_ties)
+
+
+def _coded_reductions(
+    step: StepSpec, made: Contributions, bucket: Bucket, op: Callable[[OpKind, str, int], Op]
+) -> Iterator[Op]:
+    """Yield the collectives that sum a bucket within a contribution in full, and then those that sum the codes."""
+    holding, part = bucket.holding, bucket.coded(made)
+    if part.numel < bucket.padded_numel:
+        yield op(OpKind.REDUCE_SCATTER, holding.data_axis, bucket.padded_numel)
+    for axis in (*made.inside, *holding.tied_over, *holding.partial_over):
+        yield op(OpKind.ALL_REDUCE, axis, part.numel)
+    if made.ranks > 1:
+        gathers = bucket.gathers_codes(made)
+        yield from exchange(bucket.name, bucket.codec, made.axis, (part,), made.each, gathers=gathers)
 
 
 def _over_replicas(
@@ -188,7 +209,7 @@ def _over_replicas(
 
 
 def _reduce_units(ops: Ops, step: StepSpec, units: Mapping[str, Unit], *, is_last: bool) -> Iterator[Op]:
-    """Yield the ops with an all_reduce over the replicas after each unit's last reduce_scatter, uncoded, as FSDP2 does.
+    """Yield the ops with an all_reduce over the replicas after each unit's last reduce_scatter, as FSDP2 does.
 
     A unit with a single shard has no reduce_scatter; its all_reduce takes the place of it.
     """
@@ -199,10 +220,10 @@ def _reduce_units(ops: Ops, step: StepSpec, units: Mapping[str, Unit], *, is_las
         parts = units[op.owner].num_shards
         if parts > 1:
             yield op
-        if is_last and step.layout.num_replicas > 1:
+        if is_last and step.layout.num_replicas > 1 and step.contributions is None:
             numel = units[op.owner].padded_grad_numel // parts
-            summed = CODECS[PLAIN].op(OpKind.ALL_REDUCE, op.owner, AXIS, numel, step.master_dtype)
-            yield summed.but(implied=op.implied, after=(op.name,) if parts > 1 else op.after)
+            summed = op.but(kind=OpKind.ALL_REDUCE, axis=AXIS, after=(op.name,) if parts > 1 else op.after)
+            yield summed.sized(numel)
 
 
 def _tied_units(step: StepSpec, units: tuple[Unit, ...]) -> Iterator[Op]:
@@ -210,7 +231,8 @@ def _tied_units(step: StepSpec, units: tuple[Unit, ...]) -> Iterator[Op]:
 
     In the order of the model's weights, which all stages have in common.
     """
-    reduced = OpKind.ALL_REDUCE if step.layout.num_replicas > 1 else OpKind.REDUCE_SCATTER
+    is_summed_last = step.layout.num_replicas > 1 and step.contributions is None
+    reduced = OpKind.ALL_REDUCE if is_summed_last else OpKind.REDUCE_SCATTER
     unit_of = {name: unit for unit in units for name in unit.params}
     for param in step.model.params:
         unit = unit_of.get(param.name)

@@ -44,6 +44,7 @@ def apply(program: Program) -> Program:
     if recompute == "none":
         return program
     layers = program.step.model.layers
+    repeated_layers = {index for index, layer in enumerate(layers) if layer.is_block and layer.has_backward}
 
     def rewrite(key: BodyKey, ops: Ops) -> Ops:
         return tuple(_with_forwards(key, ops)) if is_backward(key) else ops
@@ -52,7 +53,7 @@ def apply(program: Program) -> Program:
         sums_of = _sums_of(program.bodies[key._replace(kind=TaskKind.FORWARD)], layers)
         early: list[Op] = []
         for number, op in enumerate(ops):
-            if op.kind is OpKind.BACKWARD and op.layer is not None and layers[op.layer].is_block:
+            if op.kind is OpKind.BACKWARD and op.layer is not None and op.layer in repeated_layers:
                 flops = layers[op.layer].forward_flops * program.step.microbatch_samples
                 repeated = op.but(kind=OpKind.RECOMPUTE, flops=flops if recompute == "full" else 0)
                 # torch repeats the forward only as far as backward needs it, usually without the block's last sum, and

@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from samestep.models.spec import ModelSpec, ParamSpec, is_below, read_by_own_code, remembered
 from samestep.program.bodies import UPDATE_BODY, BodyKey, ends_step, is_forward, starts_step
-from samestep.program.codecs import CODECS
+from samestep.program.codecs import PLAIN
 from samestep.program.holding import REPLICAS, SHARDS, Holding
 from samestep.program.ops import BYTES_OF, Buffer, Op, OpKind, Ops
 from samestep.program.program import Program
@@ -225,8 +225,9 @@ def _gather(unit: Unit) -> Op:
 
 def _scatter(unit: Unit, after: Op, step: StepSpec) -> Op:
     size = unit.padded_grad_numel
-    op = CODECS[unit.codec].op(OpKind.REDUCE_SCATTER, unit.name, unit.shard_axis, size, step.master_dtype)
-    return op.but(implied=True, after=(after.name,))
+    dtype, axis = step.master_dtype, unit.shard_axis
+    op = Op(kind=OpKind.REDUCE_SCATTER, owner=unit.name, axis=axis, dtype=dtype, codec=PLAIN, after=(after.name,))
+    return op.sized(size).but(implied=True)
 
 
 _PENDING = "pending reduction"

@@ -44,16 +44,20 @@ def refusal(step: StepSpec) -> str | None:
 
 
 def _refuse_blocks(step: StepSpec) -> str | None:
-    """Return which weight would be cut within a block of its 8-bit states."""
+    """Return which weight would be cut within a block of its 8-bit states, or of the codes of its gradient."""
     degree = step.layout.tp
-    for param in step.model.params:
-        block = step.state_blocks.get(param.name, 0) if param.trainable else 0
-        if block and _cuts_block(param, degree, block):
-            works = max(n for n in range(1, degree) if not _cuts_block(param, n, block) and degree % n == 0)
-            return (
-                f"tp={degree} cuts {param.name} within blocks of {block} elements, which share a scale under "
-                f'numerics.optimizer_states = "8bit": tp={works} works, and so does "bf16"'
-            )
+    for blocks, key in (
+        (step.state_blocks, 'optimizer_states = "8bit"'),
+        (step.gradient_blocks, f'compression = "{step.codec}"'),
+    ):
+        for param in step.model.params if blocks else ():
+            block = blocks.get(param.name, 0) if param.trainable else 0
+            if block and _cuts_block(param, degree, block):
+                works = max(n for n in range(1, degree) if not _cuts_block(param, n, block) and degree % n == 0)
+                return (
+                    f"tp={degree} cuts {param.name} within blocks of {block} elements, which share a scale under "
+                    f'numerics.{key}: tp={works} works, and so does "bf16"'
+                )
     return None
 
 

@@ -31,7 +31,8 @@ from samestep.building.model import call_model
 from samestep.building.named_tensors import tensors_of
 from samestep.building.transforms import transforms_beside_hooks
 from samestep.errors import ModelError, SamestepError
-from samestep.models.spec import Cutting, Exchange, Factors, Product, is_below
+from samestep.models.spec import BatchNormCall, Cutting, Exchange, Factors, Product, is_below
+from samestep.tracing import batch_norms
 from samestep.tracing.attention import AttentionCall
 from samestep.tracing.custom_functions import report_module_hooks, reported
 from samestep.tracing.meta_tensors import (
@@ -123,6 +124,8 @@ class ForwardTracer(TorchDispatchMode):
         """Whether its code looks at values: with others it may use other weights."""
         self.exchanges: list[tuple[str, int, Exchange]] = []
         """Inputs and outputs of attentions, with region and storage."""
+        self.batch_norms: list[tuple[str, BatchNormCall]] = []
+        """Calls of batch norm that take the statistics of samples, with their regions."""
         self.saves: Counter[int] = Counter()
         """Number of times that each storage is kept."""
         self.pairs: set[int] = set()
@@ -161,6 +164,8 @@ class ForwardTracer(TorchDispatchMode):
             args, kwargs = tree_map_only(Tensor, self.to_meta, (args, kwargs))
             given = operands(*args, *kwargs.values())
         outcome = self._run(func, given, args, kwargs)
+        if (call := batch_norms.seen(func, args, kwargs, "".join(self._running[-1:]))) is not None:
+            self.batch_norms.append((self.region, call))
         written = [tensor for tensor in operands(outcome) if tensor.is_meta]
         flops = self._flops_of(func, args, kwargs, outcome)
         given = [tensor for tensor in given if tensor.is_meta]
@@ -288,6 +293,7 @@ class ForwardTracer(TorchDispatchMode):
         if query.dim() != 4:
             return
         roles = {"query": query, "key": key, "value": value, "output": output}
+        has_gradient = any(tensor.requires_grad for tensor in (query, key, value))
         for role, tensor in roles.items():
             exchange = Exchange(
                 role=role,  # type: ignore[arg-type]
@@ -295,7 +301,7 @@ class ForwardTracer(TorchDispatchMode):
                 heads=tensor.shape[1],
                 query_heads=query.shape[1],
                 is_cut=self.key(query) in self.cut,
-                takes_gradient=tensor.requires_grad or role == "output",
+                takes_gradient=has_gradient if role == "output" else tensor.requires_grad,
             )
             self.exchanges.append((self.region, self.key(tensor), exchange))
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from samestep.errors import ModelError
 from samestep.models.analysis import ExpertModules
+from samestep.tracing.batch_norms import OPERATIONS, InsideCalls
 from samestep.tracing.dependence_calls import Call
 from samestep.tracing.dependence_rules import assumed
 from samestep.tracing.forward import ValueOf, watch_forward
@@ -45,6 +46,8 @@ class Findings:
     """Where samples influence each other, as text; empty if nothing shows it."""
     tried: tuple[str, ...] = ()
     """What is assumed, and must be tried on real values."""
+    batch_norms: frozenset[str] = frozenset()
+    """Modules whose calls of batch norm take statistics of samples that lie along the first dimension."""
 
 
 def examine(
@@ -66,7 +69,7 @@ def examine(
     """
     watch = _SampleProver(module, keeps_all=keeps_all, takes_gradients=takes_gradients)
     try:
-        with around(watch.rows_of), watch.experts_by_row(module, experts):
+        with around(watch.rows_of), watch.experts_by_row(module, experts), watch.calls_of_batch_norm:
             outputs = watch_forward(module, sample, NUM_SAMPLES, "the model", containers_of(module), watch, value_of)
     except (ModelError, NeedsValuesError) as error:
         # One sample can be traced, and several cannot: what their number changes is seen on real batches.
@@ -74,6 +77,8 @@ def examine(
         return Findings(tried=(f"the forward on several samples ({reason})",))
     read = watch.read_by(loss, outputs)
     refusal, tried = watch.mixed_gradient, list(watch.tried)
+    if both := watch.batch_norm_owners & watch.otherwise_called:
+        refusal = refusal or f"{min(both) or 'the model itself'} by one of its calls of batch_norm"
     for tensor in tensors_in(outputs):
         if not tensor.is_floating_point() or (read is not None and address(tensor) not in read):
             continue
@@ -85,7 +90,7 @@ def examine(
         elif not watch.known.is_ordered(tensor):
             tried.append(found.where if isinstance(found, Mixed) else "the outputs, which are not one for each sample")
     tried += [f"{where}, which looks at values" for where in watch.reads]
-    return Findings(refusal, () if refusal else tuple(dict.fromkeys(tried)))
+    return Findings(refusal, () if refusal else tuple(dict.fromkeys(tried)), frozenset(watch.batch_norm_owners))
 
 
 RowsOf = Callable[[Tensor], tuple[int, int] | None]
@@ -100,6 +105,11 @@ class _SampleProver(Prover):
         self.values.keeps_constants = True
         self.mixed_gradient = ""
         """Where a custom backward mixes samples, as text."""
+        self.calls_of_batch_norm = InsideCalls()
+        self.batch_norm_owners: set[str] = set()
+        """Modules whose calls of batch norm are computed over groups of samples, whatever a layout splits."""
+        self.otherwise_called: set[str] = set()
+        """Modules that call batch norm on what does not have the samples along its first dimension."""
         self._batch: Any = None
         self._read: set[int] | None = None
 
@@ -126,6 +136,22 @@ class _SampleProver(Prover):
         """Return the dependences of the results of an operation that is assumed to keep samples apart, and listed."""
         self.tried.append(call.text)
         return list(assumed(call))
+
+    def _follow(self, call: Call) -> None:
+        """Take batch norm to keep samples apart: a layout computes its statistics over the same groups of samples."""
+        is_one = self.calls_of_batch_norm.is_inside and call.func.overloadpacket in OPERATIONS
+        if not is_one or not call.named().get("training", True):
+            super()._follow(call)
+            return
+        x, owner = call.named()["input"], self.batch_norms[-1][1].owner
+        rows = self.known.of(x) if self.known.is_ordered(x) else None
+        if not isinstance(rows, Along) or rows.dim != 0 or len(x) != NUM_SAMPLES * rows.inner:
+            self.otherwise_called.add(owner)
+            super()._follow(call)
+            return
+        self.batch_norm_owners.add(owner)
+        for index, result in enumerate(call.results):
+            self.learn(result, None if index else rows)
 
     def refuse_gradient(self, where: str) -> None:
         """Store the first Function whose backward mixes samples."""

@@ -170,7 +170,7 @@ def _inner_boundary(path: str, style: str, given: Tensor, calls: Calls) -> list[
         return []
     output = calls.left[path][0]
     assert output is not None
-    return [Boundary(owner=path, elements=output.numel(), kind="scatter")]
+    return [Boundary(owner=path, elements=output.numel(), kind="scatter", has_gradient=output.requires_grad)]
 
 
 def _check_weights(model: nn.Module, parts: Sequence[str], styles: Styles) -> None:

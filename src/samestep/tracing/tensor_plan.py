@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from samestep.building import adapters
 from samestep.building.families import facts_of
 from samestep.errors import ModelError
 from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, is_below
@@ -90,7 +91,7 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     for part in facts.vocabulary_parts(model):
         path = next((path for path, module in model.named_modules() if module is part), None)
         if path is not None:
-            cuts.styles[path] = "vocab"
+            cuts.styles |= adapters.cuts_of_parts(model, path, "vocab")
     return cuts
 
 
@@ -131,7 +132,8 @@ def _matched(model: nn.Module, plan: Plan) -> Cuts:
         if style not in STYLES:
             raise ModelError(f"tensor_plan: {pattern!r} is {style!r}; {', '.join(STYLES[:-1])} and {STYLES[-1]} work")
         found = fnmatch.filter(paths, pattern)
-        for path in found:
+        parts = [part for path in found for part in adapters.cuts_of_parts(model, path, style)]
+        for path in parts:
             module = model.get_submodule(path)
             if style == "sum" or isinstance(module, nn.Linear | nn.Embedding) or facts.is_transposed(module):
                 cuts.styles[path] = style
@@ -317,7 +319,7 @@ def shareable_heads(model: nn.Module, cuts: Cuts) -> dict[str, int]:
     for path, style in cuts.styles.items():
         module = model.get_submodule(path)
         if style == "column" and isinstance(module, nn.Linear):
-            parent = path.rpartition(".")[0]
+            parent = adapters.outer(path).rpartition(".")[0]
             heads = facts.heads_of(model.get_submodule(parent), module.out_features)
             projections.setdefault(parent, {})[path] = heads
     for parent, heads_of in projections.items():

@@ -114,10 +114,13 @@ def trace(
     assert watch.flow is not None
     specs = _layer_specs(module, layers, watch, backward, num_samples)
     uses_of = UsesOfWeights(layers, specs, watch)
+    params = _param_specs(module, layers, containers, watch, idle, uses_of)
+    first = min((param.layer for param in params if param.trainable), default=0)
+    specs = tuple(dataclasses.replace(spec, has_backward=index >= first) for index, spec in enumerate(specs))
     return ModelSpec(
         name=name,
         layers=with_crossings(specs, watch.flow, module, num_samples),
-        params=_param_specs(module, layers, containers, watch, idle, uses_of),
+        params=params,
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
         coupled_modules=_coupled(module),
         varies_at=watch.varies,
@@ -274,6 +277,7 @@ def _layer_specs(
                 for region, key, exchange in watch.exchanges
                 if layer.is_block and region in layer.regions
             ),
+            batch_norms=tuple(call for region, call in watch.batch_norms if region in layer.regions),
         )
         specs.append(spec)
     if head := _head_of(specs[-1], {watch.sizes[key] // num_samples for key in outputs[-1]}):

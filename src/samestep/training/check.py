@@ -24,7 +24,7 @@ from samestep.errors import (
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.planning import ranking, search
-from samestep.runtime import checkpoint, compiled_blocks, kept_state
+from samestep.runtime import checkpoint_manifest, compiled_blocks, kept_state
 from samestep.runtime.axes import recompute
 from samestep.runtime.optimizer_source import check_optimizer
 from samestep.runtime.processes import workers
@@ -32,6 +32,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.simulation import memory
 from samestep.strategies import program_of
 from samestep.training import run_folder, trackers
+from samestep.training.first_weights import FirstWeights, refuse_resumed
 from samestep.training.workload import Workload
 
 T = TypeVar("T")
@@ -52,8 +53,17 @@ class Checked:
     """The number of the last step, counted from 1."""
     resume_from: Path | None
     """The checkpoint folder to resume from; None for a new run."""
+    first_weights: FirstWeights | None
+    """The weights that a new run starts from, if not the model's own."""
     why: str = ""
     """The chosen layout and the reason for it, as text; empty where the layout was given."""
+    passed_over: tuple[tuple[Path, str], ...] = ()
+    """Checkpoints newer than the one to resume from, and what is wrong with each."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the checkpoint to resume from is that of the last step."""
+        return self.resume_from is not None and self.resume_from.name == f"step-{self.until:06d}"
 
     @property
     def job(self) -> Job:
@@ -74,6 +84,8 @@ def check(
     steps: int | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    init_from: str | Path | None = None,
+    auto_resume: bool = False,
     place: RankInfo | None = None,
 ) -> Checked:
     """Check the arguments of `train` and return the run that they describe; nothing is started or written.
@@ -85,6 +97,7 @@ def check(
     Raises:
         InputError: the job, layout or data cannot run; the text says what would work.
     """
+    refuse_resumed(init_from, resume)
     ranks = place.world_size if place else ranks
     where = None if layout == AUTO else resolve_layout(job, layout, ranks)[0]
     until = job.train.steps if steps is None else steps
@@ -95,12 +108,17 @@ def check(
         )
     trackers.check(job)
     compiled_blocks.check(job.run)
-    folder = _agreed(lambda: run_folder.chosen(out, resume), place)
-    resume_from = _resume_from(folder, job, until) if resume else None
+    folder = agreed(lambda: run_folder.chosen(out, resume, auto_resume), place)
+    passed_over: tuple[tuple[Path, str], ...] = ()
+    if auto_resume:
+        resume_from, passed_over = _whole_from(folder, job, until)
+    else:
+        resume_from = _resume_from(folder, job, until) if resume else None
+    first_weights = FirstWeights.of(init_from, job) if init_from is not None and resume_from is None else None
     workload = Workload(job)
     why = ""
     if where is None:
-        where, why = _agreed(lambda: _searched(workload, ranks or job.run.ranks), place)
+        where, why = agreed(lambda: _searched(workload, ranks or job.run.ranks), place)
     workload.trace_for(where)
     taken = recompute.layout_for(where, workload.analysis)
     if taken != where:
@@ -108,7 +126,7 @@ def check(
     spec = check_optimizer(workload.source.optimizer, workload.spec, where)
     program = program_of(spec, job, where, place.ranks_per_node if place else job.run.ranks_per_node)
     kept_state.check(workload.analysis.states, program, job.run)
-    return Checked(workload, where, folder, until, resume_from, why)
+    return Checked(workload, where, folder, until, resume_from, first_weights, why, passed_over)
 
 
 def _searched(workload: Workload, ranks: int | None) -> tuple[Layout, str]:
@@ -155,7 +173,7 @@ def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None) -> 
     return given, given.world_size
 
 
-def _agreed(decide: Callable[[], T], place: RankInfo | None) -> T:
+def agreed(decide: Callable[[], T], place: RankInfo | None) -> T:
     """Return rank 0's decision on every rank; an error that it raises there is raised on every rank.
 
     Ranks could decide differently: their clocks and hardware profiles differ, and rank 0 may already have made the folder.
@@ -174,16 +192,29 @@ def _agreed(decide: Callable[[], T], place: RankInfo | None) -> T:
     return cast(T, decision[0])
 
 
+def _whole_from(folder: Path, job: Job, until: int) -> tuple[Path | None, tuple[tuple[Path, str], ...]]:
+    """Return the newest checkpoint of a run folder that is whole, if there is one, and what is wrong with newer ones."""
+    whole, wrong = checkpoint_manifest.newest_whole(folder / run_folder.CHECKPOINTS)
+    if whole is not None:
+        _check_resumable(whole, job, until)
+    return whole, tuple(wrong)
+
+
 def _resume_from(folder: Path, job: Job, until: int) -> Path:
     """Return the newest checkpoint of a run folder, and refuse it where the job cannot resume from it."""
-    newest = checkpoint.newest(folder / "checkpoints")
+    newest = checkpoint_manifest.latest(folder / "checkpoints")
     if newest is None:
         raise CheckpointError(f"{folder} holds no checkpoint to resume from: another --out starts a new run")
-    manifest = checkpoint.read_manifest(newest)
-    checkpoint.check_job(manifest, job, newest)
+    _check_resumable(newest, job, until)
+    return newest
+
+
+def _check_resumable(newest: Path, job: Job, until: int) -> None:
+    """Refuse a checkpoint from which the job cannot resume."""
+    manifest = checkpoint_manifest.read_manifest(newest)
+    checkpoint_manifest.check_job(manifest, job, newest)
     if manifest["step"] > until:
         raise CheckpointError(
             f"{newest} was saved after step {manifest['step']}, and the run would end at step {until}: "
             f"--steps {manifest['step']} or more works"
         )
-    return newest

@@ -65,18 +65,30 @@ def dry_run(
     steps: int | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    init_from: str | Path | None = None,
+    auto_resume: bool = False,
 ) -> DryRun:
     """Return the run that `train` would start with the same arguments, after the same checks; nothing is started or written.
 
     Raises:
         InputError: the job, layout or data cannot run; the text says what would work.
     """
-    checked = check(job, layout=layout, ranks=ranks, steps=steps, out=out, resume=resume)
+    checked = check(
+        job,
+        layout=layout,
+        ranks=ranks,
+        steps=steps,
+        out=out,
+        resume=resume,
+        init_from=init_from,
+        auto_resume=auto_resume,
+    )
     where, states = checked.layout, states_per_param(job)
     programs = [
         program_of(checked.workload.spec, job, where, job.run.ranks_per_node, stage=stage) for stage in range(where.pp)
     ]
-    samples, order = step_samples(job, where, checked.workload.dataset), Ranks.of(where)
+    step, order = programs[0].step, Ranks.of(where)
+    samples = step_samples(job, where, checked.workload.dataset, step.num_microbatches)
     shares = (
         RankShare(
             at_rest(programs[order.coordinate(rank, "pp")], states, rank),
@@ -84,7 +96,6 @@ def dry_run(
         )
         for rank in range(where.world_size)
     )
-    step = programs[0].step
     return DryRun(
         job=checked.job,
         layout=where,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from samestep.building.initial_values import blueprint
 from samestep.building.model import model_source
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import JobError
-from samestep.job import Precision
+from samestep.job import Job, Precision
 from samestep.runtime import pretrained_folder
 from samestep.training.trained import StoredRun
 
@@ -37,10 +37,11 @@ class Exported:
         return f"{self.folder}: the weights after step {self.step}, {self.size_bytes:,} bytes, from {self.checkpoint}"
 
 
-def export(run: str | Path | None, out: str | Path, *, dtype: Precision | None = None) -> Exported:
+def export(run: str | Path | None, out: str | Path, *, dtype: Precision | None = None, merge: bool = False) -> Exported:
     """Write the model of a run's newest checkpoint, or of one checkpoint, as a new folder for transformers.
 
-    Without a run, that is the newest run below `runs`; without a dtype, weights keep that of the master weights.
+    Without a run, that is the newest run below `runs`; without a dtype, weights keep that of the master weights. Of a job with
+    `model.lora` the adapters are written, for peft; with `merge` the whole model, with the adapters added into its weights.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or it holds the weights of another model.
@@ -55,6 +56,8 @@ def export(run: str | Path | None, out: str | Path, *, dtype: Precision | None =
     plan = blueprint(model_source(job), job.train.seed, functools.partial(job.run.waived, "build"))
     stored.check(plan.module)
     form = PretrainedForm.of(plan, job)
+    if merge:
+        form = _merged(form, job)
     draft = folder.with_name(f".{folder.name}.draft")
     try:
         if draft.exists():
@@ -69,3 +72,19 @@ def export(run: str | Path | None, out: str | Path, *, dtype: Precision | None =
         raise JobError(f"--out {folder} cannot be written: {error.strerror} ({error.filename})") from None
     size_bytes = sum(path.stat().st_size for path in folder.iterdir())
     return Exported(folder, stored.checkpoint, stored.manifest["step"], size_bytes)
+
+
+def _merged(adapted: PretrainedForm, job: Job) -> PretrainedForm:
+    """Return the form of the model without adapters, into whose weights those of `adapted` are added.
+
+    Raises:
+        JobError: it has none.
+    """
+    if job.model.lora is None:
+        raise JobError(
+            "--merge adds adapters into weights, and the run has none (model.lora): without --merge it works"
+        )
+    model = job.model.model_copy(update={"lora": None, "freeze": ()})
+    without = job.model_copy(update={"model": model})
+    plan = blueprint(model_source(without), job.train.seed, functools.partial(job.run.waived, "build"))
+    return replace(PretrainedForm.of(plan, without), adapted=adapted)

@@ -7,11 +7,13 @@ Every step is logged, or those that `run.log_every` divides, the first and the l
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,7 +143,9 @@ class Metrics:
         path = folder / "metrics.jsonl"
         self.last_loss = _cut_after(path, first_step)
         """The loss of the last step in the file; None where there is none, or where it was not finite."""
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._pending = b""
+        """Lines that the disk had no room for."""
         self._first, self._every, self._speed, self._trackers = first_step + 1, log_every or 1, speed, trackers
 
     def write(self, report: StepReport, is_last: bool = False) -> None:
@@ -169,23 +173,50 @@ class Metrics:
             row["skipped"] = True
         if report.note:
             row["note"] = report.note
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        self._append(json.dumps(row, allow_nan=False) + "\n")
         self.last_loss = row["loss"]
         for tracker in self._trackers:
             tracker.add(report, scalars)
 
+    def _append(self, lines: str) -> None:
+        """Append whole lines; those that the disk has no room for are kept, and appended when it has."""
+        self._pending += lines.encode()
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            written = 0
+            while written < len(self._pending):
+                written += self._file.write(self._pending[written:])
+        except OSError as error:
+            if self._pending == lines.encode():
+                warnings.warn(f"{self._file.name} cannot be written: {error.strerror}; its lines wait", stacklevel=3)
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)
+            return
+        self._pending = b""
+
     def sync(self) -> None:
-        """Return once every line is on disk."""
-        os.fsync(self._file.fileno())
+        """Return once every line is on disk, or the disk refuses it."""
+        self._append("")
+        with contextlib.suppress(OSError):
+            os.fsync(self._file.fileno())
         for tracker in self._trackers:
             tracker.flush()
 
     def close(self) -> None:
         """Close the file, and end the entries of the trackers."""
+        self._append("")
         self._file.close()
         for tracker in self._trackers:
             tracker.close()
+
+
+def last_step(path: Path) -> int:
+    """Return the last step in a log; 0 where there is none."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return int(json.loads(line)["step"])
+    return 0
 
 
 def _cut_after(path: Path, step: int) -> float | None:

@@ -1,34 +1,62 @@
-"""The folder of a run: the name of a new one, and the one that `--resume` means. No torch."""
+"""The folder of a run: the name of a new one, the one that `--resume` means, and the lock that keeps other runs out. No torch."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
+import json
+import os
+import shutil
+import socket
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from samestep.errors import CheckpointError, JobError
+from samestep.output import durable_files
 
 RUNS = Path("runs")
 """The parent folder of runs that are given no folder of their own."""
 JOB = "job.toml"
 """The file of the resolved job in a run folder; with it alone the run can be repeated."""
+LOG = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+_LOCK = ".lock"
+_LOCK_GRACE_S = 1.0
+"""Seconds within which the workers of a killed run are gone too, and with them its lock."""
 
 
-def chosen(out: str | Path | None, resume: bool) -> Path:
+def chosen(out: str | Path | None, resume: bool, auto_resume: bool = False) -> Path:
     """Return the folder of a run that starts or resumes; a new run never writes into a folder that holds a run.
+
+    With `auto_resume` it may hold one or not.
 
     Raises:
         CheckpointError: there is no run to resume.
         JobError: the folder is a file, or holds a run already.
     """
+    if auto_resume and out is None:
+        raise JobError("--auto-resume starts the run in a folder, or goes on with it: --out DIR names the folder")
     folder = Path(out) if out is not None else newest() if resume else _new()
+    durable_files.refuse_remote(folder)
     if folder.exists() and not folder.is_dir():
         raise JobError(f"--out {folder} is a file; a run needs a folder")
     if resume and not (folder / JOB).exists():
         raise CheckpointError(f"{folder} holds no run to resume")
-    if not resume and any((folder / name).exists() for name in (JOB, "metrics.jsonl", "checkpoints")):
-        raise JobError(f"{folder} holds a run already: --resume resumes it, another --out starts a new one")
+    if not resume and not auto_resume:
+        refuse_used(folder)
     return folder
+
+
+def refuse_used(folder: Path) -> None:
+    """Refuse a folder that holds a run.
+
+    Raises:
+        JobError: it does.
+    """
+    if any((folder / name).exists() for name in (JOB, LOG, CHECKPOINTS)):
+        raise JobError(f"{folder} holds a run already: --resume resumes it, another --out starts a new one")
 
 
 def newest() -> Path:
@@ -50,13 +78,80 @@ def _new() -> Path:
     return next(folder for name in names if not (folder := RUNS / name).exists())
 
 
-def make(folder: Path) -> None:
-    """Create the folder of a run.
+@contextlib.contextmanager
+def claimed(folder: Path, *, is_new: bool) -> Iterator[None]:
+    """Make the folder of a run and keep other runs out of it; one that is new and takes no step is as it was before.
 
     Raises:
-        JobError: the system does not allow it.
+        JobError: another run is in it, or the system does not allow it.
     """
+    existed = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        lock = _locked(folder)
     except OSError as error:
         raise JobError(f"--out {folder} cannot be created: {error.strerror} ({error.filename})") from None
+    try:
+        if is_new:
+            refuse_used(folder)  # a run that began and ended since it was chosen
+        yield
+    finally:
+        if is_new and not _holds_steps(folder):
+            _forget(folder)
+        (folder / _LOCK).unlink(missing_ok=True)
+        os.close(lock)
+        if not existed:
+            with contextlib.suppress(OSError):  # unless something is in it
+                folder.rmdir()
+
+
+def set_aside(damaged: Iterable[Path]) -> None:
+    """Rename checkpoints that are damaged, so that the newest one is whole."""
+    for path in damaged:
+        path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
+
+
+def _locked(folder: Path) -> int:
+    """Return the descriptor of a folder's lock, which the system opens again when this process and its workers are gone.
+
+    Raises:
+        JobError: another process holds it.
+    """
+    path, end = folder / _LOCK, time.monotonic() + _LOCK_GRACE_S
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+                break  # else the run before has removed the file that was opened
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise JobError(f"{folder} is in use by {_holder(path)}: another --out starts another run") from None
+        os.close(descriptor)
+        time.sleep(0.05)
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+    return descriptor
+
+
+def _holder(path: Path) -> str:
+    """Return who holds a lock, as text."""
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {held['pid']} on {held['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _holds_steps(folder: Path) -> bool:
+    """Return whether a run has left a step in its log, or a checkpoint."""
+    log = folder / LOG
+    return (log.exists() and log.stat().st_size > 0) or any((folder / CHECKPOINTS).glob("step-*"))
+
+
+def _forget(folder: Path) -> None:
+    """Remove what a run has written that took no step."""
+    for name in (JOB, "layout.txt", LOG, "trackers.json"):
+        (folder / name).unlink(missing_ok=True)
+    for name in ("tensorboard", CHECKPOINTS):
+        shutil.rmtree(folder / name, ignore_errors=True)

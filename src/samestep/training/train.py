@@ -36,10 +36,12 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
 from samestep.training import out_of_memory, run_folder
-from samestep.training.check import Checked, check
+from samestep.training.check import Checked, agreed, check
 from samestep.training.metrics import Metrics, Screen
 from samestep.training.profiling import Profiler
+from samestep.training.restarts import restarting
 from samestep.training.sampling import printable, sample_text
+from samestep.training.saving import Saver
 from samestep.training.speed import speed_of
 from samestep.training.trackers import opened
 from samestep.training.workload import Workload, held_out_loss
@@ -66,6 +68,10 @@ class Summary:
     """What a trial has passed and no rule shows, such as an operation of a library."""
     remarks: tuple[str, ...] = ()
     """Tensors that the folder of `model.source` lacks, which were made as in a new model, and those that it has besides."""
+    started_from: str = ""
+    """The weights of another run or folder from which it started, as `--init-from` says."""
+    changes: tuple[str, ...] = ()
+    """What resumes have changed of the job and its layout, and after which steps."""
     stop_signal: int = 0
     """The signal that stopped it, where `train` started the workers; 0 otherwise."""
 
@@ -78,6 +84,8 @@ def train(
     steps: int | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    init_from: str | Path | None = None,
+    auto_resume: bool = False,
     prove: bool = False,
 ) -> Summary | None:
     """Train `job` in a layout, on this machine's workers or as one rank of torchrun or srun.
@@ -90,6 +98,9 @@ def train(
         steps: end after this step; the learning-rate schedule stays that of the job's own number of steps.
         out: the run folder; by default a new one below `runs`.
         resume: resume from the newest checkpoint in `out`, or without `out` in the newest run below `runs`.
+        init_from: a run folder, a checkpoint or a folder of transformers, from whose weights a new run starts.
+        auto_resume: resume from the newest whole checkpoint in `out` if there is one, or else start there; a run that has
+            taken its last step is left as it is.
         prove: first prove, as `verify` does, that the layout gives the result of one device; train nothing if it does not.
 
     Returns:
@@ -105,23 +116,53 @@ def train(
         if prove:
             raise JobError("--prove starts workers of its own: prove it with samestep verify, whose proof a run finds")
         place = join.join(run.device, timeout_s=run.timeout_s, ranks_per_node=run.ranks_per_node, threads=run.threads)
-    checked = check(job, layout=layout, ranks=ranks, steps=steps, out=out, resume=resume, place=place)
-    if place is None or place.rank == 0:
+    checked = check(
+        job,
+        layout=layout,
+        ranks=ranks,
+        steps=steps,
+        out=out,
+        resume=resume,
+        init_from=init_from,
+        auto_resume=auto_resume,
+        place=place,
+    )
+    if auto_resume and checked.is_finished:
+        print(f"{checked.folder} is finished: step {checked.until} was its last", flush=True)
+        return Summary(checked.folder, checked.until, None, None, stopped=False)
+    is_first = place is None or place.rank == 0
+    if is_first:
         if checked.why:
             print(checked.why, flush=True)
         _warn(checked, place)
-        proof = _proven(checked) if prove else None
-        run_folder.make(checked.folder)
+    proof = _proven(checked) if prove else None
+    with contextlib.ExitStack() as stack:
+        agreed(lambda: _claim(checked, stack, is_new=not (resume or auto_resume)) if is_first else None, place)
         if proof is not None:
             record.keep(proof, checked.folder)
-    if place is not None:
-        try:
-            return _work(place, checked)
-        finally:
-            join.leave()
+        if place is not None:
+            try:
+                return _work(place, checked)
+            finally:
+                join.leave()
+        return _by_workers(checked)
+
+
+def _claim(checked: Checked, stack: contextlib.ExitStack, *, is_new: bool) -> None:
+    """Keep other runs out of the run folder until the stack is left, and set damaged checkpoints aside."""
+    stack.enter_context(run_folder.claimed(checked.folder, is_new=is_new))
+    for _, wrong in checked.passed_over:
+        print(f"{wrong}; it is set aside", flush=True)
+    run_folder.set_aside(path for path, _ in checked.passed_over)
+
+
+def _by_workers(checked: Checked) -> Summary | None:
+    """Run the workers of this machine, again where one fails and `run.restarts` says so, and return the result."""
+    run = checked.workload.job.run
     store_of(checked.layout)
-    try:
-        summary = workers.run_workers(
+
+    def work(checked: Checked) -> Summary | None:
+        return workers.run_workers(
             _work,
             (checked,),
             ranks=checked.layout.world_size,
@@ -130,6 +171,9 @@ def train(
             timeout_s=run.timeout_s,
             ranks_per_node=run.ranks_per_node,
         )
+
+    try:
+        summary = restarting(work, checked)
         return _stopped_by(summary, workers.last_stop_signal() or signal.SIGTERM)
     except WorkerError as error:
         if "out of memory?" not in str(error).partition("\n")[0]:
@@ -198,6 +242,8 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
     run.prepare(workload.example)
     if checked.resume_from is not None:
         checkpoint.load(run, checked.resume_from)
+    if checked.first_weights is not None:
+        checked.first_weights.load(run)
     first = run.steps_taken
     screen = metrics = None
     if place.rank == 0:
@@ -205,16 +251,7 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
         speed, every = speed_of(workload.spec, run.job, run.layout, place.device), run.job.run.log_every
         trackers = opened(run.job, folder, first)
         screen, metrics = Screen(first, until, speed, every), Metrics(folder, first, trackers, speed, every)
-        words = f"{workload.spec.name}: {workload.spec.num_params:,} weights, layout {str(checked.layout)!r}, {folder}"
-        screen.say(words if checked.resume_from is None else f"{words}, resumes after step {first}")
-        for remark in workload.remarks:
-            screen.say(f"{run.job.model.source}: {remark}")
-        if first == until:
-            screen.say(f"step {first} was the last step: nothing is left to train")
-        elif run.job.run.compile != "none":
-            screen.say(
-                f"run.compile: step {first + 1} compiles the blocks by {run.job.run.compile_backend}, which takes a while"
-            )
+        _say_start(screen, checked, run)
     if first < until:
         _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
     _loop(run, workload, folder, until, profiler, screen, metrics)
@@ -235,9 +272,32 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
     tried = run.assembly.model.spec.tried if run.layout.world_size > 1 else ()
     _say_shown(screen, run, proven, waived, tried)
     took, loss = run.steps_taken, metrics.last_loss
-    summary = Summary(folder, took, loss, held_out, stopped, proven, waived, tried, workload.remarks)
+    origin = checked.first_weights.origin if checked.first_weights else ""
+    known = (proven, waived, tried, workload.remarks, origin, run.changes)
+    summary = Summary(folder, took, loss, held_out, stopped, *known)
     write_whole(folder / "summary.json", json.dumps(dataclasses.asdict(summary), indent=1, default=str) + "\n")
     return summary
+
+
+def _say_start(screen: Screen, checked: Checked, run: Run) -> None:
+    """Print what is trained, where, and from which weights."""
+    workload, job, first = checked.workload, checked.workload.job, run.steps_taken
+    words = (
+        f"{workload.spec.name}: {workload.spec.num_params:,} weights, layout {str(checked.layout)!r}, {checked.folder}"
+    )
+    screen.say(words if checked.resume_from is None else f"{words}, resumes after step {first}")
+    for change in run.changes:
+        screen.say(change)
+    if checked.first_weights is not None:
+        screen.say(f"starts from the weights of {checked.first_weights.origin}")
+    for remark in workload.remarks:
+        screen.say(f"{job.model.source}: {remark}")
+    if first == checked.until:
+        screen.say(f"step {first} was the last step: nothing is left to train")
+    elif job.run.compile != "none":
+        screen.say(
+            f"run.compile: step {first + 1} compiles the blocks by {job.run.compile_backend}, which takes a while"
+        )
 
 
 def _say_shown(screen: Screen, run: Run, proven: str, waived: tuple[str, ...], tried: tuple[str, ...]) -> None:
@@ -270,16 +330,17 @@ def _loop(
     metrics: Metrics | None,
 ) -> None:
     """Take the remaining steps and log each; save a checkpoint every `checkpoint.every` steps and after the last."""
-    every = run.job.checkpoint.every
+    saver = Saver(run, folder / run_folder.CHECKPOINTS, screen.say if screen else lambda text: None)
     with screen.live() if screen else contextlib.nullcontext():
         for report in steps_of(run, workload.dataset, until, profiler):
             if screen is not None and metrics is not None:
                 metrics.write(report, is_last=report.stop or report.step == until)
                 screen.show(report)
-            if report.stop or report.step == until or (every and report.step % every == 0):
+            is_last = report.stop or report.step == until
+            if is_last or saver.is_due(report):
                 if metrics is not None:
                     metrics.sync()  # before the checkpoint, which must never be ahead of the log
-                checkpoint.save(run, folder / "checkpoints", run.job.checkpoint.keep)
+                saver.save(is_last=is_last)
     profiler.close()  # a run that was stopped
 
 

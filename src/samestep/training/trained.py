@@ -15,12 +15,11 @@ from torch import nn
 from samestep.building.families import facts_of, quiet
 from samestep.building.initial_values import blueprint, fill_rest
 from samestep.building.model import model_source
-from samestep.building.pretrained_form import PretrainedForm
 from samestep.datasets import is_text, open_tokenizer
 from samestep.errors import CheckpointError, DataError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import checkpoint, pretrained_folder
+from samestep.runtime import checkpoint, checkpoint_manifest, pretrained_folder
 from samestep.runtime.checkpoint_files import OpenCheckpoint
 from samestep.runtime.processes.join import RankInfo, resolve_device
 from samestep.runtime.run import Run
@@ -46,10 +45,10 @@ class StoredRun:
         """
         folder = Path(run) if run is not None else run_folder.newest()
         is_checkpoint = (folder / "manifest.json").exists()
-        found = folder if is_checkpoint else checkpoint.newest(folder / "checkpoints")
+        found = folder if is_checkpoint else checkpoint_manifest.latest(folder / "checkpoints")
         if found is None:
             raise CheckpointError(f"{folder} holds no checkpoint; a run folder works, and so does a checkpoint in it")
-        manifest = checkpoint.read_manifest(found)
+        manifest = checkpoint_manifest.read_manifest(found)
         return cls(found, manifest, Job(lambda key: str(found), **manifest["job"]))
 
     def check(self, model: nn.Module) -> None:
@@ -61,8 +60,8 @@ class StoredRun:
         trained = {
             name: list(param.shape) for name, param in model.named_parameters() if name in self.manifest["shapes"]
         }
-        checkpoint.check_shapes(self.manifest, trained, self.checkpoint)
-        checkpoint.check_digests(self.manifest, self.checkpoint)
+        checkpoint_manifest.check_shapes(self.manifest, trained, self.checkpoint)
+        checkpoint_manifest.check_digests(self.manifest, self.checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +155,10 @@ def _generating(stored: StoredRun) -> nn.Module | None:
     if can_generate is None or not can_generate():
         return None
     stored.check(plan.module)
-    form, model = PretrainedForm.of(plan, job), plan.module
+    model = plan.module
     made: dict[str, nn.Parameter] = {}
     with ExitStack() as stack:
-        value = pretrained_folder.values(form, OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack))
+        value = pretrained_folder.values(plan, OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack))
         for name, param in list(model.named_parameters(remove_duplicate=False)):
             first = plan.canonical[name]
             if first not in made:

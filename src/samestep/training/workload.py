@@ -148,7 +148,7 @@ def _traced(job: Job) -> ModelSpec:
     return with_slices(traced, Layout(tp=2, sequence_parallel=True), example).spec
 
 
-def step_samples(job: Job, layout: Layout, dataset: Dataset) -> Sequence[np.ndarray[Any, Any]]:
+def step_samples(job: Job, layout: Layout, dataset: Dataset, num_microbatches: int) -> Sequence[np.ndarray[Any, Any]]:
     """Return the sample indices that each rank of the data axis reads in step 1."""
     batch = next(iter(batches(dataset, job)))
-    return [np.concatenate(batch.shares(rank, layout.dp, 1)) for rank in range(layout.dp)]
+    return [np.concatenate(batch.shares(rank, layout.dp, num_microbatches)) for rank in range(layout.dp)]

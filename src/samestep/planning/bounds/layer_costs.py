@@ -197,7 +197,8 @@ class Prices:
                     continue
                 flops, size_bytes = twice.flops - op.flops, twice.size_bytes - op.size_bytes
                 spec = program.step.model.layers[layer]
-                work = (spec.products, spec.moved_elements, spec.kernels, spec.backward_reads_weights)
+                reads = spec.backward_reads_weights, spec.has_backward
+                work = (spec.products, spec.moved_elements, spec.kernels, *reads)
                 what = (work, op.layer is None) if op.axis is None else op.axis
                 like = first.setdefault((op.kind, op.dtype, op.flops, flops, op.size_bytes, size_bytes, what), number)
                 yield _PricedOp(body, layer, op, flops, size_bytes, like)

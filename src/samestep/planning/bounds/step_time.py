@@ -127,7 +127,7 @@ class Bounds:
         )
         ranks = step.ranks.size(axis)
         gather_s = self._sent_s(OpKind.ALL_GATHER, gathered, axis, ranks, step)
-        scatter_s = self._sent_s(OpKind.REDUCE_SCATTER, scattered * BYTES_OF[step.reduce_dtype], axis, ranks, step)
+        scatter_s = self._sent_s(OpKind.REDUCE_SCATTER, scattered * step.least_reduced_bytes, axis, ranks, step)
         return _LayerTraffic(kind, number, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
 
     def _slowed_s(self, sent_s: float, exposed_s: float) -> float:
@@ -248,7 +248,7 @@ class Bounds:
     def _streams(self, step: StepSpec) -> list[tuple[list[float], float]]:
         """Return of each stream that reduces gradients behind their backward what it takes for each kind of layer, and for
         what waits in a bucket."""
-        layout, sent = step.layout, BYTES_OF[step.reduce_dtype]
+        layout, sent = step.layout, step.least_reduced_bytes
         filled = (BUCKET_BYTES // BYTES_OF[step.master_dtype] + 1) * sent
         count, replicas, shards = len(self.prices.few.layers), layout.num_replicas, layout.num_shards
         if step.zero >= 2:
@@ -366,7 +366,7 @@ class Bounds:
 
     def _bucket_streams(self, step: StepSpec, mine: Sizes) -> tuple[float, ...]:
         """Seconds that reductions take of each stream: of weights that all ranks have, of experts, of shards."""
-        layout, sent = step.layout, BYTES_OF[step.reduce_dtype]
+        layout, sent = step.layout, step.least_reduced_bytes
         of_experts = mine.expert_trained
         whole, own = mine.trained - of_experts, mine.block_trained - of_experts
         replicas, shards, holders = layout.num_replicas, layout.num_shards, step.ranks.size("dp_expert")
@@ -428,7 +428,7 @@ class Bounds:
 
     def _replicated_s(self, step: StepSpec, numel: float) -> float:
         """Sum so many elements of gradients over the replicas."""
-        size = numel * BYTES_OF[step.reduce_dtype]
+        size = numel * step.least_reduced_bytes
         return self._sent_s(OpKind.ALL_REDUCE, size, "dp_replicate", step.layout.num_replicas, step)
 
     @staticmethod

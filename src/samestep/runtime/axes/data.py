@@ -21,22 +21,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.buckets import Bucket, Member
+from samestep.program.codecs import PLAIN
 from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
 from samestep.runtime.axes.late_weights import LateWeights
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.weight_gradients import is_postponed
-from samestep.runtime.codecs.codec import Codec, Pending, codec_of, own_part, send
+from samestep.runtime.codecs.exchange import CodedExchange, GivenBack, of_weights
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
 from samestep.runtime.optimizer_step import squared_norm
 from samestep.runtime.parameter_hooks import GradientHooks
 from samestep.runtime.pieces import Piece
-from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
 from samestep.runtime.weight_store import Materialize
 from samestep.schedules import TaskKind
 
@@ -47,7 +49,8 @@ class _FlatBuffer:
 
     bucket: Bucket
     gradients: Tensor
-    codec: Codec
+    exchange: CodedExchange | None
+    """Sends the bucket's gradients encoded; None where they are sent as they are."""
     starts: list[Op]
     """The collective issued when a backward has filled the bucket; at most one."""
     finishes: list[Op]
@@ -56,9 +59,20 @@ class _FlatBuffer:
     weights: Tensor | None = None
     missing: set[str] = field(default_factory=set)
     untouched: set[str] = field(default_factory=set)
-    work: Pending | None = None
+    work: dist.Work | None = None
     chunk: Tensor | None = None
     """This rank's chunk of the bucket, between its reduce_scatter and its all_gather."""
+
+    @property
+    def left(self) -> Tensor:
+        """The gradients that this rank still has to reduce: its chunk, or all."""
+        return self.gradients if self.chunk is None else self.chunk
+
+    def zero_untouched(self) -> None:
+        """Set the gradients of weights that no sample used to zeros."""
+        for member in self.bucket.members:
+            if member.name in self.untouched:
+                self.gradients[member.offset : member.offset + member.numel].zero_()
 
 
 @dataclass(slots=True)
@@ -103,10 +117,16 @@ class Replicated:
         weights = None
         if step.zero == 1:
             weights = torch.zeros(bucket.padded_numel, dtype=DTYPES[bucket.dtype], device=device)
+        gradients = torch.zeros(bucket.padded_numel, dtype=DTYPES[step.master_dtype], device=device)
+        made, exchange = step.contributions, None
+        if made is not None:
+            group = self.mesh.groups[made.axis] if made.ranks > 1 else None
+            parts, gathers = [bucket.coded(made)], bucket.gathers_codes(made)
+            exchange = CodedExchange(bucket.codec, parts, made, group, gradients, gathers=gathers)
         return _FlatBuffer(
             bucket=bucket,
-            gradients=torch.zeros(bucket.padded_numel, dtype=DTYPES[step.master_dtype], device=device),
-            codec=codec_of(bucket.codec),
+            gradients=gradients,
+            exchange=exchange,
             starts=[op for op in last if op.owner == bucket.name],
             finishes=[op for op in final if not op.after[0].startswith(OpKind.UPDATE)],
             gathers=[op for op in final if op.after[0].startswith(OpKind.UPDATE)],
@@ -187,6 +207,8 @@ class Replicated:
             names = {member.name for member in flat.bucket.members}
             flat.missing, flat.untouched = set(names), set(names)
             flat.work = flat.chunk = None
+            if flat.exchange is not None:
+                flat.exchange.begin_step()
         self._next = 0
 
     def take_back(self) -> None:
@@ -219,6 +241,25 @@ class Replicated:
         self._last = task.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT) and ends_step(task.body)
         self._starts = self.program.step.ends_gradients(task.body)
         yield
+        if self._ends_contribution(task):
+            self._encode_contribution()
+
+    def _ends_contribution(self, task: Task) -> bool:
+        """Return whether a task leaves the last gradients of a contribution behind which this rank makes another one."""
+        step = self.program.step
+        if step.contributions is None or task.kind is not TaskKind.BACKWARD or ends_step(task.body):
+            return False
+        return (task.microbatch + 1) % (step.num_microbatches // step.contributions.each) == 0
+
+    def _encode_contribution(self) -> None:
+        """Encode the gradients of a contribution, and begin those of the next one."""
+        for flat in self._flats:
+            assert flat.exchange is not None
+            flat.zero_untouched()
+            flat.exchange.add([flat.gradients])
+            flat.untouched = {member.name for member in flat.bucket.members}
+        for param in self.params.values():
+            param.grad = None
 
     def _gradient_ready(self, slot: _GradientSlot, param: Tensor) -> None:
         """Add a finished gradient to its bucket, and start the reduction of buckets that are complete."""
@@ -245,9 +286,7 @@ class Replicated:
             self._next += 1
 
     def _start(self, flat: _FlatBuffer) -> None:
-        for member in flat.bucket.members:
-            if member.name in flat.untouched:
-                flat.gradients[member.offset : member.offset + member.numel].zero_()
+        flat.zero_untouched()
         for op in flat.starts:
             flat.work = self._send(flat, op, flat.gradients)
 
@@ -266,19 +305,42 @@ class Replicated:
                 flat.work = self._send(flat, op, flat.gradients)
         for flat in self._flats:
             _wait(flat)
+            if flat.exchange is not None:
+                flat.exchange.finish([flat.left])
 
-    def _send(self, flat: _FlatBuffer, op: Op, whole: Tensor) -> Pending:
-        """Issue one collective on the bucket's buffer, or on this rank's part of it, as the codec of its gradients does."""
+    def _send(self, flat: _FlatBuffer, op: Op, whole: Tensor) -> dist.Work:
+        """Issue one collective on the bucket's buffer, or on this rank's part of it, as it is or encoded."""
         assert op.axis is not None
         group = self.mesh.groups[op.axis]
-        sent = flat.chunk if op.kind is OpKind.ALL_REDUCE and flat.chunk is not None else whole
+        if op.codec not in (None, PLAIN):
+            assert flat.exchange is not None
+            with owned(op.owner):
+                return flat.exchange.scatter([flat.left]) if op.kind is OpKind.ALL_TO_ALL else flat.exchange.gather()
         with owned(op.owner):
-            work = send(op.kind, sent, group) if op.codec is None else flat.codec.reduce(op.kind, sent, group)
+            work = _sent(op.kind, flat.left if op.kind is OpKind.ALL_REDUCE else whole, group)
         if op.kind is OpKind.REDUCE_SCATTER:
-            flat.chunk = own_part(whole, group)
+            flat.chunk = _own_part(whole, group)
         elif op.kind is OpKind.ALL_GATHER:
             flat.chunk = None
         return work
+
+    def given_back(self) -> Iterator[GivenBack]:
+        """Yield what codes have lost of each weight."""
+        made = self.program.step.contributions
+        for flat in self._flats:
+            if made is None or flat.exchange is None:
+                continue
+            coded = flat.bucket.coded(made).numel
+            first = self._division(flat.bucket)[1] * coded if coded < flat.bucket.padded_numel else 0
+            places = [(member.name, member.offset - first, member.numel) for member in flat.bucket.members]
+            for rest in flat.exchange.rests(0):
+                yield from of_weights(rest, places)
+
+    def scale_given_back(self, factor: float) -> None:
+        """Multiply what codes have lost."""
+        for flat in self._flats:
+            if flat.exchange is not None:
+                flat.exchange.scale(factor)
 
     def norm_squared(self) -> Tensor:
         """Return this rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
@@ -322,6 +384,32 @@ class Replicated:
 
     def end_forward_only(self) -> None:
         """Do nothing: a forward gathers no weights here."""
+
+
+def _own_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of a flat buffer that the ranks of a group divide evenly: a view."""
+    return flat.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+
+
+def _sent(kind: OpKind, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start one collective on a flat buffer as it is, in place.
+
+    An all_gather sends this rank's part of it; reduce and broadcast have the group's first rank as their root. Collective
+    over `group`: if a rank does not call it, the others wait for it.
+    """
+    if kind is OpKind.ALL_REDUCE:
+        work = dist.all_reduce(flat, group=group, async_op=True)
+    elif kind is OpKind.REDUCE:
+        work = dist.reduce(flat, group_dst=0, group=group, async_op=True)
+    elif kind is OpKind.BROADCAST:
+        work = dist.broadcast(flat, group_src=0, group=group, async_op=True)
+    elif kind is OpKind.REDUCE_SCATTER:
+        work = reduce_scatter(_own_part(flat, group), flat, group=group, async_op=True)
+    else:
+        assert kind is OpKind.ALL_GATHER, f"a flat buffer has no use for {kind}"
+        work = all_gather(flat, _own_part(flat, group), group=group, async_op=True)
+    assert work is not None
+    return work
 
 
 def _wait(flat: _FlatBuffer) -> None:

@@ -41,7 +41,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -50,12 +49,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from samestep.errors import LayoutError
 from samestep.models.spec import ParamSpec, is_below
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
-from samestep.program.codecs import PLAIN
 from samestep.program.ops import BYTES_OF, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.units import Unit, partial_sizes
+from samestep.runtime.axes.encoded_shards import EncodedShards
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.codecs.codec import Codec, codec_of, own_part
+from samestep.runtime.codecs.exchange import GivenBack
 from samestep.runtime.forward_only import has_backward
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
@@ -85,6 +84,7 @@ class Sharded:
         # Explicitly: in a stage's first forward stand-ins replace the modules of its other chunks.
         self._root._get_fsdp_state()._lazy_init()
         self._root.set_is_last_backward(False)
+        self._encoded = EncodedShards(program, mesh, self.pieces)
 
     @property
     def _root(self) -> FSDPModule:
@@ -140,6 +140,7 @@ class Sharded:
         """Discard the gradients of the previous step."""
         for param in self._params.values():
             param.grad = None
+        self._encoded.begin_step()
         for unit in self._units:
             unit.reset()
 
@@ -208,10 +209,21 @@ class Sharded:
         units = {unit.name: unit for unit in self.program.units}
         partial_axes = {axis for param in step.model.params for axis in step.holding(param).partial_over}
         for op in self.program.bodies[UPDATE_BODY]:
-            if op.axis in partial_axes:
+            if op.codec is not None:
+                self._encoded.send(op)
+            elif op.axis in partial_axes:
                 self._sum_shards(op, partial_sizes(step, units[op.owner], op.axis))
             elif op.kind is OpKind.ALL_REDUCE and op.owner in self._params:
                 self._sum_shards(op, {op.owner: op.size_bytes // BYTES_OF[op.dtype]})
+        self._encoded.finish()
+
+    def given_back(self) -> Iterator[GivenBack]:
+        """Yield what codes have lost of each weight."""
+        return self._encoded.given_back()
+
+    def scale_given_back(self, factor: float) -> None:
+        """Multiply what codes have lost."""
+        self._encoded.scale_given_back(factor)
 
     def _sum_shards(self, op: Op, sizes: Mapping[str, int]) -> None:
         """All_reduce this rank's shards of some gradients, padded as every rank pads them."""
@@ -513,7 +525,9 @@ def _wrap(
     # FSDP2 warns of units that return a view; those whose weights are gathered again return a copy (_whole_outputs).
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     axes = {"dp_shard", *(running.unit.shard_axis for running in units)}
-    meshes = {axis: mesh.for_shards(axis) for axis in sorted(axes)}
+    # Shards that are encoded between replicas are summed by us.
+    sums_over = () if program.step.contributions else ("dp_replicate",)
+    meshes = {axis: mesh.for_shards(axis, sums_over) for axis in sorted(axes)}
     everything = set(model.parameters())
     single = {param.name for param in program.step.model.params if not param.shape}
     for running in sorted(units, key=lambda u: -max(path.count(".") + bool(path) for path in u.unit.modules)):
@@ -543,8 +557,6 @@ def _wrap(
                 weight._orig_size, weight._contiguous_orig_stride = torch.Size(), ()
         running.fsdp.set_gradient_divide_factor(1.0)
         running.fsdp.set_force_sum_reduction_for_comms(True)
-        if unit.codec != PLAIN:
-            running.fsdp.set_custom_reduce_scatter(_EncodedScatter(codec_of(unit.codec)))
         running.fsdp.set_unshard_in_backward(unit.gather_in_backward or unit.keep_after_forward)
         _keep_still(running.fsdp)
     if not isinstance(model, FSDPModule):
@@ -565,29 +577,6 @@ def _keep_name(made: type[nn.Module]) -> None:
     """
     original = made.__bases__[1]
     made.__name__, made.__qualname__, made.__module__ = original.__name__, original.__qualname__, original.__module__
-
-
-class _EncodedScatter(ReduceScatter):
-    """FSDP2's reduce_scatter of one unit, as its codec sends gradients."""
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a buffer for gradients in master precision."""
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Sum the input over the group, and leave this rank's part in the output; FSDP2 calls it on a stream of its own."""
-        self._codec.reduce(OpKind.REDUCE_SCATTER, input_tensor, group).wait()
-        output_tensor.copy_(own_part(input_tensor, group))
 
 
 def _give_row(weight: FSDPParam) -> None:

@@ -34,6 +34,7 @@ from samestep.program.step import StepSpec
 from samestep.runtime.axes import context, precision, recompute
 from samestep.tracing import experts
 from samestep.tracing.backward import nodes_of_loss
+from samestep.tracing.batch_norms import OfAnySize
 from samestep.tracing.changed_containers import Container, changes_of, containers_in, contents_of
 from samestep.tracing.forward import ForwardTracer, watch_forward
 from samestep.tracing.meta_tensors import NeedsValuesError, is_transformed
@@ -298,7 +299,7 @@ class Flows:
                 sliced = context.on_meta(self._module, self._program.step.model, samples, self._parts)
                 followed = experts.grouped(self._module, self._experts)
                 raised = precision.raised_islands(self._program)
-                with _without_modes(), checkpointed, followed, raised, sliced:
+                with _without_modes(), checkpointed, followed, raised, sliced, OfAnySize():
                     outputs = watch_forward(
                         self._module, samples, 1, self._name, self._containers, tracer, self._value_of
                     )

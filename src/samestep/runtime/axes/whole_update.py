@@ -13,7 +13,7 @@ receive   │ rank 0's parts of my weights │ rank 1's parts of my weights │
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -26,6 +26,7 @@ from samestep.program.bodies import Task
 from samestep.program.owners import Owned, Owners
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.codecs.exchange import GivenBack
 from samestep.runtime.ledger import owned
 from samestep.runtime.parameter_hooks import GradientHooks
 from samestep.runtime.pieces import LiveWeights, Piece
@@ -107,6 +108,14 @@ class Owning:
     def norm_squared(self) -> Tensor:
         """Return this rank's share of the squared gradient norm: that of the parts it lends, not of what it owns."""
         return self._store.norm_squared()
+
+    def given_back(self) -> Iterator[GivenBack]:
+        """Yield what codes have lost of this rank's contributions."""
+        return self._store.given_back()
+
+    def scale_given_back(self, factor: float) -> None:
+        """Multiply what codes have lost."""
+        self._store.scale_given_back(factor)
 
     def publish(self, *, waits: bool = True) -> None:
         """Send the updated weights back to the ranks that hold parts of them, and let the store publish its own.

@@ -115,7 +115,7 @@ class Canary(StepObserver):
         self._assembly, self._job, self._loss_of_user = assembly, job, loss
         step, spec = assembly.parallel.program.step, assembly.model.spec
         self._is_split = step.layout.dp > 1 or step.num_microbatches > 1
-        self._alone = not spec.coupled_modules
+        self._alone = not spec.couples_samples
         """Whether a sample is run by itself; otherwise with the rest of its micro-batch."""
         self._routed = any(layer.dispatches for layer in spec.layers)
         self._allowance = 0.0
@@ -429,6 +429,7 @@ class Canary(StepObserver):
                 modes(),
                 assembly.parallel.slicing.of(samples),
                 assembly.parallel.pending(),
+                nullcontext() if alone else assembly.parallel.batch_norms.of(watched.microbatch),
             ):  # masks: of exchanged heads
                 yield
 

@@ -30,7 +30,9 @@ from samestep.runtime.processes.launchers import LaunchInfo, by_srun, by_torchru
 from samestep.runtime.processes.mesh import forget_groups
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # USR1: Slurm's --signal=USR1@SECONDS before the limit
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAVE_SIGNAL = signal.SIGUSR1
+"""Asks for a checkpoint; the run goes on. Slurm sends it with --signal=USR1@SECONDS before it sends SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class _Joined:
 _launch_info: LaunchInfo | None = None  # set in a worker of ours
 _joined: _Joined | None = None
 _stop_signal = 0  # the stop signal that came, 0 before one has
+_is_save_wanted = False
 
 
 def launched_from_outside() -> bool:
@@ -116,8 +119,8 @@ def join(
 
 def become_worker(info: LaunchInfo) -> None:
     """Prepare this new worker to join as `info`: forget what its parent had joined, and listen for stop signals."""
-    global _launch_info, _joined, _stop_signal
-    _launch_info, _joined, _stop_signal = info, None, 0
+    global _launch_info, _joined, _stop_signal, _is_save_wanted
+    _launch_info, _joined, _stop_signal, _is_save_wanted = info, None, 0, False
     _listen_for_stop()
 
 
@@ -138,11 +141,23 @@ def leave() -> None:
 
 
 def stop_requested() -> bool:
-    """Return whether this rank was asked to stop (SIGTERM, SIGINT, or Slurm's SIGUSR1).
+    """Return whether this rank was asked to stop, by SIGTERM or SIGINT.
 
     Ranks learn of it at different times, so they must agree (one all_reduce a step) before they act on it.
     """
     return _stop_signal != 0
+
+
+def save_requested() -> bool:
+    """Return whether this rank was asked to save a checkpoint, by SIGUSR1, since the last call."""
+    global _is_save_wanted
+    wanted, _is_save_wanted = _is_save_wanted, False
+    return wanted
+
+
+def _on_save(_signal_number: int, _frame: FrameType | None) -> None:
+    global _is_save_wanted
+    _is_save_wanted = True
 
 
 def _on_stop(signal_number: int, _frame: FrameType | None) -> None:
@@ -153,10 +168,11 @@ def _on_stop(signal_number: int, _frame: FrameType | None) -> None:
 
 
 def _listen_for_stop() -> dict[int, Any]:
-    """Install handlers of the stop signals that set a flag; return the handlers they replace."""
+    """Install handlers of the signals to stop and to save, which set a flag; return the handlers they replace."""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    return {number: signal.signal(number, _on_stop) for number in STOP_SIGNALS}
+    handlers: dict[int, Any] = {number: signal.signal(number, _on_stop) for number in STOP_SIGNALS}
+    return {**handlers, SAVE_SIGNAL: signal.signal(SAVE_SIGNAL, _on_save)}
 
 
 def restore_signals(handlers: Mapping[int, Any]) -> None:

@@ -2,7 +2,7 @@
 
 `program/ranks.py` gives the order of ranks. Axes over the same ranks share one group, so that a communicator is never
 made twice. `cp` has a group of its own: compute waits for its exchanges, which must not wait for gradients or weights
-sent meanwhile. So has each link between two stages of a pipeline (`schedules.link_of`).
+sent meanwhile; so has `dp`, over which batch norm takes statistics, and so has each link between two stages of a pipeline (`schedules.link_of`).
 
 On NCCL all groups of an axis are made by one split of the world, in which every rank takes part; gloo makes each by itself.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +61,10 @@ class Mesh:
         """Return the name of an axis' group: its ranks, followed by the axis where it serves no other one."""
         return _named(self.members(axis)) + (f" {axis}" if axis in OWN_GROUPS else "")
 
-    def for_shards(self, axis: str) -> DeviceMesh:
-        """Return the mesh that FSDP2 shards over: `dp_shard` or `dp_expert`, after `dp_replicate` if there is one."""
-        rows = [self.ranks.group(rank, axis) for rank in self.members("dp_replicate")]
+    def for_shards(self, axis: str, sums_over: Collection[str]) -> DeviceMesh:
+        """Return the mesh that FSDP2 shards over: `dp_shard` or `dp_expert`, after a `dp_replicate` that it sums over."""
+        replicas = self.members("dp_replicate") if "dp_replicate" in sums_over else (self.rank,)
+        rows = [self.ranks.group(rank, axis) for rank in replicas]
         axes, positions = (["dp_replicate", axis], rows) if len(rows) > 1 else ([axis], rows[0])
         groups = [self.groups[axis] for axis in axes]
         return DeviceMesh.from_group(

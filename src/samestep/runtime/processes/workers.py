@@ -42,6 +42,7 @@ import torch.distributed as dist
 from samestep import errors
 from samestep.errors import JobError, SamestepError, WorkerError
 from samestep.runtime.processes.join import (
+    SAVE_SIGNAL,
     STOP_SIGNALS,
     allocator_variables,
     checked_ranks_per_node,
@@ -153,8 +154,8 @@ def run_workers(
 
     A single rank is a worker too: this process keeps its threads, its signals and no CUDA context, and a kill for lack
     of memory still ends in one line. Rank 0 writes to the terminal, the others to files, which are read only after a
-    failure. The first SIGINT, SIGTERM or SIGUSR1 asks all workers to stop (`stop_requested`); a second SIGINT or
-    SIGTERM kills them.
+    failure. The first SIGINT or SIGTERM asks all workers to stop (`stop_requested`), and a second one kills them; SIGUSR1
+    asks them to save (`save_requested`).
 
     Args:
         main: a function; with GPUs, with more than one thread or outside Linux it must be importable from a module.
@@ -248,7 +249,7 @@ def _forwarding_signals_to(pool: _WorkerPool) -> Iterator[None]:
     """Forward this process's stop signals to the workers; a signal that is ignored here stays ignored."""
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in STOP_SIGNALS:
+        for number in (*STOP_SIGNALS, SAVE_SIGNAL):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 handlers[number] = signal.signal(number, pool.on_signal)
     try:
@@ -337,13 +338,17 @@ class _WorkerPool:
         return self.value
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Ask the workers to stop; kill them if they were asked before."""
-        if self.stop_signal and number != signal.SIGUSR1:
+        """Ask the workers to stop, or to save; kill them if they were asked to stop before."""
+        if number == SAVE_SIGNAL:
+            for rank in self._ranks("joined"):
+                self._send(rank, SAVE_SIGNAL)
+            return
+        if self.stop_signal:
             self.killed_by = number
             self._kill()
         self.stop_signal = self.stop_signal or number
         for rank in (*self._ranks("ready"), *self._ranks("joined")):
-            self._ask_to_stop(rank)
+            self._send(rank, signal.SIGTERM)
 
     def end(self) -> None:
         """Kill all workers that still run, and close their pipes."""
@@ -358,11 +363,11 @@ class _WorkerPool:
             if process.exitcode is None:
                 _kill_group(process)
 
-    def _ask_to_stop(self, rank: int) -> None:
+    def _send(self, rank: int, number: int) -> None:
         process = self.processes[rank]
         if process.pid is not None and process.exitcode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGTERM)
+                os.kill(process.pid, number)
 
     def _listen(self) -> None:
         """Receive the workers' messages for a moment, and find those that have died."""
@@ -396,7 +401,7 @@ class _WorkerPool:
             value, self.calls_at_return[rank] = value
             self.value = value if rank == 0 else self.value
         if word == "ready" and self.stop_signal:
-            self._ask_to_stop(rank)
+            self._send(rank, signal.SIGTERM)
 
     def _check_waiting(self) -> None:
         """Find out whether every rank that has not returned waits for one that has, which will never come.

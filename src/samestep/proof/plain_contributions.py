@@ -1,0 +1,52 @@
+"""Compressed gradients in the plain torch loop: one weight after the other, whole, without buckets, ranks or messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from samestep.program.codecs import CODECS
+from samestep.program.step import StepSpec
+from samestep.runtime.codecs.codec import codec_of
+
+
+class PlainContributions:
+    """The gradients of the contributions to each step, and what their codes have lost."""
+
+    def __init__(self, step: StepSpec, canonical: Mapping[str, str]) -> None:
+        """Follow the codec of a step; `canonical` gives the name in its model of each weight's name in the loop."""
+        self.number = step.replicas
+        self._blocks = {name: step.gradient_blocks.get(known, 1) for name, known in canonical.items()}
+        self._codec, self._spec = codec_of(step.codec), CODECS[step.codec]
+        self._lost: dict[tuple[str, int], Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, index: int, params: Mapping[str, nn.Parameter]) -> None:
+        """Add what the gradients of one contribution are decoded as, and clear them."""
+        for name, param in params.items():
+            gradient = torch.zeros_like(param) if param.grad is None else param.grad
+            self._sums[name] = self._sums.get(name, 0.0) + self._coded(name, index, gradient)
+            param.grad = None
+
+    @torch.no_grad()
+    def finish(self, params: Mapping[str, nn.Parameter], count: float) -> None:
+        """Set gradients to what their sums are decoded as, over the count."""
+        for name, param in params.items():
+            param.grad = self._coded(name, self.number, self._sums.pop(name)) / count
+
+    def _coded(self, name: str, index: int, gradient: Tensor) -> Tensor:
+        """Return what a gradient is decoded as, and keep what its code loses."""
+        values = gradient.detach().reshape(1, -1).clone()
+        if (name, index) in self._lost:
+            values += self._lost[name, index]
+        size = self._spec.size_bytes(values.numel(), self._blocks[name])
+        wire = torch.zeros((1, size), dtype=torch.uint8, device=values.device)
+        self._codec.encode(values, self._blocks[name], wire)
+        if self._spec.feeds_back:
+            self._lost[name, index] = values
+        decoded = torch.zeros_like(values)
+        self._codec.decode(wire, self._blocks[name], decoded)
+        return decoded.view_as(gradient)

@@ -1,0 +1,352 @@
+"""Batch norm over groups of samples that ranks share (twin of `strategies/batch_norm.py`, which has the formulas).
+
+The code of a module that calls batch norm stays as it is; a function mode replaces `torch.nn.functional.batch_norm` inside
+its forward, and with it what torch's own modules do. Each forward of a micro-batch runs in a context that says which samples
+of which groups this rank has (`program/sample_groups.py`). Outside of one, as for samples that every rank holds, batch norm
+computes as it always does.
+
+    part        runs of rows, one a group ──► (count, mean, M) of each ──► all_gather ──► mean, M / n of each group
+    normalise   y = w (x - m) r + b           backward: local sums ──► all_reduce ──► gradient of x
+    keep        running statistics, with each group in turn; a module's counter counts groups
+
+A place without samples runs one that another rank has too: it is normalised, and counts nowhere. The first forward of a
+checkpointed one records the statistics, and its repetition takes them: no rank sends them again or keeps them again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from samestep.errors import ModelError
+from samestep.program.program import Program
+from samestep.program.sample_groups import Run, SampleGroups
+from samestep.runtime.axes.recompute import Anew, Contexts
+from samestep.runtime.ledger import owned
+from samestep.runtime.processes.mesh import Mesh, all_gather
+from samestep.strategies.batch_norm import AXIS
+from samestep.tracing.batch_norms import FUNCTIONS, named
+
+# Shapes: N samples of a micro-batch, B rows of the input, R runs of a rank, G groups, C channels.
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """This rank's part of a micro-batch, and the runs of all ranks in it."""
+
+    groups: SampleGroups
+    runs: tuple[Run, ...]
+    """Its runs of samples; one sample of the first group where it has none."""
+    counts: bool
+    """Whether its samples count."""
+    slots: tuple[range, ...]
+    """The slots of each group among those of all ranks."""
+
+    @classmethod
+    def of(cls, groups: SampleGroups, rank: int, microbatch: int) -> _Part:
+        """Return the part of a data rank."""
+        runs = groups.runs(rank, microbatch)
+        return cls(groups, runs or (Run(0, 1),), bool(runs), groups.slots(microbatch))
+
+    def rows(self, x: Tensor, owner: str) -> list[tuple[int, Tensor]]:
+        """Return the group and the rows of each run, as views of x [B, C, ...]."""
+        count = sum(run.num_samples for run in self.runs)
+        if x.shape[0] % count:
+            raise ModelError(
+                f"{owner or 'the model itself'} takes statistics (batch norm) of {x.shape[0]} rows, in which {count} samples "
+                "cannot be told apart: rows of equally many positions for each sample work"
+            )
+        each = x.shape[0] // count
+        parts = x.split([run.num_samples * each for run in self.runs]) if len(self.runs) > 1 else (x,)
+        return [(run.group, part) for run, part in zip(self.runs, parts, strict=True)]
+
+
+class _Statistics(NamedTuple):
+    """What batch norm needs of each group, in the dtype in which it is merged."""
+
+    counts: Tensor
+    """Elements of a channel [G, 1]."""
+    means: Tensor
+    """[G, C]."""
+    variances: Tensor
+    """The mean squared deviation [G, C]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The statistics that one call has found or taken, and the part of the micro-batch that it normalises."""
+
+    statistics: _Statistics
+    part: _Part
+    group: dist.ProcessGroup | None
+    """The ranks over which the backward sums; None where it sums nowhere."""
+    owner: str
+
+
+class BatchNorms:
+    """The batch norms of a rank's model that take statistics of samples. Every data rank runs the same calls in one order."""
+
+    def __init__(self, model: nn.Module, program: Program, mesh: Mesh) -> None:
+        """Let the modules that call batch norm do so here."""
+        step = program.step
+        self._groups, self._data_rank = step.sample_groups, mesh.index("dp") if step.layout.dp > 1 else 0
+        self._group, self._layout = mesh.groups.get(AXIS), step.layout
+        self._size = step.coupled_samples
+        self._part: _Part | None = None
+        self._repeats: Iterator[_Found] | None = None
+        """What is left of the statistics that the first of two forwards has found, in the second."""
+        self._records: list[list[_Found]] = []
+        """Where the statistics of a checkpointed forward are recorded, outermost first."""
+        for path in step.model.batch_norm_owners:
+            module = model.get_submodule(path)
+            module.forward = functools.partial(self._forward, module, path, module.forward)
+
+    @property
+    def sends(self) -> bool:
+        """Whether a training forward waits for other ranks."""
+        return self._groups is not None and self._group is not None
+
+    def of(self, microbatch: int) -> AbstractContextManager[None]:
+        """Return the context of a training forward of a micro-batch.
+
+        Collective over `dp` where it runs a batch norm: every data rank runs the same micro-batch; if one does not, the
+        others wait until the time limit.
+        """
+        if self._groups is None or self._groups.is_one_forward:
+            return nullcontext()
+        return self._taking(_Part.of(self._groups, self._data_rank, microbatch))
+
+    def of_evaluation(self, num_samples: int) -> AbstractContextManager[None]:
+        """Return the context of a forward of held-out samples, which ranks share as one micro-batch.
+
+        Only batch norms without running statistics take any there; collective as `of` is.
+        """
+        if self._groups is None:
+            return nullcontext()
+        groups = SampleGroups.of(num_samples, self._size, self._layout.dp, 1)
+        return self._taking(_Part.of(groups, self._data_rank, 0))
+
+    def evaluated_at_once(self, most: int) -> int:
+        """Return how many held-out samples run at once, at most so many unless a group is larger."""
+        return most if self._groups is None else max(1, most // self._size) * self._size
+
+    def recompute_contexts(self) -> Contexts:
+        """Return the contexts of a checkpointed forward, which records statistics, and of its repetition, which takes them."""
+        if self._groups is None:
+            return nullcontext(), nullcontext()
+        found: list[_Found] = []
+
+        @contextmanager
+        def first() -> Iterator[None]:
+            self._records.append(found)
+            try:
+                yield
+            finally:
+                self._records.remove(found)
+
+        @contextmanager
+        def repeated() -> Iterator[None]:
+            before = self._repeats, self._records
+            self._repeats, self._records = iter(found), []
+            try:
+                yield
+            finally:
+                self._repeats, self._records = before
+
+        return first(), Anew(repeated)
+
+    @contextmanager
+    def _taking(self, part: _Part) -> Iterator[None]:
+        before, self._part = self._part, part
+        try:
+            yield
+        finally:
+            self._part = before
+
+    def _forward(self, module: nn.Module, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Replace the forward of a module that calls batch norm."""
+        if self._repeats is not None:
+            with _Calls(self, module, path), _buffers_of_a_copy(module):
+                return forward(*args, **kwargs)
+        if self._part is None:
+            return forward(*args, **kwargs)
+        with _Calls(self, module, path):
+            return forward(*args, **kwargs)
+
+    def found(self, x: Tensor, owner: str, keeps: bool) -> tuple[_Found | None, bool]:
+        """Return the statistics of a call's input, and whether they are those of a forward that is repeated.
+
+        None where the call computes as it always does.
+        """
+        found = next(self._repeats, None) if self._repeats is not None else None
+        is_repeated = found is not None
+        if found is None and self._part is not None:
+            group = self._group if self._part.groups.spans_ranks else None
+            found = _Found(self._taken(x.detach(), self._part, owner, keeps), self._part, group, owner)
+        if found is not None:
+            for record in self._records:
+                record.append(found)
+        return found, is_repeated
+
+    def _taken(self, x: Tensor, part: _Part, owner: str, keeps: bool) -> _Statistics:
+        """Return the statistics of all groups of a micro-batch; those of other ranks' groups are zeros if nobody needs them."""
+        groups, is_sent = part.groups, self._group is not None and (part.groups.spans_ranks or keeps)
+        slots, channels = groups.num_slots, x.shape[1]
+        if groups.size * x.shape[2:].numel() * x.shape[0] == sum(run.num_samples for run in part.runs):
+            raise ModelError(
+                f"{owner or 'the model itself'} takes the statistics of one value per channel (batch norm): "
+                "numerics.coupled_samples = 2 or more works"
+            )
+        wide = x.dtype if x.dtype.itemsize >= 4 else torch.float32
+        mine = torch.zeros(slots, 1 + 2 * channels, dtype=wide, device=x.device)
+        for row, (_, rows) in zip(mine, part.rows(x, owner), strict=False):
+            if part.counts:
+                mean, variance = torch.batch_norm_update_stats(rows.to(wide), None, None, 0.0)
+                count = rows.numel() // channels
+                torch.cat([mean.new_full((1,), count), mean, variance * count], out=row)
+        everything = mine
+        if is_sent:
+            everything = mine.new_empty(groups.shares.num_ranks * slots, 1 + 2 * channels)
+            with owned(owner):
+                all_gather(everything, mine, group=self._group)
+        ranges = part.slots if is_sent else _own_slots(part)
+        merged = [_merged(everything[where.start : where.stop], channels) for where in ranges]
+        return _Statistics(*(torch.stack(parts) for parts in zip(*merged, strict=True)))
+
+
+def _own_slots(part: _Part) -> tuple[range, ...]:
+    """Return the slots of each group among those of this rank alone."""
+    mine = {run.group: range(index, index + 1) for index, run in enumerate(part.runs)}
+    return tuple(mine.get(group, range(0)) for group in range(len(part.slots)))
+
+
+def _merged(found: Tensor, channels: int) -> _Statistics:
+    """Merge the count, means and sums of squared deviations of some runs [R, 1 + 2 C]."""
+    counts, means, squares = found.split([1, channels, channels], dim=1)
+    count = counts.sum(0)
+    least = count.clamp_min(1.0)
+    mean = (counts * means).sum(0) / least
+    squares = squares.sum(0) + (counts * (means - mean).square()).sum(0)
+    return _Statistics(count, mean, squares / least)
+
+
+@contextmanager
+def _buffers_of_a_copy(module: nn.Module) -> Iterator[None]:
+    """Let a module write into copies of its buffers, inside."""
+    kept = dict(module._buffers)
+    with _disable_current_modes():  # that of recompute=selective takes only what the first forward has done
+        module._buffers.update({name: None if one is None else one.clone() for name, one in kept.items()})
+    try:
+        yield
+    finally:
+        module._buffers.update(kept)
+
+
+class _Calls(TorchFunctionMode):
+    """The function mode of a module's forward, in which its own calls of batch norm are replaced."""
+
+    def __init__(self, norms: BatchNorms, module: nn.Module, path: str) -> None:
+        super().__init__()
+        self._norms, self._module, self._path = norms, module, path
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in FUNCTIONS:
+            return func(*args, **(kwargs or {}))
+        call = named(func, *args, **(kwargs or {}))
+        keeps = call["running_mean"] is not None
+        if not call["training"]:
+            return func(*args, **(kwargs or {}))
+        found, is_repeated = self._norms.found(call["input"], self._path, keeps)
+        if found is None:
+            return func(*args, **(kwargs or {}))
+        if keeps and not is_repeated:
+            self._keep(found.statistics, call["running_mean"], call["running_var"], call["momentum"])
+        result: Tensor = _Normalised.apply(call["input"], call["weight"], call["bias"], call["eps"], found)
+        return result
+
+    @torch.no_grad()
+    def _keep(self, found: _Statistics, mean: Tensor, variance: Tensor | None, momentum: float) -> None:
+        """Update running statistics with each group in turn, and a module's counter, which its code has raised by one."""
+        norm = self._module
+        counter = norm.num_batches_tracked if isinstance(norm, _BatchNorm) and norm.running_mean is mean else None
+        for index, (count, of_group, squared) in enumerate(zip(*found, strict=True)):
+            if counter is not None:
+                counter += index > 0
+            of_new: Any = momentum
+            if counter is not None and isinstance(norm, _BatchNorm) and norm.momentum is None:
+                of_new = 1.0 / counter.to(mean.dtype)
+            unbiased = squared * (count / (count - 1.0))
+            mean.mul_(1.0 - of_new).add_((of_group * of_new).to(mean.dtype))
+            if variance is not None:
+                variance.mul_(1.0 - of_new).add_((unbiased * of_new).to(variance.dtype))
+
+
+class _Normalised(torch.autograd.Function):
+    """The normalised input; the gradient goes through the statistics to every sample of a group, on whatever rank it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, found: _Found) -> Tensor:
+        ctx.found, ctx.eps, ctx.bias_dtype = found, eps, None if bias is None else bias.dtype
+        ctx.save_for_backward(x, weight)
+        _, means, variances = found.statistics
+        wide = means.dtype
+        w, b = (None if one is None else one.to(wide) for one in (weight, bias))
+        parts = [
+            torch.batch_norm(rows.to(wide), w, b, means[group], variances[group], False, 0.0, eps, False).to(x.dtype)
+            for group, rows in found.part.rows(x, found.owner)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        found: _Found = ctx.found
+        counts, means, variances = found.statistics
+        wide, inverse = means.dtype, (variances + ctx.eps).rsqrt()
+        rows = [(group, part.to(wide)) for group, part in found.part.rows(x, found.owner)]
+        given = [part.to(wide) for _, part in found.part.rows(gradients[0], found.owner)]
+        ones = torch.ones_like(means[0])
+        sums = means.new_zeros(found.part.groups.num_groups, 2, means.shape[1])
+        for (group, part), g in zip(rows, given, strict=True):
+            mean, r = means[group], inverse[group]
+            # With weights of ones the kernel returns the sums of g and of g x' over these rows.
+            _, of_product, of_g = torch.ops.aten.native_batch_norm_backward(
+                g, part, ones, None, None, mean, r, True, ctx.eps, [False, True, True]
+            )
+            sums[group] += torch.stack([of_g, of_product])
+        local = sums.sum(0)
+        x_gradient = None
+        if ctx.needs_input_grad[0]:
+            if found.group is not None:
+                with owned(found.owner):
+                    dist.all_reduce(sums, group=found.group)
+            if not found.part.counts:  # no statistic depends on what it runs
+                sums = torch.zeros_like(sums)
+            scale = inverse if weight is None else inverse * weight.to(wide)
+            parts = [
+                _gradient(part, g, means[group], inverse[group], scale[group], *(sums[group] / counts[group]))
+                for (group, part), g in zip(rows, given, strict=True)
+            ]
+            x_gradient = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(x.dtype)
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        of_weight = local[1].to(weight.dtype) if needs_weight else None
+        return x_gradient, of_weight, local[0].to(ctx.bias_dtype) if needs_bias else None, None, None
+
+
+def _gradient(x: Tensor, g: Tensor, mean: Tensor, r: Tensor, scale: Tensor, s: Tensor, t: Tensor) -> Tensor:
+    """Return w r (g - s - x' t) of a run, with s and t the mean over its group of g and of g x'."""
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    centred = x - mean.view(shape)
+    return centred.mul_((-scale * r * t).view(shape)).add_((-scale * s).view(shape)).addcmul_(g, scale.view(shape))

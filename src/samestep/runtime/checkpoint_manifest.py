@@ -1,0 +1,184 @@
+"""The manifest of a checkpoint: what it says, what protects it, and whether a job may resume from it.
+
+`manifest.json` is written last, so a folder that has one was complete. It holds a digest of itself and of every file; its
+step is that in the folder's name; and its files are names in that folder, which no path can leave.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from samestep.errors import CheckpointError, shown
+from samestep.job import Job, MayChange
+from samestep.models.weight_files import digest_of
+from samestep.output import durable_files
+
+NAME = "manifest.json"
+FORMAT_VERSION = 3
+_LARGEST_BYTES = 1 << 32
+_FILE = re.compile(r"rank-\d{4,}\.safetensors")
+_RESULT_KEYS = ("model", "data", "optimizer", "schedule", "numerics")
+_MAY_CHANGE = ("numerics.on_nonfinite", "train.steps")
+"""Keys that may differ on resuming: a run that stopped on a non-finite step is told to change them."""
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints below `folder`, oldest first."""
+    found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name[5:]))
+
+
+def latest(folder: str | Path) -> Path | None:
+    """Return the newest checkpoint below `folder`, whole or damaged; None where there is none."""
+    found = list_checkpoints(Path(folder))
+    return found[-1] if found else None
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or another version wrote it.
+    """
+    path = folder / NAME
+    try:
+        if path.stat().st_size > _LARGEST_BYTES:
+            raise ValueError(f"{path} is larger than any manifest")
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        version = manifest["format_version"]
+        is_whole = version != FORMAT_VERSION or manifest.pop("digest") == _digest(manifest)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        is_whole = False
+    if not is_whole:
+        raise CheckpointError(damaged(path))
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{folder} has format {version!r:.20}; this version reads {FORMAT_VERSION}")
+    named = re.fullmatch(r"step-(\d+)", folder.name)
+    if named and int(named[1]) != manifest["step"]:
+        raise CheckpointError(
+            f"{folder} holds the checkpoint of step {manifest['step']}, not of the step in its name; "
+            f"step-{manifest['step']:06d} was its name"
+        )
+    if bad := next((part["file"] for part in manifest["parts"] if not _FILE.fullmatch(part["file"])), None):
+        raise CheckpointError(f"{path} names {bad!r:.80}; a checkpoint's files are rank-NNNN.safetensors in its folder")
+    return dict(manifest)
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest of a checkpoint, with its own digest, and wait until it is on disk.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    text = json.dumps({"digest": _digest(manifest), **manifest}, indent=1)
+    durable_files.write_new(folder / NAME, [text.encode()])
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """Return the digest of a manifest without the key `digest`, whatever the order of its keys and its blanks."""
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def newest_whole(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Return the newest checkpoint below `folder` that is whole, and each newer one with what is wrong with it."""
+    wrong = []
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            check_digests(read_manifest(path), path)
+        except CheckpointError as error:
+            wrong.append((path, str(error)))
+            continue
+        return path, wrong
+    return None, wrong
+
+
+def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> tuple[str, ...]:
+    """Refuse the checkpoint of a job that computes something else, and return what the job changes, as texts.
+
+    Raises:
+        CheckpointError: it names the keys that differ, and are not in `run.allow`.
+    """
+    now, defaults = job.model_dump(mode="json"), Job().model_dump(mode="json")
+    # A key that is younger than the checkpoint had its default.
+    saved = {table: {**defaults[table], **keys} for table, keys in manifest["job"].items()}
+    keys = [(table, key) for table in _RESULT_KEYS for key in sorted(saved.get(table, {}).keys() | now[table].keys())]
+    keys += [("train", key) for key in ("seed", "global_batch", "loss", "steps")]
+    changed = {
+        f"{table}.{key}": (saved.get(table, {}).get(key), now[table].get(key))
+        for table, key in keys
+        if saved.get(table, {}).get(key) != now[table].get(key)
+    }
+    differs = [key for key in changed if key not in (*_MAY_CHANGE, *job.run.allow)]
+    if differs:
+        may = [key for key in differs if key in get_args(MayChange)]
+        works = f"; --allow {' '.join(may)} lets it change" if may and may == differs else ""
+        raise CheckpointError(
+            f"{folder} was written by a job with another {', '.join(differs)}: resume with the job in its run folder{works}"
+        )
+    if (source := job.model.folder) and digest_of(source) != manifest.get("folder"):
+        raise CheckpointError(
+            f"the configuration or the tensors in {source}, from which the run started, are others since {folder} was "
+            "written: resume with what stood there"
+        )
+    return tuple(
+        f"after step {manifest['step']}: {key} is {shown(new)}, which was {shown(old)}"
+        for key, (old, new) in changed.items()
+    )
+
+
+def check_shapes(manifest: Mapping[str, Any], now: Mapping[str, list[int]], folder: Path) -> None:
+    """Refuse the weights of another model than one with these shapes: the user's own code may have changed.
+
+    Raises:
+        CheckpointError: it names the first weight that differs.
+    """
+    saved = manifest["shapes"]
+    differs = [
+        f"{name} {saved.get(name, 'missing')}, here {now.get(name, 'missing')}"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
+    ]
+    if differs:
+        more = f", and {len(differs) - 1} more" if len(differs) > 1 else ""
+        raise CheckpointError(f"{folder} holds another model's weights: {differs[0]}{more}")
+
+
+def check_digests(manifest: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a checkpoint of which a file is damaged.
+
+    Raises:
+        CheckpointError: it names the file.
+    """
+    for path in broken_files(manifest["parts"], folder):
+        raise CheckpointError(damaged(path))
+
+
+def broken_files(parts: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[Path]:
+    """Yield the files of a checkpoint that are missing or damaged."""
+    for part in parts:
+        path = folder / part["file"]
+        try:
+            is_whole = durable_files.digest_of(path) == part["digest"]
+            with safe_open(path, "pt"):
+                pass
+        except (OSError, SafetensorError):
+            is_whole = False
+        if not is_whole:
+            yield path
+
+
+def damaged(path: Path) -> str:
+    """Return a message that names the damaged file and says from where the run can go on."""
+    step = path.parent
+    known = list_checkpoints(step.parent)
+    older = known[: known.index(step)] if step in known else []
+    works = f"once {step} is removed, {older[-1].name} is the newest" if older else "there is no older one"
+    return f"{path} is missing or damaged; {works}"

@@ -1,0 +1,176 @@
+"""The exchange of encoded contributions: what a rank sends, sums and gathers of some buffers, and what codes have lost.
+
+With N ranks, each of them with a buffer of N chunks (`program/contributions.py` has the formula):
+
+```
+rank r      G_r + e_r ─ encode ─► [ c_0 | c_1 | ... ] ─ all_to_all ─► chunk r of all ranks ─ decode, sum, + s, encode
+            ─ all_gather ─► all chunks ─ decode ─► D
+```
+No sum is ever taken of codes. What is added up is float32, in the order of contributions: the same in every layout.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.program.codecs import CODECS, CodedPart
+from samestep.program.contributions import Contributions
+from samestep.runtime.codecs.codec import codec_of
+from samestep.runtime.processes.mesh import all_gather
+
+SUM = "sum"
+
+
+class Rest(NamedTuple):
+    """What the codes of one contribution, or of the sum of all, have lost of a part's elements."""
+
+    key: str
+    """The number of the contribution; `SUM` of their sum."""
+    start: int
+    """First element in the part's buffer."""
+    values: Tensor
+
+
+class GivenBack(NamedTuple):
+    """What codes have lost of a run of a weight's elements."""
+
+    name: str
+    key: str
+    """The number of the contribution; `SUM` of their sum."""
+    start: int
+    """First element in the flattened weight, or in the part of it that `tp` and `ep` leave this rank."""
+    values: Tensor
+
+
+def of_weights(rest: Rest, places: Iterable[tuple[str, int, int]]) -> Iterator[GivenBack]:
+    """Yield the runs of weights in a rest, of weights at (name, first element in the part's buffer, elements)."""
+    end = rest.start + rest.values.numel()
+    for name, first, numel in places:
+        start, stop = max(first, rest.start), min(first + numel, end)
+        if start < stop:
+            yield GivenBack(name, rest.key, start - first, rest.values[start - rest.start : stop - rest.start])
+
+
+class CodedExchange:
+    """The exchange of the buffers of one bucket or unit, through all steps of a run."""
+
+    def __init__(
+        self,
+        name: str,
+        parts: Sequence[CodedPart],
+        made: Contributions,
+        group: dist.ProcessGroup | None,
+        like: Tensor,
+        *,
+        gathers: bool,
+    ) -> None:
+        """Make an exchange over `group`, None of a single rank, of buffers in the dtype and on the device of `like`.
+
+        Unless it `gathers`, each rank is left its own chunk of the sum alone.
+        """
+        spec = CODECS[name]
+        self._like = like.new_empty(0)
+        self._codec, self._parts, self._made, self._group = codec_of(name), parts, made, group
+        self._index = dist.get_rank(group) if group is not None else 0
+        self._gathers = gathers or made.ranks == 1
+        sizes = [spec.size_bytes(self._chunk(part), part.block) for part in parts]
+        self._windows = [slice(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(len(sizes))]
+
+        def wire(*shape: int) -> Tensor:
+            return torch.zeros((*shape, sum(sizes)), dtype=torch.uint8, device=like.device)
+
+        self._sent = wire(made.ranks, made.each)
+        self._received = wire(made.ranks, made.each) if made.ranks > 1 else self._sent
+        self._sums = wire(made.ranks if self._gathers else 1)
+        self._lost: list[list[Tensor]] = []
+        self._lost_by_sum: list[Tensor] = []
+        if spec.feeds_back:
+            self._lost = [[like.new_zeros(made.ranks, self._chunk(part)) for part in parts] for _ in range(made.each)]
+            self._lost_by_sum = [like.new_zeros(1, self._chunk(part)) for part in parts]
+        self.begin_step()
+
+    def _chunk(self, part: CodedPart) -> int:
+        """Return the elements of a part that each rank sums."""
+        return part.numel // self._made.ranks
+
+    def rests(self, number: int) -> Iterator[Rest]:
+        """Yield what this rank is to give back of one of the parts: views, flat."""
+        for contribution, lost in enumerate(self._lost, self._index * self._made.each):
+            yield Rest(str(contribution), 0, lost[number].view(-1))
+        if self._lost_by_sum:
+            mine = self._lost_by_sum[number]
+            yield Rest(SUM, self._index * mine.numel(), mine.view(-1))
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Multiply all that is to be given back, as the gradients will be from now on."""
+        lost = [*itertools.chain.from_iterable(self._lost), *self._lost_by_sum]
+        if lost:
+            torch._foreach_mul_(lost, factor)
+
+    def begin_step(self) -> None:
+        """Forget the contributions of the previous step."""
+        self._num_added, self._is_summed = 0, False
+
+    @torch.no_grad()
+    def add(self, values: Sequence[Tensor]) -> None:
+        """Encode this rank's next contribution: a flat buffer for each part, which may be written over then."""
+        for number, (part, value, window) in enumerate(zip(self._parts, values, self._windows, strict=True)):
+            rows = value.view(self._made.ranks, -1)
+            if self._lost:
+                rows = self._lost[self._num_added][number].add_(rows)
+            self._codec.encode(rows, part.block, self._sent[:, self._num_added, window])
+        self._num_added += 1
+
+    def scatter(self, values: Sequence[Tensor]) -> dist.Work:
+        """Encode the last contribution, and start to send every rank its chunk of all of them.
+
+        Collective over the group: if a rank does not call it, the others wait for it.
+        """
+        assert self._group is not None
+        self.add(values)
+        work = dist.all_to_all_single(self._received, self._sent, group=self._group, async_op=True)
+        assert work is not None
+        return work
+
+    def gather(self) -> dist.Work:
+        """Sum this rank's chunk, and start to gather the sums; called when `scatter` is over.
+
+        Collective over the group: if a rank does not call it, the others wait for it.
+        """
+        assert self._group is not None
+        self._sum()
+        work: dist.Work = all_gather(self._sums.view(-1), self._sums[self._index], group=self._group, async_op=True)
+        return work
+
+    @torch.no_grad()
+    def finish(self, values: Sequence[Tensor]) -> None:
+        """Leave the sums in the buffers, or of each this rank's own chunk; called when what it sends is there."""
+        if self._made.ranks == 1:
+            self.add(values)
+        if not self._is_summed:
+            self._sum()
+        for part, value, window in zip(self._parts, values, self._windows, strict=True):
+            rows = value.view(self._made.ranks, -1)
+            rows = rows if self._gathers else rows[self._index, None]
+            self._codec.decode(self._sums[:, window], part.block, rows.zero_())
+
+    @torch.no_grad()
+    def _sum(self) -> None:
+        """Add up this rank's chunk of all contributions in their order, and encode the sum."""
+        assert self._num_added == self._made.each, "a contribution is missing"
+        mine = self._sums[self._index if self._gathers else 0, None]
+        for number, (part, window) in enumerate(zip(self._parts, self._windows, strict=True)):
+            total = self._like.new_zeros(1, self._chunk(part))
+            for received in self._received.flatten(0, 1):
+                self._codec.decode(received[None, window], part.block, total)
+            if self._lost_by_sum:
+                total = self._lost_by_sum[number].add_(total)
+            self._codec.encode(total, part.block, mine[:, window])
+        self._is_summed = True

@@ -1,0 +1,27 @@
+"""Gradients in half precision: each element is rounded to the nearest number of 16 bits, and nothing is fed back.
+
+An element x becomes x (1 + d), |d| <= 2^-8 in bfloat16 and 2^-11 in float16, which holds 6e-5 to 65504: below it loses
+digits, and above it is infinite (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """A codec of two bytes an element."""
+
+    dtype: torch.dtype
+
+    def encode(self, values: Tensor, block: int, wire: Tensor) -> None:
+        """Write values [rows, n] to `wire`, uint8 [rows, 2 n]."""
+        wire.view(self.dtype).copy_(values)
+
+    def decode(self, wire: Tensor, block: int, values: Tensor) -> None:
+        """Add what `wire` stands for to values [rows, n]."""
+        values.add_(wire.view(self.dtype))

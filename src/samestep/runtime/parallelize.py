@@ -1,0 +1,50 @@
+"""Putting any model into a layout: the entry of a loop of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samestep.building.loss import named_loss
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime.assembly import Loss, Source
+from samestep.runtime.optimizer_source import optimizer_source
+from samestep.runtime.processes import join
+from samestep.runtime.run import Run
+
+
+def parallelize(
+    model: Callable[[], nn.Module] | nn.Module,
+    loss: Loss | str,
+    optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer,
+    *,
+    layout: str | Layout = "",
+    job: Job | None = None,
+) -> Run:
+    """Put any model into a layout; `run.step(batch)` then takes one optimizer step of the job.
+
+    Every rank calls it with equal arguments, started by `samestep.launch`, torchrun or srun, or as the only process.
+
+    Args:
+        model: a build function, whose weights start as functions of (seed, name); or an instance, whose values stay.
+        loss: (outputs, batch) -> (sum, count), or a word of the key `train.loss`: "cross_entropy", "mse".
+        optimizer: a function of a list of parameters, or an instance over the model instance that has not stepped.
+        layout: one line of text such as "dp=2 zero=3"; empty replicates over all ranks.
+        job: global batch, steps, seed, schedule, numerics and `optimizer.clip_norm`. Its model, data, loss and the rest
+            of its optimizer table are not read: the arguments above replace them.
+
+    Raises:
+        InputError: a model, optimizer or layout that cannot run; the text says what would.
+    """
+    job = job or Job()
+    place = join.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)
+    where = Layout.parse(layout) if isinstance(layout, str) else layout
+    if layout == "":
+        where = Layout(dp_replicate=place.world_size)
+    loss = named_loss(loss) if isinstance(loss, str) else loss
+    names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
+    name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
+    return Run(Source(model, loss, optimizer_source(optimizer, names), name), where, job, place)

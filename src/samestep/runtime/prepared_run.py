@@ -1,0 +1,44 @@
+"""What checkpoints read of a run, and set again: its weights and their optimizer, and how far it has come."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import nn
+
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.program.program import Program
+from samestep.runtime.assembly import Assembly
+from samestep.runtime.optimizer_step import Updater
+from samestep.runtime.processes.join import RankInfo
+
+
+class PreparedRun(Protocol):
+    """A run whose model stands in its layout: a `run.Run` that is prepared."""
+
+    job: Job
+    layout: Layout
+    place: RankInfo
+    steps_taken: int
+    changes: tuple[str, ...]
+    """What resumes have changed of the job and its layout, and after which steps."""
+
+    @property
+    def assembly(self) -> Assembly:
+        """All parts of the run; its weights are whole."""
+
+    @property
+    def program(self) -> Program:
+        """The program of this rank's pipeline stage."""
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's module, after the layout has cut its weights."""
+
+    @property
+    def updater(self) -> Updater:
+        """The optimizer over the weights that this rank updates."""
+
+    def adopt(self, assembly: Assembly) -> None:
+        """Continue with an assembly derived from this run's own."""

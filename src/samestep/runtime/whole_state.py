@@ -1,0 +1,95 @@
+"""The whole model's weights and buffers, gathered from the ranks that hold parts of them: what a plain module loads.
+
+Every rank lists the parts that it would write into a checkpoint; each part is then broadcast by its rank, and put in its
+place by those that want the whole. So at any time a rank holds one part besides what it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.runtime import checkpoint_state, stored_pieces
+from samestep.runtime.placement import WeightSlice, whole
+from samestep.runtime.prepared_run import PreparedRun
+from samestep.runtime.processes.mesh import gather_objects
+
+
+class _Part(NamedTuple):
+    """A part of a weight, or a buffer, that one rank sends to the others; plain data."""
+
+    name: str
+    shape: list[int]
+    """Shape of the whole."""
+    dim: int
+    intervals: list[list[int]]
+    """Of a weight that the layout cuts, the intervals along `dim` in which the part lies."""
+    start: int
+    """The first element of the flattened intervals that it holds."""
+    numel: int
+    dtype: str
+
+
+def state_dict(run: PreparedRun, *, on_every_rank: bool) -> dict[str, Tensor]:
+    """Return weights in master precision and persistent buffers by name, on the host; on other ranks than 0 maybe nothing.
+
+    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+    """
+    mine = list(_parts(run))
+    listed = gather_objects([[*part] for part, _ in mine], run.layout.world_size)
+    keeps = on_every_rank or run.place.rank == 0
+    found: dict[str, Tensor] = {}
+    for source, parts in enumerate(listed):
+        for index, part in enumerate(_Part(*one) for one in parts):
+            held = mine[index][1] if source == run.place.rank else None
+            flat = _sent(run, source, part, held)
+            if keeps:
+                _put(found, part, flat)
+    names = run.assembly.model.state_names
+    return {name: found[first] for name, first in names.items() if first in found}
+
+
+def _parts(run: PreparedRun) -> Iterator[tuple[_Part, Tensor]]:
+    """Yield the weights' parts and the buffers that this rank sends."""
+    elsewhere = stored_pieces.held_elsewhere(run)
+    frozen = run.assembly.weights.store.frozen
+    for piece in (*run.updater.pieces, *frozen):
+        if piece.name in elsewhere:
+            continue
+        lies = stored_pieces.slice_of(run, piece)
+        value = piece.master().flatten()
+        part = _described(piece.name, lies, piece.start, value)
+        yield part, value
+    for name, buffer in checkpoint_state.kept_buffers(run).items():
+        yield _described(name, whole(buffer.shape), 0, buffer), buffer.flatten()
+
+
+def _described(name: str, lies: WeightSlice, start: int, value: Tensor) -> _Part:
+    intervals = [list(ends) for ends in lies.intervals]
+    return _Part(
+        name, list(lies.shape), lies.dim, intervals, start, value.numel(), str(value.dtype).removeprefix("torch.")
+    )
+
+
+def _sent(run: PreparedRun, source: int, part: _Part, held: Tensor | None) -> Tensor:
+    """Return on every rank the elements of a part that the rank `source` holds."""
+    device = run.place.device
+    flat = torch.empty(part.numel, dtype=getattr(torch, part.dtype), device=device)
+    if held is not None:
+        flat.copy_(held)
+    if run.layout.world_size > 1 and part.numel:
+        dist.broadcast(flat, src=source)
+    return flat
+
+
+def _put(found: dict[str, Tensor], part: _Part, flat: Tensor) -> None:
+    """Copy a part to its place in the whole tensor, on the host."""
+    if part.name not in found:
+        found[part.name] = torch.empty(part.shape, dtype=flat.dtype)
+    lies = WeightSlice(tuple(part.shape), part.dim, tuple((start, stop) for start, stop in part.intervals))
+    runs = lies.runs(part.start, part.start + part.numel)
+    found[part.name].view(-1)[runs.positions()] = flat.cpu()

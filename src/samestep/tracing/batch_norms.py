@@ -1,0 +1,122 @@
+"""Calls of batch norm that take the statistics of samples, as a traced forward shows them.
+
+What is replaced in a layout are the functions of Python, `torch.nn.functional.batch_norm` and `torch.batch_norm`, which
+torch's own modules call too (`runtime/axes/batch_norm.py`). A trace sees the operation below them, so it must be known
+which operations such a call has made; one that is called directly is refused, as other code that mixes samples.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from samestep.models.spec import BatchNormCall, LayerSpec, ModelSpec
+
+FUNCTIONS: tuple[Callable[..., Any], ...] = (nn.functional.batch_norm, torch.batch_norm)
+"""The functions of Python that a layout replaces."""
+OPERATIONS = (
+    torch.ops.aten.native_batch_norm, torch.ops.aten._native_batch_norm_legit,
+    torch.ops.aten._native_batch_norm_legit_functional, torch.ops.aten.cudnn_batch_norm,
+    torch.ops.aten._batch_norm_with_update, torch.ops.aten._batch_norm_no_update, torch.ops.aten.miopen_batch_norm,
+)  # fmt: skip
+"""The operations that they become."""
+
+
+_of_functional = inspect.signature(nn.functional.batch_norm)
+
+
+def named(func: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call of one of these functions by the names of `torch.nn.functional.batch_norm`."""
+    if func is torch.batch_norm:
+        names = (
+            "input",
+            "weight",
+            "bias",
+            "running_mean",
+            "running_var",
+            "training",
+            "momentum",
+            "eps",
+            "cudnn_enabled",
+        )
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+    bound = _of_functional.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operation by name."""
+    named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return {one.name: named.get(one.name, one.default_value) for one in func._schema.arguments}
+
+
+def seen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> BatchNormCall | None:
+    """Describe an operation that takes the statistics of samples, in the code of the module `where`; None for others."""
+    if func.overloadpacket not in OPERATIONS:
+        return None
+    named = arguments(func, args, kwargs)
+    if not named.get("training", True):
+        return None
+    return BatchNormCall(
+        owner=where,
+        channels=named["input"].shape[1],
+        keeps_statistics=named.get("running_mean") is not None,
+        takes_gradient=named["input"].requires_grad,
+    )
+
+
+class InsideCalls(TorchFunctionMode):
+    """A function mode that knows whether the code which runs inside is that of a call of batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_inside = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before, self.is_inside = self.is_inside, self.is_inside or func in FUNCTIONS
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.is_inside = before
+
+
+class OfAnySize(TorchFunctionMode):
+    """A function mode that lets batch norm run on one value per channel: a group of samples has more than the traced part."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in FUNCTIONS:
+            call = named(func, *args, **(kwargs or {}))
+            x: Tensor = call["input"]
+            if call["training"] and x.numel() == x.shape[1]:
+                return torch.batch_norm(x, call["weight"], call["bias"], None, None, True, 0.0, call["eps"], False)
+        return func(*args, **(kwargs or {}))
+
+
+def with_groups(spec: ModelSpec, owners: frozenset[str]) -> ModelSpec:
+    """Return the spec with the calls alone whose samples are known to lie along the first dimension: those of `owners`."""
+
+    def layer_with(layer: LayerSpec) -> LayerSpec:
+        return replace(layer, batch_norms=tuple(call for call in layer.batch_norms if call.owner in owners))
+
+    return replace(spec, layers=tuple(map(layer_with, spec.layers)))
+
+
+def without_own_groups(model: nn.Module) -> nn.Module:
+    """Let torch's synchronised batch norms compute as plain ones: a layout decides over which ranks statistics are taken."""
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm) and type(module).forward is nn.SyncBatchNorm.forward:
+            module.forward = functools.partial(_BatchNorm.forward, module)  # type: ignore[method-assign]
+    return model

@@ -1,0 +1,141 @@
+"""`train --init-from`: a new run starts from the weights of another run's checkpoint, or of a folder of transformers.
+
+The job is a new one: data, optimizer, layout, numerics and frozen weights may be others; the model must have the same weights, by
+name and shape. Adapters (`model.lora`) of the new job are added beside them and begin as new. What such a run saves holds all that
+it started from, so it resumes without the other run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.building import adapters
+from samestep.building.initial_values import Blueprint, blueprint
+from samestep.building.model import model_source
+from samestep.building.stored_weights import StoredWeights, stored_weights
+from samestep.errors import CheckpointError, JobError, ModelError
+from samestep.job import Job
+from samestep.models import weight_files
+from samestep.runtime import checkpoint, pretrained_folder
+from samestep.runtime.checkpoint_files import OpenCheckpoint
+from samestep.runtime.run import Run
+from samestep.training.trained import StoredRun
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstWeights:
+    """The weights that a run starts from; a spawned worker looks for them again."""
+
+    path: Path
+    job: Job
+    origin: str
+    """Where they come from, as text."""
+    names: Mapping[str, str]
+    """Names there, by the names of the model's weights and persistent buffers."""
+    opened: Callable[[ExitStack], Callable[[str], Tensor]]
+    """Opens the files, and returns the function of a tensor's value by its name there."""
+
+    @classmethod
+    def of(cls, path: str | Path, job: Job) -> FirstWeights:
+        """Find the weights for the model of a job: in a run folder, a checkpoint, or a folder with a config.json.
+
+        Raises:
+            CheckpointError: there are none, they are damaged, or they are those of another model; it names the first that differs.
+        """
+        path = Path(path).expanduser()
+        if (path / weight_files.CONFIG).is_file():
+            return cls._of_folder(path, job)
+        stored = StoredRun.of(path)
+        old = _built(stored.job)
+        stored.check(old.module)
+
+        def opened(stack: ExitStack) -> Callable[[str], Tensor]:
+            return pretrained_folder.values(old, OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack))
+
+        names = _matched(_built(job), old.module.state_dict(), dict(old.module.named_parameters()), stored.checkpoint)
+        return cls(path, job, f"{stored.checkpoint} (step {stored.manifest['step']})", names, opened)
+
+    @classmethod
+    def _of_folder(cls, path: Path, job: Job) -> FirstWeights:
+        bare = _built(job.model_copy(update={"model": job.model.model_copy(update={"lora": None, "freeze": ()})}))
+        try:
+            files = stored_weights(bare.module, bare.canonical, weight_files.tensors(path))
+        except (ModelError, AttributeError) as error:  # a model that is none of transformers lacks its attributes
+            reason = (
+                str(error).removeprefix("model.source: ")
+                if isinstance(error, ModelError)
+                else "it is none of transformers"
+            )
+            raise CheckpointError(f"--init-from {path} does not fit {job.model.source}: {reason}") from None
+        if strange := [*files.missing, *files.unread]:
+            whose = "lacks" if files.missing else "has besides"
+            raise CheckpointError(f"--init-from {path} holds another model's weights: it {whose} {strange[0]}")
+        held = bare.module.state_dict()
+        names = _matched(_built(job), held, dict(bare.module.named_parameters()), path)
+        return cls(path, job, str(path), names, functools.partial(_reader, files, held))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FirstWeights.of, (self.path, self.job)
+
+    def load(self, run: Run) -> None:
+        """Set the weights of a prepared run that has taken no step; every rank must call it."""
+        with ExitStack() as stack:
+            value = self.opened(stack)
+            checkpoint.set_weights(run, lambda name: value(self.names[name]) if name in self.names else None)
+
+
+def _built(job: Job) -> Blueprint:
+    return blueprint(model_source(job), job.train.seed, functools.partial(job.run.waived, "build"))
+
+
+def _reader(files: StoredWeights, held: Mapping[str, Tensor], _: ExitStack) -> Callable[[str], Tensor]:
+    return lambda name: files.read(name, held[name].dtype)
+
+
+def _matched(new: Blueprint, held: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path) -> dict[str, str]:
+    """Return the names of the tensors there, by those of the new model's weights and persistent buffers.
+
+    `held` are all tensors there by all their names, and `weights` those that are weights, once each.
+
+    Raises:
+        CheckpointError: a weight is missing, is left over, or has another shape.
+    """
+    mine = new.module.state_dict()
+    names = {name: base for name in mine if (base := adapters.base_name(name)) is not None}
+    params = dict(new.module.named_parameters())
+    differs = [
+        f"{base} {list(held[base].shape) if base in held else 'missing'}, here {list(params[name].shape)}"
+        for name, base in names.items()
+        if name in params and (base not in held or held[base].shape != params[name].shape)
+    ]
+    differs += [
+        f"{name} {list(param.shape)}, here missing" for name, param in weights.items() if name not in names.values()
+    ]
+    if differs:
+        more = f", and {len(differs) - 1} more" if len(differs) > 1 else ""
+        adapted = any(adapters.base_name(name) is None for name in weights)
+        works = "; samestep export --merge makes a folder that works" if adapted else ""
+        raise CheckpointError(f"--init-from {where} holds another model's weights: {differs[0]}{more}{works}")
+    return {name: base for name, base in names.items() if base in held and held[base].shape == mine[name].shape}
+
+
+def refuse_resumed(init_from: str | Path | None, resume: bool) -> None:
+    """Refuse to start from other weights and to resume at once.
+
+    Raises:
+        JobError: both are asked for.
+    """
+    if init_from is not None and resume:
+        raise JobError(
+            "--init-from starts a new run, and --resume goes on with one that has its weights: one of them works"
+        )

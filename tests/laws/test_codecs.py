@@ -1,0 +1,126 @@
+"""Gradient codecs, of any values in any blocks: how far a decoded element may lie from what was encoded."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from samestep.errors import JobError
+from samestep.job import Compression, Job
+from samestep.program.codecs import CODECS
+from samestep.program.state_blocks import block_of
+from samestep.runtime.codecs.codec import codec_of
+
+BOUNDS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 1 / 127}
+"""Of an element, or of the largest of its block."""
+SMALLEST = {"bf16": 1e-38, "fp16": 6e-8, "int8": 2.0**-126}
+"""What is smaller is lost: the smallest number or scale."""
+LARGEST = {"bf16": 1e38, "fp16": 65000.0, "int8": 1e38}
+
+
+def there_and_back(name: str, values: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """What rows are decoded as, and what was left in place of them."""
+    rows, codec = values.clone(), codec_of(name)
+    wire = torch.zeros((len(values), CODECS[name].size_bytes(values.shape[1], block)), dtype=torch.uint8)
+    codec.encode(rows, block, wire)
+    decoded = torch.zeros_like(values)
+    codec.decode(wire, block, decoded)
+    return decoded, rows
+
+
+@st.composite
+def gradients(draw: st.DrawFn) -> tuple[Tensor, int]:
+    """Rows of blocks of all sizes, between 1e-30 and 1e30, with zeros and outliers."""
+    block = draw(st.sampled_from([1, 2, 16, 256]))
+    shape = draw(st.integers(1, 3)), block * draw(st.integers(1, 4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    values = torch.randn(shape, generator=generator, dtype=draw(st.sampled_from([torch.float32, torch.float64])))
+    values *= 10.0 ** draw(st.integers(-30, 30))
+    values[torch.rand(shape, generator=generator) < draw(st.sampled_from([0.0, 0.5, 1.0]))] = 0.0
+    if draw(st.booleans()):
+        values[0, draw(st.integers(0, shape[1] - 1))] *= draw(st.sampled_from([1e3, 1e6]))
+    return values, block
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+@given(gradients())
+def test_an_element_is_as_near_as_its_codec_says(name: str, drawn: tuple[Tensor, int]) -> None:
+    values, block = drawn
+    values = values.clamp(-LARGEST[name], LARGEST[name])
+    decoded, rest = there_and_back(name, values, block)
+    scale = values.view(-1, block).abs().amax(1, keepdim=True).expand(-1, block).reshape(values.shape)
+    scale = scale if CODECS[name].block_bytes else values.abs()
+    assert ((decoded - values).abs() <= BOUNDS[name] * scale * (1 + 1e-6) + SMALLEST[name]).all()
+    if CODECS[name].feeds_back:
+        assert torch.equal(rest, values - decoded)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_zeros_stay_zeros_and_blocks_stay_apart(name: str) -> None:
+    values = torch.zeros(2, 64)
+    assert torch.equal(there_and_back(name, values, 16)[0], values)
+    values[1, 20] = 1e4
+    decoded, _ = there_and_back(name, values, 16)
+    assert torch.equal(decoded == 0, values == 0)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_shows_and_is_not_fed_back(name: str, bad: float) -> None:
+    values = torch.randn(1, 64)
+    values[0, 20] = bad
+    decoded, rest = there_and_back(name, values, 16)
+    is_bad = ~decoded.isfinite()
+    assert is_bad[0, 20]
+    assert not is_bad[0, :16].any()
+    assert not is_bad[0, 32:].any()
+    if CODECS[name].feeds_back:
+        assert rest.isfinite().all()
+
+
+@given(gradients(), st.integers(-20, 20))
+def test_int8_of_twice_a_gradient_is_twice_that_of_it(drawn: tuple[Tensor, int], exponent: int) -> None:
+    """So a loss scale, a power of two, changes no code."""
+    values, block = drawn
+    values = values.clamp(-1e20, 1e20)
+    values[values.abs() < 1e-20] = 0.0
+    once, scaled = (there_and_back("int8", values * factor, block)[0] for factor in (1.0, 2.0**exponent))
+    assert torch.equal(once * 2.0**exponent, scaled)
+
+
+def test_a_sum_over_steps_loses_nothing() -> None:
+    """What codes lose comes back: after many steps the sum of what was decoded is off by one quantisation step."""
+    lost, total, sent = torch.zeros(1, 256), torch.zeros(1, 256), torch.zeros(1, 256)
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(1, 256, generator=generator) * torch.logspace(-4, 0, 256)
+    for _ in range(200):
+        decoded, lost = there_and_back("int8", gradient + lost, 256)
+        total, sent = total + gradient, sent + decoded
+    assert (total - sent).abs().max() <= (gradient.abs().max() + lost.abs().max()) / 127
+
+
+def test_every_word_of_a_job_is_a_row() -> None:
+    assert {*get_args(Compression)} == {"none", *CODECS}
+
+
+def test_weights_of_usual_shapes_have_large_blocks() -> None:
+    assert [block_of(shape) for shape in ((4096, 4096), (768, 768), (256, 64), (64,))] == [256, 64, 16, 0]
+
+
+@pytest.mark.parametrize(
+    ("numerics", "said"),
+    [
+        ({"replicas": 2}, 'compression = "int8"'),
+        ({"compression": "int8"}, "replicas = 2 or more works"),
+        ({"compression": "int8", "replicas": 5}, "global_batch = 35 works"),
+    ],
+)
+def test_a_job_says_what_would_work(numerics: dict[str, object], said: str) -> None:
+    with pytest.raises(JobError, match=said):
+        Job(numerics=numerics)

@@ -1,0 +1,80 @@
+"""What compressed gradients send and hold: bytes on the wire against float32's, and the memory that is predicted."""
+
+from __future__ import annotations
+
+import pytest
+
+from samestep.datasets import batches
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.models import presets
+from samestep.program.ops import BYTES_OF
+from samestep.program.program import LedgerRow
+from samestep.runtime.axes.data import Replicated
+from samestep.runtime.codecs.exchange import CodedExchange
+from samestep.simulation.memory import at_rest
+from samestep.strategies import program_of
+from tests.laboratory import Observed, job_of, make_run, observe, on_ranks
+from tests.models import Tokens
+
+WAYS = {"all_reduce": 2, "all_gather": 1, "all_to_all": 1, "reduce_scatter": 1}
+"""How often a collective sends the part (N - 1) / N of a buffer."""
+
+
+def compressed(codec: str, replicas: int = 2, precision: str = "float32") -> Job:
+    return job_of(precision, 1, numerics={"compression": codec, "replicas": replicas})
+
+
+def sent(seen: Observed) -> int:
+    """Buffers of gradients that a rank sent, by what of them goes on the wire."""
+    rows: list[LedgerRow] = [row for rows in seen.ledger.values() for row in rows if row.owner != "scalars"]
+    return sum(WAYS[row.kind] * row.size_bytes for row in rows)
+
+
+@pytest.mark.parametrize(("codec", "part"), [("int8", 0.27), ("bf16", 0.501)])
+def test_a_codec_sends_so_much_of_what_float32_sends(codec: str, part: float) -> None:
+    plain, coded = (
+        on_ranks("dp=2", observe, "wide_llama", job, True)[0] for job in (job_of("float32", 1), compressed(codec))
+    )
+    assert coded.ledger == coded.predicted
+    assert sent(coded) <= part * sent(plain)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3-8b"])
+def test_a_published_model_takes_about_a_byte_an_element(name: str) -> None:
+    model = presets.preset(name, 1024)
+    numerics = {"precision": "bf16", "compression": "int8", "replicas": 4}
+    job = Job(model={"source": f"preset:{name}"}, train={"global_batch": 8}, numerics=numerics)
+    program = program_of(model, job, Layout.parse("dp=4"))
+    size = sum(op.size_bytes for _, op in program.ops() if op.kind == "all_gather" and op.codec == "int8")
+    assert size / model.num_params == pytest.approx(1.01, abs=0.01)
+
+
+def hold(rank: int, world: int, model: str, layout: str, job: Job) -> tuple[int, int]:
+    """Take a step; return the bytes that exchanges hold, and those that are predicted besides gradients."""
+    run = make_run(rank, world, model, layout, job)
+    for batch in batches(Tokens(), job):
+        run.step(batch)
+    program, store = run.program, run.assembly.weights.store
+    plain = sum(bucket.padded_numel for bucket in program.buckets)
+    plain += sum(unit.padded_grad_numel // unit.num_shards for unit in program.units)
+    predicted = at_rest(program, 0, rank).gradients - plain * BYTES_OF[program.step.master_dtype]
+    if isinstance(store, Replicated):
+        return sum(map(bytes_of, (flat.exchange for flat in store._flats))), predicted
+    shards = store._encoded._shards.values()
+    copies = sum(one.numel() * one.element_size() for shard in shards for one in shard.buffers)
+    return copies + sum(bytes_of(shard.exchange) for shard in shards), predicted
+
+
+def bytes_of(exchange: CodedExchange) -> int:
+    """Bytes of an exchange's codes, and of what they have lost."""
+    codes = {one.data_ptr(): one for one in (exchange._sent, exchange._received, exchange._sums)}
+    lost = [tensor for tensors in (*exchange._lost, exchange._lost_by_sum) for tensor in tensors]
+    return sum(one.numel() * one.element_size() for one in (*codes.values(), *lost))
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp16"])
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2", "dp=2 zero=1", "dp_replicate=2 dp_shard=2 zero=3"])
+def test_memory_of_codes_is_what_is_predicted(codec: str, layout: str) -> None:
+    for held, predicted in on_ranks(layout, hold, "wide_llama", compressed(codec)):
+        assert held == predicted

@@ -1,0 +1,307 @@
+"""Batch norm over groups of samples: every layout gives the losses, gradients, weights and running statistics of a plain loop."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from samestep.building.loss import cross_entropy
+from samestep.building.optimizer import optimizer_of
+from samestep.datasets import batches
+from samestep.errors import JobError, LayoutError, ModelError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime import checkpoint, checkpoint_manifest
+from samestep.runtime.assembly import Source
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from tests import traced
+from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, follow, job_of, largest_error, perturbed
+from tests.pool import pool
+
+CLASSES = 5
+
+
+class Images:
+    """Samples (image, class) whose channels have other means and scales, in another order each epoch."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        scale = torch.tensor([1.0, 3.0, 0.2]).view(1, 3, 1, 1)
+        self.images = 2.0 * scale + scale * torch.randn(40, 3, 6, 6, generator=generator, dtype=torch.float64)
+        self.classes = torch.randint(CLASSES, (40,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.images[index], self.classes[index]
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(width, width, 3, padding=1, bias=False), norm
+        self.second, self.last = nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.way, self.side = nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(self.second(torch.relu(self.norm(self.first(x)))))
+        return torch.relu(y + self.side(self.way(x)))
+
+
+class Bare(nn.Module):
+    """Calls the function, with statistics of its own, on rows of several positions for each sample."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("spread", torch.ones(width))
+        self.mix = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.mix(x.flatten(2).transpose(1, 2)).flatten(0, 1)  # [N H W, C]
+        rows = F.batch_norm(rows, self.mean, self.spread, self.scale, None, self.training, 0.3)
+        return rows.view(x.shape[0], -1, x.shape[1]).transpose(1, 2).unflatten(2, x.shape[2:])
+
+
+class Net(nn.Module):
+    """Every kind of batch norm; blocks of residuals with a branch."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.BatchNorm2d(3, affine=False), nn.Conv2d(3, width, 3, padding=1, bias=False))
+        self.blocks = nn.ModuleList(
+            [
+                Residual(width, nn.BatchNorm2d(width, momentum=None)),
+                Residual(width, nn.SyncBatchNorm(width, momentum=0.4)),
+                Residual(width, nn.BatchNorm2d(width, track_running_stats=False)),
+                Bare(width),
+            ]
+        )
+        self.cube = nn.BatchNorm3d(width)
+        self.frozen = nn.BatchNorm2d(width)
+        self.flat, self.head = nn.BatchNorm1d(width), nn.Linear(width, CLASSES)
+        self.frozen.eval()
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images)
+        for block in self.blocks:
+            x = block(x)
+        x = self.frozen(self.cube(x.unsqueeze(2)).squeeze(2))
+        return self.head(self.flat(torch.tanh(x).mean((2, 3))))
+
+
+def batch_norm_job(coupled: int | None = None, batch: int = 8, **tables: Any) -> Job:
+    numerics = {} if coupled is None else {"coupled_samples": coupled}
+    train = {"global_batch": batch, "watch_every": 0, **tables.pop("train", {})}
+    return job_of("float64", 3, train=train, numerics={**numerics, **tables.pop("numerics", {})}, **tables)
+
+
+def run_of(rank: int, world: int, layout: str, job: Job, build: Any = Net) -> Run:
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    where, source = Layout.parse(layout), Source(perturbed(build), cross_entropy, optimizer_of(job), build.__name__)
+    example = next(batches(Images(), job)).samples([0])
+    prepared = traced.prepared(f"batch norm {build.__name__}", source, job, example, where)
+    return Run(replace(source, prepared=prepared), where, job, place)
+
+
+Buffers = dict[str, Tensor]
+
+
+def observe(rank: int, world: int, layout: str, job: Job) -> tuple[Observed, Buffers, tuple[float, float]]:
+    run = run_of(rank, world, layout, job)
+    seen = follow(run, Images(), job, record=True)
+    buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
+    chunks = run.program.chunks
+    here = {path for chunk in chunks for index in chunk for path in run.program.step.model.layers[index].called}
+    mine = {name: one for name, one in buffers.items() if not chunks or any(name.startswith(f"{p}.") for p in here)}
+    held_out = next(batches(Images(), batch_norm_job(batch=24)))
+    return seen, mine, run.evaluate(held_out)
+
+
+@functools.cache
+def plain_loop(coupled: int, batch: int = 8) -> tuple[list[float], dict[str, Tensor], Buffers, tuple[float, float]]:
+    """Return losses, weights and buffers of a plain loop over groups, and its held-out loss."""
+    job = batch_norm_job(batch=batch)
+    run = run_of(0, 1, "dp=1", job)
+    run.prepare(next(batches(Images(), job)).samples([0]))
+    model = Net().double()
+    model.load_state_dict(copy.deepcopy(run.model.state_dict()))
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            module.forward = functools.partial(nn.BatchNorm2d.forward, module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in batches(Images(), job):
+        images, classes = step.samples(step.indices)
+        parts = zip(images.split(coupled), classes.split(coupled), strict=True)
+        loss = sum(F.cross_entropy(model(x), y, reduction="sum") for x, y in parts) / batch
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    held_out_batch = next(batches(Images(), batch_norm_job(batch=24)))
+    images, classes = held_out_batch.samples(held_out_batch.indices)
+    model.eval()
+    with torch.no_grad():
+        parts = zip(images.split(coupled), classes.split(coupled), strict=True)
+        held_out = float(sum(F.cross_entropy(model(x), y, reduction="sum") for x, y in parts))
+    weights = {name: param.detach().flatten() for name, param in model.named_parameters()}
+    return losses, weights, buffers, (held_out, 24.0)
+
+
+def prove(layout: str, coupled: int | None = None, batch: int = 8) -> None:
+    job, world = batch_norm_job(coupled, batch), Layout.parse(layout).world_size
+    run_of(0, 1, "dp=1", job)
+    run_of(0, world, layout, job)
+    found = pool(world).run(observe, layout, job) if world > 1 else [observe(0, 1, layout, job)]
+    losses, weights, buffers, held_out = plain_loop(coupled or batch, batch)
+    ranks = [seen for seen, _, _ in found]
+    assert ranks[0].losses == pytest.approx(losses, rel=1e-9)
+    reference, _, _ = _one_device(coupled, batch)
+    assert_same(ranks, reference, TOLERANCE)
+    assert_ledger(ranks, layout)
+    met = set()
+    for _, of_rank, evaluated in found:
+        met |= of_rank.keys()
+        assert evaluated == pytest.approx(held_out, rel=1e-9)
+        for name, buffer in of_rank.items():
+            assert torch.allclose(buffer, buffers[name], rtol=1e-9, atol=1e-12), (layout, name, buffer, buffers[name])
+            same = [other[name] for _, other, _ in found if name in other]
+            assert all(torch.equal(buffer, other) for other in same), f"{name} differs between ranks"
+    assert met == buffers.keys()
+    error, name = largest_error(weights, {n: t.flatten() for n, _, _, t in reference.weights})
+    assert error <= TOLERANCE, f"{name} of one device: {error:.1e}"
+
+
+@functools.cache
+def _one_device(coupled: int | None, batch: int) -> tuple[Observed, Buffers, tuple[float, float]]:
+    return observe(0, 1, "dp=1", batch_norm_job(coupled, batch))
+
+
+EVERY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("layout", "coupled", "batch"),
+    [
+        ("dp=1", None, 8),
+        ("dp=1 recompute=full", 2, 8),
+        ("dp=1 microbatch=2", 2, 8),
+        ("dp=2 zero=1", None, 8),
+        ("dp=2 zero=2 recompute=full", None, 8),
+        ("dp=2 microbatch=2 recompute=selective", 4, 8),
+        ("pp=2 microbatch=2", 2, 8),
+        pytest.param("pp=2 dp=2 microbatch=1", 2, 8, marks=EVERY),  # one sample a rank, which torch refuses by itself
+        ("dp=4", None, 3),  # a place without samples
+        ("dp=2 zero=3 pp=2 microbatch=2 recompute=full", 4, 8),
+        pytest.param("dp=2", None, 8, marks=EVERY),
+        pytest.param("dp=2", 2, 8, marks=EVERY),
+        pytest.param("dp=2 zero=3", None, 8, marks=EVERY),
+        pytest.param("dp=2 zero=1 microbatch=1", 2, 8, marks=EVERY),
+        pytest.param("dp=4", 4, 12, marks=EVERY),
+        pytest.param("dp=4", None, 6, marks=EVERY),
+        pytest.param("pp=2", None, 8, marks=EVERY),
+        pytest.param("pp=2 microbatch=2 schedule=zero-bubble", 2, 8, marks=EVERY),
+        pytest.param("pp=2 microbatch=2 schedule=interleaved virtual_stages=2", 2, 8, marks=EVERY),
+        pytest.param("dp=2 pp=2 microbatch=2", 4, 8, marks=EVERY),
+        pytest.param("dp_replicate=2 dp_shard=2", None, 8, marks=EVERY),
+    ],
+)
+def test_layouts_compute_what_a_plain_loop_computes(layout: str, coupled: int | None, batch: int) -> None:
+    prove(layout, coupled, batch)
+
+
+def refused(layout: str, job: Job, build: Any = Net) -> None:
+    run_of(0, Layout.parse(layout).world_size, layout, job, build).prepare(next(batches(Images(), job)).samples([0]))
+
+
+@pytest.mark.parametrize(
+    ("layout", "coupled", "words"),
+    [
+        ("dp=1 microbatch=4", None, r"microbatch=4 leaves 4 samples.*the statistics of 8.*microbatch=8 works"),
+        ("dp=2 microbatch=2", None, r"of 2 data ranks.*microbatch=4 works, and so does numerics.coupled_samples = 4"),
+        ("dp=2 microbatch=1", 4, r"microbatch=1 leaves 2 samples.*microbatch=2 works.*coupled_samples = 2"),
+        ("pp=2 microbatch=1", 4, r"microbatch=1 leaves 1 samples.*microbatch=4 works"),
+    ],
+)
+def test_micro_batches_that_divide_groups_are_refused_with_those_that_work(
+    layout: str, coupled: int | None, words: str
+) -> None:
+    with pytest.raises(LayoutError, match=words):
+        refused(layout, batch_norm_job(coupled))
+
+
+def test_what_batch_norm_cannot_be_in_is_refused_by_name() -> None:
+    with pytest.raises(
+        JobError, match=r"coupled_samples = 3 does not divide.*global_batch = 8.*coupled_samples = 2 works"
+    ):
+        batch_norm_job(3)
+    with pytest.raises(LayoutError, match=r"one graph of a block: run.compile = 'none' works"):
+        refused("dp=2", batch_norm_job(run={"compile": "blocks"}))
+    with pytest.raises(ModelError, match=r"one value per channel.*coupled_samples = 2 or more works"):
+        observe(0, 1, "dp=1", batch_norm_job(1))
+
+
+def resumed(rank: int, world: int, layout: str, folder: str, job: Job) -> tuple[Observed, Buffers]:
+    run = run_of(rank, world, layout, job)
+    run.prepare(next(batches(Images(), job)).samples([0]))
+    checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(folder))[-1])
+    seen = Observed()
+    for batch in batches(Images(), job, first_step=run.steps_taken):
+        seen.losses.append(run.step(batch).loss)
+    return seen, {name: buffer.clone() for name, buffer in run.model.named_buffers()}
+
+
+def saved(rank: int, world: int, layout: str, folder: str, job: Job) -> None:
+    run = run_of(rank, world, layout, job)
+    for batch in batches(Images(), job):
+        run.step(batch)
+        if batch.step == 1:
+            break
+    checkpoint.save(run, Path(folder), keep=1)
+
+
+def test_a_resume_in_another_layout_continues_the_running_statistics(tmp_path: Path) -> None:
+    job = batch_norm_job(4)
+    pool(2).run(saved, "dp=2 zero=1 microbatch=2", str(tmp_path), job)
+    losses, _, buffers, _ = plain_loop(4)
+    for seen, held in pool(2).run(resumed, "dp=2 zero=3", str(tmp_path), job):
+        assert seen.losses == pytest.approx(losses[2:], rel=1e-9)
+        assert all(torch.allclose(held[name], buffers[name], rtol=1e-9, atol=1e-12) for name in buffers)
+
+
+class OfModules(Net):
+    """Without calls of the function, which torch itself does not run in bfloat16 beside float32 statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks[3]
+
+
+def half(rank: int, world: int, layout: str, job: Job) -> tuple[list[float], Buffers, list[str]]:
+    run = run_of(rank, world, layout, job, OfModules)
+    reports = [run.step(batch) for batch in batches(Images(), job)]
+    return [one.loss for one in reports], dict(run.model.named_buffers()), [one.note for one in reports]
+
+
+def test_in_bf16_statistics_are_those_of_float32() -> None:
+    """The watch repeats micro-batches and compares ranks in every step; running statistics are equal to the bit."""
+    job = batch_norm_job(numerics={"precision": "bf16"}, train={"watch_every": 1})
+    alone, _, _ = half(0, 1, "dp=1", job)
+    first, second = pool(2).run(half, "dp=2 zero=1", job)
+    assert first[0] == second[0] == pytest.approx(alone, rel=2e-2)
+    assert all(torch.equal(one, second[1][name]) for name, one in first[1].items())
+    assert {one.dtype for one in first[1].values()} == {torch.float32, torch.int64}
+    assert not any(first[2])

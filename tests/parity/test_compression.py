@@ -1,0 +1,144 @@
+"""Compressed gradients: every layout with the same `numerics.replicas` computes what one device computes, code by code.
+
+In float64 sums differ by 1e-16 between layouts, far less than a quantisation step, so that nearly every code is the same
+and the limit is that of uncompressed layouts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from samestep.datasets import batches
+from samestep.job import Job
+from samestep.runtime import checkpoint, checkpoint_manifest
+from tests.laboratory import TOLERANCE, assert_ledger, assert_same, job_of, make_run, observe, on_ranks, reference
+from tests.models import Tokens
+
+MODEL = "wide_llama"
+NIGHTLY = pytest.mark.nightly
+
+
+def compressed(codec: str = "int8", replicas: int = 2, precision: str = "float64", steps: int = 3) -> Job:
+    numerics = {"compression": codec, "replicas": replicas}
+    return job_of(precision, steps, numerics=numerics, optimizer={"clip_norm": 0.5}, train={"watch_every": 0})
+
+
+MORE = [  # codec, replicas, layout, model
+    ("int8", 4, "dp=2", MODEL),
+    ("int8", 4, "dp=2 zero=1 microbatch=1", MODEL),
+    ("bf16", 4, "dp=4", MODEL),
+    ("fp16", 2, "dp=2 zero=1", MODEL),
+    ("int8", 2, "dp=2 pp=2 microbatch=1", "deep_tied"),
+    ("int8", 2, "dp_replicate=2 dp_shard=2 ep=2 zero=1", "mixtral"),
+    ("int8", 2, "dp_replicate=2 dp_shard=2 ep=2 zero=3", "mixtral"),
+    ("int8", 2, "dp_replicate=2 dp_shard=2 zero=3 recompute=full", "gpt2"),
+    ("int8", 2, "dp=2 pp=2 schedule=zero-bubble microbatch=1", MODEL),
+]
+LAYOUTS = [
+    "dp=2",
+    "dp=2 microbatch=2",
+    "dp=2 zero=1",
+    "dp_replicate=2 dp_shard=2 zero=1",
+    "dp_replicate=2 dp_shard=2 zero=2 microbatch=1",
+    "dp_replicate=2 dp_shard=2 zero=3",
+    "dp=2 tp=2",
+    "dp=2 tp=2 sequence_parallel",
+    "dp=2 pp=2 microbatch=1",
+    "dp=2 cp=2",
+    "dp_replicate=2 dp_shard=2 zero=3 tp=2",
+]
+
+
+def test_it_rounds() -> None:
+    plain, coded = (reference(MODEL, job).losses for job in (compressed("none", 1), compressed()))
+    apart = [abs(a - b) for a, b in zip(plain, coded, strict=True)]
+    assert apart[0] < 1e-12
+    assert 1e-7 < apart[2] < 1e-2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_gives_the_codes_of_one_device(layout: str) -> None:
+    job = compressed()
+    ranks = on_ranks(layout, observe, MODEL, job, True)
+    assert_ledger(ranks, layout)
+    assert_same(ranks, reference(MODEL, job), TOLERANCE)
+
+
+@pytest.mark.parametrize(("codec", "replicas", "layout", "model"), MORE)
+def test_other_codecs_numbers_and_models(codec: str, replicas: int, layout: str, model: str) -> None:
+    job = compressed(codec, replicas, steps=2)
+    ranks = on_ranks(layout, observe, model, job, True)
+    assert_ledger(ranks, layout)
+    assert_same(ranks, reference(model, job), TOLERANCE)
+
+
+def _halves(
+    rank: int, world: int, model: str, layout: str, job: Job, begin: str | None, until: int, end: str
+) -> list[float]:
+    """Take the steps after the checkpoint `begin` up to `until`, and save."""
+    run = make_run(rank, world, model, layout, job)
+    run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
+    if begin is not None:
+        checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(begin))[-1])
+    losses = [
+        run.step(batch).loss for batch in batches(Tokens(), job, first_step=run.steps_taken) if batch.step < until
+    ]
+    checkpoint.save(run, Path(end), keep=1)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("dp=2 zero=1", "dp=1"),
+        ("dp=1", "dp_replicate=2 dp_shard=2 zero=3"),
+        ("dp=2 tp=2", "dp=2 pp=2 microbatch=1"),
+        pytest.param("dp_replicate=2 dp_shard=2 zero=1", "dp=2 tp=2 sequence_parallel", marks=NIGHTLY),
+        pytest.param("dp_replicate=2 dp_shard=2 zero=3", "dp=2 cp=2", marks=NIGHTLY),
+    ],
+)
+def test_what_codes_have_lost_is_in_a_checkpoint_for_any_layout(before: str, after: str, tmp_path: Path) -> None:
+    job = compressed(steps=4)
+    first, rest = str(tmp_path / "first"), str(tmp_path / "rest")
+    start = on_ranks(before, _halves, MODEL, job, None, 2, first)[0]
+    end = on_ranks(after, _halves, MODEL, job, first, 4, rest)[0]
+    wanted = reference(MODEL, job)
+    assert start + end == pytest.approx(wanted.losses, abs=TOLERANCE)
+    for part in checkpoint_manifest.read_manifest(checkpoint_manifest.list_checkpoints(tmp_path / "rest")[-1])["parts"]:
+        assert any(name.startswith("lost/") for name in part["tensors"])
+
+
+def _scaled(rank: int, world: int, model: str, layout: str, job: Job) -> list[tuple[bool, bool, float]]:
+    """Return of each step whether it was skipped, whether what is fed back is finite then, and the loss."""
+    run = make_run(rank, world, model, layout, job)
+    found = []
+    for batch in batches(Tokens(), job):
+        report = run.step(batch)
+        fed = [lost.values.isfinite().all() for lost in run.assembly.weights.store.given_back()]
+        found.append((report.skipped, all(fed), report.loss))
+    return found
+
+
+def test_without_them_a_run_would_go_on_otherwise(tmp_path: Path) -> None:
+    job, folder = compressed(steps=4), str(tmp_path)
+    on_ranks("dp=1", _halves, MODEL, job, None, 2, folder)
+    run = make_run(0, 1, MODEL, "dp=1", job)
+    run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
+    checkpoint.load(run, checkpoint_manifest.list_checkpoints(tmp_path)[-1])
+    run.assembly.weights.store.scale_given_back(0.0)
+    losses = [run.step(batch).loss for batch in batches(Tokens(), job, first_step=2)]
+    apart = [abs(a - b) for a, b in zip(losses, reference(MODEL, job).losses[2:], strict=True)]
+    assert apart[1] > 1e3 * TOLERANCE
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp_replicate=2 dp_shard=2 zero=3"])
+def test_a_step_that_is_not_finite_leaves_nothing_behind_in_what_is_fed_back(layout: str) -> None:
+    job = compressed(precision="fp16", steps=12)
+    job = job.model_copy(update={"numerics": job.numerics.model_copy(update={"loss_scale": 2.0**28})})
+    ranks = on_ranks(layout, _scaled, MODEL, job)
+    assert 0 < sum(skipped for skipped, _, _ in ranks[0]) < 12
+    for skipped, is_finite, loss in ranks[0]:
+        assert is_finite
+        assert skipped or loss < 5.0
