@@ -58,6 +58,8 @@ MOST_SCALE = 3e37
 """The largest learning rate and weight decay: Adam's first step, ten times as large, is still a float32."""
 
 
+SCHEDULES = ("constant", "linear", "cosine", "polynomial", "wsd")
+"""The shapes of the learning rate after warm-up."""
 NO_MPS = "torch has no process groups on MPS devices and no float64, in which layouts are proven; cpu works"
 """Why Apple's GPUs are refused."""
 _STEPS = re.compile(r"[1-9][0-9]{0,11}:[1-9][0-9]{0,11}")
@@ -176,6 +178,10 @@ class TrainTable(_Table):
     """`cross_entropy` (next token, or class), `mse`, or `module:function` of (outputs, batch) -> (sum, count)."""
     evaluate_samples: Annotated[int, Field(ge=0, le=MOST_SAMPLES)] = 256
     """Number of held-out samples in the loss at the end; 0 skips it."""
+    evaluate_every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
+    """Steps between evaluations of the held-out loss while the run trains; 0: only at the end."""
+    patience: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
+    """Evaluations in a row without a new least loss after which the run ends; 0: it ends with its last step."""
     prompt: str = ""
     """Text that a generated sample begins with."""
     sample_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 200
@@ -184,6 +190,19 @@ class TrainTable(_Table):
     """Temperature of sampling; 0 takes the most likely token."""
     watch_every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 100
     """Steps between checks: ranks agree, and a sample's forward and a weight's update, done again, are the same; 0: none."""
+
+
+class GroupTable(_Table):
+    """Settings of the optimizer for some parameters."""
+
+    match: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Patterns of the names of the parameters, of which an earlier group has none."""
+    lr: Annotated[float, Field(ge=0.0, le=MOST_SCALE)] | None = None
+    """Their learning rate after warm-up; without it `optimizer.lr`."""
+    weight_decay: Annotated[float, Field(ge=0.0, le=MOST_SCALE)] | None = None
+    """Their weight decay; without it `optimizer.weight_decay`, or none for what `optimizer.no_weight_decay` matches."""
+    options: dict[str, Any] = {}
+    """Further keyword arguments of the class for them, such as betas."""
 
 
 class OptimizerTable(_Table):
@@ -197,21 +216,49 @@ class OptimizerTable(_Table):
     """Weight decay of every parameter that `no_weight_decay` does not match."""
     no_weight_decay: tuple[str, ...] = ()
     """Patterns (`*norm*`, `*.bias`) of the names of parameters without weight decay."""
+    groups: tuple[GroupTable, ...] = ()
+    """Parameters with settings of their own: `[{ match = ["*lora_B*"], lr = 1e-3, weight_decay = 0.0, options = {} }]`."""
     clip_norm: Annotated[float, Field(gt=0.0)] | None = None
     """Largest global gradient norm, above which gradients are clipped; without it nothing is clipped."""
     options: dict[str, Any] = {}
     """Further keyword arguments of the class, such as betas."""
 
+    @model_validator(mode="after")
+    def _function_makes_its_groups(self) -> OptimizerTable:
+        if self.groups and ":" in self.name:
+            raise ValueError(
+                f"groups are those of a class of torch.optim, and {self.name} makes its own: leave one of them out"
+            )
+        return self
+
 
 class ScheduleTable(_Table):
     """The learning-rate schedule: a linear rise for `warmup_steps`, then constant, or down to `final_ratio`."""
 
-    name: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay after warm-up."""
+    name: str = "constant"
+    """Shape after warm-up: `constant`, `linear`, `cosine`, `polynomial`, `wsd`, or `module:function` of (step, steps) -> factor."""
     warmup_steps: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
     """Number of steps of linear rise."""
     final_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Learning rate at the last step, as a fraction of the peak."""
+    power: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
+    """`polynomial` only: the power to which the fraction of the decay that is left is raised."""
+    decay_steps: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
+    """`wsd` only (warm-up, stable, decay): number of last steps in which the learning rate falls, linearly."""
+
+    @model_validator(mode="after")
+    def _keys_have_an_effect(self) -> ScheduleTable:
+        if self.name not in SCHEDULES and ":" not in self.name:
+            hint = did_you_mean(self.name, SCHEDULES)
+            raise ValueError(f"name = {shown(self.name)} is none of {', '.join(SCHEDULES)}{hint}, nor module:function")
+        if self.power != 1.0 and self.name != "polynomial":
+            raise ValueError(f'power = {self.power} is that of name = "polynomial", and name is {self.name!r}')
+        if bool(self.decay_steps) != (self.name == "wsd"):
+            raise ValueError(
+                f'decay_steps = {self.decay_steps} with name = {self.name!r}: name = "wsd" takes a positive number of last '
+                "steps, and the others take none"
+            )
+        return self
 
 
 class NumericsTable(_Table):
@@ -252,6 +299,8 @@ class CheckpointTable(_Table):
     """Whether steps go on while a checkpoint is written; they wait only for a copy in the host's memory."""
     on_failure: Literal["continue", "stop"] = "continue"
     """Action when a checkpoint cannot be written, as on a full disk; the last one must be written in any case."""
+    keep_best: bool = False
+    """Whether RUN/best holds the checkpoint with the least held-out loss of all evaluations (`train.evaluate_every`)."""
     save_pretrained: bool = False
     """Whether each checkpoint also has a folder `pretrained`, which transformers' from_pretrained loads as it is."""
 
@@ -380,6 +429,14 @@ class Job(_Table):
             raise ValueError(
                 f"schedule.warmup_steps = {self.schedule.warmup_steps} is more than train.steps = {self.train.steps}; "
                 f"at most {self.train.steps} works, and so do more steps (--set schedule.warmup_steps=0 --set train.steps=...)"
+            )
+        if not self.train.evaluate_every and (self.train.patience or self.checkpoint.keep_best):
+            key = "train.patience" if self.train.patience else "checkpoint.keep_best"
+            raise ValueError(f"{key} needs evaluations while the run trains: train.evaluate_every = 100 works")
+        if self.schedule.decay_steps > self.train.steps - self.schedule.warmup_steps:
+            raise ValueError(
+                f"schedule.decay_steps = {self.schedule.decay_steps} is more than the "
+                f"{self.train.steps - self.schedule.warmup_steps} steps after warm-up; that many work, or fewer"
             )
         if mistake := self._mistake_of_compression():
             raise ValueError(mistake)
@@ -525,7 +582,7 @@ def _mistakes(error: ValidationError, source: Callable[[str], str]) -> str:
 def _keys_of(path: Sequence[str]) -> list[str]:
     """Return the names of the keys of the table at `path`."""
     table: Any = Job
-    for part in path:
+    for part in (one for one in path if not one.isdecimal()):  # an entry of an array of tables
         field = table.model_fields.get(part)
         kinds = _parts(field.annotation) if field else ()
         table = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

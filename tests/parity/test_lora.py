@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import samestep
 from samestep.building import adapters
@@ -21,10 +22,10 @@ from samestep.datasets import batches
 from samestep.errors import JobError
 from samestep.job import Job
 from samestep.runtime import checkpoint
-from tests.folders import saved
-from tests.laboratory import assert_ledger, job_of
+from tests.folders import SIZES, saved
+from tests.laboratory import TOLERANCE, assert_ledger, assert_same, job_of
 from tests.models import Tokens
-from tests.parity.test_frozen import bytes_of_gradients, on_ranks, run_of
+from tests.parity.test_frozen import bytes_of_gradients, observe, on_ranks, run_of
 from tests.pool import pool
 
 LORA: dict[str, Any] = {
@@ -172,3 +173,31 @@ def test_targets_that_are_no_linear_layers_are_refused(lora: dict[str, Any], tex
 def test_keys_of_adapters_are_checked(lora: dict[str, Any], text: str) -> None:
     with pytest.raises(JobError, match=text):
         Job(model={"lora": lora})
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp=2 zero=3"])
+def test_groups_of_parameters_learn_at_their_own_rates(layout: str, folder: Path) -> None:
+    groups = [{"match": ["*lora_B*"], "lr": 0.8}, {"match": ["lm_head.*"], "lr": 0.02, "weight_decay": 0.1}]
+    job, plain = (job_with(folder, "float64", optimizer={"groups": some}) for some in (groups, []))
+    alone = observe(0, 1, "dp=1", job)
+    assert alone.losses[1] != observe(0, 1, "dp=1", plain).losses[1]
+    assert_same(on_ranks(layout, job), alone, TOLERANCE)
+
+
+def own_model() -> nn.Module:
+    """A model of peft that the user's own code makes, whose base it wraps."""
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
+        base = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+        return peft.get_peft_model(base, peft.LoraConfig(**SETTINGS))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("layout", ["tp=2", pytest.param("pp=2 microbatch=4", marks=pytest.mark.nightly)])
+def test_a_model_of_peft_from_your_own_code(layout: str) -> None:
+    job = job_of("float64", 2, model={"source": f"{__name__}:own_model"})
+    alone = observe(0, 1, "dp=1", job)
+    assert all("lora_" in name or "modules_to_save" in name for name, *_ in alone.weights)
+    ranks = on_ranks(layout, job)
+    assert_same(ranks, alone, TOLERANCE)
+    assert_ledger(ranks, layout)

@@ -14,7 +14,7 @@ from torch import nn
 
 from samestep.building.loss import loss_of
 from samestep.building.model import call_model, model_source
-from samestep.building.optimizer import learning_rate_factor, optimizer_of
+from samestep.building.optimizer import check_groups, learning_rate_factor, optimizer_of
 from samestep.errors import JobError, ModelError
 from samestep.job import Job, ScheduleTable
 
@@ -405,6 +405,38 @@ def test_an_optimizer_of_the_user() -> None:
         make(parameters(), name="builtins:len")
 
 
+def test_groups_of_parameters_have_settings_of_their_own() -> None:
+    groups = [
+        {"match": ["*bias"], "lr": 0.5, "weight_decay": 0.2},
+        {"match": ["a.*"], "options": {"betas": [0.5, 0.6]}},
+    ]
+    named = parameters()
+    made = make(named, lr=0.1, weight_decay=0.3, no_weight_decay=["*bias", "*norm*"], groups=groups)
+    names = {id(tensor): name for name, tensor in named}
+    found = {names[id(p)]: (g["lr"], g["weight_decay"], g["betas"]) for g in made.param_groups for p in g["params"]}
+    assert found == {
+        "norm.weight": (0.1, 0.0, (0.9, 0.999)),
+        "a.bias": (0.5, 0.2, (0.9, 0.999)),
+        "a.weight": (0.1, 0.3, (0.5, 0.6)),
+    }
+
+
+def test_wrong_groups_of_parameters_are_named() -> None:
+    table = Job(optimizer={"groups": [{"match": ["*", "norm.wight"]}]}).optimizer
+    with pytest.raises(
+        JobError, match=r"optimizer.groups.0.match: 'norm.wight' matches no .* \(did you mean 'norm.weight'"
+    ):
+        check_groups(table, [name for name, _ in parameters()])
+    with pytest.raises(JobError, match=r"optimizer.groups.0.options.beta: AdamW takes betas"):
+        make(parameters(), groups=[{"match": ["*"], "options": {"beta": 1}}])
+    with pytest.raises(JobError, match=r"groups are those of a class of torch.optim, and a:b makes its own"):
+        Job(optimizer={"name": "a:b", "groups": [{"match": ["*"]}]})
+    with pytest.raises(
+        JobError, match=r"optimizer.groups.0.matches: unknown key \(did you mean 'match'\?\); the keys here are match"
+    ):
+        Job(optimizer={"groups": [{"match": ["*"], "matches": 1}]})
+
+
 # -- learning rates --------------------------------------------------------------------------------
 
 
@@ -419,6 +451,40 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
     assert factors("cosine", 3, final_ratio=0.5) == pytest.approx([1.0, 0.75, 0.5])
     quarter = 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2
     assert factors("cosine", 5, final_ratio=0.1)[1] == pytest.approx(quarter)
+
+
+def test_the_learning_rate_is_stable_and_then_decays() -> None:
+    assert factors("wsd", 6, warmup_steps=1, decay_steps=2) == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.5, 0.0])
+    assert factors("wsd", 4, decay_steps=4, final_ratio=0.4)[-1] == pytest.approx(0.4)
+    assert factors("polynomial", 5, power=2.0) == pytest.approx([1.0, 9 / 16, 0.25, 1 / 16, 0.0])
+    assert factors("polynomial", 5, final_ratio=0.2) == factors("linear", 5, final_ratio=0.2)
+
+
+def inverse_root(step: int, steps: int) -> float:
+    return (step + 1) ** -0.5 if steps == 4 else math.nan
+
+
+def test_a_learning_rate_of_your_own() -> None:
+    name = f"{__name__}:inverse_root"
+    assert factors(name, 4, warmup_steps=2) == pytest.approx([0.5, 1.0, 3**-0.5, 0.5])
+    with pytest.raises(JobError, match=r"returned nan for step 0; a finite factor of 0 or more works"):
+        factors(name, 5)
+    with pytest.raises(JobError, match=r"has no function 'inverse_rot' \(did you mean 'inverse_root'"):
+        factors(f"{__name__}:inverse_rot", 4)
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ({"name": "cosin"}, r"name = 'cosin' is none of constant, .* \(did you mean 'cosine'\?\), nor module:function"),
+        ({"name": "linear", "power": 2.0}, r"power = 2.0 is that of name = \"polynomial\", and name is 'linear'"),
+        ({"name": "wsd"}, r'decay_steps = 0 with name = .wsd.: name = "wsd" takes a positive number of last steps'),
+        ({"name": "wsd", "decay_steps": 200}, r"decay_steps = 200 is more than the 100 steps after warm-up"),
+    ],
+)
+def test_keys_of_the_learning_rate_are_checked(table: dict[str, Any], text: str) -> None:
+    with pytest.raises(JobError, match=text):
+        Job(schedule=table)
 
 
 def test_the_learning_rate_at_the_edges() -> None:

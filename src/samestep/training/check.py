@@ -31,7 +31,7 @@ from samestep.runtime.processes import workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.simulation import memory
 from samestep.strategies import program_of
-from samestep.training import run_folder, trackers
+from samestep.training import evaluations, run_folder, trackers
 from samestep.training.first_weights import FirstWeights, refuse_resumed
 from samestep.training.workload import Workload
 
@@ -108,6 +108,7 @@ def check(
         )
     trackers.check(job)
     compiled_blocks.check(job.run)
+    evaluations.check(job)
     folder = agreed(lambda: run_folder.chosen(out, resume, auto_resume), place)
     passed_over: tuple[tuple[Path, str], ...] = ()
     if auto_resume:

@@ -35,8 +35,9 @@ from samestep.runtime.processes import join, workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
-from samestep.training import out_of_memory, run_folder
+from samestep.training import evaluations, out_of_memory, run_folder
 from samestep.training.check import Checked, agreed, check
+from samestep.training.evaluations import Evaluations
 from samestep.training.metrics import Metrics, Screen
 from samestep.training.profiling import Profiler
 from samestep.training.restarts import restarting
@@ -254,8 +255,10 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
         _say_start(screen, checked, run)
     if first < until:
         _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
-    _loop(run, workload, folder, until, profiler, screen, metrics)
-    stopped = run.steps_taken < until
+    rows = agreed(lambda: evaluations.read(folder, first), place)
+    evaluated = Evaluations(run, workload, folder, rows)
+    _loop(evaluated, until, profiler, screen, metrics)
+    stopped = run.steps_taken < until and not evaluated.is_over
     held_out = None if stopped else held_out_loss(run, workload)
     if not stopped:
         _print_sample(run, workload, screen, "after training")
@@ -263,8 +266,7 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
     if screen is None or metrics is None:
         return None
     metrics.close()
-    if held_out is not None:
-        screen.say(f"held-out loss {held_out:.4f}")
+    _say_held_out(screen, evaluated, held_out)
     if stopped:
         screen.say(f"stopped after step {run.steps_taken}; --resume --out {folder} resumes it")
     proof = record.found(run.job, run.layout, folder)
@@ -300,6 +302,14 @@ def _say_start(screen: Screen, checked: Checked, run: Run) -> None:
         )
 
 
+def _say_held_out(screen: Screen, evaluated: Evaluations, loss: float | None) -> None:
+    """Print the held-out loss at the end of a run, and whether the run ended because it did not become less."""
+    if evaluated.is_over and evaluated.best is not None:
+        screen.say(f"ends early: no held-out loss since step {evaluated.best[0]} was below {evaluated.best[1]:.4f}")
+    if loss is not None:
+        screen.say(f"held-out loss {loss:.4f}")
+
+
 def _say_shown(screen: Screen, run: Run, proven: str, waived: tuple[str, ...], tried: tuple[str, ...]) -> None:
     """Print whether the layout is proven, what is allowed or tried instead, and what ranks of tp compute whole."""
     lines = [proven, *(f"not proven, but allowed: {text}" for text in waived)]
@@ -321,26 +331,27 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _loop(
-    run: Run,
-    workload: Workload,
-    folder: Path,
-    until: int,
-    profiler: Profiler,
-    screen: Screen | None,
-    metrics: Metrics | None,
+    evaluated: Evaluations, until: int, profiler: Profiler, screen: Screen | None, metrics: Metrics | None
 ) -> None:
-    """Take the remaining steps and log each; save a checkpoint every `checkpoint.every` steps and after the last."""
+    """Take the remaining steps and log each; evaluate and save checkpoints as often as the job says, and save after the last."""
+    run, workload, folder = evaluated.run, evaluated.workload, evaluated.folder
+    until = run.steps_taken if evaluated.is_over else until
     saver = Saver(run, folder / run_folder.CHECKPOINTS, screen.say if screen else lambda text: None)
     with screen.live() if screen else contextlib.nullcontext():
         for report in steps_of(run, workload.dataset, until, profiler):
             if screen is not None and metrics is not None:
                 metrics.write(report, is_last=report.stop or report.step == until)
                 screen.show(report)
-            is_last = report.stop or report.step == until
+            line = evaluated.add(report.step) if evaluated.is_due(report.step) and not report.stop else ""
+            if screen is not None and line:
+                screen.say(line)
+            is_last = report.stop or report.step == until or evaluated.is_over
             if is_last or saver.is_due(report):
                 if metrics is not None:
                     metrics.sync()  # before the checkpoint, which must never be ahead of the log
                 saver.save(is_last=is_last)
+            if is_last:
+                break
     profiler.close()  # a run that was stopped
 
 

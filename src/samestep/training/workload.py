@@ -15,7 +15,7 @@ import torch
 from samestep.building.families import facts_of
 from samestep.building.loss import loss_of
 from samestep.building.model import model_source
-from samestep.building.optimizer import optimizer_of
+from samestep.building.optimizer import check_groups, learning_rate_factor, optimizer_of
 from samestep.datasets import (
     Batch,
     Dataset,
@@ -50,10 +50,12 @@ class Workload:
         evaluates = job.train.evaluate_samples and job.data.held_out
         self.held_out = open_dataset(job, "held_out") if evaluates else None
         optimizer = optimizer_of(job)
+        learning_rate_factor(job.schedule, job.train.steps)(job.schedule.warmup_steps)
         self.example = Batch(0, np.arange(1), self.dataset).samples([0])
         source = Source(model_source(job), loss_of(job), optimizer, job.model.source)
         prepared = prepare(source, job, self.example)
         _check_fit(job, prepared.module, self.dataset, self.example)
+        check_groups(job.optimizer, [param.name for param in prepared.spec.params if param.trainable])
         if ":" not in job.optimizer.name:  # constructing a class of torch.optim checks its settings and the shapes
             shapes = [(param.name, torch.empty(param.shape, device="meta")) for param in prepared.spec.params]
             optimizer([(name, torch.nn.Parameter(weight)) for name, weight in shapes])

@@ -34,7 +34,7 @@ class Int8:
     def encode(self, values: Tensor, block: int, wire: Tensor) -> None:
         """Write values [rows, n] to `wire`, uint8 [rows, n + n / block], and leave in them what is lost."""
         rows = values.view(-1, block)
-        largest = torch.linalg.vector_norm(rows, math.inf, dim=1)
+        largest = torch.maximum(rows.amax(1), -rows.amin(1))  # in a tenth of the time of a norm on CPUs
         exponents = torch.frexp(largest * (128 / _LARGEST)).exponent - 7
         is_finite = largest <= _LARGEST * 2.0**_LARGEST_SCALE  # which nan is not
         exponents = exponents.clamp_(_SMALLEST_SCALE, _LARGEST_SCALE)
