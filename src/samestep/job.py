@@ -104,7 +104,7 @@ class LoraTable(_Table):
 
 class ModelTable(_Table):
     """The model: `hf:FAMILY` (a transformers configuration), `hf:PATH` (a folder with weights, from which training starts),
-    `module:function` that returns an nn.Module, or, to plan and simulate only, `preset:NAME`."""
+    `module:function` that returns an nn.Module, `preset:resnet50`, or, to plan and simulate only, another `preset:NAME`."""
 
     source: str = "hf:llama"
     """`hf:FAMILY`, `hf:PATH`, `module:function`, or `preset:NAME`."""
@@ -150,7 +150,7 @@ class DataTable(_Table):
     """The data, and how it becomes samples."""
 
     source: str = "topics"
-    """topics, stdlib, text:PATH, tokens:PATH, jsonl:PATH, parquet:PATH, hf:PATH, `module:function`, or mixture."""
+    """topics, stdlib, text:PATH, tokens:PATH, jsonl:PATH, parquet:PATH, hf:PATH, digits, `module:function`, or mixture."""
     mixture: dict[str, Annotated[float, Field(gt=0.0, le=MOST_SCALE)]] = {}
     """With `source = "mixture"`: sources, and the share of the samples that each one gives, in any unit."""
     tokenizer: str = "bytes"

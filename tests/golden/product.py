@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from samestep import Job, Layout, hardware
 from samestep.errors import LayoutError
-from samestep.models.presets import preset
+from samestep.models.presets import preset, resnet
 from samestep.models.spec import ModelSpec
 from samestep.program.ops import Op
 from samestep.program.program import Program
@@ -36,7 +36,7 @@ MODELS: dict[str, Callable[[], ModelSpec]] = {
     "gpt2": lambda: preset("gpt2"),
     "mixtral-8x7b": lambda: preset("mixtral-8x7b"),
     "llama3-8b": lambda: preset("llama3-8b"),
-    "resnet50": lambda: preset("resnet50"),
+    "resnet50": lambda: resnet("resnet50"),
 }  # fmt: skip
 """Four blocks each, but for the presets as published at the end; none of them needs torch."""
 

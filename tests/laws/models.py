@@ -16,7 +16,7 @@ from samestep.hardware import Hardware, Link, load
 from samestep.job import Job
 from samestep.layout import Accumulate, Layout, Recompute, Reduce
 from samestep.models.decoder import Decoder, spec
-from samestep.models.presets import preset
+from samestep.models.presets import resnet
 from samestep.models.spec import ExpertDispatch, LayerSpec, ModelSpec, ParamSpec
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -118,7 +118,7 @@ MODELS = {
     "lopsided": spec(replace(TINY, layers=6, vocab=4999), "lopsided"),
     # Of a vocabulary this large a plan tries to make the logits in chunks.
     "wide": spec(replace(TINY, vocab=2**15, sequence=2048), "wide"),
-    "vision": preset("resnet50"),
+    "vision": resnet("resnet50"),
 }
 MACHINES = {
     "free": machine(),

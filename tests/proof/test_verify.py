@@ -10,11 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 import samestep
+from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.proof import verify
 from tests.laboratory import job_of
 from tests.models import MODELS, Tokens
 from tests.proof.faults import FAULTS, prove
+from tests.proof.odd_code import Lars
 from tests.small import main, settings
 
 README = Path(__file__).parents[2] / "README.md"
@@ -102,6 +104,24 @@ def test_a_planted_bug_is_found_and_its_mending_proven(capsys, monkeypatch):
     assert "of step 1 is the mean of the micro-batches' means; " in said
     monkeypatch.setattr("sys.argv", ["planted_bug.py", "--mended"])
     assert example.main() == 0
+
+
+@pytest.mark.parametrize("layout", ["dp=2 zero=3 microbatch=2", "dp=1 tp=2"])
+def test_an_optimizer_that_updates_weights_whole_is_proven(layout):
+    verdict = samestep.verify(job_of(), layout=layout, model=MODELS["qwen3"], optimizer=Lars, dataset=Tokens())
+    assert verdict.proven, verdict.to_text()
+
+
+def test_an_optimizer_that_couples_weights_is_refused_as_in_a_run():
+    class Coupled(Lars):
+        def step(self, closure=None):
+            total = sum(weight.grad.norm() for group in self.param_groups for weight in group["params"])
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    weight.data.sub_(weight.grad / total)
+
+    with pytest.raises(LayoutError, match="zero=0 works"):
+        samestep.verify(job_of(), layout="dp=2 zero=1", model=MODELS["plain"], optimizer=Coupled, dataset=Tokens())
 
 
 def test_an_instance_and_its_optimizer_are_proven():

@@ -128,6 +128,16 @@ def cross_entropy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return total, (labels != IGNORED_LABEL).sum()
 
 
+def right_answers(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Return how many samples have their largest logit at their class, and the number of labels but -100.
+
+    Logits are [B, C] for classes [B].
+    """
+    logits, labels = prediction_of(outputs), target_of(batch)
+    is_counted = labels != IGNORED_LABEL
+    return ((logits.argmax(-1) == labels) & is_counted).sum(), is_counted.sum()
+
+
 def mse(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Return the sum of squared errors, in float32 at least, and the number of elements; both tensors have one shape.
 

@@ -28,6 +28,7 @@ from samestep.building.imported import imported
 from samestep.building.named_tensors import unwrapped
 from samestep.building.packed_positions import asked_once
 from samestep.building.pretrained import folder_config, pretrained_source
+from samestep.building.resnet import resnet
 from samestep.errors import ModelError
 from samestep.job import Job
 
@@ -46,6 +47,8 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
     if source.startswith("hf:"):
         family = family_source(source.removeprefix("hf:"), config, job.model.task)
         return family if adaptation == UNCHANGED else JobModel(family, source, {}, adaptation)
+    if job.model.preset == "resnet50":
+        return JobModel(resnet, source, config, adaptation)
     if job.model.preset is not None:
         raise ModelError(f"{source} is a model's shape, to plan and simulate; train hf:FAMILY or module:function")
     if ":" not in source:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from samestep.datasets.batch import Dataset
 from samestep.datasets.columns import Origin, Shards
+from samestep.datasets.digits import digits_part
 from samestep.datasets.documents import hf_rows, jsonl_rows, packed_part, parquet_rows
 from samestep.datasets.function import function_part
 from samestep.datasets.mixture import Mixture
@@ -28,6 +29,7 @@ SOURCES = {
     "jsonl:PATH": "JSON lines with text or messages",
     "parquet:PATH": "Parquet files with text or messages",
     "hf:PATH": "a Hugging Face dataset saved with save_to_disk",
+    "digits": "1,797 images of handwritten digits",
     "module:function": "a function of yours that returns a map-style dataset",
     "mixture": "several of these by their weights in data.mixture",
 }
@@ -50,6 +52,8 @@ def open_dataset(job: Job, split: Split = "train") -> Dataset:
         case "mixture":
             parts = {source: open_dataset(_of_part(job, source), split) for source in data.mixture}
             return Mixture.of(parts, data.mixture)
+        case "digits":
+            return digits_part(data, split)
         case "topics" | "stdlib":
             texts = topics() if word == "topics" else stdlib()
             return stream_part(

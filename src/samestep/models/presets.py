@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 from samestep.errors import ModelError, did_you_mean, shown
 from samestep.models.decoder import Decoder, spec
-from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, Product
+from samestep.models.spec import BatchNormCall, LayerSpec, ModelSpec, ParamSpec, Product
 
 _GPT: Mapping[str, Any] = {
     "bias": True,
@@ -211,7 +211,7 @@ def preset(name: str, sequence: int | None = None, changes: Mapping[str, Any] | 
     if name == "resnet50":
         for field in changes or {}:
             raise ModelError(f"preset resnet50 has no {field!r}; it has no fields to change")
-        return resnet(name)
+        return resnet(name, normed=True)
     if name not in DECODERS:
         hint = did_you_mean(name, PRESETS) or f"; there are {', '.join(PRESETS)}"
         raise ModelError(f"no preset {name!r}{hint}")
@@ -318,8 +318,12 @@ class _Convolution(NamedTuple):
         return (self.made, self.given, self.kernel, self.kernel)
 
 
-def resnet(name: str = "resnet50", size: int = 224, classes: int = 1000) -> ModelSpec:
-    """Return ResNet-50 (He et al. 2016, arXiv:1512.03385, table 1), with torchvision's strides in 3x3 convolutions."""
+def resnet(name: str = "resnet50", size: int = 224, classes: int = 1000, *, normed: bool = False) -> ModelSpec:
+    """Return ResNet-50 (He et al. 2016, arXiv:1512.03385, table 1), with torchvision's strides in 3x3 convolutions.
+
+    With `normed` its batch norms take the statistics of groups of samples, as a job's do; without, those of each rank alone, as
+    in most published runs.
+    """
     stem = [_Convolution("conv", 7, 3, 64, size // 2)]
     layers = [_convolved("conv1", stem, size * size * 3, is_block=False)]
     shapes = [(f"conv1.{part}", shape, 0) for part, shape in _shapes(stem)]
@@ -339,12 +343,24 @@ def resnet(name: str = "resnet50", size: int = 224, classes: int = 1000) -> Mode
             channels, side = 4 * width, side // half
     shapes += [("fc.weight", (classes, channels), len(layers)), ("fc.bias", (classes,), len(layers))]
     layers.append(_classified(channels, side, classes))
+    channels_of = [
+        (path.removesuffix(".weight"), shape[0]) for path, shape, _ in shapes if path.endswith("_norm.weight")
+    ]
+    if normed:
+        layers = [replace(layer, batch_norms=_norms_below(layer, channels_of)) for layer in layers]
     return ModelSpec(
         name=name,
         layers=tuple(layers),
         params=tuple(ParamSpec(name=path, shape=shape, layer=index) for path, shape, index in shapes),
+        buffer_bytes=sum(2 * 4 * made + 8 for _, made in channels_of) if normed else 0,
         cut_refusal="convolutions have no plan",
     )
+
+
+def _norms_below(layer: LayerSpec, channels_of: Sequence[tuple[str, int]]) -> tuple[BatchNormCall, ...]:
+    """Return the batch norms of a layer, in the order of its forward."""
+    mine = ((path, made) for path, made in channels_of if path.startswith(f"{layer.name}."))
+    return tuple(BatchNormCall(owner=path, channels=made) for path, made in mine)
 
 
 def _shapes(parts: Sequence[_Convolution]) -> Iterator[tuple[str, tuple[int, ...]]]:

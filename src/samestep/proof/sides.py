@@ -40,6 +40,7 @@ from samestep.runtime import checkpoint, checkpoint_manifest
 from samestep.runtime.assembly import Source, traced_for
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.dropout import rates
+from samestep.runtime.optimizer_source import check_optimizer
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.strategies import programs_of
@@ -70,10 +71,15 @@ class Subject:
         source = dataclasses.replace(self.source, prepared=None)
         return _traced_again, (source, self.dataset, self.example, self.job, self.layout, self.folder)
 
-    @property
-    def steps_by_sgd(self) -> Source:
-        """The source with SGD as its optimizer; the learning rate is set once the first gradients are known."""
-        return dataclasses.replace(self.source, optimizer=_sgd)
+    def observed(self, layout: Layout, job: Job, place: RankInfo) -> ObservedRun:
+        """Return a run that takes its steps with SGD over the weights as the subject's own optimizer divides them.
+
+        The learning rate is set once the first gradients are known. Collective over the world: every rank must call it;
+        if one does not, the others wait for it.
+        """
+        observed = ObservedRun(self.source, layout, job, place, self.example)
+        observed.run.adopt(observed.run.assembly.with_optimizer(_sgd, job.numerics))
+        return observed
 
     @property
     def job_of_one_device(self) -> Job:
@@ -91,8 +97,13 @@ class Subject:
         return self.folder / f"{self.job.numerics.precision}-{name}.pt"
 
     def programs(self) -> list[Program]:
-        """Return the program of every pipeline stage."""
-        return list(programs_of(self.spec, self.job, self.layout, self.job.run.ranks_per_node))
+        """Return the program of every pipeline stage.
+
+        Raises:
+            InputError: the model, the job or its optimizer rules the layout out.
+        """
+        spec = check_optimizer(self.source.optimizer, self.spec, self.layout)
+        return list(programs_of(spec, self.job, self.layout, self.job.run.ranks_per_node))
 
 
 def _traced_again(source: Source, dataset: Dataset, example: Any, job: Job, layout: Layout, folder: Path) -> Subject:
@@ -110,7 +121,7 @@ def _sgd(named: list[tuple[str, Tensor]]) -> Optimizer:
 
 def one_device(place: RankInfo, subject: Subject) -> None:
     """Run one device's side, and the plain torch loop that it is held against, and write the observation of both."""
-    observed = ObservedRun(subject.steps_by_sgd, Layout(), subject.job_of_one_device, place, subject.example)
+    observed = subject.observed(Layout(), subject.job_of_one_device, place)
     seen = _noted(observed, subject, None)
     seen.plain = plain_loop.follow(observed.run, subject.source, subject.dataset, seen)
     torch.save(seen, subject.note("one"))
@@ -122,7 +133,7 @@ def in_layout(place: RankInfo, subject: Subject) -> None:
     Collective over the world: every rank must call it; if one does not, the others wait for it in the first step.
     """
     one: Observation = _read(subject.note("one"))
-    observed = ObservedRun(subject.steps_by_sgd, subject.layout, subject.job, place, subject.example)
+    observed = subject.observed(subject.layout, subject.job, place)
     seen = _noted(observed, subject, one)
     torch.save(seen, subject.note(f"rank-{place.rank}"))
     if one.updated:
@@ -323,7 +334,7 @@ def measure_rounding(place: RankInfo, subject: Subject) -> None:
 
     Several workers, each a world of its own, share the perturbed runs; the first one writes the unperturbed observation.
     """
-    observed = ObservedRun(subject.steps_by_sgd, Layout(), subject.job_of_one_device, place, subject.example)
+    observed = subject.observed(Layout(), subject.job_of_one_device, place)
     run = observed.run
     start = [piece.master().clone() for piece in run.updater.pieces]
     buffers = [buffer.clone() for buffer in run.model.buffers()]

@@ -14,15 +14,17 @@ from torch.utils._pytree import tree_map_only
 
 from samestep.building.loss import as_number
 from samestep.runtime import microbatches
-from samestep.runtime.assembly import Assembly, set_modes
+from samestep.runtime.assembly import Assembly, Loss, set_modes
 from samestep.runtime.axes import precision, tensor
 from samestep.runtime.forward_only import forward_only
 from samestep.runtime.microbatches import StepBatch
 from samestep.tracing.stages import mapped
 
 
-def evaluate(assembly: Assembly, batch: StepBatch) -> tuple[float, float]:
+def evaluate(assembly: Assembly, batch: StepBatch, measure: Loss | None = None) -> tuple[float, float]:
     """Return the sum of the loss over a batch, and the tokens or samples it counts, without gradients.
+
+    `measure` is summed in place of the loss: like it a function of (outputs, batch) -> (sum, count), given whole logits.
 
     Collective over the world: every rank calls it with the same batch. If one does not, the others wait, at the latest
     in the all_reduce of the sums, until the time limit.
@@ -38,9 +40,11 @@ def evaluate(assembly: Assembly, batch: StepBatch) -> tuple[float, float]:
             mine = np.array_split(part, dp)[mesh.index("dp")]
             samples, weight = microbatches.read(assembly, batch, mine)
             with parallel.slicing.of(samples), parallel.batch_norms.of_evaluation(len(part)):
-                outputs = forward(assembly, samples, parallel.pending)
+                outputs = forward(assembly, samples, nullcontext if measure else parallel.pending)
             if outputs is not None:
-                loss_sum, count = assembly.objective.loss(outputs, parallel.slicing.part(samples))
+                if measure is not None:
+                    outputs = tensor.whole_logits(outputs, parallel.program, mesh)
+                loss_sum, count = (measure or assembly.objective.loss)(outputs, parallel.slicing.part(samples))
                 totals += torch.stack([as_number(loss_sum, totals), as_number(count, totals)]) * weight
     if mesh.size("world") > 1:
         dist.all_reduce(totals)

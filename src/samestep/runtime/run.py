@@ -34,7 +34,7 @@ from samestep.layout import Layout
 from samestep.program.bodies import Task
 from samestep.program.program import Program
 from samestep.runtime import checkpoint, evaluation, kept_state, whole_state
-from samestep.runtime.assembly import Assembly, Source, assemble, set_modes
+from samestep.runtime.assembly import Assembly, Loss, Source, assemble, set_modes
 from samestep.runtime.axes import precision, recompute, tensor
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.guards import data_trial, deterministic, loss_trial, nonfinite, randomness
@@ -232,15 +232,17 @@ class Run:
         with watching as canary, self._observed_by(canary):
             return canary.checked(self._compared_step(batch) if regularly else self._step(batch))
 
-    def evaluate(self, batch: StepBatch) -> tuple[float, float]:
+    def evaluate(self, batch: StepBatch, measure: Loss | None = None) -> tuple[float, float]:
         """Return the sum of the loss over a batch, and the tokens or samples it counts, without gradients.
+
+        `measure` is summed in place of the loss: a function of (outputs, batch) -> (sum, count), such as the right answers.
 
         Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
         time limit.
         """
         self._prepare_from(batch)
         with self._kernels():
-            return evaluation.evaluate(self.assembly, batch)
+            return evaluation.evaluate(self.assembly, batch, measure)
 
     def all_waived(self) -> tuple[str, ...]:
         """Return the refusals that any rank met and `run.allow` waived; `job.run.waived` notes each.

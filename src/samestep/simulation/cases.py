@@ -22,6 +22,7 @@ from samestep.simulation.memory import at_rest, classic_bytes_per_param, held_by
 from samestep.simulation.prediction import Prediction, predict
 
 A100 = "a100-80x8"
+V100 = "v100x8"
 ONE_DEVICE_BATCH = 64
 """Sequences in a step of a single device: enough to make the time of the update small."""
 
@@ -282,11 +283,27 @@ def _best_microbatch(model: str, batch: int, zero: int, machine: Hardware) -> Pr
     return min((one for one in found if one.fits), key=lambda one: one.step_s, default=None)
 
 
+def _images() -> list[str]:
+    """Return ResNet-50 with a batch too large for one device, split over four, with the statistics of the whole batch."""
+    lines = [f"ResNet-50 on {V100}, 512 images of 224 x 224 a step, batch norm over all 512"]
+    job = Job(model={"source": "preset:resnet50"}, train={"global_batch": 512}, numerics={"precision": "float32"})
+    model, machine = presets.preset("resnet50"), hardware.load(V100)
+    for words in ("dp=1", "dp=2", "dp=4", "dp=4 zero=1", "dp=8"):
+        found = predict(model, job, Layout.parse(words), machine)
+        sent = sum(op.size_bytes for program in found.programs for _, op in program.ops() if op.axis == "dp")
+        lines.append(
+            f"{words:<12} {found.step_s * 1e3:7.1f} ms, {512 / found.step_s:7,.0f} images/s, peak {gib(found.peak.total):>6} GiB of "
+            f"{gib(machine.memory_bytes)}: {'fits' if found.fits else 'DOES NOT FIT'}; statistics {sent / 2**20:.2f} MiB"
+        )
+    return lines
+
+
 COMPARISONS: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "zero-memory": ("memory saved by ZeRO: 4x, 8x, N-fold", _zero_memory),
     "spread": ("70B weights on 64 devices: memory of each of them", _spread),
     "data-parallel": ("speed-up on 2, 4 and 8 devices, by ring and by root", _data_parallel),
     "naive-or-pipeline": ("layers spread over devices, naively and as a pipeline", _naive_pipeline),
+    "resnet50-512": ("ResNet-50 with a batch that one device cannot hold, split over four", _images),
     "two-sizes": ("an all_reduce takes 2 x size / bandwidth", _two_sizes),
     "sharding-overtakes": (
         "at which batches sharding beats replicas, on a fast and a slow network",

@@ -45,7 +45,7 @@ from samestep.training.sampling import printable, sample_text
 from samestep.training.saving import Saver
 from samestep.training.speed import speed_of
 from samestep.training.trackers import opened
-from samestep.training.workload import Workload, held_out_loss
+from samestep.training.workload import Workload, held_out_accuracy, held_out_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,8 @@ class Summary:
     """The training loss of the last step, a mean over counted tokens; None where it was not finite."""
     held_out_loss: float | None
     """The mean loss over the held-out samples; None where nothing is held out or the run was stopped."""
+    held_out_accuracy: float | None
+    """The fraction of the held-out samples whose class is found; None where a sample has no class."""
     stopped: bool
     """Whether the run was asked to stop before its last step."""
     proof: str = ""
@@ -130,7 +132,7 @@ def train(
     )
     if auto_resume and checked.is_finished:
         print(f"{checked.folder} is finished: step {checked.until} was its last", flush=True)
-        return Summary(checked.folder, checked.until, None, None, stopped=False)
+        return Summary(checked.folder, checked.until, None, None, None, stopped=False)
     is_first = place is None or place.rank == 0
     if is_first:
         if checked.why:
@@ -272,6 +274,7 @@ def _ended(evaluated: Evaluations, checked: Checked, screen: Screen | None, metr
     run, workload, folder = evaluated.run, checked.workload, checked.folder
     stopped = run.steps_taken < checked.until and not evaluated.is_over
     held_out = None if stopped else held_out_loss(run, workload)
+    accuracy = None if stopped else held_out_accuracy(run, workload)
     if not stopped:
         _print_sample(run, workload, screen, "after training")
     waived = run.all_waived()
@@ -279,6 +282,8 @@ def _ended(evaluated: Evaluations, checked: Checked, screen: Screen | None, metr
         return None
     metrics.close()
     _say_held_out(screen, evaluated, held_out)
+    if accuracy is not None:
+        screen.say(f"held-out accuracy {accuracy:.1%}")
     if stopped:
         screen.say(f"stopped after step {run.steps_taken}; --resume --out {folder} resumes it")
     proof = record.found(run.job, run.layout, folder)
@@ -288,7 +293,7 @@ def _ended(evaluated: Evaluations, checked: Checked, screen: Screen | None, metr
     took, loss = run.steps_taken, metrics.last_loss
     origin = checked.first_weights.origin if checked.first_weights else ""
     known = (proven, waived, tried, workload.remarks, origin, run.changes)
-    summary = Summary(folder, took, loss, held_out, stopped, *known)
+    summary = Summary(folder, took, loss, held_out, accuracy, stopped, *known)
     write_whole(folder / "summary.json", json.dumps(dataclasses.asdict(summary), indent=1, default=str) + "\n")
     return summary
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from samestep.building.families import facts_of
-from samestep.building.loss import loss_of
+from samestep.building.loss import loss_of, right_answers, target_of
 from samestep.building.model import model_source
 from samestep.building.optimizer import check_groups, learning_rate_factor, optimizer_of
 from samestep.datasets import (
@@ -31,7 +31,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
-from samestep.runtime.assembly import Source, prepare, traced_for, with_slices
+from samestep.runtime.assembly import Loss, Source, prepare, traced_for, with_slices
 from samestep.runtime.run import Run
 
 _TOKENS_LOOKED_AT = 2**24
@@ -89,14 +89,28 @@ class Workload:
         return stored.remarks() if stored else ()
 
 
-def held_out_loss(run: Run, workload: Workload) -> float | None:
-    """Return the mean loss over the held-out samples, which are the same in every layout; every rank must call it."""
+def held_out_loss(run: Run, workload: Workload, measure: Loss | None = None) -> float | None:
+    """Return the mean loss over the held-out samples, which are the same in every layout; every rank must call it.
+
+    `measure` stands in place of the loss.
+    """
     if workload.held_out is None:
         return None
     count = min(run.job.train.evaluate_samples, len(workload.held_out))
     indices = sample_indices(0, count, len(workload.held_out), run.job.train.seed)
-    loss, tokens = run.evaluate(Batch(0, indices, workload.held_out))
+    loss, tokens = run.evaluate(Batch(0, indices, workload.held_out), measure)
     return loss / tokens if tokens else math.nan
+
+
+def held_out_accuracy(run: Run, workload: Workload) -> float | None:
+    """Return the fraction of the held-out samples whose class is found; None where samples have no class each.
+
+    Every rank must call it.
+    """
+    labels = target_of(workload.example) if workload.job.train.loss == "cross_entropy" else None
+    if labels is None or labels.dim() != 1 or labels.is_floating_point():
+        return None
+    return held_out_loss(run, workload, right_answers)
 
 
 def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any) -> None:
