@@ -9,18 +9,23 @@ Each table is what the command named in its marker's function prints; nothing is
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel
 
-from samestep import Job, Layout
+from samestep import Job, Layout, hardware
 from samestep import job as jobs
 from samestep.models import catalog
 from samestep.models.presets import DECODERS, preset
+from samestep.output.byte_sizes import gib
 from samestep.planning import legality
-from samestep.simulation import listing
+from samestep.planning.plan import plan
+from samestep.simulation import cases, listing
 from samestep.simulation.memory import at_rest, classic_bytes_per_param, held_bytes_per_param
 from samestep.simulation.simulate import simulate
 from samestep.strategies import program_of
@@ -248,6 +253,106 @@ def a_step() -> str:
     return f"```\n{text}\n```"
 
 
+def techniques() -> str:
+    """The rows of examples/techniques.py: what each changes of the layout and of the job."""
+    sys.path.insert(0, str(ROOT))
+    rows = importlib.import_module("examples.techniques").TECHNIQUES
+    lines = ["| technique | layout | in the job's `numerics` |", "| --- | --- | --- |"]
+    for name, (layout, numerics) in rows.items():
+        keys = " ".join(f"`{key} = {value!r}`".replace("'", '"') for key, value in numerics.items())
+        lines.append(f"| {name} | `{layout}` | {keys} |")
+    return "\n".join(lines)
+
+
+def _preset_job(model: str, batch: int) -> Job:
+    """A preset in bf16, with sequences of 2,048 tokens."""
+    tables = {"data": {"sequence_length": 2048}, "train": {"global_batch": batch}, "numerics": {"precision": "bf16"}}
+    return Job(model={"source": f"preset:{model}"}, **tables)
+
+
+LADDER = (("gpt3-350m", 1), ("gpt3-1.3b", 8), ("llama2-7b", 8), ("llama2-13b", 8), ("llama2-70b", 64))
+"""Models, and on how many devices each is planned with 256 sequences of 2,048 tokens a step."""
+
+
+def ladder() -> str:
+    """`samestep plan --hardware h100x8` of growing models, and what one sequence at a time would need in replicas."""
+    machine = hardware.load("h100x8")
+    lines = [
+        f"| model | devices | GiB of replicas, of {gib(machine.memory_bytes)} | the fastest that fits | s a step | GiB |"
+    ]
+    lines.append("| --- | ---: | ---: | --- | ---: | ---: |")
+    for model, devices in LADDER:
+        job = _preset_job(model, 256)
+        replicas = simulate(job, f"dp={devices} microbatch=1", machine)
+        best = plan(job, devices, machine, top=1).best[0]
+        cells = f"{gib(replicas.peak.total)} | `{best.layout}` | {best.step_s:.2f} | {gib(best.peak.total)}"
+        lines.append(f"| `{model}` | {devices} | {cells} |")
+    return "\n".join(lines)
+
+
+CUTS = (
+    ("replication (DDP)", "dp=8", "weights, gradients, states", "samples"),
+    ("ZeRO-1", "dp=8 zero=1", "weights, gradients", "samples, states"),
+    ("ZeRO-3 (FSDP)", "dp=8 zero=3", "nothing", "samples, weights, gradients, states"),
+    ("tensor", "tp=8", "samples, norms, activations between blocks", "weights of linear layers and embeddings, heads"),
+    ("pipeline", "pp=8", "nothing", "layers, with their weights, gradients and states; a batch into micro-batches"),
+)
+"""Ways to spread a step, a layout of eight devices, and what each copies and cuts."""
+
+
+def cuts() -> str:
+    """What each way copies and cuts, and what its program holds and sends for Llama 2 7B on eight H100."""
+    lines = [
+        "| way | layout | every rank has the same | cut in 8 | GiB held | GiB at the peak | GiB handed over a step by rank 0 | s a step |"
+    ]
+    lines.append("| --- | --- | --- | --- | ---: | ---: | --- | ---: |")
+    for way, layout, copied, cut in CUTS:
+        found = simulate(_preset_job("llama2-7b", 64), f"{layout} microbatch=1", "h100x8")
+        sent: Counter[str] = Counter()
+        for _, op in found.programs[0].ops():
+            if op.axis and op.axis != "world" and op.kind.value != "recv":
+                sent[op.kind.value] += op.size_bytes
+        held = max(at_rest(program).total for program in found.programs)
+        messages = ", ".join(f"{kind} {gib(size)}" for kind, size in sorted(sent.items()))
+        peak = f"{gib(found.peak.total)}{'' if found.fits else ': does not fit'}"
+        cells = f"{copied} | {cut} | {gib(held)} | {peak} | {messages} | {found.step_s:.2f}"
+        lines.append(f"| {way} | `{layout}` | {cells} |")
+    return "\n".join(lines)
+
+
+def overtaking() -> str:
+    """Replicas and shards of GPT-3 1.3B on eight A100 by the number of sequences of a step, one at a time."""
+    node = hardware.load("a100-80x8")
+    ethernet = replace(node, devices_per_node=1, inter=replace(node.inter, bytes_per_s=1.25e9))
+    words = ("dp=8", "dp=8 zero=1", "dp=8 zero=3")
+    names = [f"{where}, `{layout}`" for where in ("NVLink", "10 Gb/s") for layout in words]
+    lines = ["| sequences | micro-batches | " + " | ".join(names) + " |", "| ---: |" + " ---: |" * (1 + len(names))]
+    for batch in (8, 16, 32, 64, 128, 256):
+        job = _preset_job("gpt3-1.3b", batch)
+        times = [simulate(job, f"{layout} microbatch=1", on).step_s for on in (node, ethernet) for layout in words]
+        lines.append(f"| {batch} | {batch // 8} | " + " | ".join(f"{seconds:.3f}" for seconds in times) + " |")
+    return "\n".join(lines)
+
+
+def overtaking_at_best() -> str:
+    """`samestep simulate --case sharding-overtakes`: each at its best micro-batch."""
+    return "```\n" + "\n".join(cases.lines_of("sharding-overtakes")) + "\n```"
+
+
+def number_formats() -> str:
+    """The number formats as torch has them."""
+    torch = importlib.import_module("torch")
+    lines = ["| | bits | exponent | mantissa | largest | smallest normal | next after 1 | 70,000 | 1e-8 | 1 + 0.003 |"]
+    lines.append("| --- |" + " ---: |" * 9)
+    for name, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        about = torch.finfo(dtype)
+        mantissa = -round(math.log2(about.eps))
+        sizes = f"{about.bits} | {about.bits - 1 - mantissa} | {mantissa} | {about.max:.6g} | {about.tiny:.3g}"
+        kept = " | ".join(f"{torch.tensor(number, dtype=dtype).item():.7g}" for number in (70_000.0, 1e-8, 1.003))
+        lines.append(f"| {name} | {sizes} | {1 + about.eps:.9g} | {kept} |")
+    return "\n".join(lines)
+
+
 TABLES = {
     "layouts": layouts,
     "switches": switches,
@@ -266,6 +371,12 @@ TABLES = {
     "families": families,
     "where": where,
     "a_step": a_step,
+    "ladder": ladder,
+    "cuts": cuts,
+    "overtaking": overtaking,
+    "overtaking_at_best": overtaking_at_best,
+    "number_formats": number_formats,
+    "techniques": techniques,
 }
 
 

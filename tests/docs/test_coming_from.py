@@ -1,0 +1,47 @@
+"""docs/coming-from.md: each difference, applied, is a script that trains, and what it replaces is Python."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def side(difference: str, sign: str) -> str:
+    return "".join(line[1:] for line in difference.splitlines(keepends=True) if line[0] in (" ", sign))
+
+
+def test_there_is_one_difference_for_each_trainer() -> None:
+    headings = re.findall(r"^## From (\w+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings == ["DataParallel", "DDP", "Accelerate", "Trainer"]
+    assert len(blocks("diff")) == len(headings)
+
+
+@pytest.mark.parametrize("index", [1, *(pytest.param(index, marks=pytest.mark.nightly) for index in (0, 2, 3))])
+def test_what_comes_instead_trains(index: int, tmp_path: Path) -> None:
+    (project,) = blocks("python")
+    difference = blocks("diff")[index]
+    ast.parse(side(difference, "-"))
+    (tmp_path / "my_project.py").write_text(project, encoding="utf-8")
+    (tmp_path / "script.py").write_text(side(difference, "+"), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d\.\d+", done.stdout)
