@@ -471,6 +471,11 @@ class Job(_Table):
                 f'numerics.compression = "{kind}" compresses the gradients of numerics.replicas parts of a batch: '
                 "replicas = 2 or more works, as many as the links are slow between"
             )
+        if kind != "none" and self.numerics.coupled_samples is not None:
+            return (
+                f"numerics.coupled_samples = {self.numerics.coupled_samples} and numerics.replicas = {replicas} both say which "
+                "samples belong together: one of them alone works"
+            )
         if batch % replicas:
             return (
                 f"numerics.replicas = {replicas} does not divide train.global_batch = {batch} into equal parts; "

@@ -154,6 +154,11 @@ def test_a_mistake_in_python_is_a_job_error() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("[numerics]\nreplicas = 2", "none is: replicas = 1 works"),
+        ("[numerics]\ncompression = 'int8'", "replicas = 2 or more works"),
+        ("[numerics]\ncompression = 'int8'\nreplicas = 3\n[train]\nglobal_batch = 8", "global_batch = 9 works"),
+        ("[numerics]\ncompression = 'int8'\nreplicas = 2\ncoupled_samples = 4", "one of them alone works"),
+        ("[numerics]\ncoupled_samples = 3\n[train]\nglobal_batch = 8", "coupled_samples = 2 works"),
         ("[layout]\ndp_shardd = 2", "layout: unknown layout word 'dp_shardd' (did you mean 'dp_shard'?)"),
         ("[layout]\ndp = 2\ndp_shard = 2", "dp=N sets dp_replicate or dp_shard itself"),
         ("[train]\nsteps = 5\n[schedule]\nwarmup_steps = 6", "schedule.warmup_steps = 6 is more than train.steps = 5"),

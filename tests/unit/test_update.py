@@ -315,6 +315,51 @@ def test_a_rule_that_never_changes_stays_one_by_elements() -> None:
     assert updated_whole(source, model_of((12, 10)), under(1)) == []
 
 
+class ByPosition(Optimizer):
+    """Descends less along weights that stand later in their group."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for index, param in enumerate(group["params"]):
+                param.sub_(param.grad / (1 + index), alpha=group["lr"])
+
+
+class AllAtOnce(ByPosition):
+    """Descends along all weights of a group in one call."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            torch._foreach_add_(group["params"], [param.grad for param in group["params"]], alpha=-group["lr"])
+
+
+class ByCalls(ByPosition):
+    """Descends less along each weight than along the one before, in this step and all before."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.calls += 1
+                param.sub_(param.grad / self.calls, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("kind", [ByPosition, ByCalls])
+def test_a_rule_that_counts_weights_is_refused_where_a_rank_has_some_of_them(kind: Any) -> None:
+    with pytest.raises(LayoutError, match=r"updated otherwise without the others.*zero=0 works"):
+        check_optimizer(optimizer_source(kind), MODEL, under(1))
+
+
+def test_a_rule_for_all_weights_at_once_may_have_some_of_them() -> None:
+    check_optimizer(optimizer_source(AllAtOnce), MODEL, under(1))
+
+
 def test_options_by_name_are_no_obstacle() -> None:
     def source(named: list[tuple[str, Tensor]]) -> Optimizer:
         return torch.optim.SGD([{"params": [p], "lr": 0.1 / (1 + int(name[6:]))} for name, p in named])

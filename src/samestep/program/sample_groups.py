@@ -16,7 +16,7 @@ from typing import NamedTuple
 from samestep.shares import Shares
 
 
-class Run(NamedTuple):
+class GroupPart(NamedTuple):
     """Samples side by side that belong to one group."""
 
     group: int
@@ -80,7 +80,7 @@ class SampleGroups:
         each, rest = divmod(self.shares.global_batch, self.shares.num_ranks * self.shares.num_microbatches)
         return 0 if rest else each
 
-    def runs(self, rank: int, microbatch: int) -> tuple[Run, ...]:
+    def runs(self, rank: int, microbatch: int) -> tuple[GroupPart, ...]:
         """Return the runs that a rank reads in a micro-batch; none where its place is empty."""
         first, mine = self.shares.first(microbatch), self.shares.positions(rank, microbatch)
         found = []
@@ -88,7 +88,7 @@ class SampleGroups:
         while start < mine.stop - first:
             group = start // self.size
             stop = min(mine.stop - first, (group + 1) * self.size)
-            found.append(Run(group, stop - start))
+            found.append(GroupPart(group, stop - start))
             start = stop
         return tuple(found)
 

@@ -384,7 +384,7 @@ def held_weights(run: Run) -> list[HeldTensor]:
 
 
 def held_state(run: Run) -> list[HeldTensor]:
-    """Return a copy of the optimizer's state: tensors shaped like their weights, and single numbers."""
+    """Return a copy of the optimizer's state: tensors shaped like their weights, and others, such as a number of steps."""
     optimizer = run.updater.optimizer
     held: list[tuple[str, Tensor, Tensor | range]] = []
     if optimizer is None:
@@ -395,7 +395,8 @@ def held_state(run: Run) -> list[HeldTensor]:
             if isinstance(value, Tensor) and value.shape == piece.value.shape:
                 held.append((name, value, _places(run, piece)))
             elif isinstance(value, Tensor | int | float):
-                held.append((name, torch.as_tensor(value), range(1)))
+                number = torch.as_tensor(value)  # or the state of a whole weight, such as a number a row
+                held.append((name, number, range(number.numel())))
     return _kept(held)
 
 

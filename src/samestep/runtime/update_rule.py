@@ -154,6 +154,7 @@ def _read(
             found = trial.watched(some)
         except TRIED as error:
             return trial.with_numbers(some, held, error)
+        coupled = found.coupled or trial.counts_weights(some, found)
         whole = dict(found.whole)
         number = max((len(parts[name]) for name in some if name in parts), default=0)
         for index in range(number):
@@ -169,7 +170,7 @@ def _read(
                 if not trial.is_alike({name: cut[name] for name in mine}):
                     whole |= dict.fromkeys(mine, "it looks at the shape of a weight")
     spread = {name: whole[tried] for names in kinds.values() for tried in names[:2] if tried in whole for name in names}
-    return UpdateRule(trial.kind, spread, found.coupled, found.draws)
+    return UpdateRule(trial.kind, spread, coupled, found.draws)
 
 
 def skeleton(
@@ -335,6 +336,19 @@ class _Trial:
             return False
         return not parts.whole and not parts.coupled and parts.steps == whole.steps
 
+    def counts_weights(self, shapes: Mapping[str, tuple[int, ...]], together: _Watched) -> str:
+        """Return which weight is updated by other operations or numbers where the optimizer holds half of the weights.
+
+        No tensor shows it where the code counts weights, as in `for index, weight in enumerate(group["params"])`.
+        """
+        half = dict(list(shapes.items())[1::2])
+        try:
+            apart = self.watched(half) if half else together
+        except TRIED:
+            return "it fails without some of them"
+        differ = (name for name in half if _operations_on(name, apart) != _operations_on(name, together))
+        return next((f"{name} is updated otherwise without the others" for name in differ), "")
+
     def with_numbers(
         self, shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, Any], why: Exception
     ) -> UpdateRule:
@@ -388,6 +402,18 @@ class _Trial:
 
         march(optimizer, take)
         return {name: used[name].detach() for name in held}
+
+
+def _operations_on(name: str, trial: _Watched) -> list[list[tuple[str, tuple[Any, ...]]]]:
+    """Return the operations of each step that read a weight, with their numbers unless they read others too (foreach)."""
+    return [
+        [
+            (operation, numbers if weights == {name} else ())
+            for operation, numbers, labels in entries
+            if name in (weights := frozenset().union(*(label.weights for label in labels)))
+        ]
+        for entries in trial.steps
+    ]
 
 
 def _small(shape: tuple[int, ...]) -> tuple[int, ...]:

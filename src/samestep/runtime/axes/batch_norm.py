@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.errors import ModelError
 from samestep.program.program import Program
-from samestep.program.sample_groups import Run, SampleGroups
+from samestep.program.sample_groups import GroupPart, SampleGroups
 from samestep.runtime.axes.recompute import Anew, Contexts
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather
@@ -45,7 +45,7 @@ class _Part:
     """This rank's part of a micro-batch, and the runs of all ranks in it."""
 
     groups: SampleGroups
-    runs: tuple[Run, ...]
+    runs: tuple[GroupPart, ...]
     """Its runs of samples; one sample of the first group where it has none."""
     counts: bool
     """Whether its samples count."""
@@ -56,7 +56,7 @@ class _Part:
     def of(cls, groups: SampleGroups, rank: int, microbatch: int) -> _Part:
         """Return the part of a data rank."""
         runs = groups.runs(rank, microbatch)
-        return cls(groups, runs or (Run(0, 1),), bool(runs), groups.slots(microbatch))
+        return cls(groups, runs or (GroupPart(0, 1),), bool(runs), groups.slots(microbatch))
 
     def rows(self, x: Tensor, owner: str) -> list[tuple[int, Tensor]]:
         """Return the group and the rows of each run, as views of x [B, C, ...]."""
