@@ -59,7 +59,8 @@ from samestep.layout import Layout
 from samestep.output.text_table import aligned
 from samestep.proof import sides
 from samestep.proof.sides import Subject
-from samestep.runtime.assembly import Source, prepare, store_of, with_new_blueprint, with_slices
+from samestep.runtime.assembly import store_of
+from samestep.runtime.preparation import Source, prepare, with_new_blueprint, with_slices
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.workers import run_workers
 

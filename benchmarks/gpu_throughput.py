@@ -29,7 +29,7 @@ from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.models.spec import ModelSpec
-from samestep.runtime.assembly import Source, prepare, with_new_blueprint
+from samestep.runtime.preparation import Source, prepare, with_new_blueprint
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.simulation.memory import states_per_param

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map_only
 
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import assembly
-from samestep.runtime.assembly import Source, prepare, traced_for
+from samestep.runtime import preparation
+from samestep.runtime.preparation import Source, prepare, traced_for
 from samestep.tracing.tensor_plan import Cuts
 from samestep.tracing.traced_model import TracedModel
 from samestep.training import workload
@@ -65,5 +65,5 @@ def families_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workload, "prepare", once)
-        patch.setattr(assembly, "prepare", once)
+        patch.setattr(preparation, "prepare", once)
         yield

@@ -22,7 +22,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.output import durable_files
 from samestep.runtime import checkpoint_manifest, tensor_file
-from samestep.runtime.assembly import Source
+from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.damage import DAMAGES, damaged

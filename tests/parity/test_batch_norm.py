@@ -20,7 +20,7 @@ from samestep.errors import JobError, LayoutError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime import checkpoint, checkpoint_manifest
-from samestep.runtime.assembly import Source
+from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced

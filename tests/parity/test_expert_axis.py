@@ -16,7 +16,7 @@ from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.runtime.assembly import Source, prepare, with_slices
+from samestep.runtime.preparation import Source, prepare, with_slices
 from samestep.strategies import program_of
 from tests.laboratory import clipped, combinations, job_of, make_run, observe, prove, prove_ledger, reference
 from tests.models import MODELS, Tokens

@@ -26,7 +26,7 @@ from samestep.datasets import batches, open_dataset
 from samestep.errors import ModelError, UnprovenError
 from samestep.job import Job, RunTable
 from samestep.layout import Layout
-from samestep.runtime.assembly import Source
+from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import small, traced

@@ -19,7 +19,7 @@ from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.assembly import Source
+from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced

@@ -20,8 +20,8 @@ from samestep.datasets import batches
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.assembly import Source
 from samestep.runtime.axes.precision import for_loss
+from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import rounding, traced

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from samestep.errors import LayoutError, ModelError, UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.assembly import Source
+from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced

@@ -25,8 +25,8 @@ from samestep.errors import LayoutError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime import checkpoint, checkpoint_manifest
-from samestep.runtime.assembly import Source
 from samestep.runtime.optimizer_source import check_optimizer, optimizer_source
+from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced

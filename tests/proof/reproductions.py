@@ -28,8 +28,8 @@ from samestep.errors import InputError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime import checkpoint, checkpoint_manifest
-from samestep.runtime.assembly import Source
 from samestep.runtime.optimizer_source import optimizer_source
+from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.laboratory import TOLERANCE, Observed, assert_same, follow, largest_error, whole

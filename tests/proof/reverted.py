@@ -23,7 +23,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.proof import sides, verify
 from samestep.proof.verdict import Cause, Verdict
-from samestep.runtime import assembly, checkpoint, checkpoint_state, optimizer_source
+from samestep.runtime import assembly, checkpoint, checkpoint_state, optimizer_source, preparation
 from samestep.runtime.axes import expert, pipeline, recompute
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.processes.join import RankInfo
@@ -215,7 +215,7 @@ def weights_written_in_a_forward_are_waived(patch: Patch) -> None:
 
 @reverted("A5", "heads counted by another name", "dp=1 tp=2", Cause.FORWARD)
 def heads_are_not_counted_on_a_rank(patch: Patch) -> None:
-    patch.setattr(assembly, "_tried", lambda proof, *rest: (proof, dict.fromkeys(range(1, 9), ())))
+    patch.setattr(preparation, "_tried", lambda proof, *rest: (proof, dict.fromkeys(range(1, 9), ())))
 
 
 # -- tokens, experts -------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def _without(patch: Patch, field: str, **fields: Any) -> None:
         spec = replace(traced.spec, **{field: ""}, **fields)
         return replace(traced, analysis=replace(traced.analysis, spec=spec))
 
-    around(patch, assembly, "with_slices", sliced)
+    around(patch, preparation, "with_slices", sliced)
 
 
 @reverted("D3", "experts that weigh by themselves", "dp=2 ep=2", Cause.FORWARD, is_refused=True)

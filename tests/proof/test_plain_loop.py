@@ -23,9 +23,9 @@ from samestep.layout import Layout
 from samestep.proof import sides, verify
 from samestep.proof.verdict import Cause
 from samestep.runtime import run as run_module
-from samestep.runtime.assembly import Source, prepare
 from samestep.runtime.axes import pipeline
 from samestep.runtime.optimizer_step import Updater
+from samestep.runtime.preparation import Source, prepare
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.laboratory import job_of, perturbed

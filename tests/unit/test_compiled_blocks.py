@@ -14,7 +14,7 @@ from samestep.building.optimizer import optimizer_of
 from samestep.errors import JobError, LayoutError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.assembly import Source
+from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.strategies import program_of

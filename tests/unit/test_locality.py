@@ -16,7 +16,7 @@ from samestep.building.loss import cross_entropy
 from samestep.datasets import Batch
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
-from samestep.runtime.assembly import Source, prepare, with_slices
+from samestep.runtime.preparation import Source, prepare, with_slices
 from tests.laboratory import job_of
 from tests.models import EVEN, MODELS, AttentiveBlock, Tokens, hf
 

@@ -17,7 +17,7 @@ from samestep.datasets import Batch, batches, read_ahead, shares
 from samestep.errors import DataError, WorkerError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.assembly import Source
+from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.laboratory import job_of, source_of

@@ -14,8 +14,8 @@ from samestep.datasets import batches
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import Task
-from samestep.runtime.assembly import Source
 from samestep.runtime.dropout.mode import Dropout, DropoutState
+from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import Indices, StepObserver, StepScalars

@@ -12,9 +12,9 @@ from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.layout import Layout
-from samestep.runtime import assembly
-from samestep.runtime.assembly import Source, prepare, with_new_blueprint, with_slices
+from samestep.runtime import preparation
 from samestep.runtime.dropout import rates
+from samestep.runtime.preparation import Source, prepare, with_new_blueprint, with_slices
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.tracing import experts, sequence_boundaries, slices, tensor_plan
@@ -29,7 +29,7 @@ EXAMINATIONS = [
     (sequence_boundaries, "_parts"),
     (slices, "prove"),
     (rates, "has_dropout"),
-    (assembly, "trace"),
+    (preparation, "trace"),
 ]
 """Functions that find something out about a model."""
 

@@ -23,7 +23,6 @@ from samestep.job import Job, NumericsTable
 from samestep.layout import Layout
 from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec
 from samestep.runtime import update_rule
-from samestep.runtime.assembly import Source
 from samestep.runtime.optimizer_source import OptimizerSource, check_optimizer, optimizer_source
 from samestep.runtime.optimizer_step import (
     LossScale,
@@ -32,6 +31,7 @@ from samestep.runtime.optimizer_step import (
     clip_factor,
     squared_norm,
 )
+from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.laboratory import Runs, job_of, largest_error, perturbed, whole

@@ -30,13 +30,13 @@ from samestep.datasets.batch import read_samples
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import Task
-from samestep.runtime.assembly import Source
 from samestep.runtime.checkpoint_state import runs_elsewhere
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.dropout.mode import Draw
 from samestep.runtime.expert_routes import RouteMode, Routes
 from samestep.runtime.pieces import Piece
 from samestep.runtime.placement import part_of
+from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars

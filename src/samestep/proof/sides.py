@@ -37,10 +37,10 @@ from samestep.proof.evidence import BatchPart, Evidence
 from samestep.proof.observation import Observation, ObservedRun
 from samestep.proof.verdict import Cause, Check
 from samestep.runtime import checkpoint, checkpoint_manifest
-from samestep.runtime.assembly import Source, traced_for
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.dropout import rates
 from samestep.runtime.optimizer_source import check_optimizer
+from samestep.runtime.preparation import Source, traced_for
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.strategies import programs_of

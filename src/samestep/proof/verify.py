@@ -45,8 +45,9 @@ from samestep.proof import record, sides
 from samestep.proof.sides import Subject
 from samestep.proof.verdict import Check, Verdict
 from samestep.runtime import compiled_blocks
-from samestep.runtime.assembly import Loss, Source, store_of, traced_for, with_new_blueprint
+from samestep.runtime.assembly import store_of
 from samestep.runtime.optimizer_source import optimizer_source
+from samestep.runtime.preparation import Loss, Source, traced_for, with_new_blueprint
 from samestep.runtime.processes import join
 from samestep.runtime.processes import workers as launch
 from samestep.runtime.processes.join import RankInfo

@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_map_only
 
 from samestep.building.loss import as_number
 from samestep.runtime import microbatches
-from samestep.runtime.assembly import Assembly, Loss, set_modes
+from samestep.runtime.assembly import Assembly, set_modes
 from samestep.runtime.axes import precision, tensor
 from samestep.runtime.forward_only import forward_only
 from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.preparation import Loss
 from samestep.tracing.stages import mapped
 
 

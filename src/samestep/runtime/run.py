@@ -34,7 +34,7 @@ from samestep.layout import Layout
 from samestep.program.bodies import Task
 from samestep.program.program import Program
 from samestep.runtime import checkpoint, evaluation, kept_state, whole_state
-from samestep.runtime.assembly import Assembly, Loss, Source, assemble, set_modes
+from samestep.runtime.assembly import Assembly, assemble, set_modes
 from samestep.runtime.axes import precision, recompute, tensor
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.guards import data_trial, deterministic, loss_trial, nonfinite, randomness
@@ -45,6 +45,7 @@ from samestep.runtime.host_copies import Reading, to_device
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.microbatches import Microbatches, StepBatch
 from samestep.runtime.optimizer_step import Updater, clip_factor
+from samestep.runtime.preparation import Loss, Source
 from samestep.runtime.processes import join
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.mesh import gather_objects

@@ -31,7 +31,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
-from samestep.runtime.assembly import Loss, Source, prepare, traced_for, with_slices
+from samestep.runtime.preparation import Loss, Source, prepare, traced_for, with_slices
 from samestep.runtime.run import Run
 
 _TOKENS_LOOKED_AT = 2**24

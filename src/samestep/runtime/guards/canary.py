@@ -39,7 +39,7 @@ from samestep.errors import RepeatError, SamestepError, UnprovenError
 from samestep.job import Job, Waiver
 from samestep.program.bodies import Task
 from samestep.runtime import evaluation, microbatches
-from samestep.runtime.assembly import Assembly, Loss
+from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.pending_logits import PendingLogits
 from samestep.runtime.dropout import mode as dropout
@@ -48,6 +48,7 @@ from samestep.runtime.guards.model_state import ModelState, unmoved_generators
 from samestep.runtime.guards.update_replay import UpdateReplay
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import Microbatches, StepBatch
+from samestep.runtime.preparation import Loss
 from samestep.runtime.processes.mesh import gather_objects
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport
