@@ -115,7 +115,9 @@ def add_export(parser: ArgumentParser) -> None:
 def add_sample(parser: ArgumentParser) -> None:
     """Add the arguments of `sample`."""
     _add_run(parser)
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="the text to go on from; default: the job's")
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument("--prompt", default="", metavar="TEXT", help="the text to go on from; default: the job's")
+    given.add_argument("--chat", metavar="TEXT", help="a user's message, to which the reply is written")
     parser.add_argument("--tokens", type=_count, metavar="N", help="tokens to write; default: the job's")
     about = "0 takes the likeliest token each time; default: the job's"
     parser.add_argument("--temperature", type=_temperature, metavar="T", help=about)

@@ -170,7 +170,7 @@ def _sample(words: Namespace) -> None:
     from samestep.training.sampling import printable
     from samestep.training.trained import sample
 
-    given = {"tokens": words.tokens, "temperature": words.temperature, "seed": words.seed}
+    given = {"chat": words.chat, "tokens": words.tokens, "temperature": words.temperature, "seed": words.seed}
     print(printable(sample(words.run, words.prompt, **given)))
 
 

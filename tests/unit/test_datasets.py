@@ -20,6 +20,7 @@ from samestep.datasets import (
     sample_indices,
     shares,
 )
+from samestep.datasets.chat import opening
 from samestep.datasets.documents import NOT_COUNTED
 from samestep.datasets.tokenizers import ByteTokenizer
 from samestep.errors import DataError
@@ -307,6 +308,7 @@ def test_a_chat_template_is_followed(tmp_path):
     tokenizer = open_tokenizer(job_of(source, tokenizer=folder))
     text = "<s>[user] the cat</s>[assistant] sat</s>[user] on</s>[assistant] the mat"
     assert tokenizer.decode(dataset.tokens.tolist()) == text
+    assert tokenizer.decode(opening("the cat", tokenizer)) == "<s>[user] the cat</s>[assistant] "
     counted = [label for label in dataset.labels.tolist() if label != NOT_COUNTED]
     assert tokenizer.decode(counted) == " sat</s> the mat</s>"  # the token " sat" begins before the reply
 

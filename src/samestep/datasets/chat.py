@@ -17,6 +17,8 @@ from typing import Any
 from samestep.datasets.tokenizers import Messages, Tokenizer
 from samestep.errors import DataError
 
+_HEAD = "<|{}|>\n"
+
 Counted = list[tuple[list[int], bool]]
 """Consecutive runs of token ids, each with whether its tokens are counted in the loss."""
 
@@ -33,6 +35,15 @@ def chat_tokens(messages: Any, tokenizer: Tokenizer) -> Counted:
     pieces = _pieces(conversation, tokenizer)
     runs = tokenizer.encode_pieces([text for text, _ in pieces])
     return [(run, counted) for run, (_, counted) in zip(runs, pieces, strict=True)]
+
+
+def opening(message: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a user's message up to where the assistant's reply begins, in the format of `chat_tokens`."""
+    text = tokenizer.render_chat([{"role": "user", "content": message}], True)
+    if text is not None:
+        return tokenizer.encode(text)
+    runs = _plain([{"role": "user", "content": message}], tokenizer)
+    return [*(token for run, _ in runs for token in run), *tokenizer.encode(_HEAD.format("assistant"))]
 
 
 def _checked(messages: Any) -> Messages:
@@ -57,7 +68,7 @@ def _plain(messages: Messages, tokenizer: Tokenizer) -> Counted:
     runs: Counted = []
     for message in messages:
         reply = message["role"] == "assistant"
-        runs.append((tokenizer.encode(f"<|{message['role']}|>\n"), False))
+        runs.append((tokenizer.encode(_HEAD.format(message["role"])), False))
         runs.append((tokenizer.encode(message["content"]) + (end if reply else newline), reply))
     return runs
 

@@ -16,6 +16,7 @@ from samestep.building.families import facts_of, quiet
 from samestep.building.initial_values import blueprint, fill_rest
 from samestep.building.model import model_source
 from samestep.datasets import is_text, open_tokenizer
+from samestep.datasets.chat import opening
 from samestep.errors import CheckpointError, DataError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
@@ -24,7 +25,7 @@ from samestep.runtime.checkpoint_files import OpenCheckpoint
 from samestep.runtime.processes.join import RankInfo, resolve_device
 from samestep.runtime.run import Run
 from samestep.training import run_folder
-from samestep.training.sampling import sample_text
+from samestep.training.sampling import sample_tokens
 from samestep.training.workload import Workload, held_out_loss
 
 
@@ -106,13 +107,15 @@ def sample(
     run: str | Path | None = None,
     prompt: str = "",
     *,
+    chat: str | None = None,
     tokens: int | None = None,
     temperature: float | None = None,
     seed: int | None = None,
 ) -> str:
     """Return a prompt and the text that the model of a checkpoint writes after it; temperature 0 takes the likeliest token.
 
-    By default, tokens, temperature and seed are the job's. A model of transformers keeps the keys and values of what it has
+    With `chat`, a user's message, return the reply alone: the message is written as conversations were in training, by the
+    tokenizer's chat template where it has one. By default, tokens, temperature and seed are the job's. A model of transformers keeps the keys and values of what it has
     read; others read the whole text for each token.
 
     Raises:
@@ -129,13 +132,19 @@ def sample(
     count = train.sample_tokens if tokens is None else tokens
     heat = train.sample_temperature if temperature is None else temperature
     seed = train.seed if seed is None else seed
+    tokenizer, text = open_tokenizer(job), prompt or train.prompt
+    given = opening(chat, tokenizer) if chat is not None else tokenizer.encode(text)
     model = _generating(stored)
-    if model is not None:
-        return _generated(model, job, prompt or train.prompt, count, heat, seed)
-    text = sample_text(_prepared(stored, Workload(job)), prompt or train.prompt, count, heat, seed)
-    if text is None:
+    if not given and (model is None or tokenizer.begin_id is None):
+        given = [tokenizer.end_id or 0]
+    found = (
+        sample_tokens(_prepared(stored, Workload(job)), given, count, heat, seed)
+        if model is None
+        else _generated(model, job, given, count, heat, seed)
+    )
+    if found is None:
         raise ModelError(f"{job.model.source} gives no logits of tokens, from which text is sampled")
-    return text
+    return tokenizer.decode(found if chat is not None else given + found)
 
 
 def _prepared(stored: StoredRun, workload: Workload) -> Run:
@@ -173,15 +182,15 @@ def _generating(stored: StoredRun) -> nn.Module | None:
     return model.to(resolve_device(job.run.device)).eval()
 
 
-def _generated(model: Any, job: Job, prompt: str, count: int, temperature: float, seed: int) -> str:
-    """Return a prompt and the text that transformers generates after it, with a cache of keys and values.
+def _generated(model: Any, job: Job, given: list[int], count: int, temperature: float, seed: int) -> list[int]:
+    """Return the tokens that transformers generates after those that are given, with a cache of keys and values.
 
     Raises:
         ModelError: the model has fewer positions than the text has tokens.
     """
     tokenizer, facts = open_tokenizer(job), facts_of(model)
     begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
-    tokens = begin + tokenizer.encode(prompt) or [tokenizer.end_id or 0]
+    tokens = given if given[:1] == begin else begin + given  # a chat template may have written it
     most = facts.setting(model, facts.positions_field)
     if isinstance(most, int) and len(tokens) + count > most:
         raise ModelError(
@@ -193,12 +202,12 @@ def _generated(model: Any, job: Job, prompt: str, count: int, temperature: float
     if temperature > 0:
         settings = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     device = next(model.parameters()).device
-    given = torch.tensor([tokens], device=device)
+    read = torch.tensor([tokens], device=device)
     with quiet(), torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(seed)
         found = model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
+            read,
+            attention_mask=torch.ones_like(read),
             max_new_tokens=count,
             use_cache=True,
             suppress_tokens=unknown or None,
@@ -206,4 +215,4 @@ def _generated(model: Any, job: Job, prompt: str, count: int, temperature: float
             pad_token_id=tokenizer.end_id or 0,
             **settings,
         )
-    return tokenizer.decode(found[0, len(begin) :].tolist())
+    return [int(token) for token in found[0, len(tokens) :]]
