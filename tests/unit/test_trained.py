@@ -29,7 +29,9 @@ def test_a_checkpoint_writes_and_is_evaluated_as_its_run_does(
     capfd.readouterr()
     assert cli.main(["sample", str(run)]) == 0  # with a cache, which the run's own sample has not
     assert capfd.readouterr().out.rstrip("\n") == trained.rstrip("\n")
-    assert cli.main(["sample", str(run), "--chat", "Hello"]) == 0  # bytes have no template: as conversations are written then
+    assert (
+        cli.main(["sample", str(run), "--chat", "Hello"]) == 0
+    )  # bytes have no template: as conversations are written then
     asked = "<|user|>\nHello\n<|assistant|>\n"
     assert asked + capfd.readouterr().out.rstrip("\n") == samestep.sample(run, asked).rstrip("\n")
     once, again, other = (samestep.sample(run, "a", tokens=9, temperature=1.0, seed=seed) for seed in (1, 1, 2))
