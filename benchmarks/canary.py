@@ -23,7 +23,7 @@ import torch
 
 import samestep
 from samestep.building.loss import cross_entropy
-from samestep.job import TrainTable
+from samestep.job_tables import TrainTable
 from samestep.output.text_table import aligned
 
 LIMIT = 0.01

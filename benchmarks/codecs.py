@@ -24,7 +24,7 @@ from samestep.program.codecs import CODECS
 from samestep.runtime.codecs.codec import Codec, codec_of
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.training.workload import Workload, held_out_loss
+from samestep.training.workload import Workload, held_out_losses
 
 NUMEL, BLOCK, REPETITIONS = 25 * 2**18, 256, 15
 
@@ -85,9 +85,7 @@ def _held_out(name: str, seed: int, steps: int) -> float:
     run = Run(work.source, Layout(), job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
     for batch in batches(work.dataset, job):
         run.step(batch)
-    found = held_out_loss(run, work)
-    assert found is not None
-    return found
+    return held_out_losses(run, work)["held_out"]
 
 
 if __name__ == "__main__":

@@ -45,10 +45,11 @@ from torch.distributed.tensor import DTensor
 from samestep import Job, Layout, hardware, load, measure
 from samestep.datasets import batches
 from samestep.errors import InputError
+from samestep.program.update_rules import states_per_param
 from samestep.runtime.processes import workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.simulation.memory import at_rest, states_per_param
+from samestep.simulation.memory import at_rest
 from samestep.simulation.prediction import predict
 from samestep.training.workload import Workload
 

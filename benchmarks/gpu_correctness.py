@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from samestep import Job, Layout, train, verify
 from samestep.datasets import batches
-from samestep.runtime.processes import mesh, workers
+from samestep.runtime.processes import mesh, messages, workers
 from samestep.runtime.processes.join import RankInfo, resolve_device
 from samestep.runtime.run import Run
 from samestep.training.workload import Workload
@@ -159,7 +159,7 @@ def wrong_collectives(place: RankInfo) -> list[str]:
     holds("broadcast", sent, 1.0)
     dist.reduce(sent.fill_(2.0), dst=0)
     holds("reduce", sent if rank == 0 else sent.fill_(2.0 * ranks), 2.0 * ranks)
-    right["objects"] = mesh.gather_objects({"rank": rank}, ranks) == [{"rank": one} for one in everyone]
+    right["objects"] = messages.gather_values({"rank": rank}, ranks) == [{"rank": one} for one in everyone]
     if ranks > 1:
         came = torch.empty_like(mine)
         calls = [

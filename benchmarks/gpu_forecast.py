@@ -19,8 +19,8 @@ from single_gpu import Setting
 from samestep import hardware
 from samestep.hardware import Hardware
 from samestep.measurement import microbenchmarks, profile
+from samestep.program.update_rules import states_per_param
 from samestep.runtime.processes.join import RankInfo
-from samestep.simulation.memory import states_per_param
 from samestep.simulation.prediction import predict
 
 SETTINGS = (

@@ -98,13 +98,14 @@ def held() -> str:
     """What rank 0 holds of the default job in bf16, weight by weight: the program's numbers, equal to torch's."""
     base = jobs.load(ROOT / "jobs" / "default.toml", ["numerics.precision=bf16"])
     model = catalog.model_spec(base)
-    lines = ["| layout | weights | gradients | optimizer | bytes a parameter |", "| --- | ---: | ---: | ---: | ---: |"]
+    head = ("layout", "weights", "of these token embeddings", "gradients", "optimizer", "bytes a parameter")
+    lines = [f"| {' | '.join(head)} |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
     for zero in (0, 1, 2, 3):
         for degree in (2, 4, 8):
             layout = Layout.parse(f"dp={degree} zero={zero}")
             use = at_rest(program_of(model, Job.model_validate(base.model_dump()), layout))
             each = (use.weights + use.gradients + use.optimizer) / model.num_params
-            cells = f"{use.weights:,} | {use.gradients:,} | {use.optimizer:,} | {each:.2f}"
+            cells = f"{use.weights:,} | {use.token_embeddings:,} | {use.gradients:,} | {use.optimizer:,} | {each:.2f}"
             lines.append(f"| `{layout}` | {cells} |")
     return "\n".join(lines)
 
@@ -177,6 +178,12 @@ def gpu() -> str:
     return str(importlib.import_module("benchmarks.gpu_rows").tables())
 
 
+def resharding() -> str:
+    """Which of twelve layouts load to the bit what the others save, as `benchmarks/resharding.py` has found it."""
+    sys.path.insert(0, str(ROOT))
+    return str(importlib.import_module("benchmarks.resharding").table())
+
+
 def reproductions() -> str:
     """Code that people write, with what each layout makes of it: `tests/proof/reproductions.py` runs every row."""
     sys.path.insert(0, str(ROOT))
@@ -227,7 +234,13 @@ TECHNIQUES = (
     ("samestep simulate", "simulation/simulate.py simulation/clock.py simulation/cost.py simulation/memory.py"),
     ("samestep measure", "measurement/profile.py measurement/microbenchmarks.py measurement/refit.py"),
     ("samestep layouts", "planning/legality.py"),
-    ("torchrun", "runtime/processes/launchers.py runtime/processes/join.py"),
+    ("samestep inspect", "training/inspection.py"),
+    (
+        "--nodes",
+        "training/hosts.py training/elastic.py runtime/processes/meeting.py runtime/processes/channel.py "
+        "runtime/processes/distant_workers.py",
+    ),
+    ("torchrun", "runtime/processes/launchers.py runtime/processes/join.py runtime/processes/outside_watch.py"),
     ("samestep.launch", "runtime/processes/workers.py"),
     ("byte for byte", "runtime/ledger.py"),
 )
@@ -366,6 +379,7 @@ TABLES = {
     "reverted": reverted,
     "silent": silent,
     "reproductions": reproductions,
+    "resharding": resharding,
     "gpu": gpu,
     "family_counts": family_counts,
     "families": families,

@@ -29,6 +29,10 @@ TECHNIQUES: dict[str, tuple[str, dict[str, Any]]] = {  # the layout, and what th
     "mixed-precision": ("dp=2", {"precision": "bf16"}),
     "batch-norm": ("dp=2", {"coupled_samples": 8}),  # the statistics are those of eight samples, four on each rank
     "compressed": ("dp=2", {"compression": "int8", "replicas": 2}),  # a quarter of the bytes of gradients
+    "fewer-exchanges": (
+        "dp=2",
+        {"exchange_every": 2, "replicas": 2},
+    ),  # two steps apart, then the weights' moves are averaged
 }
 WIDTH, WORDS, LENGTH, EXPERTS = 32, 64, 16, 4
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import settings
 
 from samestep.runtime.processes import join
+from tests import audit, time_limit
 from tests import pool as pools
-from tests import time_limit
 from tests.progress import Progress
 
 torch.set_num_threads(1)
@@ -26,6 +26,7 @@ settings.load_profile("samestep")
 def pytest_configure(config: pytest.Config) -> None:
     """Put the time limits to work, and with `-q` the lines of progress."""
     config.pluginmanager.register(time_limit)
+    audit.install()  # before any rank is forked
     reporter = config.pluginmanager.getplugin("terminalreporter")
     if reporter is not None and config.get_verbosity() < 0:
         config.pluginmanager.register(Progress(reporter))
@@ -52,6 +53,14 @@ def _runs(config: pytest.Config, item: pytest.Item) -> bool:
 def _no_pool_is_left() -> Iterator[None]:
     yield
     pools.close_all()
+
+
+@pytest.fixture
+def runs_no_code() -> Iterator[None]:
+    """Nothing that a test loads, in its process or on any rank, is unpickled or run, and no process is started for it."""
+    with audit.watched() as found:
+        yield
+    assert found == []
 
 
 @pytest.fixture

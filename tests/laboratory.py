@@ -165,7 +165,9 @@ def follow(
             with Ledger() as ledger:
                 report = run.step(batch)
             seen.ledger = ledger.rows
-            seen.predicted = run.program.ledger(group_of=run.assembly.parallel.mesh.group_of)
+            exchanges = run.replicas is not None and run.replicas.is_due(run.steps_taken)
+            program = run.program.exchanging() if exchanges else run.program
+            seen.predicted = program.ledger(group_of=run.assembly.parallel.mesh.group_of)
         else:
             report = run.step(batch)
         seen.losses.append(report.loss)

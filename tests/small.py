@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -105,10 +106,10 @@ def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert not [name for name in left if not torch.equal(left[name], right[name])]
 
 
-def in_background(words: list[str], folder: Path) -> int:
+def in_background(words: list[str], folder: Path, namespace: str = "", **variables: object) -> int:
     """Run the command line in a fork of this process; return its pid. What it says goes to `folder`/out and err.
 
-    A test that calls it ends with `end_background`, whatever happens.
+    In a network namespace, if one is given, and with variables of its environment. A test that calls it ends with `end_background`, whatever happens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
@@ -116,6 +117,9 @@ def in_background(words: list[str], folder: Path) -> int:
         status = 70
         try:
             os.setpgid(0, 0)
+            os.environ.update({name: str(value) for name, value in variables.items()})
+            if namespace:
+                _enter(namespace)
             for descriptor, name in ((1, "out"), (2, "err")):
                 os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
             sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
@@ -126,6 +130,13 @@ def in_background(words: list[str], folder: Path) -> int:
     return pid
 
 
+def _enter(namespace: str) -> None:
+    """Move this process into a network namespace."""
+    with Path("/run/netns", namespace).open() as entered:
+        assert ctypes.CDLL(None).setns(entered.fileno(), _CLONE_NEWNET) == 0
+
+
+_CLONE_NEWNET = 0x40000000
 _background: set[int] = set()
 
 

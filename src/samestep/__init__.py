@@ -9,7 +9,7 @@ for batch in samestep.batches(dataset, job):
 run.save("checkpoints")                 # run.load(samestep.latest("checkpoints")) continues, in any layout
 ```
 Each verb of the command line is a function of the same name: `plan`, `simulate`, `train`, `verify`, `measure`,
-`layouts`, `export`, `sample`, `evaluate`. Names that need torch are imported on first use.
+`layouts`, `inspect`, `export`, `sample`, `evaluate`. Names that need torch are imported on first use.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from samestep.errors import (
     RunError,
     SamestepError,
     SaveError,
+    SpikeError,
     UnprovenError,
     WorkerError,
 )
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from samestep.simulation.simulate import simulate
     from samestep.tracing.dependence_rules import independent
     from samestep.training.export import export
+    from samestep.training.inspection import inspect
     from samestep.training.train import train
     from samestep.training.trained import evaluate, sample
 
@@ -58,6 +60,7 @@ _LAZY = {
     "batches": ("samestep.datasets", "batches"),
     "evaluate": ("samestep.training.trained", "evaluate"),
     "export": ("samestep.training.export", "export"),
+    "inspect": ("samestep.training.inspection", "inspect"),
     "independent": ("samestep.tracing.dependence_rules", "independent"),
     "latest": ("samestep.runtime.checkpoint_manifest", "latest"),
     "launch": ("samestep.runtime.processes.workers", "launch"),
@@ -87,12 +90,14 @@ __all__ = [
     "RunError",
     "SamestepError",
     "SaveError",
+    "SpikeError",
     "UnprovenError",
     "WorkerError",
     "batches",
     "evaluate",
     "export",
     "independent",
+    "inspect",
     "latest",
     "launch",
     "layouts",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from samestep.errors import did_you_mean
-from samestep.job import MOST_STEPS, MayChange, Precision, Waiver
+from samestep.job_tables import MOST_STEPS, MayChange, Precision, Waiver
 from samestep.layout import MOST_RANKS
 
 
@@ -66,7 +66,8 @@ def add_train(parser: ArgumentParser) -> None:
     """Add the arguments of `train`."""
     _add_job(parser)
     _add_layout(parser, "; auto: the fastest that `plan` finds for --ranks")
-    parser.add_argument("--ranks", type=_ranks, metavar="N", help="worker processes; default: the ranks of the layout")
+    about = "worker processes; default: the ranks of the layout. With MIN:MAX, a restart may go on with fewer than MAX"
+    parser.add_argument("--ranks", type=_rank_range, default=(None, None), metavar="N|MIN:MAX", help=about)
     about = "end after step N; the learning-rate schedule stays the job's"
     parser.add_argument("--steps", type=_count, metavar="N", help=about)
     parser.add_argument("--out", type=Path, metavar="DIR", help="run folder; default: a new one below runs/")
@@ -77,10 +78,22 @@ def add_train(parser: ArgumentParser) -> None:
     about = "resume the run in --out if it has a whole checkpoint, else start it; one that is finished is left alone"
     parser.add_argument("--auto-resume", action="store_true", help=about)
     _add_allow(parser, resumes=True)
+    _add_hosts(parser)
     about = "prove the layout first, as verify does, and train nothing where it differs from one device"
     parser.add_argument("--prove", action="store_true", help=about)
     about = "print the resolved job, and the bytes and samples of each rank; start nothing"
     parser.add_argument("--dry-run", action="store_true", help=about)
+
+
+def _add_hosts(parser: ArgumentParser) -> None:
+    about = (
+        "the hosts of the run: their names, which are started over ssh; or their number, with the same command on each"
+    )
+    parser.add_argument("--nodes", metavar="H1,H2|N", help=about)
+    about = "the address of the host that leads the run, with a free port; with names, by default that of the first one"
+    parser.add_argument("--rendezvous", metavar="HOST:PORT", help=about)
+    about = "with a number of hosts: a secret, the same on all; -: the first line of standard input, whose end stops the run"
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help=about)
 
 
 def add_verify(parser: ArgumentParser) -> None:
@@ -110,6 +123,7 @@ def add_export(parser: ArgumentParser) -> None:
         "write the whole model with its adapters (model.lora) added into its weights; default: the adapters, for peft"
     )
     parser.add_argument("--merge", action="store_true", help=about)
+    _add_ema(parser)
 
 
 def add_sample(parser: ArgumentParser) -> None:
@@ -122,18 +136,25 @@ def add_sample(parser: ArgumentParser) -> None:
     about = "0 takes the likeliest token each time; default: the job's"
     parser.add_argument("--temperature", type=_temperature, metavar="T", help=about)
     parser.add_argument("--seed", type=int, metavar="N", help="the seed of the sampling; default: the job's")
+    _add_ema(parser)
 
 
 def add_evaluate(parser: ArgumentParser) -> None:
     """Add the arguments of `evaluate`."""
     _add_run(parser)
     parser.add_argument("--samples", type=_count, metavar="N", help="held-out samples; default: the job's")
+    _add_ema(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to a file")
 
 
 def _add_run(parser: ArgumentParser) -> None:
     about = "a run folder, whose newest checkpoint is read, or one checkpoint; default: the newest run below runs/"
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help=about)
+
+
+def _add_ema(parser: ArgumentParser) -> None:
+    about = "take the moving averages of the weights (train.ema) in their place"
+    parser.add_argument("--ema", action="store_true", help=about)
 
 
 def add_plan(parser: ArgumentParser) -> None:
@@ -149,6 +170,8 @@ def add_plan(parser: ArgumentParser) -> None:
     wanted.add_argument("--fastest", action="store_true", help="use all devices; the default")
     about = "use the smallest number of devices that the job fits on"
     wanted.add_argument("--fewest-devices", action="store_true", help=about)
+    about = "the part of each device's memory that a layout must leave free; default: 0.05"
+    parser.add_argument("--keep-free", type=float, default=0.05, metavar="PART", help=about)
     about = "say how long training on this many tokens takes"
     parser.add_argument("--days-for-tokens", type=_num_tokens, metavar="2T", help=about)
     about = "the price of one device for an hour: say what training costs"
@@ -184,6 +207,12 @@ def add_layouts(parser: ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to a file")
 
 
+def add_inspect(parser: ArgumentParser) -> None:
+    """Add the arguments of `inspect`."""
+    _add_job(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables to a file")
+
+
 def add_measure(parser: ArgumentParser) -> None:
     """Add the arguments of `measure`."""
     about = "the profile to write; default: this machine's own, where plan and simulate look for it"
@@ -205,6 +234,16 @@ def _count(text: str, most: int = MOST_STEPS) -> int:
 def _ranks(text: str) -> int:
     """Read a number of ranks or devices."""
     return _count(text, MOST_RANKS)
+
+
+def _rank_range(text: str) -> tuple[int | None, int]:
+    """Read a number of ranks, and the least number to go on with if one is given before it."""
+    least, colon, most = text.rpartition(":")
+    if not colon:
+        return None, _ranks(text)
+    if _ranks(least) > _ranks(most):
+        raise ArgumentTypeError(f"{text} has no number between its ends; {most}:{least} has")
+    return _ranks(least), _ranks(most)
 
 
 def _price(text: str) -> float:

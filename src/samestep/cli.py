@@ -16,7 +16,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from samestep import arguments, hardware
 from samestep import job as jobs
@@ -26,6 +26,9 @@ from samestep.models import published
 from samestep.models.presets import PRESETS
 from samestep.output.output_file import check_writable, write
 from samestep.training import run_folder
+
+if TYPE_CHECKING:
+    from samestep.runtime.processes.meeting import Rendezvous
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -75,6 +78,8 @@ def _parser() -> ArgumentParser:
     arguments.add_simulate(verb("simulate", _simulate, about))
     about = "list the legal layouts of a job on N devices, and say why one is not"
     arguments.add_layouts(verb("layouts", _layouts, about))
+    about = "print the blocks of a job's model, what may be cut, and why not the rest"
+    arguments.add_inspect(verb("inspect", _inspect, about))
     arguments.add_measure(verb("measure", _measure, "write this machine's hardware profile, in a minute or two"))
     verb("presets", _presets, "list the models that plan and simulate know by name")
     verb("profiles", _profiles, "list the machines that plan and simulate know by name")
@@ -118,19 +123,48 @@ def _train(words: Namespace) -> int:
         words.job = out / run_folder.JOB
     job = _allowing(words)
     _limit_threads(job.run.threads)
-    given = {"layout": words.layout, "ranks": words.ranks, "steps": words.steps, "out": out}
+    least_ranks, ranks = words.ranks
+    given = {"layout": words.layout, "ranks": ranks, "steps": words.steps, "out": out}
     given |= {"resume": words.resume, "auto_resume": words.auto_resume, "init_from": words.init_from}
     if words.dry_run:
         from samestep.training.dry_run import dry_run
 
-        print(dry_run(job, **given).to_text())
+        nodes = words.nodes or "1"
+        num_hosts = int(nodes) if nodes.isdecimal() else len(nodes.split(","))
+        print(dry_run(job, **given, num_hosts=max(1, num_hosts)).to_text())
     else:
+        if words.nodes is not None and not words.nodes.isdecimal():
+            from samestep.training import ssh
+
+            return ssh.start(words.nodes.split(","), words.rendezvous)
         from samestep.training.train import train
 
-        summary = train(job, **given, prove=words.prove)
+        more = {"prove": words.prove, "rendezvous": _rendezvous(words), "least_ranks": least_ranks}
+        summary = train(job, **given, **more)
         if summary is not None and summary.stop_signal:
             return 128 + summary.stop_signal
     return 0
+
+
+def _rendezvous(words: Namespace) -> Rendezvous | None:
+    """Return where this host meets the others of a run, or None where it is alone."""
+    given = {"--nodes": words.nodes, "--rendezvous": words.rendezvous, "--token-file": words.token_file}
+    missing = [flag for flag, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return None
+    if missing:
+        raise InputError(
+            f"{' and '.join(missing)} missing: several hosts need --nodes N, --rendezvous HOST:PORT and --token-file FILE, "
+            f"or --nodes H1,H2 alone, which starts them over ssh"
+        )
+    if int(words.nodes) < 2:
+        raise InputError(f"--nodes {words.nodes}: a rendezvous is for 2 hosts or more; without it this one runs alone")
+    from samestep.runtime.processes import meeting
+    from samestep.training import ssh
+
+    is_stream = words.token_file == Path("-")
+    token = ssh.heed_standard_input() if is_stream else meeting.read_token(words.token_file)
+    return meeting.Rendezvous.of(words.rendezvous, int(words.nodes), token)
 
 
 def _verify(words: Namespace) -> int:
@@ -163,21 +197,21 @@ def _export(words: Namespace) -> None:
     _limit_threads(1)
     from samestep.training.export import export
 
-    print(export(words.run, words.out, dtype=words.dtype, merge=words.merge).to_text())
+    print(export(words.run, words.out, dtype=words.dtype, merge=words.merge, ema=words.ema).to_text())
 
 
 def _sample(words: Namespace) -> None:
     from samestep.training.sampling import printable
     from samestep.training.trained import sample
 
-    given = {"chat": words.chat, "tokens": words.tokens, "temperature": words.temperature, "seed": words.seed}
-    print(printable(sample(words.run, words.prompt, **given)))
+    keys = ("chat", "tokens", "temperature", "seed", "ema")
+    print(printable(sample(words.run, words.prompt, **{key: getattr(words, key) for key in keys})))
 
 
 def _evaluate(words: Namespace) -> None:
     from samestep.training.trained import evaluate
 
-    found = evaluate(words.run, samples=words.samples)
+    found = evaluate(words.run, samples=words.samples, ema=words.ema)
     print(found.to_text())
     _write_json(words.json, found.to_record())
 
@@ -190,7 +224,9 @@ def _plan(words: Namespace) -> int:
     if words.measure_top:
         _check_measurable(words, job)
     top = max(words.top, words.measure_top)
-    found = plan.plan(job, words.devices, words.hardware, top=top, fewest_devices=words.fewest_devices)
+    found = plan.plan(
+        job, words.devices, words.hardware, top=top, fewest_devices=words.fewest_devices, keep_free=words.keep_free
+    )
     _say_cautions(words, found.hardware, words.devices)
     print(ranking.as_text(found))
     if asked is not None:
@@ -279,6 +315,16 @@ def _layouts(words: Namespace) -> None:
         rows = legality.layouts(job, words.devices, switches=words.switches)
         print(legality.as_markdown(rows) if words.markdown else legality.as_text(rows))
         _write_json(words.json, [legality.as_record(row) for row in rows])
+
+
+def _inspect(words: Namespace) -> None:
+    job = _planned_job(words)
+    _limit_threads(job.run.threads)
+    from samestep.training.inspection import inspect
+
+    found = inspect(job)
+    print(found.to_text())
+    _write_json(words.json, found.to_record())
 
 
 def _measure(words: Namespace) -> None:

@@ -13,6 +13,7 @@ SamestepError (Exception)
     ├── SaveError                   a checkpoint cannot be written: no space, no permission
     ├── WorkerError                 a worker process died: its rank and its last output
     ├── NonFiniteError              the loss or a gradient is not finite, and the job says stop
+    ├── SpikeError                  losses stay far above those before, step after step, and the job says skip
     ├── DriftError                  ranks that must hold the same do not
     ├── RepeatError                 a part of a step, done once more, gives something else
     └── OutOfMemoryError            memory ran out, on a device or on the host
@@ -60,7 +61,7 @@ class UnprovenError(InputError):
     """Nothing shows that the layout computes what one device does; the text ends with the waiver that lets it run."""
 
     def __init__(self, reason: str, waiver: str = "") -> None:
-        """Write the reason, and the waiver, a word of `job.Waiver`, if there is one."""
+        """Write the reason, and the waiver, a word of `job_tables.Waiver`, if there is one."""
         super().__init__(f'{reason}; run.allow = ["{waiver}"] lets it run unproven' if waiver else reason)
         self.reason, self.waiver = reason, waiver
 
@@ -88,6 +89,10 @@ class NonFiniteError(RunError):
     """The loss or a gradient is not finite; the text names the first module at fault."""
 
 
+class SpikeError(RunError):
+    """The losses of too many steps in succession are spikes; the text gives the last one and the bound."""
+
+
 class DriftError(RunError):
     """Ranks that must hold equal values do not; the text names the tensor and the rank."""
 
@@ -98,6 +103,21 @@ class RepeatError(RunError):
 
 class OutOfMemoryError(RunError):
     """Memory ran out; the text says what held it, what was predicted, and which layout needs less."""
+
+
+def to_words(error: SamestepError) -> tuple[str, tuple[str, ...]]:
+    """Return the name of an error's class, one of those here, and what it is made of, as words that can be sent."""
+    kind = next(one for one in type(error).__mro__ if one.__module__ == __name__)
+    given = (error.reason, error.waiver) if isinstance(error, UnprovenError) else (str(error),)
+    return kind.__name__, given
+
+
+def of_words(name: str, given: Iterable[str]) -> SamestepError:
+    """Return the error of which these are the words; a name of no class here makes the least specific one."""
+    kind = globals().get(name)
+    if isinstance(kind, type) and issubclass(kind, SamestepError):
+        return kind(*given)
+    return SamestepError(*given)
 
 
 def shown(value: object) -> str:

@@ -34,7 +34,9 @@ attention = 0.6
 64 = 0.55
 256 = 1.0
 ```
-and `collective_s` in a link: the time that every collective over it takes, however small.
+and in a link `collective_s`, the time that every collective over it takes, however small, and `ll128_latency_s`, the
+latency of a hop in NCCL's protocol for smaller messages. `library = "gloo"` says that all collectives are rings; without it
+they are NCCL's (`simulation/collectives.py`).
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from samestep.errors import InputError, did_you_mean
+from samestep.errors import InputError, did_you_mean, shown
 from samestep.output.byte_sizes import gib
 from samestep.output.text_table import aligned
 
@@ -69,6 +71,8 @@ class Link:
     bytes_per_s: Positive
     collective_s: NonNegative = 0.0
     """Seconds that every collective takes besides its hops and bytes."""
+    ll128_latency_s: NonNegative | None = None
+    """Latency of one hop in NCCL's protocol LL128, which moves fewer bytes; None where it is not used."""
     all_reduce_bytes_per_s: Positive | None = None
     """Rate of an all_reduce over most of a node where the switch itself sums; None where a ring does."""
     by_ranks: Mapping[Annotated[int, Field(ge=2)], Positive] = field(default_factory=dict)
@@ -109,6 +113,8 @@ class Hardware:
     inter: Link
     overlap: bool
     """Whether communication overlaps with compute."""
+    library: Literal["nccl", "gloo"] = "nccl"
+    """The library of collectives: gloo has rings alone, NCCL (and RCCL) trees too."""
     num_units: Annotated[int, Field(ge=0)] = 0
     """Number of multiprocessors; 0 leaves tiles and waves out of the prediction."""
     efficiency: Mapping[str, Fraction] = field(default_factory=dict)
@@ -131,10 +137,17 @@ class Hardware:
     """Factor by which compute is slower while communication runs."""
     reserved_bytes: Annotated[int, Field(ge=0)] = 0
     """Memory that tensors cannot use: context, communicators, libraries."""
+    kept_free: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Part of the memory that a plan leaves free."""
     device_names: tuple[str, ...] = ()
     """Names that CUDA or ROCm gives a device of this data sheet."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Origin of each number, by its key."""
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of a device that a layout may need, `reserved_bytes` among them: its memory without what is kept free."""
+        return int(self.memory_bytes * (1 - self.kept_free))
 
     def __hash__(self) -> int:
         """Return a hash of the numbers in which machines differ, so that predicted times can be cached by machine."""
@@ -150,7 +163,10 @@ def load(name_or_path: str | Path) -> Hardware:
     source = _find(name_or_path)
     try:
         table = tomllib.loads(source.read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not TOML, not text, a number of over 4,300 digits, too many brackets
         raise InputError(f"{name_or_path} is not TOML: {error}") from None
     try:
         return TypeAdapter(Hardware).validate_python({"name": source.name.removesuffix(".toml"), **table})
@@ -256,9 +272,13 @@ def _find(name_or_path: str | Path) -> Traversable:
             return own_path()
         raise InputError(f"this machine has not been measured: samestep measure writes the profile {OWN}")
     path = Path(name_or_path)
-    if path.is_file():
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except OSError as error:
+        raise InputError(f"{shown(name)} is no path of a hardware profile: {error.strerror}") from None
+    if is_file:
         return path
-    if path.is_dir():
+    if is_folder:
         raise InputError(f"{path} is a folder; a hardware profile is a TOML file")
     what = f"there is no file {path}" if path.suffix == ".toml" else f"no hardware {name!r}"
     hint = did_you_mean(path.stem.lower() if path.suffix == ".toml" else name.lower(), profiles())

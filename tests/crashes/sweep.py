@@ -8,6 +8,8 @@ and its result is one line of the record, so a sweep that is ended goes on where
     stopped    SIGSTOP of a worker, which `run.hang_s` must end
     disk       a call of the module that writes checkpoints fails: no space, an input error; or the process dies in it
     damaged    a file or the manifest of the newest checkpoint is harmed: it must be passed over
+
+and, where this machine can make two hosts, what befalls them (`network_faults.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import json
 import os
 import random
@@ -25,17 +28,19 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from benchmarks.network_namespaces import Host, lacking, network
 from samestep.errors import CheckpointError
 from samestep.output import durable_files
 from samestep.runtime import checkpoint_manifest
 from samestep.runtime.processes import hang_watch
 from tests import small
+from tests.crashes import network_faults
 from tests.damage import DAMAGES, damaged
 
 KINDS = ("killed", "stopped", "disk", "damaged")
@@ -71,12 +76,17 @@ def main() -> int:
     parser.add_argument("--record", type=Path, default=Path("crashes.jsonl"))
     given = parser.parse_args()
     end, known = time.monotonic() + given.seconds, results(given.record)
-    with tempfile.TemporaryDirectory(prefix="samestep-crashes-") as folder:
-        losses = undisturbed(Path(folder))
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="samestep-crashes-")))
+        run_case, kinds = functools.partial(case, losses=undisturbed(folder), folder=folder), KINDS
+        if not lacking():
+            hosts, losses = stack.enter_context(network(2)), network_faults.undisturbed(folder)
+            between, kinds = functools.partial(_between, hosts, losses, folder), (*KINDS, *network_faults.FAULTS)
         for number in range(len(known), given.cases):
             if time.monotonic() > end:
                 break
-            known.append(case(given.seed, number, losses, Path(folder)))
+            kind = kinds[number % len(kinds)]
+            known.append((run_case if kind in KINDS else between)(kind, given.seed, number))
             with given.record.open("a") as record:
                 record.write(json.dumps(asdict(known[-1])) + "\n")
     print(table(known))
@@ -95,10 +105,16 @@ def undisturbed(folder: Path) -> list[float]:
     return small.losses(folder / "whole")
 
 
-def case(seed: int, number: int, losses: list[float], folder: Path) -> Result:
+def _between(hosts: list[Host], losses: list[float], folder: Path, kind: str, seed: int, number: int) -> Result:
+    """Harm a run on two hosts, and return what came of it."""
+    return Result(
+        number, kind, *astuple(network_faults.case(kind, random.Random(f"{seed} {number}"), hosts, losses, folder))
+    )
+
+
+def case(kind: str, seed: int, number: int, losses: list[float], folder: Path) -> Result:
     """Harm one run, resume it, and return what came of it."""
-    drawn = random.Random(f"{seed} {number}")
-    kind, run = KINDS[number % len(KINDS)], folder / f"run-{number}"
+    drawn, run = random.Random(f"{seed} {number}"), folder / f"run-{number}"
     first, then = drawn.choice(LAYOUTS), drawn.choice(LAYOUTS)
     what, noticed = {"killed": _killed, "stopped": _stopped, "disk": _disk, "damaged": _damaged}[kind](
         run, folder / "talk", first, drawn

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import LayoutError, NonFiniteError, WorkerError
-from samestep.runtime.processes import worker, workers
+from samestep.runtime.processes import memory_kills, worker, workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.workers import run_workers
 
@@ -76,7 +76,7 @@ def test_another_error_names_the_rank_and_has_its_last_words() -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("kill", r"killed by SIGKILL \(out of memory\?\)"),
+        ("kill", r"killed by SIGKILL(\n|$)"),
         ("abort", "killed by SIGABRT"),
         ("exit", "it exited with status 0 before it was done"),
     ],
@@ -164,3 +164,37 @@ def test_what_a_dead_worker_started_dies_too(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=r"^rank 1 of 2 died: it exited with status 3"):
         run_workers(_tell_pid_and_wait, (str(tmp_path),), ranks=2, timeout_s=60, quiet=True)
     _wait_until_gone([int(pid) for file in tmp_path.glob("*.pid") if (pid := file.read_text())])
+
+
+_GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+def _hold_too_much(place: RankInfo, group: Path) -> None:
+    """Take more memory than the control group of this process may have."""
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    held = torch.ones(64 << 20)
+    assert held.sum()
+
+
+@pytest.mark.skipif(
+    not (os.access(_GROUPS / "memory.limit_in_bytes", os.W_OK) and os.access("/dev/kmsg", os.R_OK)),
+    reason="no control groups of memory may be made here, or the kernel's log may not be read",
+)
+def test_a_kill_for_lack_of_memory_has_evidence() -> None:
+    group = _GROUPS / f"samestep-{os.getpid()}"
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(str(48 << 20))
+    try:
+        with pytest.raises(
+            WorkerError, match=r"killed by SIGKILL \(out of memory: the kernel's log names the process\)"
+        ):
+            run_workers(_hold_too_much, (group,), ranks=1, quiet=True)
+    finally:
+        group.rmdir()
+
+
+def test_kills_are_counted_in_the_control_group_or_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_kills, "_kernel_log", lambda: "Out of memory: Killed process 123 (python)")
+    assert memory_kills.evidence(123, memory_kills.count()) == " (out of memory: the kernel's log names the process)"
+    assert memory_kills.evidence(12, memory_kills.count()) == ""
+    assert memory_kills.evidence(12, memory_kills.count() - 1).endswith("has counted such a kill since the start)")

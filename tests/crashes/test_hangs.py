@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 import warnings
 from pathlib import Path
@@ -127,13 +128,13 @@ def test_a_run_with_a_stopped_rank_is_ended_and_goes_on(
     whole, run, once = tmp_path / "whole", tmp_path / "run", tmp_path / "once"
     keys = {"checkpoint.every": 2, "train.evaluate_samples": 8}
     assert small.train("--layout", "dp=2", "--out", whole, **keys) == 0
-    evaluate = training.held_out_loss
+    evaluate = training.held_out_losses
 
     def slow(*args: Any) -> Any:
         time.sleep(4.0)
         return evaluate(*args)
 
-    monkeypatch.setattr(training, "held_out_loss", slow)  # longer than a rank may stand still in a step
+    monkeypatch.setattr(training, "held_out_losses", slow)  # longer than a rank may stand still in a step
     monkeypatch.setattr(hang_watch, "_NAMED_AFTER_S", 1.0)
     monkeypatch.setattr(hang_watch, "_SILENT_S", 1.5)
     monkeypatch.setattr(Run, "_backward", _stops_once(4, once))
@@ -147,3 +148,46 @@ def test_a_run_with_a_stopped_rank_is_ended_and_goes_on(
     assert "run.hang_s = 2.5" in said
     assert f"restart 1 of 1 in 1 s, from {run}/checkpoints/step-000004" in said
     assert small.metrics(run) == small.metrics(whole)
+
+
+@pytest.mark.filterwarnings("ignore:rank . of 2 (does not answer|has not moved)")
+@pytest.mark.usefixtures("stop_signals")
+@pytest.mark.parametrize(
+    ("stopped", "words"),
+    [
+        (1, r"samestep: rank 1 of 2 does not answer.*; rank 0 in .*step 5.*; run.hang_s = 3"),
+        pytest.param(
+            0,  # which holds the store
+            r"samestep: rank 1 of 2 stands still, and the store at 127.0.0.1:\d+ has not answered for \d+ s: its process "
+            r"stands still or is gone; run.hang_s = 3",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_a_stopped_rank_of_another_launcher_is_named_and_the_others_end(
+    stopped: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr(hang_watch, "_NAMED_AFTER_S", 1.0)
+    monkeypatch.setattr(hang_watch, "_SILENT_S", 1.5)
+    monkeypatch.setattr(Run, "_backward", _stops_in_step_5(stopped))
+    command = ["train", *small.settings(**{"run.hang_s": 3}), "--layout", "dp=2", "--out", str(tmp_path / "run")]
+    given = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": 2}
+    ranks = [small.in_background(command, tmp_path / f"{rank}", RANK=rank, **given) for rank in range(2)]
+    try:
+        assert small.status_of(ranks[1 - stopped]) == 1
+        assert re.search(words, (tmp_path / f"{1 - stopped}" / "err").read_text())
+    finally:
+        small.end_background()
+
+
+def _stops_in_step_5(rank: int) -> Any:
+    backward = Run._backward
+
+    def stopping(run: Run, task: Any, loss: Any) -> None:
+        if run.steps_taken == 4 and run.place.rank == rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        backward(run, task, loss)
+
+    return stopping

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -205,3 +206,65 @@ def test_a_failed_worker_is_started_again_until_its_error_comes_twice(
     monkeypatch.setattr(Run, "_backward", _fails_at(0))
     assert small.train("--layout", "dp=2", "--out", tmp_path / "never", **{"run.restarts": 9}) == 1
     assert "the same error came twice behind step 0: no restart helps" in capfd.readouterr().err
+
+
+def test_a_restart_of_a_run_with_first_weights_keeps_what_it_has_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, run, times = tmp_path / "whole", tmp_path / "run", tmp_path / "times"
+    assert small.train("--ranks", "1", "--out", tmp_path / "first", "--steps", "1") == 0
+    words: list[str | Path] = ["--ranks", "1", "--init-from", tmp_path / "first"]
+    keys = {"checkpoint.every": 2, "run.restarts": 1}
+    assert small.train(*words, "--out", whole, **keys) == 0
+    monkeypatch.setattr(restarts.restarting, "__defaults__", (lambda pause_s: None,))
+    monkeypatch.setattr(Run, "_backward", _fails_at(4, times))
+    times.write_bytes(b".")
+    assert small.train(*words, "--out", run, **keys) == 0
+    assert small.metrics(run) == small.metrics(whole)
+
+
+def _rank_3_never_comes_far(run: Run, task: Any, loss: Any) -> None:
+    """A backward in which the last of four ranks dies in the third step."""
+    if run.steps_taken == 2 and run.place.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _backward(run, task, loss)
+
+
+_backward = Run._backward
+
+
+@pytest.mark.parametrize(
+    ("layout", "left"),
+    [
+        ("dp=4 zero=3", "dp=3 zero=3"),
+        pytest.param("dp=2 tp=2", "dp=1 tp=2", marks=pytest.mark.nightly),
+        pytest.param("auto", "", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_worker_that_fails_wherever_it_starts_is_left_out(
+    layout: str, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    keys = {"checkpoint.every": 2, "run.restarts": 3}
+    assert small.train("--ranks", "1", "--out", whole, **keys) == 0
+    monkeypatch.setattr(restarts.restarting, "__defaults__", (lambda pause_s: None,))
+    monkeypatch.setattr(Run, "_backward", _rank_3_never_comes_far)
+    capfd.readouterr()
+    assert small.train("--layout", layout, "--ranks", "2:4", "--out", run, **keys) == 0
+    assert re.search(rf"goes on with [23] of 4 ranks, layout '{left}", capfd.readouterr().out)
+    assert small.losses(run) == pytest.approx(small.losses(whole), rel=1e-5)
+
+
+def test_where_no_layout_of_fewer_ranks_is_allowed_the_run_says_what_would_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(restarts.restarting, "__defaults__", (lambda pause_s: None,))
+    monkeypatch.setattr(Run, "_backward", _rank_3_never_comes_far)
+    words = ["--layout", "tp=4", "--ranks", "1:4", "--out", str(tmp_path / "run")]
+    assert small.train(*words) == 2
+    assert "run.restarts = 0: --set run.restarts=3 works" in capfd.readouterr().err
+    assert small.train(*words, **{"run.restarts": 2}) == 1
+    assert (
+        "3 ranks are left, and no layout of 1 to 3 ranks is 'dp=1 tp=4' with smaller data degrees; a number of ranks that "
+        "4 divides, or --layout auto, which plans anew, works"
+    ) in capfd.readouterr().err

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.device.simulated_streams import DEVICE
 from tests.device.simulated_tensors import Aliases, Operation
 
 _c10d = dist.distributed_c10d
@@ -86,8 +85,6 @@ def install() -> torch.library.Library:
                     library.impl(base, _collective(op), "CUDA", allow_override=True)
     _c10d._check_single_tensor = _refusing_host_tensors(_c10d._check_single_tensor)
     _c10d._check_tensor_list = _refusing_host_tensors(_c10d._check_tensor_list)
-    found = _c10d._get_object_coll_device
-    _c10d._get_object_coll_device = lambda group=None: DEVICE if _is_nccl else found(group)
     dist.init_process_group = _c10d.init_process_group = _init_process_group(_c10d.init_process_group)
     dist.split_group = _c10d.split_group = _split_group
     backend = dist.get_backend

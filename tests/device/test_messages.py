@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -12,12 +13,14 @@ import torch
 
 from samestep import schedules
 from samestep.datasets import batches
+from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.ranks import Ranks
+from samestep.runtime import plain_data
 from samestep.runtime.axes.stage_messages import Messages
 from samestep.runtime.processes import mesh
-from samestep.runtime.processes.mesh import broadcast_from
+from samestep.runtime.processes.messages import broadcast_from, broadcast_value, gather_values
 from tests.device.simulated_cuda import refusal
 from tests.laboratory import clipped, make_run, on_ranks
 from tests.models import Tokens
@@ -137,18 +140,56 @@ def test_an_axis_takes_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh.forget_groups()
 
 
-def sent_whole(rank: int, world: int) -> tuple[Any, list[str]]:
-    value = None
-    if rank == world - 1:
-        value = SimpleNamespace(logits=torch.arange(6.0).view(2, 3).t(), others=(torch.ones(()), "text"), none=None)
-    got = broadcast_from(world - 1, value, torch.distributed.group.WORLD, torch.device("cpu"))
-    return got.logits, [str(one) for one in got.others]
+def sent_whole(rank: int, world: int, value: Any) -> Any:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    return broadcast_from(world - 1, value if rank == world - 1 else None, group, torch.device("cpu"))
 
 
 def test_results_of_the_last_stage_arrive_whole() -> None:
-    for logits, others in pool(2).run(sent_whole):
-        assert torch.equal(logits, torch.arange(6.0).view(2, 3).t())
-        assert others == ["tensor(1.)", "text"]
+    logits = torch.arange(6.0).view(2, 3).t()
+    for got in pool(2).run(sent_whole, {"logits": logits, "others": (torch.ones(()), "text"), "none": None}):
+        assert torch.equal(got["logits"], logits)
+        assert [str(one) for one in got["others"]] == ["tensor(1.)", "text"]
+        assert got["none"] is None
+
+
+def refused(rank: int, world: int) -> str:
+    with pytest.raises(ModelError) as error:
+        sent_whole(rank, world, SimpleNamespace(logits=torch.ones(2)))
+    return str(error.value)
+
+
+def test_results_that_are_no_plain_data_are_refused_on_every_rank() -> None:
+    assert all("returns a SimpleNamespace" in text for text in pool(2).run(refused))
+
+
+PLAIN = {
+    "floats": [0.1, -0.0, 5e-324, math.inf, -math.inf, math.nan], "tuple": (1, (2**64 - 1, True, None)), "\ud800": "ü\n",
+    (3, "key"): {1, 2}, "range": range(3), "empty": [],
+}  # fmt: skip
+
+
+def exchanged(rank: int, world: int) -> tuple[list[Any], Any]:
+    mine = {**PLAIN, "rank": rank, "long": "x" * 1000 * rank}
+    return gather_values(mine, world), broadcast_value(1, mine)
+
+
+def test_values_arrive_exactly() -> None:
+    for gathered, sent in pool(2).run(exchanged):
+        assert [one.pop("rank") for one in gathered] == [0, 1]
+        assert [len(one.pop("long")) for one in gathered] == [0, 1000]
+        assert sent.pop("rank") == 1
+        assert sent.pop("long")
+        assert [repr(one) for one in (*gathered, sent)] == [
+            repr(PLAIN)
+        ] * 3  # nan is not equal to itself, and -0.0 to 0.0
+
+
+@pytest.mark.parametrize("value", [object(), b"bytes", 1j, torch.ones(1), {"deep": [Job]}, lambda: None])
+def test_what_is_no_plain_data_is_not_sent(value: Any) -> None:
+    with pytest.raises(plain_data.NotPlainError):
+        plain_data.to_text(value)
 
 
 def ways_of_making_groups(rank: int, world: int, model: str, layout: str, job: Job) -> list[str | None]:

@@ -36,12 +36,16 @@ def job(policy: str = "skip", precision: str = "bf16") -> Job:
         6,
         numerics={"on_nonfinite": policy},
         optimizer={"name": "adamw", "lr": 1e-2, "clip_norm": 0.5, "options": {}},
-        train={"watch_every": 0},
+        train={"watch_every": 0, "ema": 0.9},
     )
 
 
 def weights(run: Run) -> list[Tensor]:
-    return [piece.master().cpu().clone() for piece in run.updater.pieces]
+    """Return the masters and the moving averages of the weights that this rank updates."""
+    averages = run.updater.averages
+    assert averages is not None
+    values = [value for piece in run.updater.pieces for value in (piece.master(), averages.of(piece))]
+    return [value.cpu().clone() for value in values if value is not None]
 
 
 class Faulty:

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from samestep.errors import JobError
-from samestep.job import Compression, Job
+from samestep.job import Job
+from samestep.job_tables import Compression
 from samestep.program.codecs import CODECS
 from samestep.program.state_blocks import block_of
 from samestep.runtime.codecs.codec import codec_of
 
-BOUNDS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 1 / 127}
+BOUNDS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 1 / 127, "int4": 1 / 7, "topk": 1.0}
 """Of an element, or of the largest of its block."""
-SMALLEST = {"bf16": 1e-38, "fp16": 6e-8, "int8": 2.0**-126}
+SMALLEST = {"bf16": 1e-38, "fp16": 6e-8, "int8": 2.0**-126, "int4": 2.0**-126, "topk": 1e-38}
 """What is smaller is lost: the smallest number or scale."""
-LARGEST = {"bf16": 1e38, "fp16": 65000.0, "int8": 1e38}
+LARGEST = {"bf16": 1e38, "fp16": 65000.0, "int8": 1e38, "int4": 1e38, "topk": 1e38}
 
 
 def there_and_back(name: str, values: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -55,7 +56,7 @@ def test_an_element_is_as_near_as_its_codec_says(name: str, drawn: tuple[Tensor,
     values = values.clamp(-LARGEST[name], LARGEST[name])
     decoded, rest = there_and_back(name, values, block)
     scale = values.view(-1, block).abs().amax(1, keepdim=True).expand(-1, block).reshape(values.shape)
-    scale = scale if CODECS[name].block_bytes else values.abs()
+    scale = scale if CODECS[name].has_blocks else values.abs()
     assert ((decoded - values).abs() <= BOUNDS[name] * scale * (1 + 1e-6) + SMALLEST[name]).all()
     if CODECS[name].feeds_back:
         assert torch.equal(rest, values - decoded)
@@ -84,25 +85,50 @@ def test_what_is_not_finite_shows_and_is_not_fed_back(name: str, bad: float) -> 
         assert rest.isfinite().all()
 
 
+@given(gradients())
+def test_topk_sends_the_largest_of_each_block_exactly(drawn: tuple[Tensor, int]) -> None:
+    values, block = drawn
+    decoded, rest = there_and_back("topk", values.float(), block)
+    blocks, sent, left = (one.view(-1, block) for one in (values.float(), decoded, rest))
+    k = CODECS["topk"].num_sent(block)
+    assert k == max(1, block // 16)
+    assert ((sent != 0).sum(1) <= k).all()
+    assert torch.equal(torch.where(sent != 0, blocks, 0.0), sent)
+    smallest = blocks.abs().topk(k, dim=1).values[:, -1:]
+    assert (left.abs() <= smallest).all()
+    assert (left.double().square().sum(1) <= (1 - k / block) * blocks.double().square().sum(1) * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "topk"])
 @given(gradients(), st.integers(-20, 20))
-def test_int8_of_twice_a_gradient_is_twice_that_of_it(drawn: tuple[Tensor, int], exponent: int) -> None:
+def test_codes_of_twice_a_gradient_are_twice_those_of_it(name: str, drawn: tuple[Tensor, int], exponent: int) -> None:
     """So a loss scale, a power of two, changes no code."""
     values, block = drawn
     values = values.clamp(-1e20, 1e20)
     values[values.abs() < 1e-20] = 0.0
-    once, scaled = (there_and_back("int8", values * factor, block)[0] for factor in (1.0, 2.0**exponent))
+    once, scaled = (there_and_back(name, values * factor, block)[0] for factor in (1.0, 2.0**exponent))
     assert torch.equal(once * 2.0**exponent, scaled)
 
 
-def test_a_sum_over_steps_loses_nothing() -> None:
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_sum_over_steps_loses_nothing(name: str) -> None:
     """What codes lose comes back: after many steps the sum of what was decoded is off by one quantisation step."""
     lost, total, sent = torch.zeros(1, 256), torch.zeros(1, 256), torch.zeros(1, 256)
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(1, 256, generator=generator) * torch.logspace(-4, 0, 256)
     for _ in range(200):
-        decoded, lost = there_and_back("int8", gradient + lost, 256)
+        decoded, lost = there_and_back(name, gradient + lost, 256)
         total, sent = total + gradient, sent + decoded
-    assert (total - sent).abs().max() <= (gradient.abs().max() + lost.abs().max()) / 127
+    assert (total - sent).abs().max() <= (gradient.abs().max() + lost.abs().max()) * BOUNDS[name]
+
+
+def test_topk_sends_every_element_in_its_turn() -> None:
+    lost, sent = torch.zeros(1, 256), torch.zeros(1, 256)
+    gradient = torch.logspace(-2, 0, 256)[None]
+    for _ in range(2000):
+        decoded, lost = there_and_back("topk", gradient + lost, 256)
+        sent += decoded
+    assert (sent / 2000 / gradient - 1).abs().max() < 0.2
 
 
 def test_every_word_of_a_job_is_a_row() -> None:

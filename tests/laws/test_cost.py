@@ -17,16 +17,11 @@ from samestep.models.spec import LayerSpec, ModelSpec, Product
 from samestep.program.ops import OpKind
 from samestep.program.program import Program
 from samestep.simulation import clock, cost
-from samestep.simulation.cost import GroupShape, collective_s
 from samestep.strategies import program_of
 from tests.laws.models import LAW
 
 GPU = hardware.load("a100-80x8")
 SIZES = st.integers(1, 8192)
-COLLECTIVES = (OpKind.ALL_REDUCE, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER)
-GROUPS = st.sampled_from(
-    [GroupShape(2, 1, 2), GroupShape(8, 1, 8), GroupShape(16, 2, 8), GroupShape(64, 8, 8), GroupShape(8, 8, 1)]
-)
 
 
 def price(
@@ -149,72 +144,6 @@ def test_experts_read_all_their_weights_and_multiply_only_their_rows() -> None:
     assert times[0] <= times[1] < 1.1 * times[0]
     few = [price(layer_of(replace(p, rows=64)), OpKind.FORWARD) for p in (dense, dealt)]
     assert few[1] > 4 * few[0]  # eight weights are read for rows of one
-
-
-# -- communication -----------------------------------------------------------------------------------------------------
-
-
-@LAW
-@given(st.sampled_from(COLLECTIVES), st.integers(0, 2**32), GROUPS)
-def test_more_bytes_never_take_less_and_no_link_is_faster_than_it_is(
-    kind: OpKind, size_bytes: int, group: GroupShape
-) -> None:
-    time_s = collective_s(kind, size_bytes, group, GPU)
-    assert time_s <= collective_s(kind, 2 * size_bytes, group, GPU)
-    part = (group.num_ranks - 1) / group.num_ranks * (2 if kind is OpKind.ALL_REDUCE else 1)
-    link = GPU.intra if group.nodes == 1 else replace(GPU.inter, bytes_per_s=GPU.inter.bytes_per_s * group.inside)
-    assert time_s >= part * size_bytes / min(link.bytes_per_s, GPU.intra.bytes_per_s)
-
-
-@LAW
-@given(st.integers(0, 2**30), GROUPS)
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size_bytes: int, group: GroupShape) -> None:
-    parts = [collective_s(kind, size_bytes, group, GPU) for kind in (OpKind.REDUCE_SCATTER, OpKind.ALL_GATHER)]
-    link = GPU.intra if group.nodes == 1 else GPU.inter
-    assert collective_s(OpKind.ALL_REDUCE, size_bytes, group, GPU) == pytest.approx(sum(parts) - link.collective_s)
-
-
-def test_members_of_a_node_leave_it_through_all_its_ports() -> None:
-    size_bytes = 2**33
-    alone, together = (collective_s(OpKind.ALL_GATHER, size_bytes, GroupShape(8 * n, 8, n), GPU) for n in (1, 8))
-    assert alone / together == pytest.approx(8 * (7 / 8) / (63 / 64), rel=0.02)
-
-
-def test_where_no_switch_joins_the_devices_two_are_slower_than_eight() -> None:
-    machine = hardware.load("v100x8")
-    busy = {
-        n: collective_s(OpKind.ALL_REDUCE, 2**30, GroupShape(n, 1, n), machine) * n / (2 * (n - 1)) for n in (2, 4, 8)
-    }
-    assert busy[2] > 3 * busy[4] > 3 * busy[8]
-
-
-@LAW
-@given(st.integers(2**16, 2**30), st.integers(1, 8), st.integers(2, 8))
-def test_an_exchange_leaves_a_node_by_each_rank_s_own_port(size_bytes: int, inside: int, nodes: int) -> None:
-    ranks = inside * nodes
-    away = (ranks - inside) / ranks * size_bytes
-    time_s = collective_s(OpKind.ALL_TO_ALL, size_bytes, GroupShape(ranks, nodes, inside), GPU)
-    assert time_s >= away / GPU.inter.bytes_per_s
-    near = collective_s(OpKind.ALL_TO_ALL, size_bytes, GroupShape(ranks, 1, ranks), GPU)
-    assert near <= time_s or GPU.intra.latency_s * ranks > away / GPU.inter.bytes_per_s
-
-
-def test_measured_bus_bandwidths_are_met() -> None:
-    """vTrain's all_reduce on eight A100: 1 MiB in 93 us, 32 MiB in 358 us, 1 GiB in 8.19 ms."""
-    for size_bytes, measured_s in ((2**20, 93e-6), (2**25, 358e-6), (2**30, 8.19e-3)):
-        assert collective_s(OpKind.ALL_REDUCE, size_bytes, GroupShape(8, 1, 8), GPU) == pytest.approx(
-            measured_s, rel=0.2
-        )
-
-
-def test_in_the_switch_only_an_all_reduce_is_faster() -> None:
-    machine = hardware.load("h200x8")
-    size_bytes, group = 2**34, GroupShape(8, 1, 8)
-    reduce_s, gather_s = (
-        collective_s(kind, size_bytes, group, machine) for kind in (OpKind.ALL_REDUCE, OpKind.ALL_GATHER)
-    )
-    assert 7 / 4 * size_bytes / reduce_s == pytest.approx(473e9, rel=0.01)  # 480 GB/s measured
-    assert 7 / 8 * size_bytes / gather_s == pytest.approx(365e9, rel=0.01)  # 361 GB/s measured
 
 
 # -- whole steps -------------------------------------------------------------------------------------------------------

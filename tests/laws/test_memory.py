@@ -8,10 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.models import catalog
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec
 from samestep.output.byte_sizes import readable
 from samestep.program.ops import BYTES_OF
-from samestep.simulation.memory import at_rest, classic_bytes_per_param, during_step, held_bytes_per_param
+from samestep.simulation.memory import (
+    at_rest,
+    classic_bytes_per_param,
+    during_step,
+    held_bytes_per_param,
+    saving_host_bytes,
+)
+from samestep.strategies import programs_of
 from tests.laws.models import LAW, Case, block, blocks, case, cases, data_cases
 
 
@@ -43,6 +53,17 @@ def test_the_limits_of_many_ranks() -> None:
     assert held_bytes_per_param(0, n) / held_bytes_per_param(1, n) == pytest.approx(16 / 6, rel=1e-5)
     assert held_bytes_per_param(0, n) / held_bytes_per_param(2, n) == pytest.approx(8, rel=1e-5)
     assert held_bytes_per_param(0, n) / held_bytes_per_param(3, n) == n
+
+
+@pytest.mark.parametrize(("layout", "parts"), [("dp=2", 1), ("dp=2 zero=1", 1), ("dp=2 zero=3", 2), ("tp=2", 1)])
+def test_tables_of_embeddings_are_parts_of_their_own(layout: str, parts: int) -> None:
+    """GPT-2 has 50,257 tokens, which two ranks of tp do not divide, and 1,024 positions."""
+    job = Job(model={"source": "preset:gpt2"})
+    use = at_rest(next(iter(programs_of(catalog.model_spec(job), job, Layout.parse(layout)))))
+    rows = -(-50257 // parts)
+    held = {name: size for name, size in use.parts().items() if name.endswith("embeddings")}
+    assert held == {"token embeddings": rows * 768 * 4, "position embeddings": 1024 // parts * 768 * 4}
+    assert use.parts()["weights"] + sum(held.values()) == use.weights
 
 
 @pytest.mark.parametrize("zero", range(4))
@@ -286,3 +307,17 @@ def test_the_parts_of_a_prediction_add_up(drawn: Case) -> None:
     most = during_step(drawn.program)
     assert sum(most.parts().values()) == most.total
     assert min(most.parts().values()) >= 0
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=1", "dp=2 zero=3"])
+def test_a_group_has_the_states_of_its_own_optimizer(layout: str) -> None:
+    """Muon keeps one state of a matrix, where AdamW keeps two of all else."""
+    model = blocks(3)
+    first = model.params[0]
+    groups = [{"match": [first.name], "name": "muon"}]
+    jobs = [Job(optimizer={"groups": some}, train={"global_batch": 8}) for some in (groups, [])]
+    muon, adamw = (programs_of(model, job, Layout.parse(layout))[0] for job in jobs)
+    held = [sum(at_rest(program, 2, rank).optimizer for rank in range(2)) for program in (adamw, muon)]
+    saved = [sum(saving_host_bytes(program, 2, rank) for rank in range(2)) for program in (adamw, muon)]
+    copies = 2 if "zero" not in layout else 1
+    assert held[0] - held[1] == saved[0] - saved[1] == copies * first.numel * 4

@@ -69,6 +69,31 @@ def test_zero_bubble_idles_less_than_1f1b(p: int, more: int) -> None:
     assert split == pytest.approx((p - 1) / (3 * m), rel=0.2)
 
 
+@LAW
+@given(st.integers(2, 4), st.integers(1, 6), st.sampled_from([0, 1]), st.floats(1e4, 1e9), st.sampled_from([
+    ("1f1b", False), ("1f1b", True), ("gpipe", False), ("gpipe", True), ("interleaved virtual_stages=2", True),
+]))  # fmt: skip
+def test_reductions_delay_no_other_stage(
+    p: int, rounds: int, zero: int, bytes_per_s: float, how: tuple[str, bool]
+) -> None:
+    """The more there is to reduce the later a step ends, but no backward begins later than where there is nothing.
+
+    Also where nothing overlaps: each stage sends the gradient of its input first, and then all reduce at the same time.
+    """
+    schedule, overlap = how
+    slow = replace(machine(bytes_per_s=bytes_per_s), overlap=overlap)
+    begins, ends = set(), []
+    for rows in (8, 256):
+        model = blocks(2 * p, rows=rows, cols=rows, **COSTLY)
+        parts = programs(model, f"dp=2 pp={p} zero={zero} schedule={schedule} microbatch=1", 2 * p * rounds)
+        timeline = clock.play(parts, slow)
+        last = [span for span in timeline.spans if span.task == f"B{p * rounds - 1}" and span.stream == COMPUTE]
+        begins.add(tuple(round(min(span.start_s for span in last if span.stage == stage), 9) for stage in range(p)))
+        ends.append(timeline.step_s)
+    assert len(begins) == 1
+    assert ends[0] < ends[1]
+
+
 LAYOUTS = [
     "pp=2",
     "pp=3 schedule=zero-bubble",

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from samestep.hardware import Hardware, load
 from samestep.job import Job
+from samestep.job_tables import OptimizerTable
 from samestep.layout import Layout, Recompute
 from samestep.models.presets import preset
 from samestep.models.spec import ModelSpec
@@ -88,7 +89,10 @@ def test_a_bound_is_never_above_what_it_bounds(
     what: str, where: str, devices: int, precision: str, data: st.DataObject
 ) -> None:
     model, hardware = MODELS[what], MACHINES[where]
-    given_job = job_of(data.draw(st.integers(1, 40)), precision)
+    groups = [{"match": ["*1*"], "name": data.draw(st.sampled_from(["muon", "sgd"]))}] * data.draw(st.integers(0, 1))
+    given_job = job_of(data.draw(st.integers(1, 40)), precision).model_copy(
+        update={"optimizer": OptimizerTable.model_validate({"groups": groups})}
+    )
     prices = Prices(model, given_job, hardware)
     bounds, needs = Bounds(prices), Needs(prices, 2)
     considered = list(candidates.layouts_of(devices, model, given_job, thin=hardware))

@@ -31,7 +31,7 @@ def sent(seen: Observed) -> int:
     return sum(WAYS[row.kind] * row.size_bytes for row in rows)
 
 
-@pytest.mark.parametrize(("codec", "part"), [("int8", 0.27), ("bf16", 0.501)])
+@pytest.mark.parametrize(("codec", "part"), [("int8", 0.27), ("int4", 0.145), ("topk", 0.083), ("bf16", 0.501)])
 def test_a_codec_sends_so_much_of_what_float32_sends(codec: str, part: float) -> None:
     plain, coded = (
         on_ranks("dp=2", observe, "wide_llama", job, True)[0] for job in (job_of("float32", 1), compressed(codec))
@@ -73,7 +73,7 @@ def bytes_of(exchange: CodedExchange) -> int:
     return sum(one.numel() * one.element_size() for one in (*codes.values(), *lost))
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp16"])
+@pytest.mark.parametrize("codec", ["int8", "fp16", "topk"])
 @pytest.mark.parametrize("layout", ["dp=1", "dp=2", "dp=2 zero=1", "dp_replicate=2 dp_shard=2 zero=3"])
 def test_memory_of_codes_is_what_is_predicted(codec: str, layout: str) -> None:
     for held, predicted in on_ranks(layout, hold, "wide_llama", compressed(codec)):

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from torch.distributed.tensor import DTensor
 
 from samestep.datasets import batches
+from samestep.job import Job
+from samestep.program.ops import Op
+from samestep.runtime.axes.data import Replicated
+from samestep.runtime.axes.stage_messages import Messages
+from samestep.schedules import Action
 from samestep.simulation.memory import at_rest
 from tests.laboratory import combinations, job_of, make_run, on_ranks, prove_ledger
 from tests.models import Tokens
@@ -19,6 +25,35 @@ from tests.parity.test_data_axis import LAYOUTS, MODELS_HERE
 def test_what_was_sent_is_what_the_program_lists(layout: str, model: str) -> None:
     """In mixed precision, beside those of `test_precision.py`; in float64 every parity test holds it."""
     assert all(seen.ledger for seen in prove_ledger(layout, model))
+
+
+def _order(rank: int, world: int, model: str, layout: str, job: Job) -> list[str]:
+    """List what a rank issues in one step: messages to the stage before, and reductions of gradients."""
+    run, issued = make_run(rank, world, model, layout, job), []
+    step, send = Replicated._send, Messages.send
+
+    def reduces(store: Replicated, flat: Any, op: Op, whole: Any) -> Any:
+        issued.append(op.name)
+        return step(store, flat, op, whole)
+
+    def sends(messages: Messages, action: Action, *given: Any) -> None:
+        issued.append(f"message of {action.kind}{action.microbatch}")
+        send(messages, action, *given)
+
+    with patch.object(Replicated, "_send", reduces), patch.object(Messages, "send", sends):
+        run.step(next(iter(batches(Tokens(), job))))
+    return issued
+
+
+@pytest.mark.parametrize("layout", ["dp=2 pp=2 microbatch=2", "dp=2 pp=2 zero=1 microbatch=2"])
+def test_a_stage_sends_the_gradient_of_its_input_before_it_reduces(layout: str) -> None:
+    """The stage before waits for it: otherwise stages would reduce one after the other."""
+    for rank, issued in enumerate(on_ranks(layout, _order, "llama", job_of("float32", steps=1))):
+        reductions = [index for index, name in enumerate(issued) if "bucket" in name]
+        backward = [index for index, name in enumerate(issued) if name.startswith("message of B")]
+        assert reductions
+        assert bool(backward) is (rank >= 2)
+        assert max(backward, default=-1) < reductions[0]
 
 
 def _held(rank: int, world: int, model: str, layout: str, job: Any) -> tuple[dict[str, int], dict[str, int]]:

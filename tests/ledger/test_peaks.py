@@ -19,10 +19,11 @@ import torch
 from samestep.datasets import batches
 from samestep.job import Job, load
 from samestep.layout import Layout
+from samestep.program.update_rules import states_per_param
 from samestep.runtime import checkpoint
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.simulation.memory import during_init, during_step, saving_host_bytes, states_per_param
+from samestep.simulation.memory import during_init, during_step, saving_host_bytes
 from samestep.training.workload import Workload
 from tests.pool import pool
 from tests.traced import families_once

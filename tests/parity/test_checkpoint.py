@@ -18,11 +18,13 @@ from torch.optim import Optimizer
 from samestep.datasets import Batch, batches
 from samestep.errors import CheckpointError
 from samestep.job import Job
-from samestep.proof import observation
+from samestep.proof import held_tensors
 from samestep.runtime import checkpoint, checkpoint_manifest
 from tests import small
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
+
+pytestmark = pytest.mark.usefixtures("runs_no_code")
 
 STEPS, CUT = 4, 2
 NIGHTLY = pytest.mark.nightly
@@ -486,7 +488,7 @@ def _load_and_go_on(rank: int, world: int, model: str, layout: str, job: Job, fo
 def _held(run: Any) -> list[tuple[str, list[int], list[float]]]:
     return [
         (held.name, list(held.places) if isinstance(held.places, range) else held.places.tolist(), held.values.tolist())
-        for held in (*observation.held_weights(run), *observation.held_state(run))
+        for held in (*held_tensors.held_weights(run), *held_tensors.held_state(run))
     ]
 
 

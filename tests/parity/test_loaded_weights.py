@@ -24,7 +24,8 @@ from samestep.building.initial_values import Blueprint, blueprint, fill_rest
 from samestep.building.loss import cross_entropy
 from samestep.datasets import batches, open_dataset
 from samestep.errors import ModelError, UnprovenError
-from samestep.job import Job, RunTable
+from samestep.job import Job
+from samestep.job_tables import RunTable
 from samestep.layout import Layout
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo

@@ -41,7 +41,7 @@ def loss_is_mean_over_ranks(patch: Patch) -> None:
 
 
 def _with_loss(self: Run, loss: Any, forward: Any, *args: Any) -> Any:
-    self.adopt(replace(self.assembly, objective=replace(self.assembly.objective, loss=loss)))
+    self.adopt(lambda assembly: replace(assembly, objective=replace(assembly.objective, loss=loss)))
     return forward(self, *args)
 
 

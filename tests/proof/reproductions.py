@@ -31,6 +31,7 @@ from samestep.runtime import checkpoint, checkpoint_manifest
 from samestep.runtime.optimizer_source import optimizer_source
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.run import Run
 from tests.laboratory import TOLERANCE, Observed, assert_same, follow, largest_error, whole
 from tests.pool import pool
@@ -298,10 +299,8 @@ def _called(model: nn.Module, samples: Any) -> Tensor:
 def _resumed(rank: int, world: int, case: Reproduction, layout: str) -> Observed:
     """Take the steps, and again with an interruption after some of them; return by how much the losses differ."""
     job, data, stop = case.job, case.data(), case.stop
-    folders = [tempfile.mkdtemp() if rank == 0 else ""]
-    if world > 1:
-        torch.distributed.broadcast_object_list(folders, src=0)
-    folder = Path(folders[0])
+    mine = tempfile.mkdtemp() if rank == 0 else ""
+    folder = Path(gather_values(mine, world)[0])
 
     def taken(run: Run, first: int, last: int) -> list[float]:
         found = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -238,6 +239,7 @@ def _without(patch: Patch, field: str, **fields: Any) -> None:
         return replace(traced, analysis=replace(traced.analysis, spec=spec))
 
     around(patch, preparation, "with_slices", sliced)
+    around(patch, assembly, "with_slices", sliced)
 
 
 @reverted("D3", "experts that weigh by themselves", "dp=2 ep=2", Cause.FORWARD, is_refused=True)
@@ -331,9 +333,10 @@ def subject(name: str, folder: Path) -> sides.Subject:
 def on_a_rank(rank: int, world: int, name: str, folder: Path, is_mended: bool) -> None:
     """Run one rank of a row's layout, without the mend."""
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    with pytest.MonkeyPatch.context() as patch, seeded(rank):
+    with pytest.MonkeyPatch.context() as patch, seeded(rank), warnings.catch_warnings():
         if not is_mended:
             REVERTED[name].install(patch)
+            warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
         sides.in_layout(place, subject(name, folder))
 
 

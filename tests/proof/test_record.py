@@ -63,15 +63,16 @@ def test_a_layout_that_differs_is_not_trained(
     assert not (tmp_path / "run").exists()
 
 
-def _waiving(run: Run, workload: Any) -> None:
+def _waiving(run: Run, workload: Any) -> dict[str, float]:
     if run.place.rank == 1:
         run.job.run.waived("loss", "the loss is a mean")
+    return {}
 
 
 def test_what_was_allowed_is_told_whatever_rank_met_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "held_out_loss", _waiving)
+    monkeypatch.setattr(train, "held_out_losses", _waiving)
     words = ("--layout", "dp=2", "--steps", "1", "--out")
     assert small.train(*words, tmp_path / "run", "--allow", "loss", "samples") == 0
     text = 'the loss is a mean (allowed by run.allow = ["loss"])'

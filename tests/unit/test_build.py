@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from samestep.building.combined_optimizer import CombinedOptimizer
 from samestep.building.loss import loss_of
 from samestep.building.model import call_model, model_source
 from samestep.building.optimizer import check_groups, learning_rate_factor, optimizer_of
 from samestep.errors import JobError, ModelError
-from samestep.job import Job, ScheduleTable
+from samestep.job import Job
+from samestep.job_tables import ScheduleTable
 
 TINY_LLAMA = {
     "hidden_size": 16,
@@ -419,6 +422,74 @@ def test_groups_of_parameters_have_settings_of_their_own() -> None:
         "a.bias": (0.5, 0.2, (0.9, 0.999)),
         "a.weight": (0.1, 0.3, (0.5, 0.6)),
     }
+
+
+def with_a_matrix() -> list[tuple[str, torch.Tensor]]:
+    return [("a.weight", nn.Parameter(torch.eye(3))), *parameters()[1:]]
+
+
+MUON: dict[str, Any] = {"match": ["a.weight"], "name": "Muon", "lr": 0.02, "options": {"momentum": 0.9}}
+
+
+def test_a_group_has_an_optimizer_of_its_own() -> None:
+    named = with_a_matrix()
+    made = make(named, lr=0.1, options={"betas": [0.5, 0.6]}, groups=[MUON])
+    assert isinstance(made, CombinedOptimizer)
+    names = {id(tensor): name for name, tensor in named}
+    found = {type(one).__name__: {names[id(p)] for g in one.param_groups for p in g["params"]} for one in made.members}
+    assert found == {"AdamW": {"norm.weight", "a.bias"}, "Muon": {"a.weight"}}
+    assert [group["lr"] for group in made.param_groups] == [0.1, 0.02]
+    for _, param in named:
+        param.grad = torch.ones_like(param)
+    made.step()
+    assert {names[id(param)]: len(state) for param, state in made.state.items()} == {
+        "norm.weight": 3, "a.bias": 3, "a.weight": 1,
+    }  # fmt: skip
+    assert isinstance(make(named[1:], groups=[MUON]), torch.optim.AdamW)  # a rank without matrices
+
+
+def test_members_go_on_from_what_the_combined_optimizer_loads() -> None:
+    """One optimizer takes three steps; another one loads its state behind the second, and takes the third."""
+    named = [with_a_matrix() for _ in range(2)]
+    first, second = (make(some, lr=0.1, groups=[MUON]) for some in named)
+
+    def step(turn: int) -> None:
+        for _, param in named[turn]:
+            param.grad = torch.arange(param.numel(), dtype=torch.float32).view(param.shape)
+        (first, second)[turn].step()
+
+    step(0)
+    step(0)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    with torch.no_grad():
+        for (_, ours), (_, theirs) in zip(*named, strict=True):
+            theirs.copy_(ours)
+    step(0)
+    step(1)
+    for (_, ours), (_, theirs) in zip(*named, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (
+            [MUON | {"match": ["a.*"]}],
+            r'Muon refuses a.bias: Muon only supports 2D .*match = \["a.bias"\], name = "adamw" \} as the first',
+        ),
+        ([MUON | {"name": "muo"}], r"optimizer.groups.0.name = 'muo' is none of .*did you mean 'muon'\?\)$"),
+        ([MUON | {"name": "lbfgs"}], "optimizer.groups.0.name = 'lbfgs' cannot be used"),
+        ([MUON | {"options": {"betas": [0.5, 0.6]}}], "optimizer.groups.0.options.betas: Muon takes momentum"),
+        (
+            [MUON | {"name": "rprop", "options": {}, "weight_decay": 0.1}],
+            "optimizer.groups.0.weight_decay: Rprop has none",
+        ),
+        ([MUON | {"name": "a:b"}], r"groups.0.name: a:b is a function, and a group has a class of torch.optim"),
+    ],
+)
+def test_a_wrong_optimizer_of_a_group_is_named(groups: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        make(with_a_matrix(), groups=groups)
 
 
 def test_wrong_groups_of_parameters_are_named() -> None:

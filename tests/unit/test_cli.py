@@ -20,9 +20,9 @@ from samestep import cli, hardware
 from samestep.building.optimizer import optimizer_of
 from samestep.models import catalog
 from samestep.planning import search
+from samestep.program.update_rules import states_per_param
 from samestep.proof import verify as proof
 from samestep.proof.verdict import Verdict
-from samestep.simulation import memory
 from samestep.training import run_folder, train, workload
 from tests import small
 
@@ -55,6 +55,19 @@ MISTAKES: dict[str, tuple[Words, dict[str, Any], str]] = {
     "strategy": (["--layout", "dp=2 accumulate=full"], {}, "use zero=2 or zero=3 with it, not zero=0"),
     "ranks zero": (["--ranks", "0"], {}, "argument --ranks: 0 is not a whole number of at least 1"),
     "ranks text": (["--ranks", "two"], {}, "argument --ranks: two is not a whole number of at least 1"),
+    "ranks range": (["--ranks", "4:2"], {}, "argument --ranks: 4:2 has no number between its ends; 2:4 has"),
+    "fewer ranks": (["--ranks", "1:2"], {}, "--ranks 1:2 lets a restart go on with fewer ranks, and run.restarts = 0"),
+    "half a rendezvous": (["--nodes", "2"], {}, "--rendezvous and --token-file missing: several hosts need --nodes N"),
+    "one host": (
+        ["--nodes", "1", "--rendezvous", "h:1", "--token-file", "t"],
+        {},
+        "--nodes 1: a rendezvous is for 2 hosts or more; without it this one runs alone",
+    ),
+    "hosts": (
+        ["--dry-run", "--nodes", "2", "--layout", "dp=3"],
+        {},
+        "2 hosts cannot share 3 ranks equally; 2 ranks work",
+    ),
     "flag": (["--layuot", "dp=2"], {}, "unknown argument --layuot (did you mean '--layout'?); see samestep train --help"),
     "half a flag": (["--lay", "dp=2"], {}, "unknown argument --lay"),
     "steps": (["--steps", "7"], {}, "--steps 7 is beyond train.steps = 6, where the learning-rate schedule ends: --set"),
@@ -292,7 +305,7 @@ def test_the_states_of_an_optimizer_are_those_that_torch_keeps(name: str, option
     param.grad = torch.ones(6, 4)
     optimizer.step()
     kept = [value for value in optimizer.state[param].values() if isinstance(value, torch.Tensor)]
-    assert memory.states_per_param(job) == sum(value.shape == param.shape for value in kept)
+    assert states_per_param(job) == sum(value.shape == param.shape for value in kept)
 
 
 # -- simulate and the catalog ----------------------------------------------------------------------
@@ -381,7 +394,7 @@ def test_a_bad_cache_costs_time_and_nothing_else(
 
     def trace(job: samestep.Job) -> str:
         traced.append(job)
-        return workload._traced(job).to_json()
+        return workload.traced_model(job).spec.to_json()
 
     monkeypatch.setattr(catalog, "_trace_elsewhere", trace)
     if state == "unreadable":
@@ -435,7 +448,7 @@ def test_a_talkative_model_is_traced(capsys: pytest.CaptureFixture[str]) -> None
 def test_mistakes_of_simulate(
     words: Words, says: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(catalog, "model_spec", lambda job: workload._traced(job))
+    monkeypatch.setattr(catalog, "model_spec", lambda job: workload.traced_model(job).spec)
     assert small.main("simulate", *small.settings(), *words) == 2
     complaint = capfd.readouterr().err
     assert says in complaint
@@ -456,7 +469,7 @@ def test_what_cannot_be_written_is_said_before_any_work(
 def test_layouts_writes_its_table_or_says_why_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(catalog, "model_spec", lambda job: workload._traced(job))
+    monkeypatch.setattr(catalog, "model_spec", lambda job: workload.traced_model(job).spec)
     words = ("layouts", *small.settings(), "--devices", "2", "--json")
     assert small.main(*words, tmp_path / "table.json") == 0
     assert {row["legal"] for row in json.loads((tmp_path / "table.json").read_text())} == {True}
@@ -475,7 +488,7 @@ def test_layouts_writes_its_table_or_says_why_not(
 def test_layouts_answers_for_one(
     layout: str, says: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(catalog, "model_spec", lambda job: workload._traced(job))
+    monkeypatch.setattr(catalog, "model_spec", lambda job: workload.traced_model(job).spec)
     assert small.main("layouts", *small.settings(), "--devices", "2", "--why-not", layout) == 0
     said = capfd.readouterr().out
     assert said.startswith(says)

@@ -16,9 +16,12 @@ import pytest
 import torch
 
 from samestep.datasets import columns, files, open_dataset
+from samestep.datasets.batch import read_samples
 from samestep.datasets.columns import Origin, Shards
 from samestep.errors import DataError
 from samestep.job import Job
+
+pytestmark = pytest.mark.usefixtures("runs_no_code")
 
 
 def job_of(source: str | Path, **data: Any) -> Job:
@@ -233,11 +236,11 @@ def test_every_part_gives_its_share_and_each_of_its_samples(tmp_path, weights, l
 def test_a_batch_of_a_mixture_keeps_its_order(tmp_path) -> None:
     dataset = open_dataset(mixture_of(tmp_path, [2, 1, 1], [6, 5, 9]))
     indices = np.random.default_rng(0).permutation(len(dataset))
-    read = dataset.read(indices)
+    read = read_samples(dataset, indices)
     for row, index in enumerate(indices):
         for name, tensor in dataset[int(index)].items():
             assert torch.equal(read[name][row], tensor)
-    assert dataset.read(indices[:0])["labels"].shape == (0, 8)
+    assert read_samples(dataset, indices[:0])["labels"].shape == (0, 8)
 
 
 def test_what_cannot_be_mixed_is_refused(tmp_path) -> None:

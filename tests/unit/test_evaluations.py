@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 import samestep
+from samestep.datasets import open_dataset, open_held_out
 from samestep.errors import DataError, JobError
 from samestep.job import Job
 from samestep.training import evaluations
@@ -15,7 +17,7 @@ from tests import small
 
 
 def rows(run: Path) -> list[tuple[int, float]]:
-    return evaluations.read(run, 10**9)
+    return [(row.step, row.loss) for row in evaluations.read(run, 10**9)]
 
 
 def test_the_best_checkpoint_is_kept_and_a_resume_goes_on(tmp_path: Path) -> None:
@@ -53,3 +55,73 @@ def test_settings_without_evaluations_are_refused() -> None:
         Job(checkpoint={"keep_best": True})
     with pytest.raises(DataError, match=r"needs samples that are held out: data.held_out above 0"):
         evaluations.check(Job(train={"evaluate_every": 5}, data={"held_out": 0.0}))
+
+
+@pytest.fixture
+def sets(tmp_path: Path) -> dict[str, Path]:
+    """Two texts that nothing trains on."""
+    found = {"digits": tmp_path / "digits.txt", "words": tmp_path / "words.txt"}
+    found["digits"].write_text("0123456789 " * 40)
+    found["words"].write_text("one two three four " * 30)
+    return found
+
+
+def test_several_held_out_sets_are_evaluated_and_one_of_them_decides(
+    sets: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings: dict[str, object] = {f"data.held_out_sets.{name}": f"text:{path}" for name, path in sets.items()}
+    settings |= {"train.evaluate_every": 2, "train.evaluate_samples": 8}
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    assert small.train("--layout", "dp=1", "--out", alone, **settings) == 0
+    said = capfd.readouterr().out
+    words = {"train.judged_by": "words", "checkpoint.keep_best": True}
+    assert small.train("--layout", "dp=2 zero=3", "--out", run, **settings, **words) == 0
+    one, many = evaluations.read(alone, 10**9), evaluations.read(run, 10**9)
+    assert [row.step for row in one] == [2, 4, 6]
+    for ours, theirs in zip(one, many, strict=True):
+        assert list(ours.losses) == list(theirs.losses) == ["held_out", *sets]
+        assert theirs.losses == pytest.approx(ours.losses, rel=1e-5)
+        assert (ours.loss, theirs.loss) == (ours.losses["held_out"], theirs.losses["words"])
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (alone, run)]
+    for summary, last in zip(summaries, (one[-1], many[-1]), strict=True):
+        assert (summary["held_out_loss"], summary["held_out_losses"]) == (last.loss, last.losses)
+    losses = one[-1].losses
+    line = f"held-out loss {losses['held_out']:.4f}, digits {losses['digits']:.4f}, words {losses['words']:.4f}"
+    assert f"step 6: {line}" in said
+    assert f"\n{line}\n" in said
+    (best,) = (run / evaluations.BEST).iterdir()
+    found = samestep.evaluate(best)
+    assert found.losses["words"] == found.loss == pytest.approx(min(row.loss for row in many), rel=1e-5)
+    assert found.to_text().count("held-out loss of words") == 1
+
+
+def test_a_set_is_all_of_its_source_or_what_is_held_out_of_what_is_trained_on(sets: dict[str, Path]) -> None:
+    paths = {name: f"text:{path}" for name, path in sets.items()}
+    data = {"source": paths["digits"], "held_out": 0.5, "held_out_sets": paths, "sequence_length": 4}
+    job = Job(data=data)
+    found = open_held_out(job)
+    assert job.evaluated_sets == tuple(found) == ("held_out", "digits", "words")
+    assert len(found["held_out"]) == len(found["digits"]) == len(open_dataset(job, "held_out"))
+    assert len(found["words"]) == len(
+        open_dataset(Job(data={**data, "source": paths["words"], "held_out": 0.0}), "train")
+    )
+    assert Job(data={**data, "held_out": 0.0}).judge == "digits"
+    assert Job(data=data, train={"evaluate_samples": 0}).evaluated_sets == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"data.held_out_sets.held_out": "topics"}, "this is the name of the part of the data that is held out"),
+        ({"train.judged_by": "code"}, r"train.judged_by = 'code' is no set of data.held_out_sets \(there are none\)"),
+        ({"train.judged_by": "held_out", "data.held_out": 0.0}, "data.held_out = 0.1 works"),
+        ({"data.held_out_sets.a": "text:nowhere.txt"}, r"data.held_out_sets.a: .*nowhere.txt"),
+        ({"data.held_out_sets.a": "mixture"}, "data.held_out_sets.a: a set is one source"),
+        ({"data.held_out_sets.a": "digits"}, r"data.held_out_sets.a: a sample of digits has .*; a source of the same kind works"),
+    ],
+)  # fmt: skip
+def test_wrong_held_out_sets_are_named(
+    changes: dict[str, object], text: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert small.train("--out", tmp_path / "run", **{"train.evaluate_samples": 8, **changes}) == 2
+    assert re.search(text, capfd.readouterr().err)

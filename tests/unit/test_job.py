@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import samestep
-from samestep import Job, JobError, load
+from samestep import Job, JobError, job_tables, load
 from samestep import job as jobs
 from samestep.simulation.simulate import simulate
 
@@ -194,7 +194,7 @@ NUMERIC = [
     f"{table}.{key}"
     for table in _TABLES
     for key, field in Job.model_fields[table].annotation.model_fields.items()  # type: ignore[union-attr]
-    if {int, float} & set(jobs._parts(field.annotation))
+    if {int, float} & set(job_tables.types_in(field.annotation))
 ]
 """Every key of a job whose value is a number."""
 DEGREES = [f"layout.{key}" for key in ("dp", "tp", "pp", "cp", "ep", "zero", "microbatch", "virtual_stages")]

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from samestep.errors import JobError
 from samestep.runtime.processes import join as joining
-from samestep.runtime.processes import workers
+from samestep.runtime.processes import local_workers, workers
+from samestep.runtime.processes.interfaces import LOOPBACK
 from samestep.runtime.processes.join import RankInfo, join, leave
 from samestep.runtime.processes.workers import run_workers
 from tests.pool import Pool, pool
@@ -83,7 +84,7 @@ def test_forked_workers_have_what_steps_import(tmp_path: Path, monkeypatch: pyte
     name = "imported_by_the_parent"
     (tmp_path / f"{name}.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(workers, "_IMPORTED_BY_STEPS", (name,))
+    monkeypatch.setattr(local_workers, "_IMPORTED_BY_STEPS", (name,))
     assert run_workers(_has_imported, (name,), ranks=1, timeout_s=60)
 
 
@@ -95,7 +96,7 @@ def test_workers_on_gpus_grow_the_memory_they_have_unless_told_otherwise(monkeyp
             monkeypatch.delenv(name, raising=False)
         for name, value in given.items():
             monkeypatch.setenv(name, value)
-        with workers._environment({}, joining.allocator_variables(device)):
+        with local_workers._environment({}, joining.allocator_variables(device)):
             return [os.environ.get(name) for name in names]
 
     assert seen("cuda") == ["expandable_segments:True", None]
@@ -121,11 +122,11 @@ def test_whoever_joins_by_itself_grows_memory_before_a_gpu_is_used(monkeypatch: 
 
 
 def test_fork_only_where_it_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert workers._start_method("cpu", 1) == "fork"
-    assert workers._start_method("cpu", 2) == "spawn"
-    assert workers._start_method("cuda", 1) == "spawn"
-    monkeypatch.setattr(workers, "_autograd_has_threads", lambda: True)
-    assert workers._start_method("cpu", 1) == "spawn"
+    assert local_workers._start_method("cpu", 1) == "fork"
+    assert local_workers._start_method("cpu", 2) == "spawn"
+    assert local_workers._start_method("cuda", 1) == "spawn"
+    monkeypatch.setattr(local_workers, "_autograd_has_threads", lambda: True)
+    assert local_workers._start_method("cpu", 1) == "spawn"
 
 
 def _nothing(place: RankInfo) -> None:
@@ -260,7 +261,7 @@ def test_alone_is_a_run_of_one_rank_without_network() -> None:
 
 
 def test_a_group_that_exists_is_used_and_left_alone() -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = joining.LOOPBACK
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert join("cpu").world_size == 1

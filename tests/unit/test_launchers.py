@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from concurrent.futures import ThreadPoolExecutor
 
-from samestep.errors import JobError
+import pytest
+from torch.distributed import HashStore
+
+from samestep.errors import JobError, WorkerError
+from samestep.runtime.processes.attempts import agreed_name
 from samestep.runtime.processes.launchers import LaunchInfo, _first_host, _srun_info, _tasks_per_node, launch_info_from
 
 
@@ -12,10 +16,21 @@ def test_torchruns_variables() -> None:
     env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "h"}
     env["MASTER_PORT"] = "29500"
     assert launch_info_from(env) == LaunchInfo("torchrun", 5, 1, 8, 4, host="h", port=29500)
-    restarted = env | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
-    assert launch_info_from(restarted).agent_prefix == "samestep/0"  # agents of several machines count apart
-    alone = restarted | {"LOCAL_WORLD_SIZE": "8"}
-    assert launch_info_from(alone).agent_prefix == "samestep/2"
+    kept = env | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert launch_info_from(kept) == LaunchInfo("torchrun", 5, 1, 8, 4, host="h", port=29500, store_is_kept=True)
+
+
+def test_ranks_agree_on_a_name_in_a_store_that_dead_ranks_have_written_to() -> None:
+    store, names = HashStore(), []
+    for _ in range(3):
+        with ThreadPoolExecutor() as threads:
+            took = [threads.submit(agreed_name, store, rank, 4, 20.0) for rank in (3, 1, 0, 2)]
+        assert len({one.result() for one in took}) == 1
+        names.append(took[0].result())
+        store.set("word/2", "of a rank that died before it took the name")
+    assert len({*names}) == 3
+    with pytest.raises(WorkerError, match=r"rank 1 did not come to the store within 0.2 s"):
+        agreed_name(store, 0, 2, 0.2)
 
 
 @pytest.mark.parametrize(

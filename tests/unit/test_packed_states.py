@@ -17,13 +17,14 @@ from samestep.errors import JobError, LayoutError
 from samestep.job import Job, load
 from samestep.layout import Layout
 from samestep.program.state_blocks import block_of
-from samestep.proof import observation
-from samestep.proof.observation import HeldTensor
+from samestep.program.update_rules import states_per_param
+from samestep.proof import held_tensors, observation
+from samestep.proof.held_tensors import HeldTensor
 from samestep.runtime import checkpoint, checkpoint_manifest
 from samestep.runtime.packed_states import _numbers, quantised, random_bits, rounded_at_random
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.simulation.memory import at_rest, states_per_param
+from samestep.simulation.memory import at_rest
 from samestep.training.out_of_memory import held
 from samestep.training.workload import Workload
 from tests.pool import pool
@@ -187,7 +188,7 @@ def fed(rank: int, world: int, layout: str, job: Job, folder: str, reads: bool =
         for _ in observation.feed(run, gradients_of(run, 3)):
             pass
         checkpoint.save(run, Path(folder) / layout, keep=1)
-    return observation.held_weights(run) + observation.held_state(run)
+    return held_tensors.held_weights(run) + held_tensors.held_state(run)
 
 
 def of_ranks(layout: str, job: Job, folder: Path, reads: bool = False) -> dict[str, Tensor]:

@@ -125,6 +125,28 @@ def test_what_is_saved_is_what_a_real_forward_saves(family: str, config: dict[st
     assert sum(layer.saved_elements for layer in spec.layers) == real
 
 
+@pytest.mark.parametrize("sample", [TOKENS, PACKED], ids=["tokens", "packed"])
+def test_tables_of_tokens_and_positions_are_told_apart(sample: Any) -> None:
+    """BERT's table of segments, whose rows are picked by zeros, is neither."""
+    gpt = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": V}
+    bert = {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "vocab_size": V,
+    }
+    for family, config, task in (("gpt2", gpt, "causal"), ("bert", bert, "masked")):
+        spec = model_spec(Job(model={"source": f"hf:{family}", "config": config, "task": task}), sample)
+        found = {
+            param.embeds: param.name.rpartition(".")[0].rpartition(".")[2] for param in spec.params if param.embeds
+        }
+        assert found in (
+            {"tokens": "wte", "positions": "wpe"},
+            {"tokens": "word_embeddings", "positions": "position_embeddings"},
+        )
+
+
 def test_packed_documents_take_the_branch_they_really_take() -> None:
     plain, packed = hf_spec("llama", **LLAMA), hf_spec("llama", PACKED, **LLAMA)
     # With a mask, transformers repeats keys and values for each head; the mask itself is kept as numbers.

@@ -19,9 +19,12 @@ from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import LayoutError, ModelError
-from samestep.job import Job, NumericsTable
+from samestep.job import Job
+from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
 from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec
+from samestep.program.step import StepSpec
+from samestep.program.update_rules import UPDATED_WHOLE
 from samestep.runtime import update_rule
 from samestep.runtime.optimizer_source import OptimizerSource, check_optimizer, optimizer_source
 from samestep.runtime.optimizer_step import (
@@ -34,6 +37,7 @@ from samestep.runtime.optimizer_step import (
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from samestep.strategies import whole_update
 from tests.laboratory import Runs, job_of, largest_error, perturbed, whole
 from tests.models import MODELS, Tokens
 from tests.pool import pool
@@ -217,7 +221,21 @@ def test_what_is_known_of_torchs_own_rules_is_what_a_trial_shows(name: str, monk
     known = [updated_whole(source, model, under(zero)) for zero in (1, 3)]
     monkeypatch.setattr(update_rule, "is_torchs_own", lambda _: False)
     assert [updated_whole(source, model, under(zero)) for zero in (1, 3)] == known
-    assert bool(known[0]) == (name not in ELEMENTWISE)
+    assert bool(known[0]) == (name not in ELEMENTWISE) == (name in UPDATED_WHOLE)
+
+
+def test_experts_that_tp_cuts_too_come_to_no_one_owner() -> None:
+    experts = replace(
+        model_of((4, 8, 6)),
+        params=(
+            replace(model_of((4, 8, 6)).params[0], name="experts", cut=Cut(style="column", dim=1, groups=8), experts=4),
+        ),
+    )
+    job = Job(optimizer={"groups": [{"match": ["experts"], "name": "adafactor"}]})
+    for text, is_refused in {"dp=2 tp=2 ep=2": True, "dp=2 tp=2": False, "dp=2 ep=2": False}.items():
+        reason = whole_update.refusal(StepSpec.of(experts, job, Layout.parse(text)))
+        assert bool(reason) == is_refused
+        assert not reason or reason.endswith("tp=2 and ep=2 both cut it: tp=1 works, and so does ep=1")
 
 
 def test_what_is_changed_in_an_optimizer_of_torch_is_tried() -> None:

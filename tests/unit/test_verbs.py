@@ -82,11 +82,28 @@ def test_layouts_are_rows_with_a_reason_where_they_are_refused() -> None:
     assert len(samestep.layouts(GPT2, 8, switches=True)) > len(rows)
 
 
+def test_a_plan_keeps_memory_free_and_says_so() -> None:
+    machine = hardware.load(A100)
+    whole, kept, half = (
+        samestep.plan(GPT2, 2, A100, top=1, **words) for words in ({"keep_free": 0}, {}, {"keep_free": 0.5})
+    )
+    assert "kept free" not in ranking.as_text(whole)
+    assert "0.05 of the memory is kept free: a layout may need 70.8 of 74.5 GiB" in ranking.as_text(kept)
+    assert half.best[0].peak.total <= machine.memory_bytes / 2
+    tight = dataclasses.replace(machine, memory_bytes=int(whole.best[0].peak.total * 1.01))
+    assert samestep.plan(GPT2, 2, tight, top=1, keep_free=0).best[0].layout == whole.best[0].layout
+    assert samestep.plan(GPT2, 2, tight, top=1).best[0].layout != whole.best[0].layout
+
+
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "plan for nobody": (lambda: samestep.plan(GPT2, 0, A100), "devices=0: a plan needs at least 1"),
     "plan for too many rows": (lambda: samestep.plan(GPT2, 2, A100, top=51), "51 rows are too many to play; 50 works"),
     "plan for no rows": (lambda: samestep.plan(GPT2, 2, A100, top=0), "0 rows are too few to play; 1 works"),
     "plan on what": (lambda: samestep.plan(GPT2, 2, "h100"), "no hardware 'h100' (did you mean 'h100x8'?)"),
+    "plan nothing": (
+        lambda: samestep.plan(GPT2, 2, A100, keep_free=1),
+        "keep_free=1 is no part of a device's memory; 0.05 works",
+    ),
     "plan what": (
         lambda: samestep.plan(Job(model={"source": "preset:gpt5"}), 2, A100),
         "no preset 'gpt5' (did you mean 'gpt2'?)",

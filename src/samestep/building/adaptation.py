@@ -17,7 +17,7 @@ from torch import nn
 
 from samestep.building import adapters
 from samestep.errors import JobError, did_you_mean
-from samestep.job import LoraTable
+from samestep.job_tables import LoraTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from samestep.building import nf4
 from samestep.building.families import facts_of
 from samestep.errors import JobError, did_you_mean, shown
-from samestep.job import LoraTable, Task
+from samestep.job_tables import LoraTable, Task
+from samestep.models.packing import BLOCK
 
 _NAME = "default"
 """The name that peft gives an adapter of which there is one."""
@@ -73,7 +75,32 @@ def insert(model: nn.Module, lora: LoraTable) -> nn.Module:
             f"model.lora does not fit {type(model).__name__}: {shown(' '.join(str(error).split()))}"
         ) from None
     vars(changed).pop(_SETTINGS, None)  # the job has them; what a model remembers would be a state of its training
+    if lora.base == "nf4":
+        _round_base(changed)
     return changed
+
+
+def _round_base(model: nn.Module) -> None:
+    """Let the weights beside adapters be held in 4 bits.
+
+    Raises:
+        JobError: one is tied, or its rows are no whole blocks.
+    """
+    names = dict(model.named_parameters(remove_duplicate=False))
+    bases = {path: part for path, part in model.named_modules() if path.rpartition(".")[2] == _BASE}
+    for path, base in bases.items():
+        weight = names[f"{path}.weight"]
+        if tied := [name for name, other in names.items() if other is weight and name != f"{path}.weight"]:
+            raise JobError(
+                f'model.lora.base = "nf4" rounds {path}.weight, which is tied to {tied[0]}: targets without it work, and so '
+                'does base = "full"'
+            )
+        if weight.shape[-1] % BLOCK:
+            raise JobError(
+                f'model.lora.base = "nf4" has a scale for each {BLOCK} elements of a row, and rows of {path}.weight have '
+                f'{weight.shape[-1]}: a width that {BLOCK} divides works, and so does base = "full"'
+            )
+        nf4.mark(base)
 
 
 def configuration(lora: LoraTable, base: Path | None = None, task: Task | None = None) -> Any:

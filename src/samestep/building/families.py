@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from samestep.errors import ModelError, did_you_mean, shown
-from samestep.job import Task
+from samestep.job_tables import Task
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building import drawn_rows, plain_calls
+from samestep.building import drawn_rows, nf4, plain_calls
 from samestep.building.named_tensors import (
     NamedTensor,
     joined,
@@ -65,6 +65,8 @@ class Blueprint:
     """Values from a plain call, by first name, of constants that the tape does not make."""
     waived: tuple[str, ...] = ()
     """Refusals of values that the job waives."""
+    rounded: frozenset[str] = frozenset()
+    """Names of the weights whose values are rounded to 4 bits (`building/nf4.py`)."""
     stored: StoredWeights | None = field(default=None, repr=False)
     """The values that are read from a folder; what it lacks is made by the tape."""
 
@@ -74,7 +76,8 @@ class Blueprint:
 
     def makes_parts(self, name: str) -> bool:
         """Return whether intervals of a tensor are made, along any dimension, without the rest of it in memory."""
-        return self.stored is not None and self.is_stored(name) and self.stored.reads_parts(name)
+        is_read = self.stored is not None and self.is_stored(name) and self.stored.reads_parts(name)
+        return is_read and name not in self.rounded
 
     def is_unmade(self, name: str) -> bool:
         """Return whether nothing on the tape gives a tensor its values."""
@@ -110,6 +113,9 @@ class Blueprint:
         ref = self._refs.get(name)
         if ref is None:
             raise ModelError(f"the model has no tensor {name!r}{did_you_mean(name, self._refs)}")
+        if name in self.rounded:
+            whole = replace(self, rounded=frozenset()).materialize(name, device, torch.float32)
+            return parts_of(nf4.rounded(whole), rows, dim).to(dtype or ref.dtype)
         constant = self.constants.get(self.canonical[name])
         part = self._slices[ref.memory]
         where = torch.device(device)
@@ -217,8 +223,19 @@ def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool) -> Blu
     drawn = {
         name for name in canonical.values() if any(tape.entries[e].random for e in slices[refs[name].memory].entries)
     }
+    names = tuple(p.name for p in parameters)
     return Blueprint(
-        module, seed, canonical, frozenset(drawn), tape, refs, slices, keys, tuple(p.name for p in parameters), marks
+        module,
+        seed,
+        canonical,
+        frozenset(drawn),
+        tape,
+        refs,
+        slices,
+        keys,
+        names,
+        marks,
+        rounded=nf4.marked_weights(module),
     )
 
 

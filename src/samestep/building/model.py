@@ -25,6 +25,7 @@ from torch import nn
 from samestep.building.adaptation import UNCHANGED, Adaptation
 from samestep.building.families import check_installed, family_config, family_source, is_family, near_family
 from samestep.building.imported import imported
+from samestep.building.initial_values import Blueprint, blueprint
 from samestep.building.named_tensors import unwrapped
 from samestep.building.packed_positions import asked_once
 from samestep.building.pretrained import folder_config, pretrained_source
@@ -33,6 +34,20 @@ from samestep.errors import ModelError
 from samestep.job import Job
 
 # -- the model -------------------------------------------------------------------------------------
+
+
+def blueprint_of(job: Job) -> Blueprint:
+    """Return the job's model on the meta device, with what makes its values.
+
+    Raises:
+        ModelError: it does not exist, or cannot be built.
+    """
+    return blueprint(model_source(job), job.train.seed, functools.partial(job.run.waived, "build"))
+
+
+def without_adaptation(job: Job) -> Job:
+    """Return the job with all weights of its model trained, and no adapters beside them."""
+    return job.model_copy(update={"model": job.model.model_copy(update={"lora": None, "freeze": ()})})
 
 
 def model_source(job: Job) -> Callable[[], nn.Module]:

@@ -6,16 +6,17 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep.building.combined_optimizer import CombinedOptimizer
 from samestep.building.imported import imported
 from samestep.errors import JobError, did_you_mean, failures_of
-from samestep.job import Job, OptimizerTable, ScheduleTable
+from samestep.job import Job
+from samestep.job_tables import OptimizerTable, ScheduleTable, matches
 
 # -- the optimizer ---------------------------------------------------------------------------------
 
@@ -36,20 +37,34 @@ def optimizer_of(job: Job) -> Callable[[list[tuple[str, Tensor]]], Optimizer]:
     table = job.optimizer
     if ":" in table.name:
         return functools.partial(_from_function, imported(table.name, "optimizer.name", JobError), table.name)
-    kind = _optimizer_class(table.name)
-    accepted = [name for name in inspect.signature(kind).parameters if name not in ("params", "lr", "weight_decay")]
-    given = [(f"optimizer.options.{name}", name) for name in table.options]
-    given += [(f"optimizer.groups.{i}.options.{name}", name) for i, g in enumerate(table.groups) for name in g.options]
-    for key, name in given:
-        if name not in accepted:
-            raise JobError(f"{key}: {kind.__name__} takes {', '.join(accepted)}{did_you_mean(name, accepted)}")
-    decays = table.weight_decay or any(group.weight_decay for group in table.groups)
-    if decays and "weight_decay" not in inspect.signature(kind).parameters:
-        raise JobError(f"optimizer.weight_decay: {kind.__name__} has none; weight_decay = 0.0 works")
-    return functools.partial(_make_optimizer, kind, table)
+    _check_settings(table, _optimizer_class(table.name, "optimizer.name"))
+    return functools.partial(_make_optimizer, table)
 
 
-def _optimizer_class(name: str) -> type[Optimizer]:
+def _check_settings(table: OptimizerTable, kind: type[Optimizer]) -> None:
+    """Refuse options that a class does not take, and a weight decay where it has none.
+
+    Raises:
+        JobError: there is one.
+    """
+    given = [("optimizer", kind, table.options, table.weight_decay)]
+    for index, group in enumerate(table.groups):
+        own = f"optimizer.groups.{index}"
+        of_group = kind if group.name is None else _optimizer_class(group.name, f"{own}.name")
+        decay = table.weight_decay if group.weight_decay is None else group.weight_decay
+        given.append((own, of_group, group.options, decay))
+    for key, of_group, options, decay in given:
+        arguments = inspect.signature(of_group).parameters
+        accepted = [name for name in arguments if name not in ("params", "lr", "weight_decay")]
+        for name in options:
+            if name not in accepted:
+                hint = did_you_mean(name, accepted)
+                raise JobError(f"{key}.options.{name}: {of_group.__name__} takes {', '.join(accepted)}{hint}")
+        if decay and "weight_decay" not in arguments:
+            raise JobError(f"{key}.weight_decay: {of_group.__name__} has none; weight_decay = 0.0 works")
+
+
+def _optimizer_class(name: str, key: str) -> type[Optimizer]:
     classes = {
         word.lower(): kind
         for word, kind in vars(torch.optim).items()
@@ -59,9 +74,10 @@ def _optimizer_class(name: str) -> type[Optimizer]:
     if kind is None:
         usable = sorted(set(classes) - set(_UNFIT))
         hint = did_you_mean(name.lower(), usable)
-        raise JobError(f"optimizer.name = {name!r} is none of {', '.join(usable)}{hint}, nor module:function")
+        function = ", nor module:function" if key == "optimizer.name" else ""
+        raise JobError(f"{key} = {name!r} is none of {', '.join(usable)}{hint}{function}")
     if name.lower() in _UNFIT:
-        raise JobError(f"optimizer.name = {name!r} cannot be used: {_UNFIT[name.lower()]}; adamw works")
+        raise JobError(f"{key} = {name!r} cannot be used: {_UNFIT[name.lower()]}; adamw works")
     return kind
 
 
@@ -73,35 +89,59 @@ def _from_function(function: Callable[..., Any], source: str, named: list[tuple[
     raise JobError(f"optimizer.name: {source} returned a {type(optimizer).__name__}, not a torch optimizer")
 
 
-def _make_optimizer(kind: type[Optimizer], table: OptimizerTable, named: list[tuple[str, Tensor]]) -> Optimizer:
+def _make_optimizer(table: OptimizerTable, named: list[tuple[str, Tensor]]) -> Optimizer:
     """Return the optimizer over the parameters, in groups with weight decay and without, and in those of the job.
 
+    Groups that name a class have an optimizer of that class, with none of the options of the job's own.
+
     Raises:
-        JobError: the class refuses its settings.
+        JobError: a class refuses its settings, or one of its parameters.
     """
-    options = _options(table.options)
+    members: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, tensor in named:
+        number = table.group_number(name)
+        own = (number and table.groups[number - 1].name) or ""
+        members.setdefault(own.lower(), []).append((name, tensor))
+    made = [_member_of(own, table, members.get(own, [])) for own in sorted(members) or [""]]
+    return made[0] if len(made) == 1 else CombinedOptimizer(made)
+
+
+def _member_of(own: str, table: OptimizerTable, named: list[tuple[str, Tensor]]) -> Optimizer:
+    """Return the optimizer of one class over its parameters; "" is the job's own class."""
+    kind = _optimizer_class(own or table.name, "optimizer.name")
     accepted = inspect.signature(kind).parameters
+    options = _options({} if own else table.options)
     options["lr"] = table.lr
     if "weight_decay" in accepted:
         options["weight_decay"] = table.weight_decay
     rivals = ("fused", "foreach", "differentiable", "capturable")
     if "fused" in accepted and not any(rival in options for rival in rivals):
         options["fused"] = _can_fuse(kind, [tensor for _, tensor in named])
-    members: dict[tuple[int, bool], list[Tensor]] = {(0, False): []}
+    places: dict[tuple[int, bool], list[Tensor]] = {}
     for name, tensor in named:
-        members.setdefault(_place_of(name, table), []).append(tensor)
-    groups = [
-        {"params": tensors, **_settings_of(*place, table)} for place, tensors in sorted(members.items(), key=_first)
-    ]
+        places.setdefault(_place_of(name, table), []).append(tensor)
+    groups = [{"params": places[place], **_settings_of(*place, table)} for place in sorted(places)]
     try:
         # A rank may have nothing to update; torch takes an empty group, though not an empty list.
-        return kind([group for group in groups if group["params"]] or groups[:1], **options)
-    except (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError) as error:
+        return kind(groups or [{"params": []}], **options)
+    except _REFUSALS as error:
+        if (refused := _refused_parameter(kind, named)) is not None:
+            group = f'{{ match = ["{refused}"], name = "adamw" }} as the first of optimizer.groups works'
+            raise JobError(f"optimizer: {kind.__name__} refuses {refused}: {error}; {group}") from None
         raise JobError(f"optimizer: {kind.__name__} refuses its settings: {error}") from None
 
 
-def _first(item: tuple[tuple[int, bool], Any]) -> tuple[int, bool]:
-    return item[0]
+_REFUSALS = (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError)
+
+
+def _refused_parameter(kind: Callable[..., Optimizer], named: Sequence[tuple[str, Tensor]]) -> str | None:
+    """Return the first parameter that a class refuses by itself, whatever its settings: Muon takes matrices alone."""
+    for name, tensor in named:
+        try:
+            kind([tensor])
+        except _REFUSALS:
+            return name
+    return None
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,9 +150,9 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _place_of(name: str, table: OptimizerTable) -> tuple[int, bool]:
     """Return the number of a parameter's group, from 1, or 0 for none; and whether it has no weight decay."""
-    number = next((n for n, group in enumerate(table.groups, 1) if _matches(name, group.match)), 0)
+    number = table.group_number(name)
     has_own = number > 0 and table.groups[number - 1].weight_decay is not None
-    return number, table.weight_decay > 0 and not has_own and _matches(name, table.no_weight_decay)
+    return number, table.weight_decay > 0 and not has_own and matches(name, table.no_weight_decay)
 
 
 def _settings_of(number: int, is_spared: bool, table: OptimizerTable) -> dict[str, Any]:
@@ -125,10 +165,6 @@ def _settings_of(number: int, is_spared: bool, table: OptimizerTable) -> dict[st
     return {**spared, **{key: value for key, value in own.items() if value is not None}, **_options(group.options)}
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def check_groups(table: OptimizerTable, names: Sequence[str]) -> None:
     """Refuse a pattern of a group that matches none of the names of the trained parameters.
 
@@ -137,7 +173,7 @@ def check_groups(table: OptimizerTable, names: Sequence[str]) -> None:
     """
     for number, group in enumerate(table.groups):
         for pattern in group.match:
-            if not any(fnmatchcase(name, pattern) for name in names):
+            if not any(matches(name, [pattern]) for name in names):
                 hint = did_you_mean(pattern, names)
                 raise JobError(f"optimizer.groups.{number}.match: {pattern!r} matches no trained parameter{hint}")
 

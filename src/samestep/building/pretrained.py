@@ -22,7 +22,7 @@ from samestep.building import adapters, families
 from samestep.building.adaptation import UNCHANGED, Adaptation
 from samestep.building.stored_weights import StoredWeights, stored_weights
 from samestep.errors import ModelError, did_you_mean
-from samestep.job import Task
+from samestep.job_tables import Task
 from samestep.models import weight_files
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,12 +9,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import default_collate
 
-from samestep.datasets.order import Integers, sample_indices
-from samestep.datasets.read_ahead import ReadAhead
+from samestep.datasets.order import Integers, draw_key, sample_indices
+from samestep.datasets.read_ahead import ReadAhead, Wanted
 from samestep.errors import DataError, ModelError, failures_of
 from samestep.job import Job
 from samestep.shares import Shares
@@ -25,7 +25,8 @@ class Dataset(Protocol):
     """A map-style dataset: an index gives a sample, the same one at every call.
 
     A dataset that also has a method `read(indices)`, which returns a dict or tuple of tensors with the batch dimension
-    first, is read one micro-batch at a time.
+    first, is read one micro-batch at a time. One that has a method `sample(index, generator)` is trained on what that
+    returns, a function of the index and of numbers drawn from the generator, and evaluated on its items.
     """
 
     def __len__(self) -> int:
@@ -35,6 +36,18 @@ class Dataset(Protocol):
     def __getitem__(self, index: int, /) -> Any:
         """Return one sample, without a batch dimension."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDraw:
+    """The random numbers with which a step changes its samples: a function of (seed, step, sample), in every layout."""
+
+    seed: int
+    step: int
+
+    def generator(self, index: int) -> torch.Generator:
+        """Return the generator of one sample."""
+        return torch.Generator().manual_seed(draw_key(self.seed, self.step, index))
 
 
 class BatchStream(Iterator["Batch"]):
@@ -57,7 +70,8 @@ class BatchStream(Iterator["Batch"]):
             self.stop()
             raise StopIteration
         self._next += 1
-        return Batch(self._next - 1, self._indices(self._next - 1), self._dataset, self, self._by_microbatch)
+        step, seed = self._next - 1, self._job.train.seed
+        return Batch(step, self._indices(step), self._dataset, self, self._by_microbatch, seed)
 
     def stop(self) -> None:
         """End behind the batch that was yielded last."""
@@ -76,19 +90,23 @@ class BatchStream(Iterator["Batch"]):
         self._ahead_in = step
         if self._ahead is None:
             coming = (
-                indices
+                Wanted(later, indices)
                 for later in range(step, self._job.train.steps)
                 for indices in shares(
                     self._indices(later), rank, num_ranks, num_microbatches, by_microbatch=self._by_microbatch
                 )
                 if len(indices)
             )
-            read = functools.partial(read_samples, self._dataset)
-            self._ahead = ReadAhead(read, coming, num_workers=self._job.run.data_workers, pin=pin)
+            threads = self._job.numerics.precision != "float64"
+            workers = self._job.run.data_workers
+            self._ahead = ReadAhead(self._read, coming, num_workers=workers, pin=pin, threads=threads)
 
-    def read(self, indices: Integers) -> Any:
+    def read(self, wanted: Wanted) -> Any:
         """Return samples of the data set, which may have been read ahead."""
-        return read_samples(self._dataset, indices) if self._ahead is None else self._ahead.take(indices)
+        return self._read(wanted) if self._ahead is None else self._ahead.take(wanted)
+
+    def _read(self, wanted: Wanted) -> Any:
+        return read_samples(self._dataset, wanted.indices, SampleDraw(self._job.train.seed, wanted.step))
 
     def _indices(self, step: int) -> Integers:
         train = self._job.train
@@ -108,6 +126,8 @@ class Batch:
     """The stream that yielded it."""
     by_microbatch: bool = False
     """Whether a micro-batch of all ranks together is contiguous, so that it holds whole groups of coupled samples."""
+    seed: int | None = None
+    """Seed of what changes the samples of a training step; None where they are read as they are."""
 
     def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Integers]:
         """Return the sample indices of each micro-batch of one data rank."""
@@ -130,7 +150,9 @@ class Batch:
             DataError: the samples cannot be stacked into tensors.
         """
         rows = np.asarray(indices, dtype=np.int64)
-        return read_samples(self.dataset, rows) if self.stream is None else self.stream.read(rows)
+        if self.stream is not None:
+            return self.stream.read(Wanted(self.step, rows))
+        return read_samples(self.dataset, rows, None if self.seed is None else SampleDraw(self.seed, self.step))
 
     def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
         """Begin to read a data rank's micro-batches, of this step and the later ones, before `samples` is asked for them.
@@ -199,24 +221,31 @@ def shares(
 
 
 def read_samples(
-    dataset: Dataset, indices: npt.NDArray[np.int64] | Sequence[int]
+    dataset: Dataset, indices: npt.NDArray[np.int64] | Sequence[int], draw: SampleDraw | None = None
 ) -> dict[str, Tensor] | tuple[Tensor, ...]:
     """Return samples as tensors with the batch dimension first, by `dataset.read` or else torch's `default_collate`.
 
-    Without indices the tensors have no rows, and the other dimensions and dtypes of sample 0.
+    With a `draw`, those of a dataset that has a method `sample` are what that returns. One that stands for other datasets
+    has a method `read_drawn(indices, draw)`. Without indices the tensors have no rows, and the other dimensions and dtypes of sample 0.
 
     Raises:
         DataError: the samples cannot be stacked into tensors.
     """
     rows = np.asarray(indices, dtype=np.int64)
-    read = getattr(dataset, "read", None)
-    if read is not None:
+    read_drawn: Callable[..., Any] | None = getattr(dataset, "read_drawn", None)
+    if read_drawn is not None:
+        return read_drawn(rows, draw)
+    read, sample = getattr(dataset, "read", None), getattr(dataset, "sample", None)
+    if read is not None and (draw is None or sample is None):
         with failures_of(f"reading samples of a {type(dataset).__name__}", DataError):
             return read(rows)
     samples = []
     for index in rows if rows.size else [0]:
         with failures_of(f"reading sample {index} of a {type(dataset).__name__}", DataError):
-            samples.append(dataset[int(index)])
+            if draw is None or sample is None:
+                samples.append(dataset[int(index)])
+            else:
+                samples.append(sample(int(index), draw.generator(int(index))))
     try:
         stacked = default_collate(samples)
     except (RuntimeError, TypeError, KeyError) as error:

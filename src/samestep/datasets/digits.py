@@ -19,7 +19,7 @@ from torch import Tensor
 
 from samestep.datasets.order import permuted
 from samestep.datasets.split import Split, part_of
-from samestep.job import DataTable
+from samestep.job_tables import DataTable
 
 SIDE = 8
 LARGEST = 16

@@ -38,7 +38,7 @@ from samestep.datasets.files import existing, files_at
 from samestep.datasets.split import Split, named, part_of
 from samestep.datasets.tokenizers import Tokenizer, token_dtype
 from samestep.errors import DataError, did_you_mean
-from samestep.job import DataTable
+from samestep.job_tables import DataTable
 
 ROWS_AT_ONCE = 256
 """Rows of a Parquet file that are in memory together."""

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from samestep.datasets.batch import Dataset, read_samples
+from samestep.datasets.batch import Dataset, SampleDraw, read_samples
 from samestep.datasets.split import Split, named, part_of
 from samestep.errors import DataError, did_you_mean, failures_of
-from samestep.job import DataTable
+from samestep.job_tables import DataTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +37,11 @@ class DatasetSlice:
             raise IndexError(f"sample {index} of {len(self)}")
         return self.dataset[self.part[index]]
 
-    def read(self, indices: npt.NDArray[np.int64]) -> dict[str, Tensor] | tuple[Tensor, ...]:
+    def read_drawn(
+        self, indices: npt.NDArray[np.int64], draw: SampleDraw | None
+    ) -> dict[str, Tensor] | tuple[Tensor, ...]:
         """Return samples as tensors with the batch dimension first."""
-        return read_samples(self.dataset, indices + self.part.start)
+        return read_samples(self.dataset, indices + self.part.start, draw)
 
 
 def function_part(data: DataTable, split: Split) -> DatasetSlice:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samestep.datasets.batch import Dataset, read_samples
+from samestep.datasets.batch import Dataset, SampleDraw, read_samples
 from samestep.errors import DataError
 
 
@@ -41,7 +41,7 @@ class Mixture:
         Raises:
             DataError: their samples differ in kind, so that they cannot be in one batch.
         """
-        kinds = {name: _kind(part) for name, part in parts.items()}
+        kinds = {name: kind_of(part) for name, part in parts.items()}
         first, *others = kinds
         for name in others:
             if kinds[name] != kinds[first]:
@@ -64,13 +64,15 @@ class Mixture:
         which, place = self._places(np.array([index]))
         return self.parts[which[0]][int(place[0])]
 
-    def read(self, indices: npt.NDArray[np.int64]) -> dict[str, Tensor] | tuple[Tensor, ...]:
+    def read_drawn(
+        self, indices: npt.NDArray[np.int64], draw: SampleDraw | None
+    ) -> dict[str, Tensor] | tuple[Tensor, ...]:
         """Return samples as tensors with the batch dimension first."""
         which, places = self._places(indices)
         if not len(indices):
-            return read_samples(self.parts[0], indices)
+            return read_samples(self.parts[0], indices, draw)
         order = np.argsort(which, kind="stable")
-        read = [read_samples(self.parts[part], places[which == part]) for part in np.unique(which)]
+        read = [read_samples(self.parts[part], places[which == part], draw) for part in np.unique(which)]
         back = torch.from_numpy(np.argsort(order))
         if isinstance(read[0], dict):
             return {name: torch.cat([samples[name] for samples in read])[back] for name in read[0]}  # type: ignore[call-overload]
@@ -83,7 +85,7 @@ class Mixture:
         return which, (indices - begins[which]) % np.array(self.lengths)[which]
 
 
-def _kind(part: Dataset) -> str:
+def kind_of(part: Dataset) -> str:
     """Return the names, shapes and dtypes of a sample's tensors."""
     samples = read_samples(part, np.array([0]))
     named = samples.items() if isinstance(samples, dict) else enumerate(samples)

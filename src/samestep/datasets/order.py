@@ -45,6 +45,11 @@ def sample_indices(step: int, global_batch: int, length: int, seed: int) -> Inte
     return permuted(places, length, _mix(_word(seed)) + epochs.astype(np.uint64) * _GOLDEN)
 
 
+def draw_key(seed: int, step: int, index: int) -> int:
+    """Return the seed of the random numbers with which a step changes a sample."""
+    return int(_mix(_mix(_mix(_word(seed) ^ _GOLDEN) + _word(step)) + _word(index))[0])
+
+
 def permuted(positions: npt.NDArray[np.integer], length: int, key: int | _Words) -> Integers:
     """Map positions in range(length) through the bijection of range(length) that belongs to `key`.
 

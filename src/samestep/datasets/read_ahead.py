@@ -5,7 +5,8 @@ step's micro-batches, of the next step's, and so on. They are read in that order
 
     run.data_workers = 0    a thread reads the next two micro-batches, once a read has taken a millisecond or more (before
                             that, handing one over would take as long as reading it), unless reading moves a generator
-                            of the process, as `random.seed(index)` does: a forward meanwhile would be blamed for it
+                            of the process, as `random.seed(index)` does: a forward meanwhile would be blamed for it;
+                            and not in float64, whose forwards change the default dtype of the process
     run.data_workers = N    N processes read two micro-batches each, as torch's DataLoader distributes them
 
 Only where the work is done changes: a micro-batch that was not foreseen, as one that the canary reads again, is read at
@@ -23,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,8 +36,20 @@ from torch.utils.data import Dataset as TorchDataset
 from samestep.datasets.order import Integers
 from samestep.errors import SamestepError, WorkerError
 
-Read = Callable[[Integers], Any]
-"""Reads samples by their indices into tensors with the batch dimension first."""
+
+class Wanted(NamedTuple):
+    """Samples that a step reads."""
+
+    step: int
+    indices: Integers
+
+    def is_same(self, other: Wanted) -> bool:
+        """Return whether these are the same samples of the same step."""
+        return self.step == other.step and np.array_equal(self.indices, other.indices)
+
+
+Read = Callable[[Wanted], Any]
+"""Reads samples into tensors with the batch dimension first."""
 
 AHEAD = 2
 """Micro-batches that the thread, or each process, holds ready."""
@@ -47,34 +60,36 @@ WORTH_A_THREAD_S = 1e-3
 class ReadAhead:
     """The micro-batches of one rank in the order in which its steps take them, read before they are taken."""
 
-    def __init__(self, read: Read, coming: Iterator[Integers], *, num_workers: int, pin: bool) -> None:
-        """Read `coming`, the indices of each micro-batch; `pin` puts tensors into memory that a GPU copies from."""
+    def __init__(
+        self, read: Read, coming: Iterator[Wanted], *, num_workers: int, pin: bool, threads: bool = True
+    ) -> None:
+        """Read `coming`, the samples of each micro-batch, maybe in a thread if `threads`; `pin` puts tensors into memory that a GPU copies from."""
         self._lock = threading.Lock()  # a data set is read by one thread at a time
-        self._read, self._pin = read, pin
+        self._read, self._pin, self._threads = read, pin, threads
         self._coming = coming
-        self._next: Integers | None = next(coming, None)
+        self._next: Wanted | None = next(coming, None)
         self._draws: bool | None = None  # whether reading moves a generator of the process; None before the first read
         self._ready: _InThread | _InProcesses | None = None
         if num_workers:
             self._ready = _InProcesses(read, self._foreseen(), num_workers, pin)
 
-    def take(self, indices: Integers) -> Any:
-        """Return the samples of these indices, which were read ahead if they are the next ones foreseen."""
-        if self._next is None or not np.array_equal(indices, self._next):
-            return self._read_here(indices)
+    def take(self, wanted: Wanted) -> Any:
+        """Return these samples, which were read ahead if they are the next ones foreseen."""
+        if self._next is None or not wanted.is_same(self._next):
+            return self._read_here(wanted)
         if self._ready is not None:
             samples, self._next = self._ready.take()
             return samples
         self._next = next(self._coming, None)
         if self._draws is None:
             with _generators_watched() as moved:
-                samples = self._read_here(indices)
+                samples = self._read_here(wanted)
             self._draws = bool(moved)
             return samples
         began = time.perf_counter()
-        samples = self._read_here(indices)
+        samples = self._read_here(wanted)
         is_slow = time.perf_counter() - began >= WORTH_A_THREAD_S
-        if is_slow and self._next is not None and not self._draws:
+        if is_slow and self._threads and self._next is not None and not self._draws:
             self._ready = _InThread(self._read_here, self._foreseen())
         return samples
 
@@ -84,36 +99,36 @@ class ReadAhead:
             self._ready.close()
         self._ready = self._next = None
 
-    def _foreseen(self) -> Iterator[Integers]:
-        """Yield the indices of every micro-batch that is still to be taken."""
+    def _foreseen(self) -> Iterator[Wanted]:
+        """Yield the samples of every micro-batch that is still to be taken."""
         assert self._next is not None
         yield self._next
         yield from self._coming
 
-    def _read_here(self, indices: Integers) -> Any:
+    def _read_here(self, wanted: Wanted) -> Any:
         with self._lock:
-            samples = self._read(indices)
+            samples = self._read(wanted)
         return tree_map_only(Tensor, lambda tensor: tensor.pin_memory(), samples) if self._pin else samples
 
 
 class _InThread:
     """The next micro-batches, read by a thread."""
 
-    def __init__(self, read: Read, foreseen: Iterator[Integers]) -> None:
+    def __init__(self, read: Read, foreseen: Iterator[Wanted]) -> None:
         self._read, self._foreseen = read, foreseen
         self._pool = ThreadPoolExecutor(1, "samestep reads ahead")
-        self._held: deque[tuple[Integers, Future[Any]]] = deque()
+        self._held: deque[tuple[Wanted, Future[Any]]] = deque()
         self._fill()
 
-    def take(self) -> tuple[Any, Integers | None]:
-        """Return the next micro-batch, and the indices of the one after it."""
+    def take(self) -> tuple[Any, Wanted | None]:
+        """Return the next micro-batch, and the samples of the one after it."""
         _, future = self._held.popleft()
         self._fill()
         return future.result(), self._held[0][0] if self._held else None
 
     def _fill(self) -> None:
-        while len(self._held) < AHEAD and (indices := next(self._foreseen, None)) is not None:
-            self._held.append((indices, self._pool.submit(self._read, indices)))
+        while len(self._held) < AHEAD and (wanted := next(self._foreseen, None)) is not None:
+            self._held.append((wanted, self._pool.submit(self._read, wanted)))
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -122,8 +137,8 @@ class _InThread:
 class _InProcesses:
     """The next micro-batches, read by worker processes of torch's DataLoader."""
 
-    def __init__(self, read: Read, foreseen: Iterator[Integers], num_workers: int, pin: bool) -> None:
-        self._asked: deque[Integers] = deque()
+    def __init__(self, read: Read, foreseen: Iterator[Wanted], num_workers: int, pin: bool) -> None:
+        self._asked: deque[Wanted] = deque()
         loader: DataLoader[Any] = DataLoader(
             _Reads(read),
             batch_size=None,
@@ -142,8 +157,8 @@ class _InProcesses:
         if is_main and before is not None:
             signal.signal(signal.SIGCHLD, before)
 
-    def take(self) -> tuple[Any, Integers | None]:
-        """Return the next micro-batch, and the indices of the one after it.
+    def take(self) -> tuple[Any, Wanted | None]:
+        """Return the next micro-batch, and the samples of the one after it.
 
         Raises:
             WorkerError: a worker process ended.
@@ -170,15 +185,15 @@ class _InProcesses:
 
 
 class _Asked:
-    """The indices that a DataLoader asks for, kept until their samples are taken."""
+    """What a DataLoader asks for, kept until it is taken."""
 
-    def __init__(self, foreseen: Iterator[Integers], asked: deque[Integers]) -> None:
+    def __init__(self, foreseen: Iterator[Wanted], asked: deque[Wanted]) -> None:
         self._foreseen, self._asked = foreseen, asked
 
-    def __iter__(self) -> Iterator[Integers]:
-        for indices in self._foreseen:
-            self._asked.append(indices)
-            yield indices
+    def __iter__(self) -> Iterator[Wanted]:
+        for wanted in self._foreseen:
+            self._asked.append(wanted)
+            yield wanted
 
 
 class _Reads(TorchDataset[Any]):
@@ -187,9 +202,9 @@ class _Reads(TorchDataset[Any]):
     def __init__(self, read: Read) -> None:
         self._read = read
 
-    def __getitem__(self, indices: Integers) -> Any:
+    def __getitem__(self, wanted: Wanted) -> Any:
         try:
-            return self._read(indices)
+            return self._read(wanted)
         except SamestepError as error:  # which a DataLoader would give another text
             return error
 

@@ -13,6 +13,7 @@ from samestep.datasets.columns import Origin, Shards
 from samestep.datasets.digits import digits_part
 from samestep.datasets.documents import hf_rows, jsonl_rows, packed_part, parquet_rows
 from samestep.datasets.function import function_part
+from samestep.datasets.images import images_part
 from samestep.datasets.mixture import Mixture
 from samestep.datasets.split import Split
 from samestep.datasets.text import stdlib, text_tokens, tokens_of, topics
@@ -20,6 +21,7 @@ from samestep.datasets.tokenizers import open_tokenizer, tokenizer_key
 from samestep.datasets.tokens import TokenStream, read_tokens, stream_part
 from samestep.errors import DataError, did_you_mean
 from samestep.job import Job
+from samestep.job_tables import HELD_OUT
 
 SOURCES = {
     "topics": "the reference behind Python's help()",
@@ -30,6 +32,7 @@ SOURCES = {
     "parquet:PATH": "Parquet files with text or messages",
     "hf:PATH": "a Hugging Face dataset saved with save_to_disk",
     "digits": "1,797 images of handwritten digits",
+    "images:PATH": "a folder of images, one folder a class",
     "module:function": "a function of yours that returns a map-style dataset",
     "mixture": "several of these by their weights in data.mixture",
 }
@@ -54,6 +57,8 @@ def open_dataset(job: Job, split: Split = "train") -> Dataset:
             return Mixture.of(parts, data.mixture)
         case "digits":
             return digits_part(data, split)
+        case "images:":
+            return images_part(rest, data, split)
         case "topics" | "stdlib":
             texts = topics() if word == "topics" else stdlib()
             return stream_part(
@@ -73,6 +78,40 @@ def open_dataset(job: Job, split: Split = "train") -> Dataset:
         f"unknown data source {data.source!r}{did_you_mean(word, words)}; the sources are "
         + "; ".join(f"{name} ({about})" for name, about in SOURCES.items())
     )
+
+
+def open_held_out(job: Job) -> dict[str, Dataset]:
+    """Return what a job evaluates, by name: the part of its data that is held out, and the sets of `data.held_out_sets`.
+
+    Raises:
+        DataError: the data of one of them is missing, badly formed, or too short for one sample.
+    """
+    found: dict[str, Dataset] = {}
+    for name in job.evaluated_sets:
+        source = job.data.held_out_sets.get(name, job.data.source)
+        split: Split = "held_out" if source in (job.data.source, *job.data.mixture) else "train"
+        try:
+            found[name] = open_dataset(of_held_out(job, name), split)
+        except DataError as error:
+            raise DataError(str(error) if name == HELD_OUT else f"data.held_out_sets.{name}: {error}") from None
+    return found
+
+
+def of_held_out(job: Job, name: str) -> Job:
+    """Return a job whose data is one of the sets that a job evaluates: the held-out part of a source that is trained on, or all
+    of another source.
+
+    Raises:
+        DataError: the set is a mixture.
+    """
+    if name == HELD_OUT:
+        return job
+    source = job.data.held_out_sets[name]
+    if source == "mixture":
+        raise DataError("a set is one source; several sources are several sets")
+    held_out = job.data.held_out if source in (job.data.source, *job.data.mixture) else 0.0
+    alone = job.data.model_copy(update={"source": source, "mixture": {}, "held_out": held_out})
+    return job.model_copy(update={"data": alone})
 
 
 def is_text(job: Job) -> bool:

@@ -21,7 +21,7 @@ from samestep.datasets.columns import Shards
 from samestep.datasets.files import existing, files_at
 from samestep.datasets.split import Split, named, part_of
 from samestep.errors import DataError
-from samestep.job import DataTable
+from samestep.job_tables import DataTable
 
 
 @dataclass(frozen=True, eq=False)

@@ -126,12 +126,14 @@ def as_toml(device: Device, found: Figures, ranks: int) -> str:
         "memory_bytes_per_s": _rounded(found.copied_bytes_per_s),
         "devices_per_node": ranks,
         "kernel_launch_s": _rounded(found.kernel_launch_s),
+        "library": "nccl" if on_gpu else "gloo",
     }
     sources = {
         "memory_bytes": f"measured: {device.name}" if on_gpu else f"measured: the machine's by {ranks}",
         "memory_bytes_per_s": "measured: copy of a large buffer, bytes read and written, all devices at once",
         "devices_per_node": f"measured: {ranks} devices of this machine",
         "kernel_launch_s": f"measured: {microbenchmarks.TINY} operations on one element, one after the other",
+        "library": f"measured: torch.distributed's on {'GPUs' if on_gpu else 'CPUs'}",
     }
     if on_gpu:
         table |= {"num_units": device.num_units, "kernel_s": _rounded(found.kernel_s)}

@@ -177,6 +177,7 @@ def slower(machine: Hardware, compute: float, links: float) -> Hardware:
             one,
             latency_s=one.latency_s * links,
             collective_s=one.collective_s * links,
+            ll128_latency_s=one.ll128_latency_s and one.ll128_latency_s * links,
             bytes_per_s=one.bytes_per_s / links,
             all_reduce_bytes_per_s=one.all_reduce_bytes_per_s and one.all_reduce_bytes_per_s / links,
             by_ranks={ranks: rate / links for ranks, rate in one.by_ranks.items()},

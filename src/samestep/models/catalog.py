@@ -17,15 +17,17 @@ from pathlib import Path
 import xxhash
 
 from samestep.errors import InputError, ModelError, did_you_mean
-from samestep.job import PRESET, Job
+from samestep.job import Job
+from samestep.job_tables import PRESET
 from samestep.models import presets
 from samestep.models.spec import FORMAT_VERSION, ModelSpec
 from samestep.models.weight_files import digest_of
 
 _TRACERS = (
     "models/spec.py",
+    "models/packing.py",
     "runtime/axes/pending_logits.py",
-    *(f"building/{name}.py" for name in ("adaptation", "adapters", "initial_values", "model", "pretrained")),
+    *(f"building/{name}.py" for name in ("adaptation", "adapters", "initial_values", "model", "nf4", "pretrained")),
     *(
         f"tracing/{name}.py"
         for name in (

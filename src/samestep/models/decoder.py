@@ -242,7 +242,15 @@ def _params(block: _Block, layer: int, path: str, is_block: bool = False) -> Ite
         full = f"{path}.{name}" if path else name
         if is_block and cut is None:
             partial = partial or "sequence"
-        yield ParamSpec(name=full, shape=shape, layer=layer, cut=cut, partial=partial, experts=experts)
+        embeds = _TABLES.get(name, "")
+        yield ParamSpec(name=full, shape=shape, layer=layer, cut=cut, partial=partial, experts=experts, embeds=embeds)
+
+
+_TABLES: dict[str, Literal["", "tokens", "positions"]] = {
+    "embed_tokens.weight": "tokens",
+    "embed_positions.weight": "positions",
+}
+"""Weights that are tables of embeddings."""
 
 
 def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], is_block: bool) -> LayerSpec:

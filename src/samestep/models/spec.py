@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Literal, TypeVar
 from typing import ParamSpec as ParamSpecification
 
-FORMAT_VERSION = 11
+from samestep.models.packing import HeldAs, packed_bytes
+
+FORMAT_VERSION = 13
 
 Cutting = Literal["", "columns", "inner", "count"]
 """The size of a product that a tensor cut divides; empty for none."""
@@ -264,11 +266,18 @@ class ParamSpec:
     """Number of experts along its first dimension; 0 if it belongs to none."""
     stages: tuple[int, ...] = ()
     """Pipeline stages that hold it, tied, and sum its gradients, if there are several; empty if one does."""
+    held_as: HeldAs = ""
+    embeds: Literal["", "tokens", "positions"] = ""
+    """What is looked up in it, if it is the table of an embedding: what a sample holds, or the positions in a sequence."""
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    def bytes_of(self, numel: int, element_bytes: int) -> int:
+        """Return the bytes of so many of its elements, each of `element_bytes` unless they are held in 4 bits."""
+        return packed_bytes(numel) if self.held_as else numel * element_bytes
 
     @property
     def last_layer(self) -> int:

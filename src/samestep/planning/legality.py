@@ -83,6 +83,15 @@ def pairs(job: Job) -> Iterator[Pair]:
             yield Pair(first, second, str(error))
 
 
+def words(model: ModelSpec, job: Job) -> Iterator[tuple[str, str]]:
+    """Try every feature by itself on a job; yield it with the reason why the job may not have it, empty where it may."""
+    for name, degrees in _FEATURES.items():
+        try:
+            yield name, row_of(model, job, Layout(**degrees)).reason
+        except LayoutError as error:
+            yield name, str(error)
+
+
 def matrix(found: Iterable[Pair], *, markdown: bool = False) -> str:
     """Write which features compose: `x` together, `.` two values of one word, else the number of a reason below."""
     reasons: dict[str, int] = {}

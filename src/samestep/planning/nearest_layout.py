@@ -41,7 +41,7 @@ def nearest(
     """Return the nearest layout of so many devices that no strategy refuses and that fits; None where there is none."""
     builder = ProgramBuilder(model, job, job.run.ranks_per_node or hardware.devices_per_node)
     needs = Needs(Prices(model, job, hardware), states_per_param)
-    room = hardware.memory_bytes - hardware.reserved_bytes
+    room = hardware.room_bytes - hardware.reserved_bytes
     far = functools.partial(distance, layout)
     tried = (
         one for one in candidates.layouts_of(devices, model, job, thin=hardware) if one.tp <= hardware.devices_per_node
@@ -54,7 +54,7 @@ def nearest(
         for step in itertools.islice(may_be, MOST_PLAYED):
             programs = builder.programs(step.layout)
             uses = memory_of(programs, hardware, states_per_param)
-            if max(use.total for use in uses) <= hardware.memory_bytes:
+            if max(use.total for use in uses) <= hardware.room_bytes:
                 found.append(predict_programs(programs, model, job, hardware, uses, states_per_param))
         if found:
             return min(found, key=lambda one: one.step_s)

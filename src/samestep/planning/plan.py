@@ -13,8 +13,10 @@ from samestep.models import catalog
 from samestep.models.published import as_published
 from samestep.planning import other_numerics, search
 from samestep.planning.search import Plan
-from samestep.simulation.memory import states_per_param
+from samestep.program.update_rules import states_per_param
 
+KEPT_FREE = 0.05
+"""Part of each device's memory that a plan keeps free: memory in pieces cannot all be given away, and predictions err."""
 MOST_ROWS = 50
 """Layouts that a plan ranks at most: each of them, and many that might be among them, are played."""
 
@@ -26,6 +28,7 @@ def plan(
     *,
     top: int = 5,
     fewest_devices: bool = False,
+    keep_free: float = KEPT_FREE,
 ) -> Plan:
     """Search the fastest layouts of a job that fit; needs no torch for a preset or a model that was traced before.
 
@@ -35,6 +38,7 @@ def plan(
         hardware: what they are: a profile, its name or its file; without it what was measured here, or cpu-laptop.
         top: how many of the fastest are wanted.
         fewest_devices: plan for the smallest number of devices, `devices` at most, that the job fits on.
+        keep_free: the part of each device's memory that no layout may need.
 
     Raises:
         InputError: the job, its model or the hardware cannot be understood; nothing has been searched.
@@ -46,7 +50,9 @@ def plan(
         raise InputError(
             f"{top} rows are too {'many' if top > 1 else 'few'} to play; {MOST_ROWS if top > 1 else 1} works"
         )
-    where = resolve_hardware(hardware)
+    if not 0 <= keep_free < 1:
+        raise InputError(f"keep_free={keep_free:g} is no part of a device's memory; {KEPT_FREE} works")
+    where = replace(resolve_hardware(hardware), kept_free=keep_free)
     job, _ = as_published(job)
     states, model = states_per_param(job), catalog.model_spec(job)
     searched = search.fewest if fewest_devices else search.plan

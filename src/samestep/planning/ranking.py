@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from samestep.errors import LayoutError
+from samestep.hardware import Hardware
 from samestep.layout import Layout
 from samestep.output.byte_sizes import gib
 from samestep.output.text_table import aligned
@@ -40,6 +41,7 @@ def as_text(found: Plan) -> str:
             lines.append("nothing fits without offload; the time of the update on the host is not predicted")
     else:
         lines.append(found.nearest)
+    lines += _kept_free(found.hardware)
     rules: Counter[str] = Counter()
     for one in found.fallen:
         rules[one.rule] += len(one.group.splits)
@@ -55,6 +57,16 @@ def as_text(found: Plan) -> str:
     lines.append(expected())
     lines += [f'  "{next(one.group.layouts())}" {one.reason}' for one in examples(found.fallen)]
     return "\n".join(lines)
+
+
+def _kept_free(machine: Hardware) -> list[str]:
+    """Say what is kept free of the memory, if anything is."""
+    if not machine.kept_free:
+        return []
+    room, memory = gib(machine.room_bytes), gib(machine.memory_bytes)
+    return [
+        f"{machine.kept_free:.3g} of the memory is kept free: a layout may need {room} of {memory} GiB (--keep-free)"
+    ]
 
 
 def _cautions(best: Sequence[Prediction]) -> list[str]:

@@ -263,9 +263,9 @@ class _Search:
 
     def _fits(self, needed: float, *groups: CandidateGroup) -> bool:
         needed += self.hardware.reserved_bytes
-        if needed <= self.hardware.memory_bytes:
+        if needed <= self.hardware.room_bytes:
             return True
-        reason = f"needs at least {gib(needed)} GiB of {gib(self.hardware.memory_bytes)}"
+        reason = f"needs at least {gib(needed)} GiB of {gib(self.hardware.room_bytes)}"
         self.fallen += [Fallen(group, "memory", reason, needed) for group in groups]
         return False
 
@@ -276,7 +276,7 @@ class _Search:
             return
         need = self.needs.need(step)
         needed = need.total + self.hardware.reserved_bytes
-        if needed > self.hardware.memory_bytes:
+        if needed > self.hardware.room_bytes:
             self._throw_out(layout, "memory", _at_least(need, needed, self.hardware), needed)
         else:
             closer_s = self.bounds.step_s(step, self.bounds.closed_times(step))
@@ -310,7 +310,7 @@ class _Search:
             return
         uses = memory_of(programs, self.hardware, self.states_per_param)
         use = max(uses, key=lambda one: one.total)
-        if use.total > self.hardware.memory_bytes:
+        if use.total > self.hardware.room_bytes:
             self._throw_out(layout, "memory", memory_summary(use, self.hardware), use.total)
             return
         found = predict_programs(programs, self.model, self.job, self.hardware, uses, self.states_per_param)
@@ -420,7 +420,7 @@ def fewest(
 def _at_least(need: Need, total: float, hardware: Hardware) -> str:
     parts = {"states": need.states, "activations": need.activations, "gathered weights": need.gathered}
     most = ", ".join(f"{name} {gib(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size)
-    return f"needs at least {gib(total)} GiB of {gib(hardware.memory_bytes)}: {most}"
+    return f"needs at least {gib(total)} GiB of {gib(hardware.room_bytes)}: {most}"
 
 
 def _nearest(fallen: Sequence[Fallen]) -> str:

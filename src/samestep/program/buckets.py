@@ -208,14 +208,17 @@ Reduction = Callable[[Bucket], tuple[Op, ...]]
 def start_reductions(ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], reduction: Reduction) -> Ops:
     """Insert the first collective of each bucket after the backward that finishes it, in the order of the buckets.
 
-    Dispatch and combine of a layer's experts belong to its backward, so the collective follows them.
+    Dispatch and combine of a layer's experts belong to its backward, so the collective follows them. Where the stage before
+    waits for the gradient of this body's input, that is sent first: its backward hides what is reduced here.
     """
     buckets = tuple(bucket for bucket in buckets if not bucket.is_late)
     layer_of = {param.name: param.layer for param in step.model.params}
     kind = OpKind.WEIGHT if step.splits_backward else OpKind.BACKWARD
     reached = {op.layer for op in ops if op.kind is kind}  # a body has the layers of one chunk
     waiting = [bucket for bucket in buckets if layer_of[bucket.members[0].name] in reached]
+    sent = next((op for op in ops if op.kind is OpKind.SEND), None)
     written: list[Op] = []
+    behind_sends: list[Op] = []
     done: Op | None = None
     for op, following in itertools.zip_longest(ops, ops[1:]):
         written.append(op)
@@ -225,9 +228,12 @@ def start_reductions(ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], redu
             continue
         while waiting and _finished(waiting[0], layer_of, done):
             first = reduction(waiting.pop(0))[:1]
-            written.extend(part.but(after=(*part.after, done.name)) for part in first)
+            if sent is not None:
+                behind_sends.extend(part.but(after=(*part.after, *sent.after)) for part in first)
+            else:
+                written.extend(part.but(after=(*part.after, done.name)) for part in first)
     assert not waiting, f"no backward finishes {[bucket.name for bucket in waiting]}"
-    return tuple(written)
+    return (*written, *behind_sends)
 
 
 def finish_reductions(

@@ -25,8 +25,10 @@ class CodecSpec:
     name: str
     module: str
     """Name of the module whose `codec()` returns a `runtime.codecs.codec.Codec`, imported where a run is assembled."""
-    element_bytes: int
-    """Bytes of an element as it is sent."""
+    element_bits: int
+    """Bits of an element as it is sent."""
+    one_of: int = 1
+    """Of so many elements of a block one is sent, at least one of each block."""
     block_bytes: int = 0
     """Bytes that a block takes besides its elements."""
     feeds_back: bool = False
@@ -34,17 +36,36 @@ class CodecSpec:
 
     def size_bytes(self, numel: int, block: int) -> int:
         """Return the bytes of `numel` elements in blocks of `block` as they are sent."""
-        return numel * self.element_bytes + numel // block * self.block_bytes
+        bits = self.num_sent(block) * self.element_bits
+        return numel // block * (-(-bits // 8) + self.block_bytes)
+
+    def num_sent(self, block: int) -> int:
+        """Return how many elements of a block are sent."""
+        return -(-block // self.one_of)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether what is sent of an element depends on its block."""
+        return self.block_bytes > 0 or self.one_of > 1
+
+    @property
+    def element_bytes(self) -> float:
+        """Bytes for each element that is encoded, without those of blocks."""
+        return self.element_bits / 8 / self.one_of
 
 
 PLAIN = "plain"
 """What an op of a reduction names that sums gradients as they are, in master precision."""
 CODECS = {
-    "bf16": CodecSpec(name="bf16", module="samestep.runtime.codecs.bf16", element_bytes=2),
-    "fp16": CodecSpec(name="fp16", module="samestep.runtime.codecs.fp16", element_bytes=2),
+    "bf16": CodecSpec(name="bf16", module="samestep.runtime.codecs.bf16", element_bits=16),
+    "fp16": CodecSpec(name="fp16", module="samestep.runtime.codecs.fp16", element_bits=16),
     "int8": CodecSpec(
-        name="int8", module="samestep.runtime.codecs.int8", element_bytes=1, block_bytes=1, feeds_back=True
+        name="int8", module="samestep.runtime.codecs.int8", element_bits=8, block_bytes=1, feeds_back=True
     ),
+    "int4": CodecSpec(
+        name="int4", module="samestep.runtime.codecs.int4", element_bits=4, block_bytes=1, feeds_back=True
+    ),
+    "topk": CodecSpec(name="topk", module="samestep.runtime.codecs.topk", element_bits=40, one_of=16, feeds_back=True),
 }
 """All codecs, by the words of `numerics.compression`."""
 
@@ -62,12 +83,17 @@ def coded_bytes(codec: str, parts: Sequence[CodedPart]) -> int:
 
 
 def exchange(
-    owner: str, codec: str, axis: str, parts: Sequence[CodedPart], each: int, *, gathers: bool
+    owner: str, codec: str, axis: str, parts: Sequence[CodedPart], each: int, dtype: str, *, gathers: bool
 ) -> Iterator[Op]:
     """Yield the collectives that sum what the ranks of an axis have encoded, `each` of them so many contributions.
 
-    Every rank sums its part of the buffers, of all contributions, and encodes the sum, which all ranks gather.
+    Every rank sums its part of the buffers, of all contributions, and encodes the sum, which all ranks gather. Buffers that
+    are sent as they are, in `dtype`, are added up by each rank first, and then by one all_reduce.
     """
+    if codec == PLAIN:
+        plain = Op(kind=OpKind.ALL_REDUCE, owner=owner, axis=axis, dtype=dtype, codec=PLAIN)
+        yield plain.sized(sum(part.numel for part in parts))
+        return
     size = coded_bytes(codec, parts)
     sent = Op(kind=OpKind.ALL_TO_ALL, owner=owner, axis=axis, dtype="uint8", size_bytes=each * size, codec=codec)
     yield sent

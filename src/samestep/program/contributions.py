@@ -12,6 +12,9 @@ or of fewer ranks, each of which makes several, one after the other.
     rank 0   samples of G_0                G_0, G_1                        half of G_0, summed with rank 1
     rank 1             G_1                 G_2, G_3                        half of G_0
 
+With `numerics.exchange_every = H` the R parts are replicas that are trained apart: G_r is what the weights of replica r
+have moved by in H steps with an optimizer of its own, D moves the weights that all replicas then go on with.
+
 Layouts with one R differ where a sum lies between two codes and is rounded another way: by one quantisation step.
 """
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
-from samestep.job import Precision
+from samestep.job_tables import Precision
 
 TF32 = "tfloat32"
 """The format in which GPUs may multiply float32 factors: 8 bits of exponent and 10 of mantissa, in four bytes."""
@@ -44,6 +44,9 @@ COMPUTE_DTYPE: dict[Precision, str] = {
 
 STEP_SCALARS = ("loss", "count", "norm_squared", "stop")
 """Scalars that one all_reduce over the world sums at the end of a step, as float64."""
+
+REPLICA_SCALARS = STEP_SCALARS[:3]
+"""Those of them that each replica has of its own, where replicas are trained apart."""
 
 SHARD_AXES = ("dp_shard", "dp_expert")
 """Data axes over which ZeRO shards: `dp_shard`, or for expert-sharded weights its ranks with the same experts."""

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from samestep.program.bodies import BodyKey, Task
+from samestep.program.bodies import UPDATE_BODY, BodyKey, Task
 from samestep.program.buckets import Bucket
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.owners import Owners
@@ -67,11 +67,24 @@ class Program:
     """Layers of each virtual stage (chunk) of this rank; empty where one rank runs all layers."""
     axes: Mapping[str, int] = field(default_factory=dict)
     """Number of ranks in a group of each axis that the program communicates over."""
+    exchange: Ops = ()
+    """What follows every `step.exchange_every`-th update, where replicas are trained apart: codes or sums of what their
+    weights have moved by, and under zero=1 the weights, which are gathered once more."""
 
     def with_bodies(self, rewrite: Callable[[BodyKey, Ops], Ops], **changes: Any) -> Program:
         """Return the program with `rewrite` applied to each body, and other fields changed."""
         bodies = {key: rewrite(key, ops) for key, ops in self.bodies.items()}
         return replace(self, bodies=bodies, **changes)
+
+    def exchanging(self) -> Program:
+        """Return the program of a step that ends with an exchange."""
+        update = (*self.bodies[UPDATE_BODY], *self.exchange)
+        return replace(self, bodies={**self.bodies, UPDATE_BODY: update})
+
+    def tasks_of(self, index: int) -> tuple[Task, ...]:
+        """Return the forwards and backwards of one of the replicas that this rank trains; all, where it trains one."""
+        size = self.step.num_microbatches // self.step.replicas_each
+        return tuple(task for task in self.tasks[:-1] if task.microbatch // size == index)
 
     def ops(self) -> Iterator[tuple[Task, Op]]:
         """Yield every op of the step with its task, in the order of issue."""

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from samestep.job import Compression, Job, OptimizerStates, Precision, Waiver
+from samestep.job import Job
+from samestep.job_tables import Compression, OptimizerStates, Precision, Waiver
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec, ParamSpec
 from samestep.program.bodies import BodyKey, ends_step
@@ -22,6 +23,7 @@ from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node
 from samestep.program.sample_groups import SampleGroups
 from samestep.program.state_blocks import SCALE_BYTES, block_of
+from samestep.program.update_rules import own_states, with_whole_updates
 from samestep.schedules import SCHEDULES, TaskKind
 from samestep.shares import Shares
 
@@ -59,10 +61,16 @@ class StepSpec:
     """Precision in which the optimizer's states are held."""
     state_blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Elements of a block of each weight's 8-bit states; 0 for a weight whose states are float32."""
+    own_states: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """States of each weight whose group in the job has an optimizer of its own."""
+    averages_weights: bool = False
+    """Whether an average of each trained weight is kept beside its master."""
     codec: str = PLAIN
     """Name of the codec as which contributions to a gradient are sent; buckets, units and their ops take it from here."""
     replicas: int = 1
-    """The number of contributions that are encoded."""
+    """The number of contributions that are encoded, or of replicas that are trained apart."""
+    exchange_every: int = 1
+    """Steps after which replicas exchange what their weights have moved by; 1 where they exchange gradients in every step."""
     gradient_blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Elements of a block of each weight's gradient, in which the codec writes it down."""
     allow: tuple[Waiver, ...] = ()
@@ -85,7 +93,7 @@ class StepSpec:
         """Return the step of a job in a layout; the job gives what is None."""
         per_node = ranks_per_node or job.run.ranks_per_node or layout.world_size
         return cls(
-            model=model,
+            model=with_whole_updates(model, job, layout),
             layout=layout,
             precision=job.numerics.precision,
             global_batch=job.train.global_batch,
@@ -101,8 +109,11 @@ class StepSpec:
             state_blocks={param.name: block_of(param.shape) for param in model.params}
             if job.numerics.optimizer_states == "8bit"
             else {},
+            own_states=own_states(model, job),
+            averages_weights=job.train.ema is not None,
             codec=PLAIN if job.numerics.compression == "none" else job.numerics.compression,
             replicas=job.numerics.replicas,
+            exchange_every=job.numerics.exchange_every,
             gradient_blocks=_gradient_blocks(model, job.numerics.compression),
             allow=job.run.waivers,
         )
@@ -163,8 +174,21 @@ class StepSpec:
 
     @cached_property
     def contributions(self) -> Contributions | None:
-        """Where contributions to a gradient are encoded and summed; None where gradients are summed as they are."""
-        return None if self.codec == PLAIN else Contributions.of(self.layout, self.zero, self.replicas)
+        """Where contributions are encoded and summed: to a gradient, or to the move of weights where replicas are trained
+        apart; None where gradients are summed as they are."""
+        if self.codec == PLAIN and not self.trains_apart:
+            return None
+        return Contributions.of(self.layout, self.zero, self.replicas)
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether replicas take steps of their own between two exchanges."""
+        return self.exchange_every > 1
+
+    @property
+    def replicas_each(self) -> int:
+        """The number of replicas that a rank trains one after the other, each with weights and states of its own."""
+        return self.contributions.each if self.trains_apart and self.contributions is not None else 1
 
     def gradient_block(self, param: ParamSpec) -> int:
         """Return the elements of a block of a weight's gradient; 1 where gradients are sent as they are."""
@@ -173,7 +197,7 @@ class StepSpec:
     @property
     def least_reduced_bytes(self) -> int:
         """The fewest bytes that an element of a gradient is sent as over any data axis; 0 where codecs share it with others."""
-        return BYTES_OF[self.master_dtype] if self.codec == PLAIN else 0
+        return BYTES_OF[self.master_dtype] if self.contributions is None else 0
 
     @property
     def is_mixed(self) -> bool:
@@ -204,6 +228,14 @@ class StepSpec:
             return 2 * numel
         block = self.state_blocks.get(param.name, 0)
         return numel + numel // block * SCALE_BYTES if block else numel * BYTES_OF[self.master_dtype]
+
+    def num_states(self, param: ParamSpec, states_per_param: int) -> int:
+        """Return the number of a weight's states: `states_per_param`, unless its group has an optimizer of its own."""
+        return self.own_states.get(param.name, states_per_param)
+
+    def least_states(self, states_per_param: int) -> int:
+        """Return the fewest states of a weight."""
+        return min(states_per_param, *self.own_states.values()) if self.own_states else states_per_param
 
     @property
     def least_state_bytes(self) -> int:
@@ -241,10 +273,14 @@ class StepSpec:
         """
         return self.master_dtype if param.shared else self.compute_dtype
 
+    def weight_bytes(self, param: ParamSpec, numel: int | None = None) -> int:
+        """Return the bytes of a weight within the module, or of `numel` elements of it."""
+        return param.bytes_of(param.numel if numel is None else numel, BYTES_OF[self.working_dtype(param)])
+
 
 def _gradient_blocks(model: ModelSpec, compression: Compression) -> dict[str, int]:
     """Return the elements of a block of each gradient, for a codec that has blocks."""
-    if compression == "none" or not CODECS[compression].block_bytes:
+    if compression == "none" or not CODECS[compression].has_blocks:
         return {}
     return {param.name: block_of(param.shape) or 1 for param in model.params}
 

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from samestep.models.packing import packed_bytes
 from samestep.models.spec import ParamSpec, is_below
 from samestep.program.buckets import padded
 from samestep.program.codecs import CodedPart
@@ -39,6 +40,8 @@ class Unit:
     """Name of the codec with which its shards are sent between replicas, one of `CODECS`; or `PLAIN`."""
     padded_numel: int
     """Elements of the unsharded buffer: each parameter's first dimension padded to a multiple of `num_shards`."""
+    padded_packed_bytes: int
+    """Bytes in it of weights in 4 bits, whose elements are not among these."""
     padded_grad_numel: int
     """Elements of the unsharded buffer of gradients, which frozen weights have no part in."""
     shard_axis: str
@@ -240,7 +243,10 @@ def _unit(
         last_layer=last_layer,
         dtype=step.working_dtype(params[0]),
         codec=step.codec,
-        padded_numel=sum(padded_rows(param, holding.num_shards) for param in params),
+        padded_numel=sum(padded_rows(param, holding.num_shards) for param in params if not param.held_as),
+        padded_packed_bytes=sum(
+            packed_bytes(padded_rows(param, holding.num_shards)) for param in params if param.held_as
+        ),
         padded_grad_numel=sum(padded_rows(param, holding.num_shards) for param in params if param.trainable),
         # The last layer's backward follows at once, and a weight that first and last layer share is in use throughout.
         # A pipeline's other micro-batches may come between the two.

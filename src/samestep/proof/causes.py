@@ -15,7 +15,8 @@ import torch
 from samestep.proof.comparison import Comparison, copies_of, matched, unclipped, whole_of
 from samestep.proof.evidence import CLOSE, BatchPart, Evidence, Found, held_part, numbers
 from samestep.proof.gradient_causes import gradients_cause, scales_of, spread_of
-from samestep.proof.observation import GIVEN, HeldTensor, Observation
+from samestep.proof.held_tensors import HeldTensor
+from samestep.proof.observation import GIVEN, Observation
 from samestep.proof.verdict import Cause
 
 SMALL_OUTPUT = 1e-12

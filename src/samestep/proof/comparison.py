@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from samestep.proof.observation import MASKED, HeldTensor, Observation, Output
+from samestep.proof.held_tensors import HeldTensor
+from samestep.proof.observation import MASKED, Observation, Output
 from samestep.proof.verdict import Check
 
 SMALL = 1e-6

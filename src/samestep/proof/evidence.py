@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from samestep.proof.comparison import Comparison, Misfit
-from samestep.proof.observation import HeldTensor, Observation
+from samestep.proof.held_tensors import HeldTensor
+from samestep.proof.observation import Observation
 from samestep.proof.verdict import Cause
 
 CLOSE = 1e-6

@@ -23,7 +23,7 @@ from torch import Tensor
 from samestep.program.ranks import stages_of
 from samestep.proof.comparison import Comparison, Misfit, copies_of, matched, unclipped, whole_of
 from samestep.proof.evidence import CLOSE, BatchPart, Evidence, Found, held_part, numbers
-from samestep.proof.observation import HeldTensor
+from samestep.proof.held_tensors import HeldTensor
 from samestep.proof.verdict import Cause
 
 _SAMPLED = 4096

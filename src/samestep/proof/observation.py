@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,16 +26,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from samestep.datasets import Batch, Dataset, batches
-from samestep.datasets.batch import read_samples
+from samestep.datasets.batch import SampleDraw, read_samples
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import Task
-from samestep.runtime.checkpoint_state import runs_elsewhere
+from samestep.proof.held_tensors import (
+    HeldTensor,
+    held_buffers,
+    held_gradients,
+    held_weights,
+    places_of,
+    replicas_of,
+)
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.dropout.mode import Draw
 from samestep.runtime.expert_routes import RouteMode, Routes
+from samestep.runtime.local_replicas import set_weights
 from samestep.runtime.pieces import Piece
-from samestep.runtime.placement import part_of
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
@@ -54,23 +61,6 @@ MASKED = 1e30
 """The magnitude of what stands for minus infinity: masks hold the lowest number of a dtype, whose square overflows."""
 ALL_SAMPLES = -1
 """The sample index of an output that a module computes once for all samples, such as rotary angles."""
-
-
-@dataclass(slots=True)
-class HeldTensor:
-    """The part of one tensor that a rank holds: its elements, and their places in the flattened whole tensor."""
-
-    name: str
-    values: Tensor
-    places: Tensor | range
-    """The index of each element in the flattened whole tensor; -1 for padding."""
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """A key that is equal for parts with the same elements of the same tensor."""
-        if isinstance(self.places, range):
-            return (self.name, self.places.start, self.places.stop)
-        return (self.name, xxhash.xxh3_64_intdigest(self.places.numpy().tobytes()))
 
 
 @dataclass(slots=True)
@@ -168,9 +158,9 @@ class _DigestingDataset:
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
-    def read(self, indices: Any) -> Any:
+    def read_drawn(self, indices: Any, draw: SampleDraw | None) -> Any:
         """Read samples into tensors with the batch dimension first, and record their hashes."""
-        samples = read_samples(self.dataset, indices)
+        samples = read_samples(self.dataset, indices, draw)
         for row, index in enumerate(np.asarray(indices).tolist()):
             digest = xxhash.xxh3_64()
             for leaf in tree_leaves(samples):
@@ -270,7 +260,9 @@ class ObservedRun(StepObserver):
             norm = min(norm, self.run.job.optimizer.clip_norm or norm)
             size = math.sqrt(sum(float(piece.master().double().square().sum()) for piece in updater.pieces))
             self.learning_rate = FIRST_MOVE * size / norm if norm > 0.0 else FIRST_MOVE
-        updater.first_lr = [self.learning_rate or 0.0] * len(updater.first_lr)
+        for _, assembly in replicas_of(self.run):
+            rates = assembly.weights.updater.first_lr
+            rates[:] = [self.learning_rate or 0.0] * len(rates)
 
     @torch.no_grad()
     @_unseen
@@ -349,7 +341,7 @@ def observe(observed: ObservedRun, dataset: Dataset) -> Observation:
         watched.digests = {}
         seen.steps.append(_one_step(observed, batch, watched))
     seen.compiled = tuple(run.assembly.model.compiled.summary())
-    seen.buffers = _held_buffers(run)
+    seen.buffers = held_buffers(run)
     last = Batch(run.steps_taken, batch.indices, dataset)
     total, count = run.evaluate(last)
     seen.held_out = total / max(count, 1.0)
@@ -361,7 +353,9 @@ def _one_step(observed: ObservedRun, batch: Batch, watched: _DigestingDataset) -
     run = observed.run
     report = run.step(batch)
     limit = run.job.optimizer.clip_norm
-    factor = 1.0 if limit is None else min(1.0, limit / (report.grad_norm + 1e-6))
+    # Replicas that are trained apart are clipped each by its own norm: what is compared is what their optimizers are given.
+    is_clipped = limit is not None and run.replicas is None
+    factor = min(1.0, limit / (report.grad_norm + 1e-6)) if is_clipped and limit is not None else 1.0
     return ObservedStep(
         loss=report.loss,
         norm=report.grad_norm,
@@ -372,64 +366,10 @@ def _one_step(observed: ObservedRun, batch: Batch, watched: _DigestingDataset) -
         shares=observed.shares,
         digests=watched.digests,
         outputs=observed.noted,
-        gradients=_kept((p.name, p.gradient(), _places(run, p)) for p in run.updater.pieces),
+        gradients=held_gradients(run),
         weights=held_weights(run),
         routes=observed.routes[batch.step] if observed.routes else {},
     )
-
-
-def held_weights(run: Run) -> list[HeldTensor]:
-    """Return a copy of the weights that this rank updates, as the forward uses them."""
-    return _kept((piece.name, piece.master(), _places(run, piece)) for piece in run.updater.pieces)
-
-
-def held_state(run: Run) -> list[HeldTensor]:
-    """Return a copy of the optimizer's state: tensors shaped like their weights, and others, such as a number of steps."""
-    optimizer = run.updater.optimizer
-    held: list[tuple[str, Tensor, Tensor | range]] = []
-    if optimizer is None:
-        return []
-    for piece in run.updater.pieces:
-        for key, value in run.updater.state_of(piece).items():
-            name = f"{piece.name}/{key}"
-            if isinstance(value, Tensor) and value.shape == piece.value.shape:
-                held.append((name, value, _places(run, piece)))
-            elif isinstance(value, Tensor | int | float):
-                number = torch.as_tensor(value)  # or the state of a whole weight, such as a number a row
-                held.append((name, number, range(number.numel())))
-    return _kept(held)
-
-
-def _held_buffers(run: Run) -> list[HeldTensor]:
-    """Return a copy of the buffers of the layers that this rank runs."""
-    return _kept(
-        (name, buffer, range(buffer.numel()))
-        for name, buffer in run.model.named_buffers()
-        if not runs_elsewhere(run.program, name)
-    )
-
-
-def _kept(found: Iterable[tuple[str, Tensor, Tensor | range]]) -> list[HeldTensor]:
-    """Copy tensors to the CPU, all of one dtype into one storage: thousands of small tensors would be slow to write and read."""
-    names, tensors, places = zip(*found, strict=True) if (found := list(found)) else ((), (), ())
-    flat = [tensor.detach().flatten().cpu() for tensor in tensors]
-    kept = list(flat)
-    for dtype in {tensor.dtype for tensor in flat}:
-        members = [index for index, tensor in enumerate(flat) if tensor.dtype == dtype]
-        parts = torch.split(torch.cat([flat[index] for index in members]), [flat[index].numel() for index in members])
-        for index, part in zip(members, parts, strict=True):
-            kept[index] = part
-    return [HeldTensor(*one) for one in zip(names, kept, places, strict=True)]
-
-
-def _places(run: Run, piece: Piece) -> Tensor | range:
-    """Return the indices of a piece's elements in the flattened whole weight."""
-    spec = next(param for param in run.assembly.model.spec.params if param.name == piece.name)
-    cut = next(param for param in run.program.step.model.params if param.name == piece.name)
-    if piece.is_uncut or cut.shape == spec.shape:
-        return range(piece.start, piece.stop)
-    mesh = run.assembly.parallel.mesh
-    return part_of(spec, cut, run.program.step.holding(cut), mesh).runs(piece.start, piece.stop).positions()
 
 
 @torch.no_grad()
@@ -439,21 +379,33 @@ def feed(run: Run, gradients: Sequence[dict[str, Tensor]]) -> Iterator[list[Held
     Collective over the world: every rank must iterate; if one does not, the others wait for it when weights are gathered.
     """
     for step, whole in enumerate(gradients):
-        for piece in run.updater.pieces:
-            places = _places(run, piece)
-            index = slice(places.start, places.stop) if isinstance(places, range) else places
-            given = piece.gradient()
-            values = whole[piece.name].flatten()[index].to(given)
-            if isinstance(places, Tensor):
-                values = values * (places >= 0).to(values)
-            given.copy_(values.view_as(given))
-        run.updater.set_lr(run.assembly.weights.lr_factor(step))
-        run.updater.step_index = step
-        run.updater.step(1.0)
-        run.updater.publish()
-        run.assembly.weights.store.publish()
+        for whose, assembly in replicas_of(run):
+            updater = assembly.weights.updater
+            for piece in updater.pieces:
+                # Of a step behind which replicas exchange, each is given the averaged move.
+                given = whole.get(f"{piece.name}{whose}", whole.get(piece.name))
+                assert given is not None
+                _give(run, piece, given)
+            updater.set_lr(assembly.weights.lr_factor(step))
+            updater.step_index = step
+            updater.step(1.0)
+            updater.publish()
+            assembly.weights.store.publish()
         run.steps_taken = step + 1
+        if run.replicas is not None:
+            run.replicas.is_fresh = False
         yield held_weights(run)
+
+
+def _give(run: Run, piece: Piece, whole: Tensor) -> None:
+    """Set the gradient of a piece to its part of a whole one."""
+    places = places_of(run, piece)
+    index = slice(places.start, places.stop) if isinstance(places, range) else places
+    given = piece.gradient()
+    values = whole.flatten()[index].to(given)
+    if isinstance(places, Tensor):
+        values = values * (places >= 0).to(values)
+    given.copy_(values.view_as(given))
 
 
 @torch.no_grad()
@@ -462,14 +414,14 @@ def restart(run: Run, start: Sequence[Tensor], buffers: Sequence[Tensor]) -> Non
 
     Collective over the world: every rank must call it; if one does not, the others wait for it when weights are gathered.
     """
-    updater = run.updater
-    for piece, value in zip(updater.pieces, start, strict=True):
-        piece.set_master(value)
     for buffer, value in zip(run.model.buffers(), buffers, strict=True):
         buffer.copy_(value)
-    if updater.optimizer is not None:
-        updater.optimizer.state.clear()
-    run.assembly.weights.store.scale_given_back(0.0)
-    updater.publish()
-    run.assembly.weights.store.publish()
+    if run.replicas is None:
+        set_weights(run.assembly, start)
+    else:
+        run.replicas.restart(start)
+    for _, assembly in replicas_of(run):
+        if assembly.weights.updater.optimizer is not None:
+            assembly.weights.updater.optimizer.state.clear()
+        assembly.weights.store.scale_given_back(0.0)
     run.steps_taken = 0

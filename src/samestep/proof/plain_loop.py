@@ -20,6 +20,7 @@ import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,9 +32,11 @@ from samestep.building.families import facts_of
 from samestep.building.model import call_model
 from samestep.building.named_tensors import copied, map_attributes, tensors_of
 from samestep.datasets import Batch, Dataset, batches
-from samestep.proof import comparison
+from samestep.program.codecs import PLAIN
+from samestep.proof import comparison, plain_replicas
 from samestep.proof.comparison import Comparison, Limit
-from samestep.proof.observation import HeldTensor, Observation, PlainSteps
+from samestep.proof.held_tensors import HeldTensor, held_whole
+from samestep.proof.observation import Observation, PlainSteps
 from samestep.proof.plain_contributions import PlainContributions
 from samestep.runtime.axes import precision
 from samestep.runtime.dropout.mode import Draw, DropoutMode, place_samples
@@ -50,6 +53,8 @@ def follow(run: Run, source: Source, dataset: Dataset, seen: Observation) -> Pla
     """Take the steps of one device's observation in a plain loop; `run` is that device's, after its last step."""
     steps = PlainSteps()
     try:
+        if run.replicas is not None:
+            return _follow_apart(run, source, dataset, seen)
         model = _model(run, source, steps)
         start = {name: param.detach().clone() for name, param in _trained(model).items()}
         unused = _take_steps(model, run, source, dataset, seen, steps)
@@ -59,6 +64,27 @@ def follow(run: Run, source: Source, dataset: Dataset, seen: Observation) -> Pla
     except Exception as error:  # the user's own code, in which anything may fail
         return PlainSteps(hindrance=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     return steps
+
+
+def _follow_apart(run: Run, source: Source, dataset: Dataset, seen: Observation) -> PlainSteps:
+    """Take the steps of replicas that are trained apart, and of the weights that they start from."""
+    built = PlainSteps()
+    models = [_model(run, source, built) for _ in range(1 + run.job.numerics.replicas)]
+
+    def loss(model: nn.Module, batch: Batch, indices: Any) -> tuple[Tensor, float]:
+        return _loss(model, run, source, batch.samples(indices), batch.step, indices)
+
+    steps = plain_replicas.take_steps(models, loss, run.job, dataset, seen, _contributions(run, source))
+    return replace(steps, other_values=built.other_values)
+
+
+def _contributions(run: Run, source: Source) -> PlainContributions | None:
+    """Return what encodes contributions in the loop; None where a job has no codec."""
+    step = run.program.step
+    if step.contributions is None or step.codec == PLAIN:
+        return None
+    assert source.prepared is not None
+    return PlainContributions(step, source.prepared.blueprint.canonical)
 
 
 def _model(run: Run, source: Source, steps: PlainSteps) -> nn.Module:
@@ -98,20 +124,18 @@ def _take_steps(
     unused: list[set[str]] = []
     params, limit = _trained(model), run.job.optimizer.clip_norm
     optimizer = torch.optim.SGD(params.values(), lr=seen.learning_rate, momentum=0.9)
-    assert source.prepared is not None
-    coded = run.program.step.contributions is not None
-    contributions = PlainContributions(run.program.step, source.prepared.blueprint.canonical) if coded else None
+    contributions = _contributions(run, source)
     for batch in batches(dataset, run.job):
         optimizer.zero_grad()
         loss, without = _backward(model, run, source, batch, params, contributions)
         unused.append(without)
         steps.losses.append(loss)
-        steps.gradients.append(_held({name: _gradient(param) for name, param in params.items()}))
+        steps.gradients.append(held_whole({name: _gradient(param) for name, param in params.items()}))
         norm = torch.nn.utils.clip_grad_norm_(params.values(), math.inf if limit is None else limit)
         steps.norms.append(float(norm))
         optimizer.step()
         _round_states(run, source, optimizer, params, batch.step)
-        steps.weights.append(_held(params))
+        steps.weights.append(held_whole(params))
     return unused
 
 
@@ -189,7 +213,7 @@ def _update(
             param.grad = given[name].view_as(param).to(param, copy=True) if is_used else None
         optimizer.step()
         _round_states(run, source, optimizer, params, index)
-        steps.updated.append(_held(params))
+        steps.updated.append(held_whole(params))
 
 
 def _round_states(
@@ -207,13 +231,6 @@ def _round_states(
             packing.widen(whole, optimizer.state[param])
 
 
-def _held(tensors: Mapping[str, Tensor]) -> list[HeldTensor]:
-    return [
-        HeldTensor(name, tensor.detach().flatten().cpu().clone(), range(tensor.numel()))
-        for name, tensor in tensors.items()
-    ]
-
-
 def compare(one: Observation, limit: Limit) -> list[Comparison]:
     """Compare one device with its plain loop: losses, norms, gradients and weights of every step, and the updates."""
     steps = one.plain
@@ -228,7 +245,8 @@ def compare(one: Observation, limit: Limit) -> list[Comparison]:
         found.append(numbers)
         found += _tensors("gradient", index, steps.gradients[index], gradients, limit)
         found += _tensors("weight", index, steps.weights[index], seen.weights, limit)
-    for index, updated in enumerate(one.updated):
+    # The job's own optimizer is held against the loop where one model is trained.
+    for index, updated in enumerate(one.updated if steps.updated else ()):
         found += _tensors("update", index, steps.updated[index], updated, limit)
     return found
 

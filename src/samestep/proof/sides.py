@@ -1,9 +1,9 @@
 """The two sides of a proof, as the workers run them: each writes its observation into a folder, and one compares them.
 
 ```
-one device ── steps with SGD ── the job's optimizer on the gradients found ───────► PRECISION-one.pt
-plain torch loop ── the same, without samestep ──────────────────────────────────► PRECISION-one.pt
-the layout ── the same, on its ranks ── a checkpoint ─────────────────────────────► PRECISION-rank-N.pt
+one device ── steps with SGD ── the job's optimizer on the gradients found ───────► PRECISION-one
+plain torch loop ── the same, without samestep ──────────────────────────────────► PRECISION-one
+the layout ── the same, on its ranks ── a checkpoint ─────────────────────────────► PRECISION-rank-N
 one device ── reads the checkpoint ── compares everything ── looks for the cause of the first difference
 ```
 In float64 the limit is fixed. In float32 or bf16 no fixed limit is right, so it is measured: eight times the largest
@@ -31,12 +31,13 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
-from samestep.proof import causes, comparison, observation, plain_loop
+from samestep.proof import causes, comparison, held_tensors, notes, observation, plain_loop
 from samestep.proof.comparison import Comparison
 from samestep.proof.evidence import BatchPart, Evidence
 from samestep.proof.observation import Observation, ObservedRun
 from samestep.proof.verdict import Cause, Check
 from samestep.runtime import checkpoint, checkpoint_manifest
+from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.dropout import rates
 from samestep.runtime.optimizer_source import check_optimizer
@@ -78,7 +79,7 @@ class Subject:
         if one does not, the others wait for it.
         """
         observed = ObservedRun(self.source, layout, job, place, self.example)
-        observed.run.adopt(observed.run.assembly.with_optimizer(_sgd, job.numerics))
+        observed.run.adopt(lambda assembly: assembly.with_optimizer(_sgd, job.numerics))
         return observed
 
     @property
@@ -93,8 +94,8 @@ class Subject:
         return self.source.prepared.spec
 
     def note(self, name: str) -> Path:
-        """Return the path of a file of observations, named by the precision of this subject's job."""
-        return self.folder / f"{self.job.numerics.precision}-{name}.pt"
+        """Return the path of a note, named by the precision of this subject's job."""
+        return self.folder / f"{self.job.numerics.precision}-{name}"
 
     def programs(self) -> list[Program]:
         """Return the program of every pipeline stage.
@@ -124,7 +125,7 @@ def one_device(place: RankInfo, subject: Subject) -> None:
     observed = subject.observed(Layout(), subject.job_of_one_device, place)
     seen = _noted(observed, subject, None)
     seen.plain = plain_loop.follow(observed.run, subject.source, subject.dataset, seen)
-    torch.save(seen, subject.note("one"))
+    notes.write(subject.note("one"), seen)
 
 
 def in_layout(place: RankInfo, subject: Subject) -> None:
@@ -132,10 +133,10 @@ def in_layout(place: RankInfo, subject: Subject) -> None:
 
     Collective over the world: every rank must call it; if one does not, the others wait for it in the first step.
     """
-    one: Observation = _read(subject.note("one"))
+    one: Observation = notes.read(subject.note("one"))
     observed = subject.observed(subject.layout, subject.job, place)
     seen = _noted(observed, subject, one)
-    torch.save(seen, subject.note(f"rank-{place.rank}"))
+    notes.write(subject.note(f"rank-{place.rank}"), seen)
     if one.updated:
         if place.rank == 0:
             shutil.rmtree(subject.folder / "checkpoints", ignore_errors=True)
@@ -154,32 +155,28 @@ def _noted(observed: ObservedRun, subject: Subject, one: Observation | None) -> 
     if subject.job.numerics.precision != "float64":
         return seen
     observation.restart(run, start, buffers)
-    run.adopt(run.assembly.with_optimizer(subject.source.optimizer, subject.job.numerics))
+    run.adopt(lambda assembly: assembly.with_optimizer(subject.source.optimizer, subject.job.numerics))
     given = [comparison.whole_of(comparison.unclipped(one or seen, i)) for i in range(len(seen.steps))]
     seen.updated = list(observation.feed(run, given))
-    seen.state = observation.held_state(run)
+    seen.state = held_tensors.held_state(run)
     return seen
 
 
-def _read(path: Path) -> Any:
-    return torch.load(path, weights_only=False, mmap=True)
-
-
 def _observations(subject: Subject) -> tuple[Observation, list[Observation]]:
-    ranks = [_read(subject.note(f"rank-{rank}")) for rank in range(subject.layout.world_size)]
+    ranks = [notes.read(subject.note(f"rank-{rank}")) for rank in range(subject.layout.world_size)]
     observation.join_slices(ranks)
-    return _read(subject.note("one")), ranks
+    return notes.read(subject.note("one")), ranks
 
 
 def compiled(subject: Subject) -> tuple[str, ...]:
     """Return what the compiler made of the blocks of the layout's first rank."""
-    seen: Observation = _read(subject.note("rank-0"))
+    seen: Observation = notes.read(subject.note("rank-0"))
     return seen.compiled
 
 
 def hindrance(subject: Subject) -> str:
     """Return why one device could not be held against a plain torch loop; empty where it was."""
-    one: Observation = _read(subject.note("one"))
+    one: Observation = notes.read(subject.note("one"))
     return one.plain.hindrance if one.plain else ""
 
 
@@ -209,6 +206,9 @@ def judge(place: RankInfo, subject: Subject) -> Judgement:
         return checks, None, ""
     if first in plainly:
         return checks, Cause.PLAIN, plain_loop.explanation(one, first)
+    if run.replicas is not None and first not in plainly:
+        cause = Cause.CHECKPOINT if first in given_back else Cause.REPLICAS
+        return checks, cause, refusal or f"{first.what}: {first.misfits[0].name} is off by {first.misfits[0].error:.1e}"
     if first in given_back:
         return checks, *((Cause.CHECKPOINT, refusal) if refusal else causes.find_checkpoint_cause(one, loaded, first))
     found = causes.find_cause(_evidence(run, subject, one, ranks, [*steps, *updates], start))
@@ -224,7 +224,7 @@ def _given_back(run: Run, subject: Subject) -> tuple[Observation, str]:
     except CheckpointError as error:
         refusal = str(error)
     loaded = Observation(0, {}, {})
-    loaded.updated, loaded.state = [observation.held_weights(run)], observation.held_state(run)
+    loaded.updated, loaded.state = [held_tensors.held_weights(run)], held_tensors.held_state(run)
     return loaded, refusal
 
 
@@ -291,11 +291,13 @@ def _parts(run: Run, subject: Subject, step: int) -> list[BatchPart]:
     """Run each micro-batch of each data rank by itself, on one device."""
     layout, count = subject.layout, subject.programs()[0].step.num_microbatches
     batch = _batch(subject, step)
-    run.adopt(run.assembly.without_balance())  # the balancing loss of a part is not a part of the batch's
+    run.adopt(Assembly.without_balance)  # the balancing loss of a part is not a part of the batch's
     found = []
     for rank in range(layout.dp):
         for microbatch, indices in enumerate(batch.shares(rank, layout.dp, count)):
-            gradients, loss, counted = _gradients(run, Batch(step, indices, subject.dataset))
+            gradients, loss, counted = _gradients(
+                run, Batch(step, indices, subject.dataset, seed=subject.job.train.seed)
+            )
             found.append(BatchPart(rank, microbatch, gradients, loss, counted))
     return found
 
@@ -340,7 +342,7 @@ def measure_rounding(place: RankInfo, subject: Subject) -> None:
     buffers = [buffer.clone() for buffer in run.model.buffers()]
     seen = _noted(observed, subject, None)
     if place.local_rank == 0:
-        torch.save(seen, subject.note("one"))
+        notes.write(subject.note("one"), seen)
     rounding = _rounding(subject)
     for seed in _unclaimed(subject):
         generator = torch.Generator().manual_seed(seed)
@@ -348,7 +350,7 @@ def measure_rounding(place: RankInfo, subject: Subject) -> None:
         observation.restart(run, [v * (1 + rounding * s) for v, s in zip(start, signs, strict=True)], buffers)
         compared = comparison.compare(seen, [observation.observe(observed, subject.dataset)], comparison.constant(-1.0))
         deviations = {(one.what, m.name, one.step or 1): m.error for one in compared for m in one.misfits}
-        torch.save(deviations, subject.note(f"off-{seed}"))
+        notes.write(subject.note(f"off-{seed}"), deviations)
 
 
 def _rounding(subject: Subject) -> float:
@@ -372,7 +374,7 @@ def judge_rounding(place: RankInfo, subject: Subject) -> Judgement:
     deviations: dict[tuple[str, str, int], float] = {}
     largest: dict[tuple[str, int], float] = {}
     for seed in range(PERTURBED_RUNS):
-        for (what, name, step), error in _read(subject.note(f"off-{seed}")).items():
+        for (what, name, step), error in notes.read(subject.note(f"off-{seed}")).items():
             deviations[what, name, step] = max(deviations.get((what, name, step), 0.0), error)
             largest[what, step] = max(largest.get((what, step), 0.0), error)
     rounding = _rounding(subject)

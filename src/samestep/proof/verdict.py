@@ -45,6 +45,7 @@ class Cause(StrEnum):
     BUFFER = "a buffer that is not synchronised"
     PLAIN = "one device computes something else than a plain torch loop of the same code"
     CHECKPOINT = "a checkpoint does not give back what was saved"
+    REPLICAS = "replicas that are trained apart compute something else than one after the other"
     PRECISION = "beyond rounding in the job's own precision, though float64 agrees"
 
 

@@ -37,13 +37,14 @@ from samestep.building.model import configuration_of, model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Batch, Dataset, open_dataset
 from samestep.errors import InputError, JobError, ModelError, WorkerError
-from samestep.job import Job, RunTable, ScheduleTable
+from samestep.job import Job
+from samestep.job_tables import RunTable, ScheduleTable
 from samestep.layout import Layout
 from samestep.output.byte_sizes import readable
 from samestep.planning import legality
-from samestep.proof import record, sides
+from samestep.proof import notes, record, sides
 from samestep.proof.sides import Subject
-from samestep.proof.verdict import Check, Verdict
+from samestep.proof.verdict import Cause, Check, Verdict
 from samestep.runtime import compiled_blocks
 from samestep.runtime.assembly import store_of
 from samestep.runtime.optimizer_source import optimizer_source
@@ -144,12 +145,18 @@ def verify_all(
 
 
 def _proving(job: Job, steps: int, precision: str = "float64") -> Job:
-    """Return the job to compare: the first steps of the given one, in float64, at a constant learning rate."""
+    """Return the job to compare: the first steps of the given one, in float64, at a constant learning rate.
+
+    Replicas that are trained apart exchange behind every second step at the latest, so that there are steps behind one.
+    """
+    every = min(job.numerics.exchange_every, 2)
     return job.model_copy(
         update={
             "train": job.train.model_copy(update={"steps": steps}),
             "schedule": ScheduleTable(),
-            "numerics": job.numerics.model_copy(update={"precision": precision}),
+            "numerics": job.numerics.model_copy(
+                update={"precision": precision, "exchange_every": every, "on_spike": "continue"}
+            ),
         }
     )
 
@@ -278,6 +285,10 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
     if exact and (why := sides.hindrance(exact)):
         notes.append(f"not held against a plain torch loop, which fails: {why}")
     notes += sides.compiled(subjects[0])
+    if (every := job.numerics.exchange_every) > 2:
+        notes.append(
+            f"proven with numerics.exchange_every = 2, not {every}, so that steps behind an exchange are compared"
+        )
     return Verdict(
         layout=str(layout),
         job=subject.source.name,
@@ -332,10 +343,10 @@ def _judged(subjects: Sequence[Subject]) -> sides.Judgement:
     _launch(subjects[0], workers, _judge, subjects, workers, apart=True)
     checks: tuple[Check, ...] = ()
     for subject in subjects:
-        judged, cause, explanation = torch.load(subject.note("judged"), weights_only=False)
+        judged, cause, explanation = notes.read(subject.note("judged"))
         checks = (*checks, *judged)
         if cause:
-            return checks, cause, explanation
+            return checks, Cause(cause), explanation
     return checks, None, ""
 
 
@@ -343,7 +354,7 @@ def _judge(place: RankInfo, subjects: Sequence[Subject], workers: int) -> None:
     for subject in subjects[place.local_rank :: workers]:
         in_float64 = subject.job.numerics.precision == "float64"
         judge = sides.judge if in_float64 else sides.judge_rounding
-        torch.save(judge(place, subject), subject.note("judged"))
+        notes.write(subject.note("judged"), judge(place, subject))
 
 
 def _launch(subject: Subject, ranks: int, work: Callable[..., Any], *args: Any, apart: bool = False) -> Any:

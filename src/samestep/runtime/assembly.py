@@ -21,12 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from samestep.building import nf4
 from samestep.building.initial_values import fill_rest
 from samestep.building.loss import checked, cross_entropy
 from samestep.building.optimizer import learning_rate_factor
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import JobError, ModelError
-from samestep.job import Job, NumericsTable
+from samestep.job import Job
+from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
@@ -60,10 +62,11 @@ from samestep.runtime.optimizer_step import Updater
 from samestep.runtime.packed_states import StatePacking
 from samestep.runtime.parameter_hooks import attributes_of, gradient_hooks
 from samestep.runtime.pieces import Piece
-from samestep.runtime.preparation import Loss, Source, traced_for
+from samestep.runtime.preparation import Loss, Source, prepare, with_slices
 from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.update_rule import OptimizerSource
+from samestep.runtime.weight_averages import WeightAverages
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
 
@@ -182,7 +185,8 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     Raises:
         InputError: the model, the optimizer or the number of processes does not fit the layout.
     """
-    traced, flows = pipeline.with_flows(traced_for(source, layout, job, example), layout, job, example, source.loss)
+    traced = with_slices(source.prepared or prepare(source, job, example), layout, example)
+    traced, flows = pipeline.with_flows(traced, layout, job, example, source.loss)
     plan, spec = traced.blueprint, traced.spec
     layout = recompute.layout_for(layout, traced.analysis)
     ranks = Ranks.of(layout)
@@ -205,6 +209,9 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     held = [name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)]
     state_names = {name: plan.canonical.get(name, name) for name in held}
     precision.apply(traced, program)
+    for name in plan.rounded:
+        module = model.get_submodule(name.rpartition(".")[0])
+        nf4.multiply_packed(module, traced.facts.is_transposed(module))
     for twin in TWINS:
         twin.apply(traced, program, mesh)
     slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else context.WholeSequences()
@@ -302,6 +309,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
                 couples_weights=couples,
                 splits_masters=program.step.splits_masters,
                 packing=packing,
+                averages=WeightAverages(job.train.ema) if job.train.ema is not None else None,
             ),
             lr_factor=learning_rate_factor(job.schedule, job.train.steps),
         ),

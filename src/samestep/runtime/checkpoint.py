@@ -3,8 +3,8 @@
 ```
 checkpoints/step-000500/
     manifest.json             written last: step, loss scale, the job, shapes, which elements lie in which file; digests
-    rank-0000.safetensors     runs of elements: value/NAME/START, state/NAME/START/KEY, and lost/NAME/START/KEY, which codes
-                              have lost of gradients; buffers, and tensors that are kept besides
+    rank-0000.safetensors     runs of elements: value/NAME/START, average/NAME/START, state/NAME/START/KEY, and
+                              lost/NAME/START/KEY, which codes have lost of gradients; buffers, and tensors that are kept besides
     pretrained/               with checkpoint.save_pretrained: a folder that transformers loads (`runtime/pretrained_folder.py`)
 ```
 A rank writes the pieces it updates (only the first of several replicas does), and reads the runs that overlap the
@@ -18,7 +18,7 @@ refused, never skipped. Values are in master precision, so resuming is exact.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.errors import CheckpointError, SaveError
+from samestep.errors import CheckpointError, SaveError, failures_of
 from samestep.job import Job
 from samestep.models.weight_files import digest_of
 from samestep.output import durable_files
 from samestep.runtime import checkpoint_manifest, checkpoint_state, checkpoint_writing, stored_pieces
+from samestep.runtime.assembly import Assembly
 from samestep.runtime.checkpoint_files import OpenCheckpoint, PlainValue
 from samestep.runtime.checkpoint_manifest import (
     FORMAT_VERSION,
@@ -42,12 +43,13 @@ from samestep.runtime.checkpoint_manifest import (
     read_manifest,
 )
 from samestep.runtime.checkpoint_writing import Retention, Share, Writing
+from samestep.runtime.local_replicas import OF_REPLICA, OUTER, WEIGHT, LocalReplicas
 from samestep.runtime.optimizer_step import Updater
 from samestep.runtime.packed_states import SCALE
 from samestep.runtime.pieces import Piece
 from samestep.runtime.placement import Runs
 from samestep.runtime.prepared_run import PreparedRun
-from samestep.runtime.processes.mesh import gather_objects
+from samestep.runtime.processes.messages import gather_values
 
 
 def save(run: PreparedRun, folder: Path, keep: int = 2) -> Path:
@@ -118,7 +120,7 @@ def _agree(run: PreparedRun, final: Path, reason: str, number: int = 0) -> int:
     Raises:
         SaveError: there is one.
     """
-    told = gather_objects([reason, number], run.layout.world_size)
+    told = gather_values([reason, number], run.layout.world_size)
     found = [(rank, text) for rank, (text, _) in enumerate(told) if text]
     if found:
         rank, text = found[0]
@@ -128,13 +130,13 @@ def _agree(run: PreparedRun, final: Path, reason: str, number: int = 0) -> int:
     return int(told[0][1])
 
 
-def load(run: PreparedRun, folder: Path) -> None:
-    """Read the checkpoint in `folder` into a prepared run of any layout.
+def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
+    """Read the checkpoint in `folder` into a prepared run of any layout; with `averaged` its averages are the weights.
 
     Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
 
     Raises:
-        CheckpointError: it is damaged, lacks a tensor, or belongs to a job with another result.
+        CheckpointError: it is damaged, lacks a tensor or averages, or belongs to a job with another result.
     """
     manifest = read_manifest(folder)
     changes = [*manifest.get("changes", ()), *check_job(manifest, run.job, folder)]
@@ -145,31 +147,33 @@ def load(run: PreparedRun, folder: Path) -> None:
     check_shapes(manifest, _shapes(run), folder)
     checkpoint_state.refuse_unsaved(run, manifest, folder)
     _check_files(manifest, run, folder)
-    with ExitStack() as stack:
-        stored = OpenCheckpoint.open(folder, manifest, stack)
+    with ExitStack() as stack, failures_of(f"reading {folder}", CheckpointError):
+        stored = OpenCheckpoint.open(folder, manifest, stack, averaged=averaged)
         updater = run.updater
         for piece in updater.pieces:
             mine = stored_pieces.slice_of(run, piece).runs(piece.start, piece.stop)
             piece.set_master(stored.read("value", piece.name, mine))
-            _load_state(updater, stored, piece, mine)
+            if run.replicas is None:
+                _load_state(updater, stored, piece, mine)
+        if run.replicas is not None:
+            _load_replicas(run, run.replicas, stored)
         for lost in run.assembly.weights.store.given_back():
             mine = stored_pieces.slice_of_part(run, lost.name).runs(lost.start, lost.start + lost.values.numel())
             lost.values.copy_(stored.read_lost(lost.key, lost.name, mine))
         updater.publish()  # else what was read looks like what somebody has written into the weights
-        for piece in run.assembly.weights.store.frozen:
-            if piece.name in stored.values:
-                mine = stored_pieces.slice_of(run, piece).runs(piece.start, piece.stop)
-                piece.value.data.copy_(stored.read("value", piece.name, mine).view_as(piece.value))
-        buffers = dict(run.model.named_buffers())
-        for name, file in stored.buffers.items():
-            buffers[name].copy_(file.get_tensor(f"buffer/{name}"))
-        checkpoint_state.give_back(run, manifest, lambda name: stored.kept[name].get_tensor(name))
+        for assembly in assemblies_of(run):
+            _load_untrained(run, assembly, stored)
+        checkpoint_state.give_back(run, manifest, lambda name: stored.kept[name].get_tensor(name).clone())
     if manifest.get("nominal_count"):  # the power of two under a loss scale: fp16 rounds and overflows by it
-        objective = dataclasses.replace(run.assembly.objective, nominal_count=manifest["nominal_count"])
-        run.adopt(dataclasses.replace(run.assembly, objective=objective))
-    if run.updater.loss_scale.is_dynamic and manifest["loss_scale"]:
-        run.updater.loss_scale.scale, run.updater.loss_scale.steps_since = manifest["loss_scale"]
+        count = manifest["nominal_count"]
+        run.adopt(
+            lambda one: dataclasses.replace(one, objective=dataclasses.replace(one.objective, nominal_count=count))
+        )
+    for one in assemblies_of(run):
+        if one.weights.updater.loss_scale.is_dynamic and manifest["loss_scale"]:
+            one.weights.updater.loss_scale.scale, one.weights.updater.loss_scale.steps_since = manifest["loss_scale"]
     run.assembly.weights.store.publish()
+    run.spikes.restore(manifest.get("losses", ()), manifest.get("spikes", 0))
     run.steps_taken, run.changes = manifest["step"], tuple(changes)
 
 
@@ -178,7 +182,6 @@ def set_weights(run: PreparedRun, value: Callable[[str], Tensor | None]) -> None
 
     `value` returns a whole tensor by its name in the model, or None for one that stays as it is.
     """
-    store, updater = run.assembly.weights.store, run.updater
 
     def mine(piece: Piece) -> Tensor | None:
         if (found := value(piece.name)) is None:
@@ -187,17 +190,26 @@ def set_weights(run: PreparedRun, value: Callable[[str], Tensor | None]) -> None
         parts = [flat[start : start + length] for start, length in zip(runs.starts, runs.lengths, strict=True)]
         return torch.cat(parts) if parts else flat[:0]
 
-    for piece in updater.pieces:
-        if (held := mine(piece)) is not None:
-            piece.set_master(held)
-    updater.publish()
-    for piece in store.frozen:
-        if (held := mine(piece)) is not None:
-            piece.value.data.copy_(held.view_as(piece.value))
-    for name, buffer in run.model.named_buffers():
-        if (found := value(name)) is not None:
-            buffer.copy_(found)
-    store.publish()
+    for assembly in assemblies_of(run):
+        updater, store = assembly.weights.updater, assembly.weights.store
+        for piece in updater.pieces:
+            if (held := mine(piece)) is not None:
+                piece.set_master(held)
+        updater.publish()
+        for piece in store.frozen:
+            if (held := mine(piece)) is not None:
+                piece.set_master(held)
+        for name, buffer in assembly.model.module.named_buffers():
+            if (found := value(name)) is not None:
+                buffer.copy_(found)
+        store.publish()
+    if run.replicas is not None:
+        run.replicas.restart([piece.master().clone() for piece in run.replicas.pieces])
+
+
+def assemblies_of(run: PreparedRun) -> list[Assembly]:
+    """Return the assemblies of a rank: of each replica that it trains, where replicas are trained apart."""
+    return [run.assembly] if run.replicas is None else run.replicas.assemblies
 
 
 def found_in(folder: Path) -> Path:
@@ -236,17 +248,19 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
-    optimizer = run.updater.optimizer
     elsewhere = stored_pieces.held_elsewhere(run)
-    for piece in run.updater.pieces:
+    for index, piece in enumerate(run.updater.pieces):
         if piece.name in elsewhere:
             continue
         stored = stored_pieces.name_of(run, piece)
-        tensors[f"value/{stored}/{piece.start}"] = stored_pieces.copied(
-            piece.master().flatten(), is_new=piece.split is not None
-        )
-        state = optimizer.state.get(piece.value, {}) if optimizer else {}
-        for key, value in state.items():
+        value = piece.master() if run.replicas is None else run.replicas.weights[index]
+        is_new = piece.split is not None and run.replicas is None
+        tensors[f"value/{stored}/{piece.start}"] = stored_pieces.copied(value.flatten(), is_new=is_new)
+        if (averages := run.updater.averages) is not None and (average := averages.of(piece)) is not None:
+            tensors[f"average/{stored}/{piece.start}"] = stored_pieces.copied(average.flatten())
+    for piece, states in _states_of(run, elsewhere):
+        stored = stored_pieces.name_of(run, piece)
+        for key, value in states.items():
             name = f"state/{stored}/{piece.start}/{key}"
             if isinstance(value, Tensor):
                 is_flat = value.shape == piece.value.shape or key.endswith(SCALE)
@@ -255,7 +269,7 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
                 plain[name] = value
             else:
                 raise CheckpointError(
-                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {piece.name}; "
+                    f"{type(run.updater.optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {piece.name}; "
                     "a checkpoint holds tensors, numbers and text"
                 )
     tensors |= {
@@ -266,10 +280,28 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
     for piece in frozen:
         if piece.name not in elsewhere:
             tensors[f"value/{stored_pieces.name_of(run, piece)}/{piece.start}"] = stored_pieces.copied(
-                piece.value.flatten()
+                piece.master().flatten(), is_new=piece.is_packed
             )
     buffers = checkpoint_state.kept_buffers(run)
     return tensors | {f"buffer/{name}": stored_pieces.copied(buffer) for name, buffer in buffers.items()}, plain
+
+
+def _states_of(run: PreparedRun, elsewhere: Collection[str]) -> Iterator[tuple[Piece, Mapping[str, Any]]]:
+    """Yield the pieces whose states this rank writes, and these by key: the optimizer's, and where replicas are trained
+    apart those of each, with its own weights, under keys that begin with its number, and the momentum of the outer ones.
+    """
+    if run.replicas is None:
+        optimizer = run.updater.optimizer
+        for piece in run.updater.pieces:
+            if piece.name not in elsewhere:
+                yield piece, optimizer.state.get(piece.value, {}) if optimizer else {}
+        return
+    for index, (piece, momentum) in enumerate(zip(run.replicas.pieces, run.replicas.momentum, strict=True)):
+        if piece.name not in elsewhere:
+            yield piece, {f"{OUTER}{OF_REPLICA}momentum": momentum}
+        if stored_pieces.encodes_first(run, piece.name):
+            for whose, states in run.replicas.states(index):
+                yield piece, {f"{whose}{OF_REPLICA}{key}": value for key, value in states.items()}
 
 
 def _head(run: PreparedRun) -> dict[str, Any]:
@@ -280,6 +312,8 @@ def _head(run: PreparedRun) -> dict[str, Any]:
         "step": run.steps_taken,
         "layout": str(run.layout),
         "changes": list(run.changes),
+        "losses": [*run.spikes.losses],
+        "spikes": run.spikes.count,
         "loss_scale": [scale.scale, scale.steps_since] if scale.is_dynamic else None,
         "job": run.job.model_dump(mode="json"),
         "folder": digest_of(folder) if (folder := run.job.model.folder) else "",
@@ -297,21 +331,61 @@ def _shapes(run: PreparedRun) -> dict[str, list[int]]:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def _load_state(updater: Updater, stored: OpenCheckpoint, piece: Piece, mine: Runs) -> None:
-    """Set the optimizer's state of one piece: runs of elements, and values that are kept whole (counts)."""
+def _load_untrained(run: PreparedRun, assembly: Assembly, stored: OpenCheckpoint) -> None:
+    """Set the frozen weights and the buffers of an assembly that are in a checkpoint."""
+    for piece in assembly.weights.store.frozen:
+        if piece.name in stored.values:
+            mine = stored_pieces.slice_of(run, piece).runs(piece.start, piece.stop)
+            piece.set_master(stored.read("value", piece.name, mine))
+    buffers = dict(assembly.model.module.named_buffers())
+    for name, file in stored.buffers.items():
+        buffers[name].copy_(file.get_tensor(f"buffer/{name}"))
+
+
+def _load_replicas(run: PreparedRun, replicas: LocalReplicas, stored: OpenCheckpoint) -> None:
+    """Set the outer weights and their momentum, and the weights and states of each replica of this rank."""
+    for index, piece in enumerate(replicas.pieces):
+        mine = stored_pieces.slice_of(run, piece).runs(piece.start, piece.stop)
+        replicas.weights[index].copy_(stored.read("value", piece.name, mine).view_as(piece.value))
+        momentum = stored.read(f"{OUTER}{OF_REPLICA}momentum", piece.name, mine)
+        replicas.momentum[index].copy_(momentum.view_as(piece.value))
+        for number, assembly in replicas.numbered:
+            updater = assembly.weights.updater
+            own = updater.pieces[index]
+            own.set_master(stored.read(f"{number}{OF_REPLICA}{WEIGHT}", piece.name, mine))
+            _load_state(updater, stored, own, mine, f"{number}{OF_REPLICA}")
+    for assembly in replicas.assemblies[1:]:
+        assembly.weights.updater.publish()
+        assembly.weights.store.publish()
+    replicas.is_fresh = False
+
+
+def _load_state(updater: Updater, stored: OpenCheckpoint, piece: Piece, mine: Runs, whose: str = "") -> None:
+    """Set the optimizer's state of one piece, runs of elements and values that are kept whole (counts), and its average.
+
+    Of a replica that is trained apart, keys begin with `whose`.
+    """
     optimizer = updater.optimizer
     assert optimizer is not None
+    if updater.averages is not None:
+        average = stored.read("average", piece.name, mine) if piece.name in stored.averages else None
+        updater.averages.set(piece, average)
     state: dict[str, Any] = {}
-    for key, runs in stored.states.get(piece.name, {}).items():
+    for stored_key, runs in stored.states.get(piece.name, {}).items():
+        key = stored_key.removeprefix(whose)
+        if not stored_key.startswith(whose) or stored_key == f"{whose}{WEIGHT}":
+            continue
         name, file = runs[0].name, runs[0].file
         if isinstance(file, PlainValue):
             state[key] = file.value
         elif key.endswith(SCALE):
             assert updater.packing is not None
             block = updater.packing.blocks[piece.name]
-            state[key] = stored.read(key, piece.name, mine, block).to(piece.value.device, copy=True)
+            state[key] = stored.read(stored_key, piece.name, mine, block).to(piece.value.device, copy=True)
         elif len(file.get_slice(name).get_shape()) == 1:
-            state[key] = stored.read(key, piece.name, mine).view_as(piece.value).to(piece.value.device, copy=True)
+            state[key] = (
+                stored.read(stored_key, piece.name, mine).view_as(piece.value).to(piece.value.device, copy=True)
+            )
         else:
             # torch's own rule: fused and capturable optimizers keep the count on the device, others on the host.
             group = next(g for g in optimizer.param_groups if any(p is piece.value for p in g["params"]))
@@ -325,5 +399,5 @@ def _check_files(manifest: Mapping[str, Any], run: PreparedRun, folder: Path) ->
     """Refuse damaged files. Each rank reads some of them, and all ranks raise the same error."""
     mine = manifest["parts"][run.place.rank :: run.place.world_size]
     bad = [damaged(path) for path in broken_files(mine, folder)]
-    if found := [text for texts in gather_objects(bad, run.layout.world_size) for text in texts]:
+    if found := [text for texts in gather_values(bad, run.layout.world_size) for text in texts]:
         raise CheckpointError(found[0])

@@ -38,6 +38,8 @@ class OpenCheckpoint:
     """Slice of the weight that each name with an @ stands for."""
     values: dict[str, list[_StoredRun]] = field(default_factory=dict)
     """Runs of each parameter's values, in order."""
+    averages: dict[str, list[_StoredRun]] = field(default_factory=dict)
+    """Runs of the moving average of each parameter's values."""
     states: dict[str, dict[str, list[_StoredRun]]] = field(default_factory=dict)
     """Runs of each parameter's optimizer state, by parameter and key."""
     lost: dict[str, dict[str, list[_StoredRun]]] = field(default_factory=dict)
@@ -47,8 +49,14 @@ class OpenCheckpoint:
     """Files of the tensors in values that are kept besides, by their names."""
 
     @classmethod
-    def open(cls, folder: Path, manifest: Mapping[str, Any], stack: ExitStack) -> OpenCheckpoint:
-        """Open every file of the checkpoint once."""
+    def open(
+        cls, folder: Path, manifest: Mapping[str, Any], stack: ExitStack, *, averaged: bool = False
+    ) -> OpenCheckpoint:
+        """Open every file of the checkpoint once; `averaged` takes the averages of trained weights for their values.
+
+        Raises:
+            CheckpointError: a file holds other tensors than the manifest says, or there are no averages.
+        """
         stored = cls(folder, {**manifest["shapes"], **manifest.get("frozen", {})})
         for part in manifest["parts"]:
             file = stack.enter_context(safe_open(folder / part["file"], "pt"))
@@ -62,8 +70,13 @@ class OpenCheckpoint:
                 shape = tuple(stored.shapes[name.rpartition("@")[0]])
                 stored.cuts[name] = WeightSlice(shape, dim, tuple((start, stop) for start, stop in intervals))
         keyed = [runs for of in (stored.states, stored.lost) for keys in of.values() for runs in keys.values()]
-        for runs in (*stored.values.values(), *keyed):
+        for runs in (*stored.values.values(), *stored.averages.values(), *keyed):
             runs.sort(key=lambda run: (run.part, run.start))
+        if averaged and not stored.averages:
+            raise CheckpointError(
+                f"{folder} holds no averages of weights, which train.ema = 0.999 makes: without --ema it works"
+            )
+        stored.values |= stored.averages if averaged else {}
         return stored
 
     def _add(self, name: str, file: Any) -> None:
@@ -72,9 +85,10 @@ class OpenCheckpoint:
             self.buffers[rest] = file
         elif kind == "kept":
             self.kept[name] = file
-        elif kind == "value":
+        elif kind in ("value", "average"):
             part, start = rest.rsplit("/", 1)
-            self.values.setdefault(_weight_of(part), []).append(_StoredRun(part, int(start), name, file))
+            of_kind = self.values if kind == "value" else self.averages
+            of_kind.setdefault(_weight_of(part), []).append(_StoredRun(part, int(start), name, file))
         else:
             part, start, key = rest.rsplit("/", 2)
             of = self.lost if kind == "lost" else self.states
@@ -82,14 +96,15 @@ class OpenCheckpoint:
             runs.append(_StoredRun(part, int(start), name, file))
 
     def read(self, what: str, weight: str, mine: Runs, block: int = 1) -> Tensor:
-        """Assemble some elements of a weight's `value` or state from the stored runs that overlap them.
+        """Assemble some elements of a weight's `value`, `average` or state from the stored runs that overlap them.
 
         Of scales there is one for each `block` of elements.
 
         Raises:
             CheckpointError: the files lack some of the elements.
         """
-        stored = self.values.get(weight, []) if what == "value" else self.states[weight][what]
+        known = {"value": self.values, "average": self.averages}.get(what)
+        stored = self.states[weight][what] if known is None else known.get(weight, [])
         return self._assembled(stored, what, weight, mine, block)
 
     def read_lost(self, key: str, weight: str, mine: Runs) -> Tensor:

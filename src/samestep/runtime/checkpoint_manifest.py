@@ -13,20 +13,22 @@ from pathlib import Path
 from typing import Any, get_args
 
 import xxhash
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from samestep.errors import CheckpointError, shown
-from samestep.job import Job, MayChange
+from samestep.job import Job
+from samestep.job_tables import MayChange
 from samestep.models.weight_files import digest_of
 from samestep.output import durable_files
+from samestep.runtime.checkpoint_form import Manifest
 
 NAME = "manifest.json"
 FORMAT_VERSION = 3
 _LARGEST_BYTES = 1 << 32
-_FILE = re.compile(r"rank-\d{4,}\.safetensors")
 _RESULT_KEYS = ("model", "data", "optimizer", "schedule", "numerics")
-_MAY_CHANGE = ("numerics.on_nonfinite", "train.steps")
-"""Keys that may differ on resuming: a run that stopped on a non-finite step is told to change them."""
+_MAY_CHANGE = ("numerics.on_nonfinite", "numerics.on_spike", "train.steps", "data.held_out_sets")
+"""Keys that may differ on resuming: what is evaluated trains nothing, and a run that stopped on a non-finite step is told to change the others."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -60,14 +62,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(damaged(path))
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{folder} has format {version!r:.20}; this version reads {FORMAT_VERSION}")
+    try:
+        Manifest.model_validate(manifest)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise CheckpointError(
+            f"{path} is no manifest of a checkpoint: {key}: {first['msg'].lower()}, got {shown(first['input'])}"
+        ) from None
     named = re.fullmatch(r"step-(\d+)", folder.name)
     if named and int(named[1]) != manifest["step"]:
         raise CheckpointError(
             f"{folder} holds the checkpoint of step {manifest['step']}, not of the step in its name; "
             f"step-{manifest['step']:06d} was its name"
         )
-    if bad := next((part["file"] for part in manifest["parts"] if not _FILE.fullmatch(part["file"])), None):
-        raise CheckpointError(f"{path} names {bad!r:.80}; a checkpoint's files are rank-NNNN.safetensors in its folder")
     return dict(manifest)
 
 
@@ -108,9 +116,9 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> tuple[str,
     """
     now, defaults = job.model_dump(mode="json"), Job().model_dump(mode="json")
     # A key that is younger than the checkpoint had its default.
-    saved = {table: {**defaults[table], **keys} for table, keys in manifest["job"].items()}
+    saved = {table: {**defaults.get(table, {}), **keys} for table, keys in manifest["job"].items()}
     keys = [(table, key) for table in _RESULT_KEYS for key in sorted(saved.get(table, {}).keys() | now[table].keys())]
-    keys += [("train", key) for key in ("seed", "global_batch", "loss", "steps")]
+    keys += [("train", key) for key in ("seed", "global_batch", "loss", "steps", "ema")]
     changed = {
         f"{table}.{key}": (saved.get(table, {}).get(key), now[table].get(key))
         for table, key in keys

@@ -12,30 +12,21 @@ refused, unless the job waives it.
 
 from __future__ import annotations
 
-import collections
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from samestep.building.combined_optimizer import class_names
 from samestep.errors import CheckpointError
 from samestep.program.program import Program
 from samestep.runtime.first_state import attributes_of, digest, fingerprint, optimizer_values
 from samestep.runtime.pieces import Piece
+from samestep.runtime.plain_data import NotPlainError, Packer, unpacked
 from samestep.runtime.prepared_run import PreparedRun
-from samestep.runtime.processes.mesh import gather_objects
-
-_SEQUENCES: dict[str, Callable[..., Any]] = {
-    "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque
-}  # fmt: skip
-
-
-class _CannotKeepError(TypeError):
-    """A value is of a kind that a checkpoint does not hold."""
-
+from samestep.runtime.processes.messages import gather_values
 
 # -- what changes ----------------------------------------------------------------------------------
 
@@ -47,7 +38,7 @@ def changed_frozen(run: PreparedRun) -> list[Piece]:
     """
     first, pieces = run.assembly.model.first_state.frozen, run.assembly.weights.store.frozen
     mine = [piece.name for piece in pieces if fingerprint(piece.value) != first[piece.name]]
-    changed = {name for names in gather_objects(mine, run.layout.world_size) for name in names}
+    changed = {name for names in gather_values(mine, run.layout.world_size) for name in names}
     return [piece for piece in pieces if piece.name in changed]
 
 
@@ -70,7 +61,7 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
     optimizer, first = run.updater.optimizer, run.updater.first_digests
     values = optimizer_values(optimizer) if optimizer else {}
     changed = {key: value for key, value in values.items() if digest(value) != first.get(key)}
-    what = type(optimizer).__name__
+    what = class_names(optimizer) if optimizer else ""
     groups = []
     for index, group in enumerate(optimizer.param_groups if optimizer else ()):
         held = {id(param) for param in group["params"]}
@@ -164,13 +155,13 @@ def give_back(run: PreparedRun, manifest: Mapping[str, Any], read: Callable[[str
     modules = dict(run.model.named_modules())
     for record in records:
         for path, key, value in record.get("attributes", ()):
-            held, found = vars(modules[path]).get(key), _decoded(value, read)
+            held, found = vars(modules[path]).get(key), unpacked(value, read)
             if isinstance(held, torch.Generator):
                 held.set_state(found)
             else:
                 setattr(modules[path], key, _like(held, found))
         for path, value in record.get("extra", ()):
-            modules[path].set_extra_state(_decoded(value, read))
+            modules[path].set_extra_state(unpacked(value, read))
 
 
 def _give_back_options(run: PreparedRun, groups: Sequence[Mapping[str, Any]], read: Callable[[str], Tensor]) -> None:
@@ -180,14 +171,14 @@ def _give_back_options(run: PreparedRun, groups: Sequence[Mapping[str, Any]], re
         held = {id(param) for param in group["params"]}
         names = [piece.name for piece in run.updater.pieces if id(piece.value) in held and piece.name in of_weight]
         for key, value in of_weight[names[0]].items() if names else ():
-            group[key] = _like(group.get(key), _decoded(value, read))
+            group[key] = _like(group.get(key), unpacked(value, read))
 
 
 def _give_back_own(
     run: PreparedRun, manifest: Mapping[str, Any], records: Sequence[Mapping[str, Any]], read: Callable[[str], Tensor]
 ) -> None:
     of_ranks = {record["rank"]: record["optimizer"] for record in records if record["optimizer"]}
-    decoded = {rank: {key: _decoded(v, read) for key, v in own.items()} for rank, own in of_ranks.items()}
+    decoded = {rank: {key: unpacked(v, read) for key, v in own.items()} for rank, own in of_ranks.items()}
     mine = decoded.get(run.place.rank) if manifest["layout"] == str(run.layout) else next(iter(decoded.values()), {})
     if manifest["layout"] != str(run.layout) and len({digest(own) for own in decoded.values()}) > 1:
         names = ", ".join(next(iter(decoded.values())))
@@ -204,62 +195,30 @@ def _like(held: Any, found: Any) -> Any:
     return found.to(held.device) if isinstance(held, Tensor) and isinstance(found, Tensor) else found
 
 
-# -- values as plain data --------------------------------------------------------------------------
+# -- writing it ------------------------------------------------------------------------------------
 
 
 class _Writer:
     """The values of one rank, as plain data that names the tensors in it."""
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self.tensors: dict[str, Tensor] = {}
+        self._packer = Packer(f"kept/{rank}/")
         self.unsaved: list[str] = []
         """Texts about values that cannot be kept."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of the tensors on the host, by name."""
+        return {name: tensor.cpu().clone().contiguous() for name, tensor in self._packer.tensors.items()}
 
     def kept(self, values: Mapping[str, Any], whose: str, is_known: bool = False) -> dict[str, Any]:
         """Return those values that can be kept; note the others, unless it `is_known` that extra state holds them."""
         found = {}
         for key, value in values.items():
             try:
-                found[key] = self._encoded(value)
-            except _CannotKeepError as error:
+                found[key] = self._packer.packed(value)
+            except NotPlainError as error:
                 if is_known:
                     continue
                 self.unsaved.append(f"{key} ({error}), which has changed, of {whose}")
         return found
-
-    def _encoded(self, value: Any) -> Any:
-        if isinstance(value, np.generic):
-            value = value.item()
-        if isinstance(value, bool | int | float | str | None):
-            return value
-        if isinstance(value, torch.Generator):
-            value = value.get_state()
-        if isinstance(value, Tensor) and value.layout is torch.strided:
-            name = f"kept/{self._rank}/{len(self.tensors)}"
-            self.tensors[name] = value.detach().cpu().clone().contiguous()
-            return {"tensor": name}
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-            return {"array": self._encoded(torch.from_numpy(value.copy()))}
-        for kind, make in _SEQUENCES.items():
-            if type(value) is make:
-                more = {"maxlen": value.maxlen} if isinstance(value, collections.deque) else {}
-                return {kind: [self._encoded(one) for one in value], **more}
-        if type(value) in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
-            return {"dict": [[self._encoded(key), self._encoded(one)] for key, one in value.items()]}
-        raise _CannotKeepError(f"a {type(value).__name__}")
-
-
-def _decoded(record: Any, read: Callable[[str], Tensor]) -> Any:
-    """Return the value that plain data stands for."""
-    if not isinstance(record, dict):
-        return record
-    if "tensor" in record:
-        return read(record["tensor"]).clone()
-    if "array" in record:
-        return _decoded(record["array"], read).numpy()
-    if "dict" in record:
-        return {_decoded(key, read): _decoded(value, read) for key, value in record["dict"]}
-    kind = next(kind for kind in _SEQUENCES if kind in record)
-    values: Iterator[Any] = (_decoded(one, read) for one in record[kind])
-    return collections.deque(values, record["maxlen"]) if kind == "deque" else _SEQUENCES[kind](values)

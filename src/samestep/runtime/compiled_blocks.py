@@ -36,7 +36,7 @@ from torch.overrides import (
 )
 
 from samestep.errors import JobError, ModelError, did_you_mean
-from samestep.job import RunTable
+from samestep.job_tables import RunTable
 from samestep.program.program import Program
 from samestep.runtime.axes import precision
 from samestep.runtime.dropout.replacements import MaskSource

@@ -1,8 +1,8 @@
-"""Forwards without gradients in any layout: held-out loss, and outputs for samples that every rank holds."""
+"""Forwards without gradients in any layout: held-out loss, outputs for samples that every rank holds, of weights or averages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,12 +13,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from samestep.building.loss import as_number
+from samestep.errors import ModelError
 from samestep.runtime import microbatches
 from samestep.runtime.assembly import Assembly, set_modes
 from samestep.runtime.axes import precision, tensor
 from samestep.runtime.forward_only import forward_only
 from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.pieces import Piece
 from samestep.runtime.preparation import Loss
+from samestep.runtime.prepared_run import PreparedRun
+from samestep.runtime.weight_averages import WeightAverages
 from samestep.tracing.stages import mapped
 
 
@@ -96,3 +100,41 @@ def _forward_only(assembly: Assembly) -> Iterator[None]:
         yield
     set_modes(modes)
     assembly.weights.store.end_forward_only()
+
+
+@contextmanager
+def averaged(run: PreparedRun) -> Iterator[None]:
+    """Let a run's model have the averages of its weights inside, which hold the weights meanwhile.
+
+    Before the first update the average of a weight is the weight.
+
+    Collective over the world: every rank enters and leaves it; if one does not, the others wait until the time limit.
+
+    Raises:
+        ModelError: the job averages none, or they are in use already.
+    """
+    updater = run.updater
+    averages = updater.averages
+    if averages is None:
+        raise ModelError("the weights of this run are not averaged: train.ema = 0.999 works")
+    averages.refuse_in_use("averaged")
+    _exchange(run, averages, updater.pieces)
+    averages.are_in_use = True
+    try:
+        yield
+    finally:
+        averages.are_in_use = False
+        _exchange(run, averages, updater.pieces)
+
+
+@torch.no_grad()
+def _exchange(run: PreparedRun, averages: WeightAverages, pieces: Sequence[Piece]) -> None:
+    """Exchange masters and averages, one piece at a time, and publish the masters."""
+    for piece in pieces:
+        if (average := averages.of(piece)) is None:
+            continue
+        before = piece.master().clone()
+        piece.set_master(average)
+        average.copy_(before)
+    run.assembly.weights.updater.publish()
+    run.assembly.weights.store.publish()

@@ -21,6 +21,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep.building.combined_optimizer import CombinedOptimizer
 from samestep.building.families import facts_of
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -78,7 +79,8 @@ def optimizer_values(optimizer: Optimizer) -> dict[str, Any]:
         for key, value in group.items()
         if key not in ("params", "param_names", "lr", "initial_lr")
     }
-    known = {"state", "param_groups", "defaults"}
+    # A combined optimizer is made of its members, whose options and states are its own.
+    known = {"state", "param_groups", "defaults", *(["members"] if isinstance(optimizer, CombinedOptimizer) else [])}
     # Names with an underscore in front are torch's own, such as the hooks of a step.
     of_any = _attributes_of_any_optimizer()
     own = {key: value for key, value in vars(optimizer).items() if key not in known and key not in of_any}

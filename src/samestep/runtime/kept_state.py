@@ -12,7 +12,7 @@ Torch's batch norm is not concerned: its running statistics have a rule of their
 
 from __future__ import annotations
 
-from samestep.job import RunTable
+from samestep.job_tables import RunTable
 from samestep.layout import Layout
 from samestep.models.analysis import StateSpec
 from samestep.models.spec import ModelSpec, is_below

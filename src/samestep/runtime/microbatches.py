@@ -52,7 +52,7 @@ def read(assembly: Assembly, batch: StepBatch, indices: Indices) -> tuple[Any, f
     An empty micro-batch runs a sample of another rank with weight 0, so that all ranks issue the same collectives.
     """
     # A stage may ask for the shapes of the next micro-batch inside a forward, whose modes refuse random numbers.
-    with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction(), precision.default_outside():
         samples = batch.samples(_never_empty(batch, indices))
     moved = batch_to_device(samples, assembly.parallel.mesh.device)
     return precision.cast_floating(moved, assembly.model.master_dtype), 1.0 if len(indices) else 0.0

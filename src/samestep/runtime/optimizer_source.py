@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from samestep.errors import LayoutError, ModelError
 from samestep.layout import Layout
-from samestep.models.spec import ModelSpec, ParamSpec
+from samestep.models.spec import ModelSpec
+from samestep.program.update_rules import parts_of
 from samestep.runtime.update_rule import (
     TRIED,
     OptimizerSource,
@@ -233,13 +233,7 @@ def check_optimizer(
             f"{rule.optimizer} does not treat every weight by itself ({rule.coupled}), so weights {how} by {word} would get "
             f"another update: {word.partition('=')[0]}={0 if word.startswith('zero') else 1} works"
         )
-    whole = {name: reason for name, reason in rule.whole.items() if name in parts}
-    for param in params:
-        if param.name in whole and param.cut is not None and param.experts and layout.tp > 1 and layout.ep > 1:
-            raise LayoutError(
-                f"{rule.optimizer} does not treat every element of {param.name} by itself ({whole[param.name]}), and "
-                f"tp={layout.tp} and ep={layout.ep} both cut it: tp=1 works, and so does ep=1"
-            )
+    whole = [name for name in rule.whole if name in parts]
     return (
         replace(model, params=tuple(replace(p, is_updated_whole=True) if p.name in whole else p for p in model.params))
         if whole
@@ -266,23 +260,3 @@ def _spreading(layout: Layout) -> list[tuple[str, str]]:
     words = [(f"zero={layout.zero}", "cut")] if layout.num_shards > 1 else []
     words += [(f"{axis}={degree}", "cut") for axis, degree in layout.weight_axes.items() if degree > 1]
     return words + ([(f"pp={layout.pp}", "spread")] if layout.pp > 1 else [])
-
-
-def parts_of(param: ParamSpec, layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the largest and the smallest part of a weight that a rank updates; none if all are whole."""
-    shape = list(param.shape)
-    if param.numel == 1:
-        return ()
-    if param.cut is not None and layout.tp > 1:
-        shape[param.cut.dim] = -(-shape[param.cut.dim] // layout.tp)
-    if param.experts and layout.ep > 1:
-        shape[0] = -(-shape[0] // layout.ep)
-    ranks = layout.num_shards
-    if ranks > 1 and layout.zero == 1:
-        numel = math.prod(shape)
-        return tuple(dict.fromkeys([(-(-numel // ranks),), (1,)]))
-    if ranks > 1 and shape:
-        rows = -(-shape[0] // ranks)
-        last = shape[0] - rows * ((shape[0] - 1) // rows)
-        return tuple(dict.fromkeys([(rows, *shape[1:]), (last, *shape[1:])]))
-    return (tuple(shape),) if tuple(shape) != param.shape else ()

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from samestep.errors import ModelError
-from samestep.job import NumericsTable
+from samestep.job_tables import NumericsTable
 from samestep.program.step import update_chunks
 from samestep.runtime import host_copies
 from samestep.runtime.first_state import optimizer_digests
@@ -32,6 +32,7 @@ from samestep.runtime.packed_states import StatePacking
 from samestep.runtime.pieces import LiveWeights, Piece
 from samestep.runtime.split_masters import SplitMasters
 from samestep.runtime.update_rule import OptimizerSource, has_hooks, is_torchs_own
+from samestep.runtime.weight_averages import WeightAverages
 
 _ROW = 4096
 LARGEST_SUM = torch.finfo(torch.float16).max / 2
@@ -92,6 +93,8 @@ class Updater:
     """How states are held between two updates; None where they are as the optimizer computes with them."""
     step_index: int = 0
     """The step of the next update, counted from 0."""
+    averages: WeightAverages | None = None
+    """Moving averages of the pieces; None where the job keeps none."""
 
     @classmethod
     def over(
@@ -104,6 +107,7 @@ class Updater:
         couples_weights: bool = False,
         splits_masters: bool = False,
         packing: StatePacking | None = None,
+        averages: WeightAverages | None = None,
     ) -> Updater:
         """Build the optimizer over `pieces` of the `whole` weights; `splits_masters` holds masters in two halves.
 
@@ -131,7 +135,7 @@ class Updater:
             _set_lr=list(rates),
             _given_lr=_rates(given),
         )
-        made.packing = packing
+        made.packing, made.averages = packing, averages
         made.chunks = _chunks(pieces, optimizer, splits_masters=splits_masters, packs_states=packing is not None)
         made.live = LiveWeights(pieces)
         made.first_digests = optimizer_digests(optimizer) if optimizer else {}
@@ -228,13 +232,16 @@ class Updater:
         else:
             torch._foreach_mul_(gradients, torch.where(held_back > 0, 1.0, factor))
         try:
-            self._update(gradients)
+            self._update(gradients, held_back)
         finally:
             scaling.__dict__.pop("grad_scale", None)
             del scaling.found_inf
 
-    def _update(self, gradients: list[Tensor]) -> None:
-        """Lend the gradients to the pieces, and let the optimizer update them, chunk by chunk."""
+    def _update(self, gradients: list[Tensor], held_back: Tensor | None = None) -> None:
+        """Lend the gradients to the pieces, let the optimizer update them, chunk by chunk, and average them.
+
+        The device changes nothing where `held_back` is 1.
+        """
         assert self.optimizer is not None
         gradients = host_copies.beside(gradients, [piece.value for piece in self.pieces])
         of_piece = {id(piece): gradient for piece, gradient in zip(self.pieces, gradients, strict=True)}
@@ -250,6 +257,8 @@ class Updater:
                 finally:
                     for value in lent:  # a gradient that was lent would stay allocated beside that of the next step
                         value.grad = None
+                if self.averages is not None:
+                    self.averages.update(chunk, held_back)
         if self.given is not None:
             self.given._opt_called = True  # type: ignore[attr-defined]  # what a scheduler over the instance asks for
 

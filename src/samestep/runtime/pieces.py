@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from samestep.building import nf4
 from samestep.runtime import host_copies
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.split_masters import SplitMasters
@@ -33,11 +34,15 @@ class Piece:
     """Tensor that receives the updated values, in another dtype or on the device; None where `value` itself is in use."""
     is_uncut: bool = False
     """Whether the parameter is that of the uncut model, though `tp` or `ep` leaves this rank a part of it."""
+    is_packed: bool = False
+    """Whether `value` holds rows of a frozen weight in 4 bits."""
     split: tuple[SplitMasters, int] | None = None
     """What holds the master, and its index there, where `target` is the upper half of it; `value` is there in updates alone."""
 
     def master(self) -> Tensor:
-        """Return the master values, of the shape of `value`; newly allocated where they are held in two halves."""
+        """Return the master values, of the shape of `value`; newly allocated where they are held in two halves or in 4 bits."""
+        if self.is_packed:
+            return nf4.unpacked(self.value.detach())
         if self.split is None:
             return self.value.detach()
         masters, index = self.split
@@ -46,7 +51,9 @@ class Piece:
     @torch.no_grad()
     def set_master(self, values: Tensor) -> None:
         """Set the master values; those that are not split are published later."""
-        if self.split is None:
+        if self.is_packed:
+            self.value.detach().copy_(nf4.packed(values.view(len(self.value), -1)))
+        elif self.split is None:
             self.value.detach().copy_(values.view_as(self.value))
         else:
             masters, index = self.split

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import nn
@@ -10,6 +11,8 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly
+from samestep.runtime.local_replicas import LocalReplicas
+from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.optimizer_step import Updater
 from samestep.runtime.processes.join import RankInfo
 
@@ -23,6 +26,10 @@ class PreparedRun(Protocol):
     steps_taken: int
     changes: tuple[str, ...]
     """What resumes have changed of the job and its layout, and after which steps."""
+    spikes: SpikeWatch
+    """The losses of the last steps."""
+    replicas: LocalReplicas | None
+    """The replicas that this rank trains, where a job trains them apart."""
 
     @property
     def assembly(self) -> Assembly:
@@ -40,5 +47,5 @@ class PreparedRun(Protocol):
     def updater(self) -> Updater:
         """The optimizer over the weights that this rank updates."""
 
-    def adopt(self, assembly: Assembly) -> None:
+    def adopt(self, change: Callable[[Assembly], Assembly]) -> None:
         """Continue with an assembly derived from this run's own."""

@@ -41,10 +41,12 @@ def write(
     out: Path,
     dtype: torch.dtype | None = None,
     share: tuple[int, int] = (0, 1),
+    *,
+    averaged: bool = False,
 ) -> None:
     """Write the weights of a checkpoint as a folder for transformers; without a dtype in that of the master weights.
 
-    `share` is this writer's number and the number of writers. Each of them calls it once; the folder is whole when all
+    With `averaged` the moving averages of the weights are written in their place. `share` is this writer's number and the number of writers. Each of them calls it once; the folder is whole when all
     have returned.
     """
     writer, num_writers = share
@@ -55,7 +57,7 @@ def write(
     names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
     names = names if len(files) > 1 else [form.one_file]
     with ExitStack() as stack:
-        stored = OpenCheckpoint.open(checkpoint, manifest, stack)
+        stored = OpenCheckpoint.open(checkpoint, manifest, stack, averaged=averaged)
         value = form.with_merged(values((form.adapted or form).plan, stored))
         for number in range(writer, len(files), num_writers):
             tensors = {name: _cast(one, cast) for group in files[number] for name, one in _made(group, value).items()}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 from samestep.building.loss import as_number, target_of, with_graph
 from samestep.building.model import call_model
-from samestep.errors import DataError, LayoutError, NonFiniteError
+from samestep.errors import DataError, LayoutError, NonFiniteError, SpikeError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import Task
 from samestep.program.program import Program
 from samestep.runtime import checkpoint, evaluation, kept_state, whole_state
-from samestep.runtime.assembly import Assembly, assemble, set_modes
+from samestep.runtime.assembly import Assembly, Weights, assemble, set_modes
 from samestep.runtime.axes import precision, recompute, tensor
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.guards import data_trial, deterministic, loss_trial, nonfinite, randomness
@@ -43,12 +43,14 @@ from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.host_copies import Reading, to_device
 from samestep.runtime.ledger import outside_step, owned
+from samestep.runtime.local_replicas import LocalReplicas
+from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import Microbatches, StepBatch
 from samestep.runtime.optimizer_step import Updater, clip_factor
 from samestep.runtime.preparation import Loss, Source
 from samestep.runtime.processes import join
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.processes.mesh import gather_objects
+from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.runtime.step_report import StepReport, forget_peak, peak_memory_bytes, peak_reserved_bytes
 from samestep.runtime.step_sums import SAVE, WRITTEN, OpenStep, decide, scalars_of
@@ -81,7 +83,13 @@ class Run:
         if job.numerics.deterministic:
             deterministic.reserve_workspace()
         self._assembly: Assembly | None = None
+        self.replicas: LocalReplicas | None = None
+        """The replicas that this rank trains, where a job trains them apart; the first one's assembly is the run's."""
         self._num_taken = 0
+        self._num_updates = 0
+        """Updates of the weights in this process, of which the host waits for the first."""
+        self.spikes = SpikeWatch(job.numerics)
+        """The losses of the last steps, by which a spike is told."""
         self._num_skipped = 0
         """Steps that were skipped since the last one that was not."""
         self._refusals = Refusals(job.run)
@@ -142,7 +150,7 @@ class Run:
         Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
         """
         if self._assembly is None:
-            self._assembly = assemble(self._source, self.layout, self.job, self.place, example)
+            self._assembly = self._assembled(example)
             for waived in self._assembly.model.remarks:
                 self._refusals.remark(waived)
             where = self.program.step.layout
@@ -152,9 +160,43 @@ class Run:
             if self._load_from is not None:
                 checkpoint.load(self, self._load_from)
 
-    def adopt(self, assembly: Assembly) -> None:
+    def _assembled(self, example: Any) -> Assembly:
+        """Return the assembly of this rank; of a rank that trains several replicas the first one's."""
+        given = self._source, self.layout, self.job, self.place, example
+        if self.job.numerics.exchange_every == 1:
+            return assemble(*given)
+        self.replicas = LocalReplicas.assembled(*given)
+        return self.replicas.assemblies[0]
+
+    def adopt(self, change: Callable[[Assembly], Assembly]) -> None:
         """Continue with an assembly derived from this run's own, for example one with another optimizer."""
-        self._assembly = assembly
+        if self.replicas is None:
+            self._assembly = change(self.assembly)
+            return
+        self.replicas.change(change)
+        self._assembly = self.replicas.assemblies[0]
+
+    @contextmanager
+    def _outer_weights(self) -> Iterator[None]:
+        """Let the model have the outer weights inside, where replicas are trained apart."""
+        if self._assembly is None or self.replicas is None:
+            yield
+            return
+        self._held.weights.store.settle()
+        with self.replicas.outer():
+            yield
+
+    def _own_replicas(self) -> Iterator[tuple[int, Assembly]]:
+        """Yield the number and the assembly of each replica that this rank trains, which is the run's meanwhile."""
+        if self.replicas is None:
+            yield 0, self._held
+            return
+        try:
+            for number, assembly in self.replicas.numbered:
+                self._assembly = assembly
+                yield number, assembly
+        finally:
+            self._assembly = self.replicas.assemblies[0]
 
     def save(self, folder: str | Path) -> Path:
         """Write a checkpoint below `folder`, named by the steps taken, and return its folder.
@@ -168,6 +210,7 @@ class Run:
             CheckpointError: the optimizer keeps state that no file can hold.
             SaveError: the file system does not allow it; what was saved before is untouched.
         """
+        self._refuse_averaged("save")
         return checkpoint.save(self, Path(folder), self.job.checkpoint.keep)
 
     def load(self, folder: str | Path) -> None:
@@ -180,9 +223,11 @@ class Run:
         Raises:
             CheckpointError: there is none, or it is damaged, lacks a tensor, or belongs to a job with another result.
         """
+        self._refuse_averaged("load")
         found = checkpoint.found_in(Path(folder))
         if self._assembly is not None:
             checkpoint.load(self, found)
+            self._num_updates = 0
             return
         self.steps_taken = checkpoint.step_of(found, self.job)
         self._load_from = found
@@ -197,7 +242,8 @@ class Run:
         Raises:
             LayoutError: the run is not prepared yet.
         """
-        return whole_state.state_dict(self, on_every_rank=on_every_rank)
+        with self._outer_weights():
+            return whole_state.state_dict(self, on_every_rank=on_every_rank)
 
     def step(self, batch: StepBatch) -> StepReport:
         """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
@@ -214,14 +260,22 @@ class Run:
             RepeatError: a sample that is run again in such a step, or a weight's update, gives something else; in the
                 first step it is an UnprovenError, before any weight has changed.
         """
+        self._refuse_averaged("step")
         self._prepare_from(batch)
         with self._kernels():
-            return self._checked_step(batch)
+            report = self._checked_step(batch)
+        if self.replicas is not None:
+            self.replicas.is_fresh = False
+            if self.replicas.is_due(self.steps_taken):
+                self.replicas.exchange()
+        return report
 
     def _checked_step(self, batch: StepBatch) -> StepReport:
         """Take a step, and where one is due, do a part of it once more and compare what ranks hold."""
         self._num_taken += 1
         regularly = self._is_watched(batch.step)
+        if self.replicas is not None and len(self.replicas.assemblies) > 1:  # the canary knows one model
+            return self._step(batch, may_run_ahead=False)
         if not regularly and not self._is_watched_early():
             return self._step(batch)
         self._held.weights.store.settle()  # what is repeated or compared reads any weight
@@ -242,19 +296,29 @@ class Run:
         time limit.
         """
         self._prepare_from(batch)
-        with self._kernels():
+        with self._kernels(), self._outer_weights():
             return evaluation.evaluate(self.assembly, batch, measure)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the moving averages of its weights (`train.ema`), to evaluate or read them.
+
+        Collective over the world: every rank enters and leaves it; if one does not, the others wait until the time limit.
+
+        Raises:
+            ModelError: when it is entered, the job averages no weights.
+        """
+        return evaluation.averaged(self)
+
+    def _refuse_averaged(self, word: str) -> None:
+        if self._assembly is not None and (averages := self._assembly.weights.updater.averages) is not None:
+            averages.refuse_in_use(word)
 
     def all_waived(self) -> tuple[str, ...]:
         """Return the refusals that any rank met and `run.allow` waived; `job.run.waived` notes each.
 
         Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
         """
-        mine = self.job.run.met
-        if self.layout.world_size == 1:
-            return mine
-        everyone: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(everyone, mine, group=self._held.parallel.mesh.groups["world"])
+        everyone = gather_values(self.job.run.met, self.layout.world_size)
         return tuple(dict.fromkeys(text for texts in everyone for text in texts))
 
     def outputs(self, samples: Any) -> Any:
@@ -263,7 +327,8 @@ class Run:
         Collective over the world: every rank calls it; if one does not, the others may wait until the time limit.
         """
         self.prepare(samples)
-        return evaluation.outputs_of(self.assembly, samples)
+        with self._outer_weights():
+            return evaluation.outputs_of(self.assembly, samples)
 
     def _kernels(self) -> AbstractContextManager[None]:
         return deterministic.kernels(self.place.device) if self.job.numerics.deterministic else nullcontext()
@@ -331,15 +396,13 @@ class Run:
         running = nonfinite.saved(model.running_buffers)
         if self._runs_ahead:
             weights.updater.live.begin_step(self.place.device)
-        is_usual = may_run_ahead and self._num_taken > 1 and not self._observer.hears_scalars
-        is_ahead = is_usual and self._runs_ahead
+        is_usual = (
+            may_run_ahead and self.replicas is None and self._num_updates > 0 and not self._observer.hears_scalars
+        )
+        is_ahead = is_usual and self._runs_ahead and not self.spikes.acts
         is_sent = is_usual and weights.updater.is_apart(self.place.device)
-        totals = self.forward_backward(batch)
-        for name in weights.store.written():
-            self._refusals.add(
-                "state", f"step {batch.step + 1}: {kept_state.lost_write(name, f'zero={self.layout.zero}')}"
-            )
-        sums = self._agree(totals, is_ahead)
+        own = [self._own_scalars(batch, index) for index, _ in enumerate(self._own_replicas())]
+        sums = self._agree(own, is_ahead)
         numerator = self._held.objective.nominal_count / weights.updater.loss_scale.scale
         decision = decide(sums, numerator, self.job.optimizer.clip_norm) if is_ahead or is_sent else None
         held_back = decision.held_back if decision is not None else torch.ones((), device=sums.device)
@@ -396,30 +459,35 @@ class Run:
         self._observer.agreed(agreed)
         if agreed.stop > 0:
             batch.end_stream()
-        if agreed.count == 0:
-            raise DataError(f"step {batch.step + 1} counts no token: every label of its batch is masked")
-        scale = opened.numerator / agreed.count
-        loss, norm = agreed.loss_sum / agreed.count, math.sqrt(agreed.norm_squared) * scale
+        if not all(one.count for one in agreed.replicas):
+            whose = "its batch" if self.replicas is None else "a replica's part of its batch"
+            raise DataError(f"step {batch.step + 1} counts no token: every label of {whose} is masked")
+        scales = [opened.numerator / one.count for one in agreed.replicas]
+        norms = [math.sqrt(one.norm_squared) * scale for one, scale in zip(agreed.replicas, scales, strict=True)]
+        # Of replicas that are trained apart, the root mean square.
+        loss, norm = agreed.loss_sum / agreed.count, math.hypot(*norms) / math.sqrt(len(norms))
         finite = math.isfinite(loss) and math.isfinite(norm)
-        note = "" if finite else self._diagnose(batch)
-        skipped = not finite and self._skips(note, math.isfinite(loss))
+        spike = self.spikes.judge(loss) if finite else ""
+        note = spike if finite else self._diagnose(batch)
+        skipped = bool(note) and self._skips(note, math.isfinite(loss), is_spike=finite)
         self._num_skipped = self._num_skipped + 1 if skipped else 0
-        if opened.report is None:
-            updater.set_lr(opened.lr_factor)
-            updater.step_index = batch.step
+        self._num_updates += not skipped
         if skipped:
             nonfinite.put_back(opened.running_buffers)
-            updater.forget_sent()
-        elif was_held_back or opened.report is None:
-            if is_written:
-                updater.reread()
-            factor = scale * clip_factor(norm, self.job.optimizer.clip_norm)
-            self._update(lambda: updater.step(factor, was_held_back=was_held_back > 0))
-        if math.isfinite(loss):
-            before = updater.loss_scale.scale
-            updater.loss_scale.after(overflowed=not finite)
-            if updater.loss_scale.scale != before:
-                self._held.weights.store.scale_given_back(updater.loss_scale.scale / before)
+        for number, assembly in self._own_replicas():
+            mine = assembly.weights.updater
+            if opened.report is None:
+                mine.set_lr(opened.lr_factor)
+                mine.step_index = batch.step
+            if skipped:
+                mine.forget_sent()
+            elif was_held_back or opened.report is None:
+                if is_written or self.replicas is not None:
+                    mine.reread()
+                factor = scales[number] * clip_factor(norms[number], self.job.optimizer.clip_norm)
+                self._update(functools.partial(mine.step, factor, was_held_back=was_held_back > 0))
+            if math.isfinite(loss):
+                self._adapt_loss_scale(assembly.weights, overflowed=not finite)
         self.steps_taken = batch.step + 1
         step_s = time.perf_counter() - opened.began_s
         return StepReport(
@@ -434,14 +502,36 @@ class Run:
             memory_bytes=peak_memory_bytes(self.place.device),
             reserved_bytes=peak_reserved_bytes(self.place.device),
             skipped=skipped,
+            spike=bool(spike),
             stop=agreed.stop > 0,
             save=is_save_wanted,
             note=note,
             remarks=self._refusals.news(),
         )
 
-    def forward_backward(self, batch: StepBatch) -> Tensor:
+    def _adapt_loss_scale(self, weights: Weights, *, overflowed: bool) -> None:
+        """Adapt the loss scale after a step, and what codes have lost of gradients under it."""
+        before = weights.updater.loss_scale.scale
+        weights.updater.loss_scale.after(overflowed=overflowed)
+        if weights.updater.loss_scale.scale != before and self.replicas is None:
+            weights.store.scale_given_back(weights.updater.loss_scale.scale / before)
+
+    def _own_scalars(self, batch: StepBatch, index: int) -> Tensor:
+        """Run the forwards and backwards of a replica; return this rank's share of its loss, count and squared norm."""
+        totals = self.forward_backward(batch, index)
+        weights = self._held.weights
+        for name in weights.store.written():
+            self._refusals.add(
+                "state", f"step {batch.step + 1}: {kept_state.lost_write(name, f'zero={self.layout.zero}')}"
+            )
+        norm_squared = weights.store.norm_squared() + weights.updater.overflow(self.place.device)
+        weights.store.take_back()
+        return torch.cat([totals, norm_squared.view(1)])
+
+    def forward_backward(self, batch: StepBatch, index: int = 0) -> Tensor:
         """Run the forwards and backwards of the program; return this rank's loss sum and count, float64 [2].
+
+        Of a rank that trains several replicas, they are those of the replica at `index`.
 
         Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
         time limit.
@@ -455,9 +545,7 @@ class Run:
         store.begin_step()
         parallel.stage.begin_step(microbatches.shapes_of)
         with parallel.checkpoints():
-            for task in parallel.program.tasks:
-                if task.kind is TaskKind.UPDATE:
-                    continue
+            for task in parallel.program.tasks_of(index):
                 with self._observer.running(task, microbatches.indices(task.microbatch)), store.running(task):
                     if task.kind is TaskKind.FORWARD:
                         held[task.microbatch, task.chunk] = self._forward(task, microbatches, totals)
@@ -578,16 +666,17 @@ class Run:
         one = "cp=1 works" if what == "tokens" else "one rank with the whole batch as its micro-batch works"
         self._refusals.add("loss", f"{text}; (sum over {what}, their number) works, and {one}")
 
-    def _agree(self, totals: Tensor, is_ahead: bool = False) -> Tensor:
-        """Sum the loss, the count, the squared gradient norm and the flags over all ranks (float64 [4]), waiting for none."""
+    def _agree(self, own: Sequence[Tensor], is_ahead: bool = False) -> Tensor:
+        """Sum the loss, the count and the squared gradient norm of each replica and the flags over all ranks, waiting for
+        none: float64 [4], or 3 numbers more for each further replica that is trained apart.
+        """
         weights, device = self._held.weights, self.place.device
-        norm_squared = weights.store.norm_squared() + weights.updater.overflow(device)
-        weights.store.take_back()
         flag = join.stop_requested() + join.save_requested() * SAVE + self._refusals.flag
         stop = torch.full((1,), flag, dtype=torch.float64, device=device)  # filled there, not copied from the host
         if self._runs_ahead and not is_ahead:
             stop += weights.updater.live.was_written_unseen(device) * WRITTEN
-        sums = torch.cat([totals, norm_squared.view(1), stop])
+        scalars = own[0] if self.replicas is None else self.replicas.sums(own, device)
+        sums = torch.cat([scalars, stop])
         if self.layout.world_size > 1:
             with owned("scalars"):
                 dist.all_reduce(sums, group=self._held.parallel.mesh.groups["world"])
@@ -602,7 +691,7 @@ class Run:
     def _updaters_hold_back(self) -> bool:
         """Whether the optimizer of every rank can; every rank asks in its first step."""
         with outside_step():
-            return all(gather_objects(self._held.weights.updater.can_hold_back, self.layout.world_size))
+            return all(gather_values(self._held.weights.updater.can_hold_back, self.layout.world_size))
 
     def _wait_from_now_on(self, batch: StepBatch) -> None:
         """Run ahead no more, since a step writes weights as no count of torch shows.
@@ -633,18 +722,21 @@ class Run:
         """Run the step's forwards and backwards once more, and name the first module that makes a non-finite value."""
         return nonfinite.cause_of_nonfinite(self._held, lambda: self.forward_backward(batch)[0])
 
-    def _skips(self, note: str, loss_is_finite: bool) -> bool:
-        """Return whether a step that is not finite is skipped; every rank decides alike.
+    def _skips(self, note: str, loss_is_finite: bool, *, is_spike: bool) -> bool:
+        """Return whether a step that is not finite, or whose loss is a spike, is skipped; every rank decides alike.
 
         Raises:
             NonFiniteError: `numerics.on_nonfinite` is "stop", or `numerics.max_skipped` steps were skipped before it.
+            SpikeError: so many were skipped before a spike.
         """
         policy, most = self.job.numerics.on_nonfinite, self.job.numerics.max_skipped
         if self._num_skipped >= most:
-            raise NonFiniteError(
+            raise (SpikeError if is_spike else NonFiniteError)(
                 f"step {self.steps_taken + 1}: {note}; the {most} steps before were skipped too, and "
                 f"numerics.max_skipped = {most}"
             )
+        if is_spike:
+            return True
         if loss_is_finite and self._held.weights.updater.loss_scale.scale > 1.0:
             return True  # an overflow of scaled gradients: the next step runs at half the scale
         if policy == "stop":

@@ -32,6 +32,15 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaScalars:
+    """The scalars of one replica in one step, each summed over its ranks."""
+
+    loss_sum: float
+    count: float
+    norm_squared: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepScalars:
     """The scalars of one step, each summed over all ranks."""
 
@@ -42,6 +51,8 @@ class StepScalars:
     """Squared norm of the gradients as the backward left them: scaled by the loss scale over `nominal_count`."""
     stop: float
     """Number of ranks that were asked to stop."""
+    replicas: tuple[ReplicaScalars, ...] = ()
+    """Those of each replica, where replicas are trained apart; else one."""
 
 
 class StepObserver:

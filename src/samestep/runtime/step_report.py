@@ -41,12 +41,14 @@ class StepReport(_Late):
     reserved_bytes: int | None = None
     """Peak bytes that torch's allocator has taken from this rank's GPU since the step began; None on a CPU."""
     skipped: bool = False
+    spike: bool = False
+    """Whether it was skipped because its loss is a spike (`numerics.on_spike`)."""
     stop: bool = False
     """Whether some rank was asked to stop."""
     save: bool = False
     """Whether some rank was asked, by SIGUSR1, to save a checkpoint and go on."""
     note: str = ""
-    """Why the step is not finite, or what a repetition of it showed that `run.allow` waives; mostly empty."""
+    """Why the step is not finite or its loss a spike, or what a repetition of it showed that `run.allow` waives; mostly empty."""
     remarks: tuple[str, ...] = ()
     """What this rank noticed in this step and did not refuse: refusals that `run.allow` waives, a loss that couples samples."""
 

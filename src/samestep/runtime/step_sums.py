@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from samestep.program.ops import REPLICA_SCALARS
 from samestep.runtime.guards.refusals import REFUSED
 from samestep.runtime.host_copies import Reading
-from samestep.runtime.step_observer import StepScalars
+from samestep.runtime.step_observer import ReplicaScalars, StepScalars
 
 if TYPE_CHECKING:
     from samestep.runtime.microbatches import StepBatch
@@ -72,7 +73,10 @@ def decide(sums: Tensor, numerator: float, clip_norm: float | None) -> Decision:
 
 def scalars_of(numbers: list[float]) -> tuple[StepScalars, bool, bool]:
     """Return the scalars that the ranks summed, whether the step wrote weights of one unseen, and whether one is to save."""
-    loss_sum, count, norm_squared, flags = numbers
+    *sums, flags = numbers
     fraction, stop = math.modf(flags)
     save, written = math.modf(fraction / WRITTEN)
-    return StepScalars(loss_sum, count, norm_squared, stop), written > 0.0, save > 0.0
+    width = len(REPLICA_SCALARS)
+    replicas = tuple(ReplicaScalars(*sums[start : start + width]) for start in range(0, len(sums), width))
+    loss_sum, count, norm_squared = (sum(sums[start::width]) for start in range(width))
+    return StepScalars(loss_sum, count, norm_squared, stop, replicas), written > 0.0, save > 0.0

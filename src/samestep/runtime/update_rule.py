@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_leaves
 
+from samestep.building.combined_optimizer import CombinedOptimizer, class_names, member_over, members_of
 from samestep.errors import ModelError
 from samestep.runtime.followed_step import CountsOnHost, Entry, FollowedStep, ReadsNumbersError, UpdateLabel
 from samestep.runtime.trial_steps import march
@@ -75,14 +76,15 @@ def read_rule(
     """
     optimizer, weights = made or skeleton(source, shapes, marks)
     held = _options_of(optimizer, weights)
-    kind = type(optimizer).__name__
+    kind = class_names(optimizer)
     if not held:
         raise ModelError(
             f"{kind} holds none of the model's weights, so it would train nothing: build it over the parameters that the "
             "optimizer function is given"
         )
     if is_torchs_own(optimizer):
-        return UpdateRule(kind, dict.fromkeys(held, _OF_TORCH[type(optimizer)]) if _OF_TORCH[type(optimizer)] else {})
+        reasons = {name: _OF_TORCH[type(member_over(optimizer, weights[name]))] for name in held}
+        return UpdateRule(kind, {name: reason for name, reason in reasons.items() if reason})
     kinds: dict[str, list[str]] = {}
     for name, options in held.items():
         kinds.setdefault(repr((sorted(options), _told(options), shapes[name], marks.get(name))), []).append(name)
@@ -120,7 +122,12 @@ _STEPS = {kind: inspect.unwrap(kind.step) for kind in _OF_TORCH}
 
 
 def is_torchs_own(optimizer: Optimizer) -> bool:
-    """Return whether a trial would show what is known: it is one of torch's classes, and nothing was changed in it."""
+    """Return whether a trial would show what is known: it is one of torch's classes, and nothing was changed in it.
+
+    A combined optimizer is, if its members are.
+    """
+    if isinstance(optimizer, CombinedOptimizer):
+        return not has_hooks(optimizer) and all(map(is_torchs_own, optimizer.members))
     kind = type(optimizer)
     step = vars(optimizer).get("step", kind.step)  # a scheduler wraps it
     if kind not in _OF_TORCH or not inspect.unwrap(step) is inspect.unwrap(kind.step) is _STEPS[kind]:
@@ -202,10 +209,11 @@ def skeleton(
 
 def _simplest(optimizer: Optimizer) -> Optimizer:
     """Let one of torch's own optimizers take its tensors one by one: that is what its faster ways compute, too."""
-    if any(kind.__module__.startswith("torch.optim.") and kind is not Optimizer for kind in type(optimizer).__mro__):
-        ways = {"fused": None, "foreach": False, "capturable": False}
-        for group in [optimizer.defaults, *optimizer.param_groups]:
-            group.update({key: value for key, value in ways.items() if key in group})
+    for member in members_of(optimizer):
+        if any(kind.__module__.startswith("torch.optim.") and kind is not Optimizer for kind in type(member).__mro__):
+            ways = {"fused": None, "foreach": False, "capturable": False}
+            for group in [member.defaults, *member.param_groups]:
+                group.update({key: value for key, value in ways.items() if key in group})
     return optimizer
 
 

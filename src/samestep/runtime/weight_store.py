@@ -92,8 +92,17 @@ class WeightStore(Protocol):
         """Multiply what codes have lost, where gradients are scaled otherwise from now on; every rank calls it alike."""
         ...
 
+    def exchange(self, fill: Callable[[int], None]) -> None:
+        """Sum over all replicas that are trained apart what `fill(index)` writes into the gradients of the store's pieces.
+
+        `fill` is called for each replica of this rank; the gradients then hold the sums. Collective over the axis of the
+        program's contributions: if a rank does not call it, the others wait until the time limit.
+        """
+        ...
+
     def norm_squared(self) -> Tensor:
-        """Return this rank's share of the squared gradient norm: the shares of all ranks add up to the whole.
+        """Return this rank's share of the squared gradient norm: the shares of all ranks, or of all ranks of its replica
+        where replicas are trained apart, add up to the whole.
 
         Called once a step, after `finish_gradients`, by every rank; sends nothing.
         """

@@ -16,7 +16,7 @@ from torch import Tensor
 from samestep.runtime import checkpoint_state, stored_pieces
 from samestep.runtime.placement import WeightSlice, whole
 from samestep.runtime.prepared_run import PreparedRun
-from samestep.runtime.processes.mesh import gather_objects
+from samestep.runtime.processes.messages import gather_values
 
 
 class _Part(NamedTuple):
@@ -40,7 +40,7 @@ def state_dict(run: PreparedRun, *, on_every_rank: bool) -> dict[str, Tensor]:
     Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
     """
     mine = list(_parts(run))
-    listed = gather_objects([[*part] for part, _ in mine], run.layout.world_size)
+    listed = gather_values([[*part] for part, _ in mine], run.layout.world_size)
     keeps = on_every_rank or run.place.rank == 0
     found: dict[str, Tensor] = {}
     for source, parts in enumerate(listed):

@@ -17,7 +17,7 @@ from samestep.layout import Layout
 from samestep.models import presets
 from samestep.output.byte_sizes import gib
 from samestep.program.ops import OpKind
-from samestep.simulation import cost
+from samestep.simulation.collectives import GroupShape, collective_s
 from samestep.simulation.memory import at_rest, classic_bytes_per_param, held_bytes_per_param
 from samestep.simulation.prediction import Prediction, predict
 
@@ -234,7 +234,7 @@ def _two_sizes() -> list[str]:
         f"one all_reduce of the float32 gradients of 1 B weights, S = {size:,} B, inside a node of {A100} (no batch, no tokens)"
     ]
     for ranks in (2, 4, 8):
-        taken_s = cost.collective_s(OpKind.ALL_REDUCE, size, cost.GroupShape(ranks, 1, ranks), machine)
+        taken_s = collective_s(OpKind.ALL_REDUCE, size, GroupShape(ranks, 1, ranks), machine)
         rule_s = 2 * size / machine.intra.among(ranks).bytes_per_s
         lines.append(
             f"{ranks} ranks: {taken_s * 1e3:6.2f} ms; 2 S / B = {rule_s * 1e3:6.2f} ms; (n-1)/n of it {rule_s * (ranks - 1) / ranks * 1e3:6.2f} ms"

@@ -1,5 +1,5 @@
-"""The cost of one op in seconds, alone on its stream: a roofline for products, bytes for other work, alpha-beta for
-collectives.
+"""The cost of one op in seconds, alone on its stream: a roofline for products, bytes for other work; collectives are in
+`collectives.py`.
 
 A layer's forward takes the sum of its parts, but not less than the host needs to launch them:
 
@@ -15,26 +15,6 @@ doi:10.1145/1498765.1498785, for the roofline; NVIDIA, Matrix Multiplication Bac
 backward of a product is two products, for the input and for the weight, with m, k and n permuted; the weight's gradient
 is added to that of earlier micro-batches. Factors of a product in a one-byte dtype are cast first.
 
-With n ranks, S bytes of whole buffer, a link of latency a and bandwidth B (Thakur, Rabenseifner, Gropp 2005,
-doi:10.1177/1094342005051521, rings):
-
-    all_gather, reduce_scatter   (n-1) (a + S/(nB))      n-1 hops of one n-th of the buffer
-    all_reduce                  2(n-1) (a + S/(nB))      both one after the other; 2 S/B for many ranks
-    all_to_all                   (n-1) (a + S/(nB))      every rank sends to every other rank over its own port
-    send                               a + S/B           a recv waits for the send and takes no time itself
-    reduce, broadcast            (n-1) (a + S/B)         naive: the root receives or sends whole buffers one by one
-
-so reduce=root moves n times the bytes of a ring over one link. tp is innermost in the order of ranks, then dp_shard,
-then dp_replicate, node by node:
-
-    4 ranks a node, dp_replicate=2 dp_shard=4      node 0: 0 1 2 3   node 1: 4 5 6 7
-    dp_shard      0 1 2 3 | 4 5 6 7                stride 1, in one node
-    dp_replicate  0 4 | 1 5 | 2 6 | 3 7            stride dp_shard, across
-
-A group on several nodes is hierarchical: its g ranks on one node use g network ports at once, so B = min(intra, g x
-inter). Hops within a node have the latency of `intra`, hops between nodes that of `inter`; if a tree has fewer hops
-than a ring (NCCL's double binary trees and PAT, src/graph/tuning.cc), those of the tree count.
-
 An update reads and writes the master weights and Adam's two states, reads the gradient, and writes the weight's copy in
 the compute dtype if there is one. The time of the code around gathers and scatters of units is added to the update.
 """
@@ -44,22 +24,26 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from samestep.errors import InputError
-from samestep.hardware import Hardware, Link
-from samestep.models.spec import Product
+from samestep.hardware import Hardware
+from samestep.models.spec import ModelSpec, Product, remembered
 from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
+from samestep.simulation.collectives import collective_s, group_of
 
 CODING_PASSES = 4
 """Elements that a codec reads or writes for one that it encodes: gradient, what was lost before, what is lost now."""
+UNPACKED_BYTES = 21
+"""Bytes that are read or written to make the value of an element in 4 bits: code, index, level, product with the scale, cast."""
 UPDATE_PASSES = 7
 """Elements that an update reads or writes for one weight: weight and two states read and written, gradient read."""
+AVERAGE_PASSES = 3
+"""Elements that are read or written to average one weight: average read and written, weight read."""
 
 REACHED = 0.88
 """Fraction of the best shape's rate that products of a training step reach. Fitted once, on the published record."""
@@ -70,8 +54,6 @@ TILES = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 64, 0.55))
 ALIGNED = ((64, 1.0), (8, 0.8), (1, 0.5))
 """Multiple of elements to which rows are aligned (128 bytes, 16 bytes, none), and the fraction of the rate that
 products then reach (NVIDIA, Matrix Multiplication Background, tensor core requirements; the fractions are assumed)."""
-NETWORK_REACHED = 0.75
-"""Fraction of the rate of very large messages that those of a step reach. Fitted once, on the published record."""
 FILL = 64
 """Steps along k that a tile spends on filling its pipeline and writing its result."""
 SPLIT = 1024
@@ -115,10 +97,22 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     dtypes = _Dtypes(dtype if op.flops else values, values, step.master_dtype)
     is_whole = op.kind is not OpKind.RECOMPUTE or step.layout.recompute == "full"
     part: BackwardPart = "all" if not step.splits_backward else "weights" if op.kind is OpKind.WEIGHT else "inputs"
-    return _layer_s(work, op.kind, is_whole, part, step.microbatch_samples, dtypes, hardware)
+    unpacked = _packed(step.model).get(op.layer, 0) if is_whole and part != "weights" else 0
+    unpacking_s = unpacked * UNPACKED_BYTES / _bandwidth(hardware)
+    return unpacking_s + _layer_s(work, op.kind, is_whole, part, step.microbatch_samples, dtypes, hardware)
 
 
 # -- compute -----------------------------------------------------------------------------------------------------------
+
+
+@remembered
+def _packed(model: ModelSpec) -> dict[int, int]:
+    """Return the elements in 4 bits of the layers that have any."""
+    found: dict[int, int] = {}
+    for param in model.params:
+        if param.held_as:
+            found[param.layer] = found.get(param.layer, 0) + param.numel
+    return found
 
 
 class _Work(NamedTuple):
@@ -299,19 +293,6 @@ def _peak(hardware: Hardware, dtype: str) -> float:
 
 # -- communication -----------------------------------------------------------------------------------------------------
 
-IN_SWITCH = 4
-"""Number of ranks above which the switch sums (measured: H200 and B200, ml-engineering network/README.md)."""
-RINGS = 8
-"""Number of ranks up to which a ring is used; above, NCCL has trees, and PAT for all_gather and reduce_scatter."""
-
-
-class GroupShape(NamedTuple):
-    """The spread of a group over nodes: its ranks are on `nodes` nodes, at least `inside` of them on each."""
-
-    num_ranks: int
-    nodes: int = 1
-    inside: int = 1
-
 
 def _collective_s(op: Op, program: Program, hardware: Hardware) -> float:
     """Return the seconds of a communication op of a program."""
@@ -330,85 +311,20 @@ def _coding_s(op: Op, step: StepSpec, hardware: Hardware) -> float:
     return CODING_PASSES * elements * BYTES_OF[step.master_dtype] / _bandwidth(hardware)
 
 
-@lru_cache(maxsize=2**16)
-def collective_s(kind: OpKind, size_bytes: int, group: GroupShape, hardware: Hardware) -> float:
-    """Return the predicted seconds of one collective over a group."""
-    link = _link(group, kind, hardware)
-    if kind is OpKind.SEND:
-        link = hardware.intra if group.nodes == 1 else hardware.inter
-        return link.collective_s + link.latency_s + size_bytes / link.bytes_per_s
-    if group.num_ranks == 1:
-        return 0.0
-    hops = group.num_ranks - 1
-    if kind in (OpKind.REDUCE, OpKind.BROADCAST):
-        far = hardware.intra if group.nodes == 1 else hardware.intra.slower(hardware.inter)
-        return far.collective_s + hops * (far.latency_s + size_bytes / far.bytes_per_s)
-    if kind is OpKind.ALL_TO_ALL:
-        return link.collective_s + _exchange_s(size_bytes, group, hardware)
-    ways = 2 if kind is OpKind.ALL_REDUCE else 1
-    # A ring over N nodes has N - 1 of its hops between nodes; the others stay within a node.
-    between = group.nodes - 1
-    ring_s = between * hardware.inter.latency_s + (hops - between) * hardware.intra.latency_s
-    tree_s = math.log2(group.nodes) * hardware.inter.latency_s + math.log2(group.inside) * hardware.intra.latency_s
-    waiting_s = min(ring_s, tree_s) if group.num_ranks > RINGS else ring_s
-    return link.collective_s + ways * (waiting_s + hops / group.num_ranks * size_bytes / link.bytes_per_s)
-
-
-def _exchange_s(size_bytes: int, group: GroupShape, hardware: Hardware) -> float:
-    """Return the seconds of an all_to_all, which sends within the node and over the network at once."""
-    near, far = hardware.intra.among(group.inside), hardware.inter
-    part = size_bytes / group.num_ranks
-    away = group.num_ranks - group.inside if group.nodes > 1 else 0
-    here = group.num_ranks - 1 - away
-    near_s = here * (near.latency_s + part / near.bytes_per_s)
-    return max(near_s, away * part / (far.bytes_per_s * _reached(hardware)) + far.latency_s * bool(away))
-
-
-def _link(group: GroupShape, kind: OpKind, hardware: Hardware) -> Link:
-    """Return the link of a ring over the group, in which every rank of a node adds its own port to the network."""
-    near = hardware.intra.among(group.inside)
-    if kind is OpKind.ALL_REDUCE and near.all_reduce_bytes_per_s and group.inside > IN_SWITCH:
-        near = replace(near, bytes_per_s=near.all_reduce_bytes_per_s)
-    if group.nodes == 1:
-        return near
-    return Link(
-        latency_s=hardware.inter.latency_s,
-        bytes_per_s=min(near.bytes_per_s, hardware.inter.bytes_per_s * group.inside * _reached(hardware)),
-        collective_s=hardware.inter.collective_s,
-    )
-
-
-def _reached(hardware: Hardware) -> float:
-    """Return the fraction of the network's rate that is reached; a profile without efficiencies has achieved rates."""
-    return NETWORK_REACHED if hardware.efficiency else 1.0
-
-
-def group_of(axis: str, size: int, step: StepSpec, hardware: Hardware) -> GroupShape:
-    """Return the spread over nodes of one group of an axis with `size` ranks."""
-    per_node, stride = hardware.devices_per_node, step.ranks.stride(axis)
-    if axis == "pp":
-        # A stage sends to the next one, which is on the same node unless this is the last stage of the node.
-        crosses = step.layout.world_size > per_node and (step.stage + 1) * stride % per_node == 0
-        return GroupShape(2, 2 if crosses or stride >= per_node else 1)
-    if step.layout.world_size <= per_node or per_node % (stride * size) == 0:
-        return GroupShape(size, 1, size)
-    inside = max(1, per_node // stride)
-    nodes = max(2, -(-size // inside))
-    return GroupShape(size, nodes, max(1, size // nodes))
-
-
 # -- update ------------------------------------------------------------------------------------------------------------
 
 
 def _update_bytes(step: StepSpec) -> int:
     """Return the bytes that the update of one rank reads and writes, for all weights or for its shard of them."""
     master = BYTES_OF[step.master_dtype]
+    passes = UPDATE_PASSES + AVERAGE_PASSES * step.averages_weights
     touched = 0
     for param in step.model.params:
         if param.trainable:
             copied = step.zero < 2 and step.working_dtype(param) != step.master_dtype
             held = param.numel * (step.layout.num_shards // step.holding(param).num_shards)
-            touched += held * (UPDATE_PASSES * master + copied * BYTES_OF[step.compute_dtype])
+            held *= step.replicas_each
+            touched += held * (passes * master + copied * BYTES_OF[step.compute_dtype])
     return -(-touched // step.layout.num_shards)  # num_shards is 1 if nothing is sharded
 
 

@@ -33,25 +33,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from samestep.errors import JobError, did_you_mean
 from samestep.hardware import Hardware
-from samestep.job import Job
 from samestep.models.spec import LayerSpec, ParamSpec
 from samestep.output.byte_sizes import gib
 from samestep.program.bodies import BodyKey, is_forward
-from samestep.program.codecs import CODECS, coded_bytes
+from samestep.program.codecs import CODECS, PLAIN, coded_bytes
 from samestep.program.ops import BYTES_OF, Buffer, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec, update_chunks
-from samestep.program.units import coded_parts
-
-_STATES = {
-    "adadelta": 2, "adafactor": 0, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "asgd": 1, "muon": 1, "nadam": 2,
-    "radam": 2, "rmsprop": 1, "rprop": 2, "sgd": 0,
-}  # fmt: skip
-"""Tensors of a weight's own shape that each usable class of torch.optim keeps."""
-_MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered"), "sgd": ("momentum",)}
-"""Options of these classes that add one such tensor each."""
+from samestep.program.units import coded_parts, padded_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +49,10 @@ class MemoryUse:
     """Bytes of one rank by what they are for."""
 
     weights: int
+    """All weights, embeddings too."""
     gradients: int
     optimizer: int
-    """States, and master weights where the model's own weights are in another dtype."""
+    """States, averages of weights, and master weights where the model's own weights are in another dtype."""
     activations: int = 0
     logits: int = 0
     """What the loss keeps of its input, and what its backward works on."""
@@ -69,6 +60,10 @@ class MemoryUse:
     """The model's registered buffers, and weights gathered from other ranks."""
     overhead: int = 0
     """Bytes of context, communicators and libraries, by the hardware's profile: no tensor can have them."""
+    token_embeddings: int = 0
+    """The part of the weights that are tables of tokens; a head tied to one is this table."""
+    position_embeddings: int = 0
+    """The part of the weights that are tables of positions."""
     host: int = 0
     """Host bytes of states and master weights under offload; not in `parts()` nor in `total`."""
     peak_at: str = "at rest"
@@ -82,7 +77,9 @@ class MemoryUse:
     def parts(self) -> dict[str, int]:
         """Return the bytes on the device by what they are for."""
         return {
-            "weights": self.weights,
+            "weights": self.weights - self.token_embeddings - self.position_embeddings,
+            "token embeddings": self.token_embeddings,
+            "position embeddings": self.position_embeddings,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
             "activations": self.activations,
@@ -93,14 +90,15 @@ class MemoryUse:
 
     def to_record(self) -> dict[str, object]:
         """Return plain data for JSON."""
-        return {**self.parts(), "host": self.host, "peak": self.total, "peak_at": self.peak_at}
+        parts = {name.replace(" ", "_"): size for name, size in self.parts().items()}
+        return {**parts, "host": self.host, "peak": self.total, "peak_at": self.peak_at}
 
 
 def memory_summary(use: MemoryUse, hardware: Hardware) -> str:
     """Format the peak against the capacity, in GiB, with its three largest parts."""
     parts = sorted(use.parts().items(), key=lambda item: -item[1])
     most = ", ".join(f"{name} {gib(size)}" for name, size in parts[:3] if size)
-    return f"needs {gib(use.total)} GiB of {gib(hardware.memory_bytes)} at {use.peak_at}: {most}"
+    return f"needs {gib(use.total)} GiB of {gib(hardware.room_bytes)} at {use.peak_at}: {most}"
 
 
 def classic_bytes_per_param(zero: int, num_shards: int) -> float:
@@ -113,39 +111,41 @@ def held_bytes_per_param(zero: int, num_shards: int) -> float:
     return (16, 6 + 10 / num_shards, 2 + 16 / num_shards, 16 / num_shards)[zero]
 
 
-def states_per_param(job: Job) -> int:
-    """Return how many tensors of a matrix's own shape the optimizer keeps; 2, as Adam's, of a function of the user's.
-
-    Raises:
-        JobError: torch.optim has no such class, or none that can be used.
-    """
-    name = job.optimizer.name.lower()
-    if ":" in name:
-        return 2
-    if name not in _STATES:
-        hint = did_you_mean(name, _STATES)
-        raise JobError(
-            f"optimizer.name = {job.optimizer.name!r} is none of {', '.join(_STATES)}{hint}, nor module:function"
-        )
-    options = [option for option in _MORE_STATES.get(name, ()) if job.optimizer.options.get(option)]
-    return _STATES[name] + len(options)
-
-
 def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:
     """Return what `rank` holds between two steps, to the byte, but for the padding of masters' lower halves: below 1 KiB
     a chunk of the update.
 
-    `states_per_param` are the optimizer's tensors of a weight's own shape: 2 for Adam, 1 for momentum, 0 for SGD.
+    `states_per_param` are the optimizer's tensors of a weight's own shape, 2 for Adam, 1 for momentum, 0 for SGD, where
+    the weight's group has no optimizer of its own.
     """
     step = program.step
-    weights, gradients = (_whole, _in_buckets, _in_units, _in_units)[step.zero](program)
+    each = step.replicas_each
+    weights, gradients = (each * one for one in (_whole, _in_buckets, _in_units, _in_units)[step.zero](program))
     gradients += _owned(program, rank)[1] * BYTES_OF[step.master_dtype] + _coded_bytes(program)
     copies = sum(_copy_bytes(step, piece) for piece in _updated(program, rank))
-    states = sum(step.state_bytes(piece.param, piece.numel) for piece in _updated(program, rank))
-    kept = copies + states * states_per_param
+    kept = each * (copies + _state_bytes(program, states_per_param, rank))
+    if step.trains_apart:  # the weights that replicas moved from, and the momentum of their moves
+        kept += 2 * BYTES_OF[step.master_dtype] * sum(piece.numel for piece in _updated(program, rank))
     optimizer, host = (0, kept) if step.layout.offload else (kept, 0)
     return MemoryUse(
-        weights=weights, gradients=gradients, optimizer=optimizer, buffers=step.model.buffer_bytes, host=host
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        buffers=step.model.buffer_bytes,
+        token_embeddings=_table_bytes(step, "tokens"),
+        position_embeddings=_table_bytes(step, "positions"),
+        host=host,
+    )
+
+
+def _state_bytes(program: Program, states_per_param: int, rank: int) -> int:
+    """Return the bytes of the optimizer's states of the pieces that a rank updates, and of the averages beside them."""
+    step = program.step
+    average = step.averages_weights * BYTES_OF[step.master_dtype]
+    return sum(
+        step.state_bytes(piece.param, piece.numel) * step.num_states(piece.param, states_per_param)
+        + piece.numel * average
+        for piece in _updated(program, rank)
     )
 
 
@@ -158,7 +158,11 @@ def _coded_bytes(program: Program) -> int:
     buffers = [([bucket.coded(made)], bucket.gathers_codes(made)) for bucket in program.buckets]
     buffers += [([*coded_parts(step, made, unit)], True) for unit in program.units]
     for parts, gathers in buffers:
-        numel, size = sum(part.numel for part in parts), coded_bytes(step.codec, parts)
+        numel = sum(part.numel for part in parts)
+        if step.codec == PLAIN:
+            found += master * numel * (made.each > 1)
+            continue
+        size = coded_bytes(step.codec, parts)
         found += made.each * size * (2 if made.ranks > 1 else 1) + size // (1 if gathers else made.ranks)
         found += master * (made.each * numel + numel // made.ranks) * CODECS[step.codec].feeds_back
     return found + master * sum(part.numel for unit in program.units for part in coded_parts(step, made, unit))
@@ -211,7 +215,7 @@ def _widened(program: Program, states_per_param: int, rank: int) -> int:
     def bytes_of(piece: _Updated) -> int:
         of_master = step.splits_masters and not piece.is_own_copy and piece.dtype != step.master_dtype
         is_packed = packs and step.state_bytes(piece.param, piece.numel) != piece.numel * master
-        return piece.numel * master * (of_master + states_per_param * is_packed)
+        return piece.numel * master * (of_master + step.num_states(piece.param, states_per_param) * is_packed)
 
     return max((sum(map(bytes_of, chunk)) for chunk in _chunks(program, rank)), default=0)
 
@@ -274,9 +278,10 @@ def during_step(program: Program, states_per_param: int = 2, rank: int = 0) -> M
 def during_init(program: Program, rank: int = 0) -> MemoryUse:
     """Return what `rank` holds while weights are drawn: its parts, and a whole one that is cut, cast or copied.
 
-    Masters are split once all are there. Gradients in buckets are there already; the optimizer makes its states in the first step.
+    Masters are split once all are there. Gradients in buckets are there already; states and averages are made in the first step.
     """
-    step = program.step
+    step = replace(program.step, own_states={}, averages_weights=False)
+    program = replace(program, step=step)
     rest = at_rest(program, 0, rank)
     largest = max((param.numel * step.holding(param).num_parts for param in step.model.params), default=0)
     stays = {*step.layout.weight_axes.values()} == {1} and step.zero == 0 and not step.is_mixed
@@ -289,10 +294,9 @@ def during_init(program: Program, rank: int = 0) -> MemoryUse:
 
 def saving_host_bytes(program: Program, states_per_param: int = 2, rank: int = 0) -> int:
     """Return the bytes of the host that a checkpoint takes until it is on disk: values and states that `rank` updates."""
-    of_states, more = (at_rest(program, number, rank) for number in (0, 1))
-    one = more.optimizer + more.host - of_states.optimizer - of_states.host
-    values = sum(piece.numel for piece in _updated(program, rank)) * BYTES_OF[program.step.master_dtype]
-    return values + states_per_param * one
+    step = program.step
+    values = sum(piece.numel for piece in _updated(program, rank)) * BYTES_OF[step.master_dtype]
+    return values + step.replicas_each * _state_bytes(program, states_per_param, rank)
 
 
 def _arriving(program: Program) -> dict[str, int]:
@@ -334,7 +338,18 @@ def _trainable(step: StepSpec) -> Iterator[ParamSpec]:
 def _weight_bytes(step: StepSpec, trainable: bool) -> int:
     """Return the bytes of the weights as they stand in the module, uncut."""
     params = (param for param in step.model.params if param.trainable or not trainable)
-    return sum(param.numel * BYTES_OF[step.working_dtype(param)] for param in params)
+    return sum(map(step.weight_bytes, params))
+
+
+def _table_bytes(step: StepSpec, embeds: str) -> int:
+    """Return the bytes of the tables of embeddings of a kind, between two steps."""
+    found = 0
+    for param in step.model.params:
+        if param.embeds == embeds:
+            shards = step.holding(param).num_shards if step.zero >= 2 else 1
+            element = BYTES_OF[step.master_dtype if step.zero >= 2 else step.working_dtype(param)]
+            found += padded_rows(param, shards) // shards * element
+    return found
 
 
 def _whole(program: Program) -> tuple[int, int]:
@@ -356,9 +371,10 @@ def _in_buckets(program: Program) -> tuple[int, int]:
 def _in_units(program: Program) -> tuple[int, int]:
     """Return the bytes of weights and gradients under zero=2 and 3: the rank's shard of each unit, padded."""
     step = program.step
-    weights = sum(unit.padded_numel // unit.num_shards for unit in program.units)
+    master = BYTES_OF[step.master_dtype]
+    weights = sum((u.padded_numel * master + u.padded_packed_bytes) // u.num_shards for u in program.units)
     gradients = sum(unit.padded_grad_numel // unit.num_shards for unit in program.units)
-    return weights * BYTES_OF[step.master_dtype], gradients * BYTES_OF[step.master_dtype]
+    return weights, gradients * master
 
 
 def _chunk_numel(numel: int, chunk: int, shard: int) -> int:
@@ -416,6 +432,8 @@ class _Sizes:
     """What each layer keeps and works on."""
     largest_gradient: list[int]
     """Bytes of the largest gradient among the weights of each layer."""
+    unpacked: list[int]
+    """Bytes in which the values of the largest weight in 4 bits of each layer are made for a product."""
     arriving: dict[str, int]
     """Bytes of gradients that a step allocates anew, by the name of the op that brings them."""
     unit_gradients: bool
@@ -434,6 +452,7 @@ class _Sizes:
         return cls(
             saved=[saved_bytes(step, layer) for layer in step.model.layers],
             largest_gradient=[max(_gradient_bytes(step, i), default=0) for i in range(len(step.model.layers))],
+            unpacked=[_unpacked_bytes(step, i) for i in range(len(step.model.layers))],
             arriving=_arriving(program),
             unit_gradients=step.zero >= 2,
             without_gradient=frozenset(
@@ -491,9 +510,10 @@ class _LiveBytes:
         if op.kind is OpKind.FORWARD:
             self.activations, self.logits = self.activations + saved.kept, self.logits + saved.loss
             self._look(op, logits=saved.loss_made)
+            self._look(op, activations=self._unpacked(op))
         elif op.kind is OpKind.RECOMPUTE:
             self.activations += saved.whole - saved.kept
-            self._look(op)
+            self._look(op, activations=self._unpacked(op))
         elif op.kind is OpKind.BACKWARD and op.layer is not None:
             self._backward(op, saved, self.sizes.largest_gradient[op.layer])
         else:
@@ -506,12 +526,15 @@ class _LiveBytes:
         if self.sizes.unit_gradients:
             # A unit keeps the gradients of a layer: there is one already when its backward works on most. The last one
             # comes from the layer's input and what a norm made of it; what else was kept is gone by then.
-            self._look(op, activations=saved.working, gradients=largest_gradient)
+            self._look(op, activations=saved.working + self._unpacked(op), gradients=largest_gradient)
             self._allocate(op.allocates)
             self._look(op, activations=saved.boundaries - max(0, saved.whole - saved.boundaries))
         else:
-            self._look(op, activations=saved.working)
+            self._look(op, activations=saved.working + self._unpacked(op))
             self._look(op, activations=saved.boundaries, gradients=largest_gradient)
+
+    def _unpacked(self, op: Op) -> int:
+        return 0 if op.layer is None else self.sizes.unpacked[op.layer]
 
     def _look(self, op: Op, *, activations: int = 0, logits: int = 0, gradients: int = 0) -> None:
         """Compare what is held now, and what the op works on beside it, with the peak so far."""
@@ -591,6 +614,13 @@ def _of_loss(step: StepSpec, layer: LayerSpec) -> dict[str, int]:
         "loss_working": fixed + tokens * head.inner * compute,
         "loss_fixed": fixed,
     }
+
+
+def _unpacked_bytes(step: StepSpec, layer: int) -> int:
+    """Return the bytes in which the values of a layer's largest weight in 4 bits are made, beside what it is held in."""
+    numel = max((param.numel for param in step.model.params_of(layer) if param.held_as), default=0)
+    # In float32, beside the index of each pair of codes, or what they are cast to.
+    return numel * (4 + (2 if step.compute_dtype == "float32" else BYTES_OF[step.compute_dtype]))
 
 
 def _gradient_bytes(step: StepSpec, layer: int) -> list[int]:

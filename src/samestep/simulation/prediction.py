@@ -83,11 +83,13 @@ class Prediction:
     """Dtype of the factors of matrix products on this hardware."""
     labels: Mapping[str, str]
     """Origin of the numbers: `labels`."""
+    exchange_s: float = 0.0
+    """Seconds by which a step is longer that ends with an exchange, where replicas are trained apart."""
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of one step."""
-        return self.timeline.step_s
+        """Predicted seconds of one step, with its share of an exchange."""
+        return self.timeline.step_s + self.exchange_s / self.programs[0].step.exchange_every
 
     @property
     def devices(self) -> int:
@@ -128,8 +130,8 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak of every stage is within the memory of a device."""
-        return self.peak.total <= self.hardware.memory_bytes
+        """Whether the peak of every stage is within the memory of a device, without what is kept free of it."""
+        return self.peak.total <= self.hardware.room_bytes
 
     def to_record(self) -> dict[str, object]:
         """Return the prediction as plain data for JSON."""
@@ -188,11 +190,17 @@ def predict_programs(
         InputError: the hardware has no speed for the job's dtype.
     """
     length = model.length if job.model.preset is not None else job.data.sequence_length
+    timeline = clock.play(programs, hardware)
+    exchange_s = 0.0
+    if any(program.exchange for program in programs):
+        longer = clock.play(tuple(program.exchanging() for program in programs), hardware)
+        exchange_s = longer.step_s - timeline.step_s
     return Prediction(
         layout=programs[0].step.layout,
         hardware=hardware,
         programs=programs,
-        timeline=clock.play(programs, hardware),
+        timeline=timeline,
+        exchange_s=exchange_s,
         memory=uses,
         states_per_param=states_per_param,
         tokens=job.train.global_batch * (length or 1),

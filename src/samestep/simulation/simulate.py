@@ -10,7 +10,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models import catalog
 from samestep.models.published import as_published
-from samestep.simulation.memory import states_per_param
+from samestep.program.update_rules import states_per_param
 from samestep.simulation.prediction import Prediction, predict
 
 

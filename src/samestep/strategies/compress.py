@@ -11,18 +11,22 @@ all_gather       (N-1)/N of the codes             each rank has all sums; not un
 as many bytes as a ring's all_reduce of the codes. The ops of buckets are written where gradients are reduced
 (`strategies/data.py`), so that the first is issued while backward still runs; those of the units of zero=2 and 3 here.
 What is computed is in `program/contributions.py`, what bytes there are in `program/codecs.py`.
+
+Where replicas are trained apart (`numerics.exchange_every`), no step sends gradients between them. The same buffers carry,
+behind every so many updates, what each replica's weights have moved by: `Program.exchange`, as they are or encoded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from samestep.layout import Layout
 from samestep.program.bodies import UPDATE_BODY
 from samestep.program.codecs import exchange
 from samestep.program.contributions import Contributions
 from samestep.program.holding import REPLICAS, SHARDS
-from samestep.program.ops import Op, Ops
+from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.program.units import coded_parts
@@ -41,12 +45,35 @@ def refusal(step: StepSpec) -> str | None:
 def apply(program: Program) -> Program:
     """Return the program with the exchange of the shards of units, behind all sums within a contribution."""
     made = program.step.contributions
-    if made is None or not program.units:
+    if made is not None and made.ranks > 1 and program.step.trains_apart:
+        axes = {**program.axes, made.axis: made.ranks}
+        return replace(program, axes=axes, exchange=tuple(_exchange_of_moves(program, made)))
+    if made is None or not program.units or program.step.trains_apart:
         return program
     axes = {**program.axes, made.axis: made.ranks}
     return program.with_bodies(
         lambda key, ops: tuple(_exchanged(ops, program, made)) if key == UPDATE_BODY else ops, axes=axes
     )
+
+
+def _exchange_of_moves(program: Program, made: Contributions) -> Iterator[Op]:
+    """Yield what is sent of the moves of all weights: every buffer's all_to_all or all_reduce, and then the all_gathers."""
+    step = program.step
+    buffers = [(bucket.name, bucket.codec, [bucket.coded(made)]) for bucket in program.buckets]
+    buffers += [(unit.name, unit.codec, [*coded_parts(step, made, unit)]) for unit in program.units]
+    sent = [
+        [*exchange(name, codec, made.axis, parts, made.each, step.master_dtype, gathers=True)]
+        for name, codec, parts in buffers
+        if parts
+    ]
+    for ops in sent:
+        yield replace(ops[0], after=(f"{OpKind.UPDATE}:optimizer",))
+    for ops in sent:
+        yield from (replace(op, after=(ops[0].name,)) for op in ops[1:])
+    waits = tuple(ops[-1].name for ops in sent)
+    for op in program.bodies[UPDATE_BODY]:
+        if op.kind is OpKind.ALL_GATHER and op.codec is None:  # of weights, under zero=1, which have moved once more
+            yield replace(op, after=waits)
 
 
 def _exchanged(ops: Ops, program: Program, made: Contributions) -> Iterator[Op]:
@@ -58,7 +85,10 @@ def _exchanged(ops: Ops, program: Program, made: Contributions) -> Iterator[Op]:
         waits = op.after
         for unit in program.units:
             parts = [*coded_parts(program.step, made, unit)]
-            for sent in exchange(unit.name, unit.codec, made.axis, parts, made.each, gathers=True) if parts else ():
+            dtype = program.step.master_dtype
+            for sent in (
+                exchange(unit.name, unit.codec, made.axis, parts, made.each, dtype, gathers=True) if parts else ()
+            ):
                 yield sent.but(after=waits)
                 waits = (*op.after, sent.name)
         yield op.but(after=waits)
@@ -79,6 +109,8 @@ def _reasons(step: StepSpec, made: Contributions, layout: Layout, replicas: int)
             f"ep={layout.ep} mixes the samples of data ranks, which then make no contributions of their own; "
             f"dp_replicate={replicas} dp_shard={layout.ep} works"
         )
+    if step.trains_apart and (reason := _refuse_apart(step, made)):
+        yield reason
     if made.each > 1 and (reason := _refuse_several(step, made)):
         yield f"{reason}; {wanted}"
     if (made.each > 1 or layout.dp > replicas) and step.global_batch % (layout.dp * step.num_microbatches):
@@ -86,6 +118,30 @@ def _reasons(step: StepSpec, made: Contributions, layout: Layout, replicas: int)
             f"{layout.dp * step.num_microbatches} micro-batches of the {step.global_batch} samples are not equal, so they are "
             "not those of equal contributions; a degree and a microbatch that divide them work"
         )
+
+
+def _refuse_apart(step: StepSpec, made: Contributions) -> str | None:
+    """Return why replicas cannot be trained apart in a layout, and what works."""
+    layout, model = step.layout, step.model
+    if step.zero and made.axis == SHARDS:
+        works = f"zero=0 works, and so does dp_replicate={step.replicas} dp_shard={layout.dp_shard}"
+        return (
+            f"zero={step.zero} shards the states of one optimizer over dp_shard, and each replica has its own; {works}"
+        )
+    if layout.offload:
+        return "offload is not proven with numerics.exchange_every; without it a layout works"
+    is_cut = step.zero > 0 or layout.tp > 1 or layout.ep > 1
+    if is_cut and (name := next((param.name for param in model.params if param.is_updated_whole), "")):
+        return (
+            f"the optimizer updates {name} whole, which is not proven with numerics.exchange_every where a layout "
+            "divides weights; zero=0 tp=1 works"
+        )
+    if model.balanced_experts:
+        return "a loss that balances experts is not proven with numerics.exchange_every; exchange_every=1 works"
+    if model.couples_samples:
+        owner = next(iter((*model.coupled_modules, *model.batch_norm_owners)))
+        return f"{owner} takes statistics of samples, which replicas would keep apart; exchange_every=1 works"
+    return None
 
 
 def _refuse_several(step: StepSpec, made: Contributions) -> str | None:

@@ -1,7 +1,8 @@
 """Data parallelism: ranks read different samples and sum their gradients once, after the last micro-batch.
 
 A bucket of gradients is reduced as soon as backward has finished its last gradient, so that reduction overlaps with the
-rest of backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3). Each loss is already divided by the tokens or
+rest of backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3); on a stage of a pipeline it starts once the gradient of
+the input is sent, with the backward of the stages before, so that stages never reduce one after the other. Each loss is already divided by the tokens or
 samples that the whole step counts, so gradients are summed, never averaged. With N ranks and S bytes:
 
     reduce=ring           all_reduce                                       2 (N-1)/N S bytes a rank
@@ -26,7 +27,7 @@ from samestep.program.buckets import Bucket, finish_reductions, make_buckets, st
 from samestep.program.codecs import PLAIN, exchange
 from samestep.program.contributions import Contributions
 from samestep.program.holding import REPLICAS
-from samestep.program.ops import REDUCING, STEP_SCALARS, Op, OpKind, Ops
+from samestep.program.ops import REDUCING, REPLICA_SCALARS, STEP_SCALARS, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.program.units import Unit, padded_rows, partial_sizes
@@ -92,7 +93,9 @@ def apply(program: Program) -> Program:
     if step.layout.world_size > 1:
         axes["world"] = step.layout.world_size
         waits = tuple(_reductions_of(program))
-        program = program.with_bodies(lambda key, ops: _agreed(ops, waits) if key == UPDATE_BODY else ops)
+        program = program.with_bodies(
+            lambda key, ops: _agreed(ops, waits, _num_scalars(step)) if key == UPDATE_BODY else ops
+        )
     return replace(program, buckets=buckets, axes=axes)
 
 
@@ -185,9 +188,9 @@ def _coded_reductions(
         yield op(OpKind.REDUCE_SCATTER, holding.data_axis, bucket.padded_numel)
     for axis in (*made.inside, *holding.tied_over, *holding.partial_over):
         yield op(OpKind.ALL_REDUCE, axis, part.numel)
-    if made.ranks > 1:
-        gathers = bucket.gathers_codes(made)
-        yield from exchange(bucket.name, bucket.codec, made.axis, (part,), made.each, gathers=gathers)
+    if made.ranks > 1 and not step.trains_apart:
+        gathers, dtype = bucket.gathers_codes(made), step.master_dtype
+        yield from exchange(bucket.name, bucket.codec, made.axis, (part,), made.each, dtype, gathers=gathers)
 
 
 def _over_replicas(
@@ -270,13 +273,19 @@ def _before_update(ops: Ops, sums: tuple[Op, ...]) -> Ops:
     return (*ops[:place], *sums, *ops[place:])
 
 
-def _agreed(ops: Ops, waits: tuple[str, ...]) -> Ops:
+def _num_scalars(step: StepSpec) -> int:
+    """Return how many numbers a step's scalars are: replicas that are trained apart have losses, counts and norms of their own."""
+    own = step.replicas if step.trains_apart else 1
+    return len(STEP_SCALARS) + (own - 1) * len(REPLICA_SCALARS)
+
+
+def _agreed(ops: Ops, waits: tuple[str, ...], num_scalars: int) -> Ops:
     """Return the ops with the all_reduce of the step's scalars before the update.
 
     It waits for every reduction, because the gradient norm is that of the reduced gradients.
     """
     scalars = Op(kind=OpKind.ALL_REDUCE, owner="scalars", axis="world", dtype="float64", after=waits)
-    scalars = scalars.sized(len(STEP_SCALARS))
+    scalars = scalars.sized(num_scalars)
     written: list[Op] = []
     for op in ops:
         if op.kind is OpKind.UPDATE:

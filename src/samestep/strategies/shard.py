@@ -218,8 +218,11 @@ def _follows(later: Unit, unit: Unit) -> bool:
 
 
 def _gather(unit: Unit) -> Op:
-    op = Op(kind=OpKind.ALL_GATHER, owner=unit.name, axis=unit.shard_axis, dtype=unit.dtype, implied=True)
-    op = op.sized(unit.padded_numel)
+    # Tensors of several dtypes are gathered as bytes.
+    size_bytes = unit.padded_numel * BYTES_OF[unit.dtype] + unit.padded_packed_bytes
+    dtype = "uint8" if unit.padded_packed_bytes else unit.dtype
+    op = Op(kind=OpKind.ALL_GATHER, owner=unit.name, axis=unit.shard_axis, dtype=dtype, implied=True)
+    op = op.sized(size_bytes // BYTES_OF[dtype])
     return op.but(allocates=(Buffer(unit.name, "buffers", op.size_bytes),))
 
 

@@ -29,6 +29,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from samestep.models.packing import BLOCK
 from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, gradients_within, remembered
 from samestep.program.holding import Holding
 from samestep.program.ops import Op, OpKind, Ops
@@ -40,7 +41,32 @@ AXIS = "tp"
 
 def refusal(step: StepSpec) -> str | None:
     """Return why the degree would cut through a group of a weight, or why the model cannot be cut at all."""
-    return (refuse_degree(step.model, step.layout.tp) or _refuse_blocks(step)) if step.layout.tp > 1 else None
+    if step.layout.tp == 1:
+        return None
+    return (
+        refuse_degree(step.model, step.layout.tp) or _refuse_packed(step.model, step.layout.tp) or _refuse_blocks(step)
+    )
+
+
+def _refuse_packed(model: ModelSpec, degree: int) -> str | None:
+    """Return which weight in 4 bits would be cut within a block of its rows."""
+    for param in model.params:
+        if not param.held_as or not _cuts_packed(param, degree):
+            continue
+        works = max(n for n in range(1, degree) if not _cuts_packed(param, n) and degree % n == 0)
+        return (
+            f"tp={degree} cuts rows of {param.name} within blocks of {BLOCK} elements, which share a scale in 4 bits: tp={works} "
+            'works, and so does model.lora.base = "full"'
+        )
+    return None
+
+
+def _cuts_packed(param: ParamSpec, degree: int) -> bool:
+    """Return whether a cut leaves a rank rows that are no whole blocks."""
+    cut = param.cut
+    if cut is None or degree == 1 or cut.dim != len(param.shape) - 1:
+        return False
+    return param.shape[cut.dim] // (cut.parts * min(degree, cut.groups)) % BLOCK != 0
 
 
 def _refuse_blocks(step: StepSpec) -> str | None:

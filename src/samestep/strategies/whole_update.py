@@ -29,7 +29,14 @@ GRADIENTS, WEIGHTS = "gradients to owners", "weights from owners"
 
 
 def refusal(step: StepSpec) -> str | None:
-    """Refuse nothing: any weight can be brought to one rank."""
+    """Refuse a weight that comes to one rank from two axes; any other one can."""
+    tp, ep = step.layout.tp, step.layout.ep
+    for param in step.model.params if tp > 1 and ep > 1 else ():
+        if param.is_updated_whole and param.cut is not None and param.experts:
+            return (
+                f"the optimizer does not treat every element of {param.name} by itself, and tp={tp} and ep={ep} both cut it: tp=1 "
+                "works, and so does ep=1"
+            )
     return None
 
 

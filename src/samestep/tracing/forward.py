@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +101,10 @@ class ForwardTracer(TorchDispatchMode):
         """These calls, and the first calls of top-most modules without weights, in their order."""
         self.visits: dict[str, list[Visit]] = {}
         """The calls of each module."""
+        self.embeds: dict[str, Literal["tokens", "positions"]] = {}
+        """What the embeddings look up, by their paths, where it is known."""
+        self.given_by: dict[int, Literal["tokens", "positions"]] = {}
+        """What the tensors of a sample are to an embedding, by their storages."""
         self.taking_gradient: set[str] = set()
         """Modules whose input took a gradient when they were first entered."""
         self.stacks: dict[int, set[frozenset[str]]] = {}
@@ -354,10 +358,22 @@ class ForwardTracer(TorchDispatchMode):
         self._events += 1
         if not visits and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(given)):
             self.taking_gradient.add(path)
+        if isinstance(part, nn.Embedding) and not visits:
+            self._note_embedding(path, next((t for t in tree_leaves(given) if isinstance(t, Tensor)), None))
         if not outside:
             self._enter_inside(path, part, is_first=not visits)
         visits.append(Visit(self.region, self._events, self._is_within and not outside))
         self._open.append(visits[-1])
+
+    def _note_embedding(self, path: str, indices: Tensor | None) -> None:
+        """Note what an embedding looks up: tokens that a sample holds, or numbers that count on from one to the next."""
+        if indices is None or not is_whole(indices):
+            return
+        counts_on = indices.dim() > 0 and indices.shape[-1] > 1 and self.values.knows(indices)
+        if self.key(indices) in self.given_by:
+            self.embeds[path] = self.given_by[self.key(indices)]
+        elif counts_on and bool((self.values.of(indices).diff(dim=-1) == 1).all()):
+            self.embeds[path] = "positions"
 
     def _enter_inside(self, path: str, part: nn.Module, *, is_first: bool) -> None:
         if self._depth == 0:
@@ -439,6 +455,9 @@ def watch_forward(
     """
     copies = tree_map_only(Tensor, lambda t: torch.cat([t] * num_samples) if t.dim() else t, sample)
     batch = tree_map_only(Tensor, watch.to_meta, copies)
+    for key, held in batch.items() if isinstance(batch, Mapping) else [("", batch)]:
+        tensors = [tensor for tensor in tree_leaves(held) if isinstance(tensor, Tensor)]
+        watch.given_by |= {watch.key(tensor): "positions" if key == "position_ids" else "tokens" for tensor in tensors}
     try:
         with ExitStack() as stack:
             stack.enter_context(watch.knowing(module, value_of))

@@ -38,7 +38,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _forms.clear()
         given = [part for value in (*args, *kwargs.values()) for part in _flat(value)]
         results = outcome if isinstance(outcome, tuple) else (outcome,)
-        _forms[call] = _forms_of(results) if _are_apart(results, given) else None
+        _forms[call] = None
+        if _are_apart(results, given):
+            _forms[call] = tuple((one.shape, one.stride(), one.dtype) for one in results)
     return outcome
 
 
@@ -90,7 +92,3 @@ def _extent(tensor: Tensor) -> int:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return int(tensor.storage_offset() + 1 + sum((size - 1) * stride for size, stride in steps))
-
-
-def _forms_of(results: Sequence[Tensor]) -> tuple[_Form, ...]:
-    return tuple((one.shape, one.stride(), one.dtype) for one in results)

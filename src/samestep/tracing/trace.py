@@ -33,6 +33,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from samestep.building.initial_values import blueprint
 from samestep.building.model import model_source
+from samestep.building.nf4 import marked
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.models.spec import HeadSpec, LayerSpec, ModelSpec, ParamSpec, Product, is_below
@@ -364,6 +365,8 @@ def _param_specs(
             takes_gradient=bool(entered) and entered[0] in watch.taking_gradient,
             trainable=param.requires_grad and id(param) not in idle,
             is_idle=param.requires_grad and id(param) in idle,
+            held_as=marked(module.get_submodule(_owner(name))) if name.endswith(".weight") else "",
+            embeds=next((watch.embeds[path] for path in owners if path in watch.embeds), ""),
             sparse_gradient=any(getattr(module.get_submodule(path), "sparse", False) is True for path in owners),
         )
         specs.append(spec)

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import torch.distributed as dist
-
-from samestep import hardware
+from samestep import errors, hardware
 from samestep.errors import (
     CheckpointError,
     JobError,
@@ -24,12 +22,13 @@ from samestep.errors import (
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.planning import ranking, search
+from samestep.program.update_rules import states_per_param
 from samestep.runtime import checkpoint_manifest, compiled_blocks, kept_state
 from samestep.runtime.axes import recompute
 from samestep.runtime.optimizer_source import check_optimizer
 from samestep.runtime.processes import workers
 from samestep.runtime.processes.join import RankInfo
-from samestep.simulation import memory
+from samestep.runtime.processes.messages import broadcast_value
 from samestep.strategies import program_of
 from samestep.training import evaluations, run_folder, trackers
 from samestep.training.first_weights import FirstWeights, refuse_resumed
@@ -59,6 +58,8 @@ class Checked:
     """The chosen layout and the reason for it, as text; empty where the layout was given."""
     passed_over: tuple[tuple[Path, str], ...] = ()
     """Checkpoints newer than the one to resume from, and what is wrong with each."""
+    ranks_per_node: int | None = None
+    """The number of ranks on one machine; None where all are."""
 
     @property
     def is_finished(self) -> bool:
@@ -87,19 +88,20 @@ def check(
     init_from: str | Path | None = None,
     auto_resume: bool = False,
     place: RankInfo | None = None,
+    num_hosts: int = 1,
 ) -> Checked:
     """Check the arguments of `train` and return the run that they describe; nothing is started or written.
 
     Where `place` is given this process is one rank of an existing world, and the call is collective: every rank must
     call it, because rank 0 broadcasts its run folder and, under `layout="auto"`, its layout. If one rank does not, the
-    others wait until the time limit of the process group.
+    others wait until the time limit of the process group. On several hosts the leading one calls it with their number.
 
     Raises:
         InputError: the job, layout or data cannot run; the text says what would work.
     """
     refuse_resumed(init_from, resume)
     ranks = place.world_size if place else ranks
-    where = None if layout == AUTO else resolve_layout(job, layout, ranks)[0]
+    where = None if layout == AUTO else resolve_layout(job, layout, ranks, num_hosts)[0]
     until = job.train.steps if steps is None else steps
     if until > job.train.steps:
         raise JobError(
@@ -109,7 +111,7 @@ def check(
     trackers.check(job)
     compiled_blocks.check(job.run)
     evaluations.check(job)
-    folder = agreed(lambda: run_folder.chosen(out, resume, auto_resume), place)
+    folder = Path(agreed(lambda: str(run_folder.chosen(out, resume, auto_resume)), place))
     passed_over: tuple[tuple[Path, str], ...] = ()
     if auto_resume:
         resume_from, passed_over = _whole_from(folder, job, until)
@@ -119,22 +121,48 @@ def check(
     workload = Workload(job)
     why = ""
     if where is None:
-        where, why = agreed(lambda: _searched(workload, ranks or job.run.ranks), place)
-    workload.trace_for(where)
-    taken = recompute.layout_for(where, workload.analysis)
-    if taken != where:
-        where, why = taken, "\n".join(filter(None, (why, recompute.TAKEN)))
-    spec = check_optimizer(workload.source.optimizer, workload.spec, where)
-    program = program_of(spec, job, where, place.ranks_per_node if place else job.run.ranks_per_node)
-    kept_state.check(workload.analysis.states, program, job.run)
-    return Checked(workload, where, folder, until, resume_from, first_weights, why, passed_over)
+        words, why = agreed(lambda: searched(workload, ranks or job.run.ranks, num_hosts), place)
+        where = Layout.parse(words)
+    per_node = place.ranks_per_node if place else job.run.ranks_per_node
+    if per_node is None and num_hosts > 1:
+        per_node = shares(where.world_size, num_hosts)[0]
+    where, why = placed(workload, where, per_node, why)
+    return Checked(workload, where, folder, until, resume_from, first_weights, why, passed_over, per_node)
 
 
-def _searched(workload: Workload, ranks: int | None) -> tuple[Layout, str]:
+def placed(workload: Workload, layout: Layout, ranks_per_node: int | None, why: str = "") -> tuple[Layout, str]:
+    """Return the layout in which a workload runs where it is to run in `layout`, and the reasons as text.
+
+    Raises:
+        InputError: it cannot run in this layout.
+    """
+    workload.trace_for(layout)
+    taken = recompute.layout_for(layout, workload.analysis)
+    if taken != layout:
+        layout, why = taken, "\n".join(filter(None, (why, recompute.TAKEN)))
+    spec = check_optimizer(workload.source.optimizer, workload.spec, layout)
+    program = program_of(spec, workload.job, layout, ranks_per_node)
+    kept_state.check(workload.analysis.states, program, workload.job.run)
+    return layout, why
+
+
+def shares(ranks: int, num_hosts: int) -> tuple[int, ...]:
+    """Return the number of ranks of each host.
+
+    Raises:
+        LayoutError: they cannot be shared equally.
+    """
+    if ranks % num_hosts:
+        near = max(1, ranks // num_hosts) * num_hosts
+        raise LayoutError(f"{num_hosts} hosts cannot share {ranks} ranks equally; {near} ranks work")
+    return (ranks // num_hosts,) * num_hosts
+
+
+def searched(workload: Workload, ranks: int | None, num_hosts: int) -> tuple[str, str]:
     """Search for the fastest layout on this machine that the optimizer supports; return it and the reason as text."""
-    job, count = workload.job, ranks or workers.default_ranks(workload.job.run.device)
+    job, count = workload.job, ranks or num_hosts * workers.default_ranks(workload.job.run.device)
     machine = hardware.own_or("cpu-laptop")
-    states = memory.states_per_param(job)
+    states = states_per_param(job)
     found = search.plan(workload.spec, job, machine, count, top=_TRIED_LAYOUTS, states_per_param=states)
     reason = found.nearest
     for best in found.best:
@@ -147,11 +175,11 @@ def _searched(workload: Workload, ranks: int | None) -> tuple[Layout, str]:
             f'layout "{best.layout}", the fastest of {found.considered} on {count} devices of {machine.name}: '
             f"predicted {best.step_s:.3g} s a step, bound by {ranking.binds(best)}"
         )
-        return best.layout, "\n".join([choice, *hardware.cautions_here(machine, count)])
+        return str(best.layout), "\n".join([choice, *hardware.cautions_here(machine, count)])
     raise LayoutError(f"--layout auto found no layout for {count} ranks: {reason}")
 
 
-def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None) -> tuple[Layout, int]:
+def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None, num_hosts: int = 1) -> tuple[Layout, int]:
     """Return the layout of a run and its number of ranks.
 
     The layout is the given one, or the job's own, or replicas over all ranks.
@@ -164,7 +192,7 @@ def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None) -> 
     if given is None and job.layout:
         given = Layout.of(job.layout)
     if given is None:
-        given = Layout(dp_replicate=ranks or workers.default_ranks(job.run.device))
+        given = Layout(dp_replicate=ranks or num_hosts * workers.default_ranks(job.run.device))
     if ranks is not None and ranks != given.world_size:
         words = str(given)
         raise LayoutError(
@@ -175,22 +203,23 @@ def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None) -> 
 
 
 def agreed(decide: Callable[[], T], place: RankInfo | None) -> T:
-    """Return rank 0's decision on every rank; an error that it raises there is raised on every rank.
+    """Return rank 0's decision, a plain value, on every rank; an error that it raises there is raised on every rank.
 
     Ranks could decide differently: their clocks and hardware profiles differ, and rank 0 may already have made the folder.
     """
     if place is None or place.world_size == 1:
         return decide()
-    decision: list[Any] = [None]
+    decision: Any = None
+    raised: tuple[str, tuple[str, ...]] | None = None
     if place.rank == 0:
         try:
-            decision = [decide()]
+            decision = decide()
         except SamestepError as error:
-            decision = [error]
-    dist.broadcast_object_list(decision, src=0, device=place.device)
-    if isinstance(decision[0], SamestepError):
-        raise decision[0]
-    return cast(T, decision[0])
+            raised = errors.to_words(error)
+    decision, raised = broadcast_value(0, (decision, raised))
+    if raised is not None:
+        raise errors.of_words(*raised)
+    return cast(T, decision)
 
 
 def _whole_from(folder: Path, job: Job, until: int) -> tuple[Path | None, tuple[tuple[Path, str], ...]]:
@@ -203,7 +232,7 @@ def _whole_from(folder: Path, job: Job, until: int) -> tuple[Path | None, tuple[
 
 def _resume_from(folder: Path, job: Job, until: int) -> Path:
     """Return the newest checkpoint of a run folder, and refuse it where the job cannot resume from it."""
-    newest = checkpoint_manifest.latest(folder / "checkpoints")
+    newest = checkpoint_manifest.latest(folder / run_folder.CHECKPOINTS)
     if newest is None:
         raise CheckpointError(f"{folder} holds no checkpoint to resume from: another --out starts a new run")
     _check_resumable(newest, job, until)

@@ -8,7 +8,8 @@ from pathlib import Path
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.ranks import Ranks
-from samestep.simulation.memory import MemoryUse, at_rest, states_per_param
+from samestep.program.update_rules import states_per_param
+from samestep.simulation.memory import MemoryUse, at_rest
 from samestep.strategies import program_of
 from samestep.training.check import check
 from samestep.training.workload import step_samples
@@ -67,6 +68,7 @@ def dry_run(
     resume: bool = False,
     init_from: str | Path | None = None,
     auto_resume: bool = False,
+    num_hosts: int = 1,
 ) -> DryRun:
     """Return the run that `train` would start with the same arguments, after the same checks; nothing is started or written.
 
@@ -82,10 +84,11 @@ def dry_run(
         resume=resume,
         init_from=init_from,
         auto_resume=auto_resume,
+        num_hosts=num_hosts,
     )
     where, states = checked.layout, states_per_param(job)
     programs = [
-        program_of(checked.workload.spec, job, where, job.run.ranks_per_node, stage=stage) for stage in range(where.pp)
+        program_of(checked.workload.spec, job, where, checked.ranks_per_node, stage=stage) for stage in range(where.pp)
     ]
     step, order = programs[0].step, Ranks.of(where)
     samples = step_samples(job, where, checked.workload.dataset, step.num_microbatches)

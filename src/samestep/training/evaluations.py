@@ -3,6 +3,7 @@
     train.evaluate_every = 100     the loss over train.evaluate_samples held-out samples, after every 100th step
     checkpoint.keep_best = true    RUN/best/ holds the checkpoint with the least of these losses
     train.patience = 5             the run ends after 5 of them in a row that are not below the least before
+    data.held_out_sets = {...}     other sets that are evaluated too; train.judged_by names the one whose loss decides
 
 `evaluations.jsonl` has a line for each; a resumed run goes on from those up to its step. Every rank has the same losses, so all decide
 alike.
@@ -13,19 +14,31 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from samestep.errors import DataError
 from samestep.job import Job
 from samestep.output.output_file import write_whole
 from samestep.runtime import checkpoint
 from samestep.runtime.run import Run
-from samestep.training.workload import Workload, held_out_loss
+from samestep.training.workload import Workload, evaluated_weights, held_out_losses, said
 
 FILE = "evaluations.jsonl"
 BEST = "best"
 """The folder in a run's folder that holds the best checkpoint."""
+
+
+class EvaluatedStep(NamedTuple):
+    """The held-out losses after a step."""
+
+    step: int
+    loss: float
+    """The mean loss of the set that decides."""
+    losses: Mapping[str, float]
+    """That of each set, by name."""
 
 
 def check(job: Job) -> None:
@@ -34,21 +47,33 @@ def check(job: Job) -> None:
     Raises:
         DataError: the job asks for evaluations, and holds no samples out.
     """
-    if job.train.evaluate_every and not (job.train.evaluate_samples and job.data.held_out):
+    if job.train.evaluate_every and not job.evaluated_sets:
         raise DataError(
             "train.evaluate_every needs samples that are held out: data.held_out above 0 and train.evaluate_samples above 0 work"
         )
 
 
-def read(folder: Path, last_step: int) -> list[tuple[int, float]]:
-    """Return step and loss of the evaluations of a run folder up to a step; of a line that is cut off nothing."""
-    found: list[tuple[int, float]] = []
+def read(folder: Path, last_step: int) -> list[EvaluatedStep]:
+    """Return the evaluations of a run folder up to a step; of a line that is cut off nothing."""
+    found: list[EvaluatedStep] = []
     with contextlib.suppress(OSError, ValueError, KeyError):
         for line in (folder / FILE).read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             if row["step"] <= last_step:
-                found.append((row["step"], math.nan if row["loss"] is None else row["loss"]))
+                losses = {name: _number(loss) for name, loss in row.get("losses", {}).items()}
+                found.append(EvaluatedStep(row["step"], _number(row["loss"]), losses))
     return found
+
+
+def _number(loss: float | None) -> float:
+    return math.nan if loss is None else loss
+
+
+def _line(row: EvaluatedStep) -> str:
+    """Return an evaluation as a line of the log, in which a number that is not finite is null."""
+    losses = {name: loss if math.isfinite(loss) else None for name, loss in row.losses.items()}
+    loss = row.loss if math.isfinite(row.loss) else None
+    return json.dumps({"step": row.step, "loss": loss, "losses": losses}) + "\n"
 
 
 @dataclass(slots=True)
@@ -58,13 +83,13 @@ class Evaluations:
     run: Run
     workload: Workload
     folder: Path
-    rows: list[tuple[int, float]] = field(default_factory=list)
-    """Step and mean loss of each, in order."""
+    rows: list[EvaluatedStep] = field(default_factory=list)
+    """Those that there have been, in order."""
 
     @property
-    def best(self) -> tuple[int, float] | None:
-        """Step and loss of the evaluation with the least loss, of equal ones the first; None before the first finite one."""
-        return min((row for row in self.rows if math.isfinite(row[1])), key=lambda row: row[1], default=None)
+    def best(self) -> EvaluatedStep | None:
+        """The evaluation with the least loss, of equal ones the first; None before the first finite one."""
+        return min((row for row in self.rows if math.isfinite(row.loss)), key=lambda row: row.loss, default=None)
 
     @property
     def is_over(self) -> bool:
@@ -80,15 +105,15 @@ class Evaluations:
 
     def add(self, step: int) -> str:
         """Evaluate after a step, log it and save a best checkpoint; return a line for the screen. Every rank must call it."""
-        loss = held_out_loss(self.run, self.workload)
-        assert loss is not None, "check has refused it"
-        self.rows.append((step, loss))
-        is_best = self.best == (step, loss)
+        with evaluated_weights(self.run):
+            losses = held_out_losses(self.run, self.workload)
+        judge = self.run.job.judge
+        assert judge is not None, "check has refused it"
+        self.rows.append(EvaluatedStep(step, losses[judge], losses))
+        is_best = self.best is self.rows[-1]
         if self.run.place.rank == 0:
-            lines = (
-                json.dumps({"step": at, "loss": one if math.isfinite(one) else None}) + "\n" for at, one in self.rows
-            )
-            write_whole(self.folder / FILE, "".join(lines))
+            write_whole(self.folder / FILE, "".join(map(_line, self.rows)))
         if is_best and self.run.job.checkpoint.keep_best:
             checkpoint.save(self.run, self.folder / BEST, 1)
-        return f"step {step}: held-out loss {loss:.4f}" + (", the least so far" if is_best else "")
+        more = " (the least so far)" if len(losses) > 1 else ", the least so far"
+        return f"step {step}: {said(losses, judge)}{more if is_best else ''}"

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from samestep.building.initial_values import blueprint
-from samestep.building.model import model_source
+from samestep.building.model import blueprint_of, without_adaptation
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import JobError
-from samestep.job import Job, Precision
+from samestep.job import Job
+from samestep.job_tables import Precision
 from samestep.runtime import pretrained_folder
 from samestep.training.trained import StoredRun
 
@@ -37,14 +36,22 @@ class Exported:
         return f"{self.folder}: the weights after step {self.step}, {self.size_bytes:,} bytes, from {self.checkpoint}"
 
 
-def export(run: str | Path | None, out: str | Path, *, dtype: Precision | None = None, merge: bool = False) -> Exported:
+def export(
+    run: str | Path | None,
+    out: str | Path,
+    *,
+    dtype: Precision | None = None,
+    merge: bool = False,
+    ema: bool = False,
+) -> Exported:
     """Write the model of a run's newest checkpoint, or of one checkpoint, as a new folder for transformers.
 
     Without a run, that is the newest run below `runs`; without a dtype, weights keep that of the master weights. Of a job with
-    `model.lora` the adapters are written, for peft; with `merge` the whole model, with the adapters added into its weights.
+    `model.lora` the adapters are written, for peft; with `merge` the whole model, with the adapters added into its weights. With
+    `ema` the moving averages of the weights (`train.ema`) are written in their place.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or it holds the weights of another model.
+        CheckpointError: there is no checkpoint, it is damaged, it holds the weights of another model, or no averages.
         JobError: the folder exists already.
         ModelError: the model is none of transformers.
     """
@@ -53,7 +60,7 @@ def export(run: str | Path | None, out: str | Path, *, dtype: Precision | None =
         raise JobError(f"--out {folder} exists: a new folder works")
     stored = StoredRun.of(run)
     job = stored.job
-    plan = blueprint(model_source(job), job.train.seed, functools.partial(job.run.waived, "build"))
+    plan = blueprint_of(job)
     stored.check(plan.module)
     form = PretrainedForm.of(plan, job)
     if merge:
@@ -64,7 +71,7 @@ def export(run: str | Path | None, out: str | Path, *, dtype: Precision | None =
             shutil.rmtree(draft)
         draft.mkdir(parents=True)
         cast = _DTYPES[dtype] if dtype else None
-        pretrained_folder.write(form, stored.checkpoint, stored.manifest, draft, cast)
+        pretrained_folder.write(form, stored.checkpoint, stored.manifest, draft, cast, averaged=ema)
         if folder.is_dir():
             folder.rmdir()
         draft.rename(folder)
@@ -84,7 +91,5 @@ def _merged(adapted: PretrainedForm, job: Job) -> PretrainedForm:
         raise JobError(
             "--merge adds adapters into weights, and the run has none (model.lora): without --merge it works"
         )
-    model = job.model.model_copy(update={"lora": None, "freeze": ()})
-    without = job.model_copy(update={"model": model})
-    plan = blueprint(model_source(without), job.train.seed, functools.partial(job.run.waived, "build"))
-    return replace(PretrainedForm.of(plan, without), adapted=adapted)
+    bare = without_adaptation(job)
+    return replace(PretrainedForm.of(blueprint_of(bare), bare), adapted=adapted)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.building import adapters
-from samestep.building.initial_values import Blueprint, blueprint
-from samestep.building.model import model_source
+from samestep.building import adapters, nf4
+from samestep.building.initial_values import Blueprint
+from samestep.building.model import blueprint_of, without_adaptation
 from samestep.building.stored_weights import StoredWeights, stored_weights
 from samestep.errors import CheckpointError, JobError, ModelError
 from samestep.job import Job
@@ -56,18 +56,20 @@ class FirstWeights:
         if (path / weight_files.CONFIG).is_file():
             return cls._of_folder(path, job)
         stored = StoredRun.of(path)
-        old = _built(stored.job)
+        old = blueprint_of(stored.job)
         stored.check(old.module)
 
         def opened(stack: ExitStack) -> Callable[[str], Tensor]:
             return pretrained_folder.values(old, OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack))
 
-        names = _matched(_built(job), old.module.state_dict(), dict(old.module.named_parameters()), stored.checkpoint)
+        names = _matched(
+            blueprint_of(job), old.module.state_dict(), dict(old.module.named_parameters()), stored.checkpoint
+        )
         return cls(path, job, f"{stored.checkpoint} (step {stored.manifest['step']})", names, opened)
 
     @classmethod
     def _of_folder(cls, path: Path, job: Job) -> FirstWeights:
-        bare = _built(job.model_copy(update={"model": job.model.model_copy(update={"lora": None, "freeze": ()})}))
+        bare = blueprint_of(without_adaptation(job))
         try:
             files = stored_weights(bare.module, bare.canonical, weight_files.tensors(path))
         except (ModelError, AttributeError) as error:  # a model that is none of transformers lacks its attributes
@@ -81,7 +83,7 @@ class FirstWeights:
             whose = "lacks" if files.missing else "has besides"
             raise CheckpointError(f"--init-from {path} holds another model's weights: it {whose} {strange[0]}")
         held = bare.module.state_dict()
-        names = _matched(_built(job), held, dict(bare.module.named_parameters()), path)
+        names = _matched(blueprint_of(job), held, dict(bare.module.named_parameters()), path)
         return cls(path, job, str(path), names, functools.partial(_reader, files, held))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -90,12 +92,18 @@ class FirstWeights:
     def load(self, run: Run) -> None:
         """Set the weights of a prepared run that has taken no step; every rank must call it."""
         with ExitStack() as stack:
-            value = self.opened(stack)
-            checkpoint.set_weights(run, lambda name: value(self.names[name]) if name in self.names else None)
+            value, packed = (
+                self.opened(stack),
+                {piece.name for piece in run.assembly.weights.store.frozen if piece.is_packed},
+            )
 
+            def first(name: str) -> Tensor | None:
+                if name not in self.names:
+                    return None
+                found = value(self.names[name])
+                return nf4.rounded(found) if name in packed else found
 
-def _built(job: Job) -> Blueprint:
-    return blueprint(model_source(job), job.train.seed, functools.partial(job.run.waived, "build"))
+            checkpoint.set_weights(run, first)
 
 
 def _reader(files: StoredWeights, held: Mapping[str, Tensor], _: ExitStack) -> Callable[[str], Tensor]:

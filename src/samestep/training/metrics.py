@@ -45,13 +45,19 @@ class Screen:
     """A run's progress on standard output: a live line where it is a terminal, and a permanent line every few steps."""
 
     def __init__(
-        self, first_step: int, last_step: int, speed: Speed | None = None, log_every: int | None = None
+        self,
+        first_step: int,
+        last_step: int,
+        speed: Speed | None = None,
+        log_every: int | None = None,
+        counted: str = "tok",
     ) -> None:
+        """Print about `_LINES` steps unless `log_every` says how often; `counted` is what the loss counts, as a word."""
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a sample holds any character, a terminal may not
         self._console = Console(file=sys.stdout, highlight=False, emoji=False, soft_wrap=True)
         self._every = log_every or max(1, (last_step - first_step) // _LINES)
-        self._speed = speed
+        self._speed, self._counted = speed, counted
         self._first, self._last = first_step + 1, last_step
         columns = (
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -73,7 +79,7 @@ class Screen:
         """Update the live line with one step, and print a permanent line where one is due."""
         numbers = (
             f"loss {report.loss:.4f}  norm {report.grad_norm:.3f}  lr {report.lr:.2e}  "
-            f"{report.tokens_per_s:,.0f} tok/s  {_rate(self._speed, report)}{report.memory_bytes / 2**20:,.0f} MiB"
+            f"{report.tokens_per_s:,.0f} {self._counted}/s  {_rate(self._speed, report)}{report.memory_bytes / 2**20:,.0f} MiB"
             f"{_reserved(report)}{_waited(report)}"
         )
         self._progress.update(self._task, completed=report.step, numbers=numbers)

@@ -24,9 +24,10 @@ from samestep import hardware
 from samestep.output.byte_sizes import readable
 from samestep.planning.nearest_layout import nearest
 from samestep.program.bodies import Task
+from samestep.program.update_rules import states_per_param
 from samestep.runtime.run import Run
 from samestep.schedules import TaskKind
-from samestep.simulation import memory
+from samestep.simulation.memory import MemoryUse
 from samestep.simulation.prediction import predict
 from samestep.training.check import Checked
 
@@ -56,13 +57,29 @@ def shortage(error: BaseException, run: Run) -> str:
     )
 
 
+def is_too_large(checked: Checked, device_type: str) -> bool:
+    """Return whether a run is predicted to need more memory than its ranks have."""
+    return _predicted(checked).total > _room(checked, device_type)
+
+
+def _predicted(checked: Checked) -> MemoryUse:
+    """Return the memory of a rank at its predicted peak."""
+    spec, job = checked.workload.spec, checked.job
+    return predict(spec, job, checked.layout, hardware.own_or("cpu-laptop"), states_per_param(job)).peak
+
+
+def _room(checked: Checked, device_type: str) -> int:
+    """Return the bytes of a rank's device, or its part of the host's memory."""
+    world = checked.layout.world_size
+    sharers = 1 if device_type == "cuda" else min(world, checked.ranks_per_node or world)
+    return limit_bytes(torch.device(device_type)) // sharers
+
+
 def less_memory(checked: Checked, device_type: str) -> str:
     """Return two lines of text: the memory predicted for a layout that ran out, and the nearest layout that needs less."""
     spec, job, layout = checked.workload.spec, checked.job, checked.layout
-    machine, states = hardware.own_or("cpu-laptop"), memory.states_per_param(job)
-    room = limit_bytes(torch.device(device_type))
-    room //= 1 if device_type == "cuda" else min(layout.world_size, job.run.ranks_per_node or layout.world_size)
-    peak = predict(spec, job, layout, machine, states).peak
+    machine, states = hardware.own_or("cpu-laptop"), states_per_param(job)
+    room, peak = _room(checked, device_type), _predicted(checked)
     parts = ", ".join(f"{name} {readable(size)}" for name, size in peak.parts().items())
     total = readable(peak.total)
     lines = [f"  predicted  {parts}; {total} in all at {peak.peak_at}, of {readable(room)} a rank"]

@@ -130,8 +130,16 @@ def _locked(folder: Path) -> int:
         os.close(descriptor)
         time.sleep(0.05)
     os.ftruncate(descriptor, 0)
-    os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+    os.write(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "at": time.time_ns()}).encode())
     return descriptor
+
+
+def lock_of(folder: Path) -> str:
+    """Return the text of a folder's lock, which no other folder has; empty where it is not locked."""
+    try:
+        return (folder / _LOCK).read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def _holder(path: Path) -> str:

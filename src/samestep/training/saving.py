@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from samestep.errors import SaveError
-from samestep.runtime import checkpoint
+from samestep.runtime import checkpoint, checkpoint_manifest
 from samestep.runtime.checkpoint_writing import Retention, Writing
+from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
 
@@ -38,6 +39,24 @@ class Saver:
         self._try(self._begin, must=is_last)
         if is_last or not self._settings.background:
             self._try(self._finish, must=is_last)
+
+    def roll_back(self, step: int) -> str:
+        """Go back to the weights and states of the newest checkpoint, to go on behind `step`; return that, as text.
+
+        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged.
+        """
+        run = self._run
+        self._try(self._finish, must=False)
+        newest = gather_values(str(checkpoint_manifest.latest(self._folder) or ""), run.layout.world_size)[0]
+        if not newest:
+            return f"step {step}: there is no checkpoint to go back to"
+        spikes = run.spikes.count
+        checkpoint.load(run, Path(newest))
+        back, run.steps_taken, run.spikes.count = run.steps_taken, step, spikes
+        return f"step {step}: goes on with the weights from after step {back}, without the samples since"
 
     def _begin(self) -> None:
         self._writing = checkpoint.begin(self._run, self._folder, self._retention)

@@ -5,7 +5,8 @@ train ── check: every mistake that can be found ── run_workers ──►
          the model is built and traced once                           for report in steps_of(run, ...): log, save
 ```
 The model is built and traced before the workers are forked, so that importing torch, the build and the trace happen once
-instead of once a rank. Under torchrun or srun this process is a worker already, and calls `_work` itself.
+instead of once a rank; so it is on each of several hosts (`training/hosts.py`). Under torchrun or srun this process is a
+worker already, and calls `_work` itself.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import secrets
 import signal
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,12 +34,14 @@ from samestep.proof.record import ProofRecord
 from samestep.proof.verify import verify
 from samestep.runtime import checkpoint
 from samestep.runtime.assembly import store_of
-from samestep.runtime.processes import join, progress, workers
+from samestep.runtime.processes import join, memory_kills, outside_watch, progress, workers
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.processes.meeting import Meeting, Rendezvous, meet
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
-from samestep.training import evaluations, out_of_memory, run_folder
-from samestep.training.check import Checked, agreed, check
+from samestep.training import evaluations, hosts, out_of_memory, run_folder
+from samestep.training.check import AUTO, Checked, agreed, check
+from samestep.training.elastic import Elasticity
 from samestep.training.evaluations import Evaluations
 from samestep.training.metrics import Metrics, Screen
 from samestep.training.profiling import Profiler
@@ -45,7 +50,7 @@ from samestep.training.sampling import printable, sample_text
 from samestep.training.saving import Saver
 from samestep.training.speed import speed_of
 from samestep.training.trackers import opened
-from samestep.training.workload import Workload, held_out_accuracy, held_out_loss
+from samestep.training.workload import Workload, evaluated_weights, held_out_accuracy, held_out_losses, said
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,8 @@ class Summary:
     loss: float | None
     """The training loss of the last step, a mean over counted tokens; None where it was not finite."""
     held_out_loss: float | None
-    """The mean loss over the held-out samples; None where nothing is held out or the run was stopped."""
+    """The mean loss over the held-out samples, of several sets the one that decides (`train.judged_by`); None where nothing is
+    held out or the run was stopped."""
     held_out_accuracy: float | None
     """The fraction of the held-out samples whose class is found; None where a sample has no class."""
     stopped: bool
@@ -75,8 +81,22 @@ class Summary:
     """The weights of another run or folder from which it started, as `--init-from` says."""
     changes: tuple[str, ...] = ()
     """What resumes have changed of the job and its layout, and after which steps."""
+    held_out_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """The mean loss of each held-out set, by name; `held_out` is the part of the data that is held out."""
     stop_signal: int = 0
     """The signal that stopped it, where `train` started the workers; 0 otherwise."""
+
+    def to_json(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=1, default=str)
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Summary:
+        """Return it from what `to_json` wrote."""
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+        }
+        return cls(**{**values, "folder": Path(record["folder"])})
 
 
 def train(
@@ -90,8 +110,10 @@ def train(
     init_from: str | Path | None = None,
     auto_resume: bool = False,
     prove: bool = False,
+    rendezvous: Rendezvous | None = None,
+    least_ranks: int | None = None,
 ) -> Summary | None:
-    """Train `job` in a layout, on this machine's workers or as one rank of torchrun or srun.
+    """Train `job` in a layout, on this machine's workers, with those of other hosts, or as one rank of torchrun or srun.
 
     Args:
         job: what is computed.
@@ -105,50 +127,74 @@ def train(
         auto_resume: resume from the newest whole checkpoint in `out` if there is one, or else start there; a run that has
             taken its last step is left as it is.
         prove: first prove, as `verify` does, that the layout gives the result of one device; train nothing if it does not.
+        rendezvous: where this host meets the others, each of which calls `train` with the same arguments.
+        least_ranks: where ranks are lost for good, a restart (`run.restarts`) goes on with as few as these; by default it
+            needs all. The global batch and its samples stay; only data degrees shrink, or `layout="auto"` plans anew.
 
     Returns:
-        The result of the run; None on ranks other than 0.
+        The result of the run; None on ranks of torchrun or srun other than 0.
 
     Raises:
         InputError: the job, layout or data cannot run; nothing has been started or written.
         WorkerError: a worker process died; the first line of the text names it and the cause.
     """
     run = job.run
+    given = {"layout": layout, "ranks": ranks, "steps": steps, "out": out}
+    given |= {"resume": resume, "init_from": init_from, "auto_resume": auto_resume}
+    if least_ranks is not None and not run.restarts:
+        raise JobError(
+            f"--ranks {least_ranks}:{ranks} lets a restart go on with fewer ranks, and run.restarts = 0: "
+            f"--set run.restarts=3 works"
+        )
     place = None
     if join.launched_from_outside():
-        if prove:
-            raise JobError("--prove starts workers of its own: prove it with samestep verify, whose proof a run finds")
+        if prove or rendezvous:
+            flag = "--prove" if prove else "--rendezvous"
+            more = "; prove it with samestep verify, whose proof a run finds" if prove else ""
+            raise JobError(
+                f"{flag} starts workers of its own, and the launcher has started this one: leave it out{more}"
+            )
         place = join.join(run.device, timeout_s=run.timeout_s, ranks_per_node=run.ranks_per_node, threads=run.threads)
-    checked = check(
-        job,
-        layout=layout,
-        ranks=ranks,
-        steps=steps,
-        out=out,
-        resume=resume,
-        init_from=init_from,
-        auto_resume=auto_resume,
-        place=place,
-    )
-    if auto_resume and checked.is_finished:
+    if rendezvous is None:
+        return _led(job, given, place, prove, Elasticity(least_ranks, layout == AUTO))
+    flags = {**given, "prove": prove, "least_ranks": least_ranks}
+    with meet(rendezvous, hosts.identity(job, flags), run.timeout_s) as meeting:
+        if meeting.leader is not None:
+            return Summary.of(hosts.follow(meeting, job, init_from, _work))
+        summary = _led(job, given, None, prove, Elasticity(least_ranks, layout == AUTO, meeting))
+        assert summary is not None
+        meeting.dismiss(json.loads(summary.to_json()))
+        return summary
+
+
+def _led(
+    job: Job, given: Mapping[str, Any], place: RankInfo | None, prove: bool, elastic: Elasticity
+) -> Summary | None:
+    """Check a run and carry it out: on workers of this host and of those that it leads, or as one rank of a launcher."""
+    meeting = elastic.meeting
+    checked = check(job, **given, place=place, num_hosts=meeting.num_hosts if meeting else 1)
+    if given["auto_resume"] and checked.is_finished:
         print(f"{checked.folder} is finished: step {checked.until} was its last", flush=True)
         return Summary(checked.folder, checked.until, None, None, None, stopped=False)
     is_first = place is None or place.rank == 0
     if is_first:
         if checked.why:
             print(checked.why, flush=True)
-        _warn(checked, place)
+        _warn(checked, place, meeting)
     proof = _proven(checked) if prove else None
     with contextlib.ExitStack() as stack:
-        agreed(lambda: _claim(checked, stack, is_new=not (resume or auto_resume)) if is_first else None, place)
+        is_new = not (given["resume"] or given["auto_resume"])
+        agreed(lambda: _claim(checked, stack, is_new=is_new) if is_first else None, place)
         if proof is not None:
             record.keep(proof, checked.folder)
         if place is not None:
+            start = agreed(lambda: secrets.token_hex(8), place)
             try:
-                return _work(place, checked)
+                with outside_watch.watching(place, job.run.hang_s, start):
+                    return _work(place, checked)
             finally:
                 join.leave()
-        return _by_workers(checked)
+        return _by_workers(checked, elastic)
 
 
 def _claim(checked: Checked, stack: contextlib.ExitStack, *, is_new: bool) -> None:
@@ -159,8 +205,8 @@ def _claim(checked: Checked, stack: contextlib.ExitStack, *, is_new: bool) -> No
     run_folder.set_aside(path for path, _ in checked.passed_over)
 
 
-def _by_workers(checked: Checked) -> Summary | None:
-    """Run the workers of this machine, again where one fails and `run.restarts` says so, and return the result."""
+def _by_workers(checked: Checked, elastic: Elasticity) -> Summary | None:
+    """Run the workers of this host and of those that it leads, again where one fails and `run.restarts` says so, and return the result."""
     run = checked.workload.job.run
     store_of(checked.layout)
 
@@ -174,17 +220,19 @@ def _by_workers(checked: Checked) -> Summary | None:
             timeout_s=run.timeout_s,
             hang_s=run.hang_s,
             ranks_per_node=run.ranks_per_node,
+            away=hosts.away(checked, elastic.meeting) if elastic.meeting else None,
         )
 
     try:
-        summary = restarting(work, checked)
+        summary = restarting(work, checked, elastic)
         return _stopped_by(summary, workers.last_stop_signal() or signal.SIGTERM)
     except WorkerError as error:
-        if "out of memory?" not in str(error).partition("\n")[0]:
-            raise
-        cause = str(error)
-    # A worker killed by the kernel leaves no report of its own: only the prediction can be shown.
-    raise WorkerError(f"{cause}\n{out_of_memory.less_memory(checked, join.resolve_device(run.device))}")
+        first, device = str(error).partition("\n")[0], join.resolve_device(run.device)
+        is_shortage = memory_kills.OUT_OF_MEMORY in first
+        # A worker killed by the kernel leaves no report of its own: only the prediction can be shown.
+        if is_shortage or ("killed by SIGKILL" in first and out_of_memory.is_too_large(checked, device)):
+            raise WorkerError(f"{error}\n{out_of_memory.less_memory(checked, device)}") from None
+        raise
 
 
 def _stopped_by(summary: Summary | None, number: int) -> Summary | None:
@@ -258,12 +306,18 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
         _write_head(checked)
         speed, every = speed_of(workload.spec, run.job, run.layout, place.device), run.job.run.log_every
         trackers = opened(run.job, folder, first)
-        screen, metrics = Screen(first, until, speed, every), Metrics(folder, first, trackers, speed, every)
+        screen, metrics = (
+            Screen(first, until, speed, every, workload.counted),
+            Metrics(folder, first, trackers, speed, every),
+        )
         _say_start(screen, checked, run)
     if first < until:
-        _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
-    rows = agreed(lambda: evaluations.read(folder, first), place)
-    evaluated = Evaluations(run, workload, folder, rows)
+        with evaluated_weights(run):
+            _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
+    rows = agreed(
+        lambda: [(row.step, row.loss, row.losses) for row in evaluations.read(folder, first)], place
+    )  # plain data
+    evaluated = Evaluations(run, workload, folder, [evaluations.EvaluatedStep(*row) for row in rows])
     _loop(evaluated, until, profiler, screen, metrics)
     with progress.apart():
         return _ended(evaluated, checked, screen, metrics)
@@ -273,15 +327,17 @@ def _ended(evaluated: Evaluations, checked: Checked, screen: Screen | None, metr
     """Evaluate a run that has taken its steps or was stopped, and print and write its result."""
     run, workload, folder = evaluated.run, checked.workload, checked.folder
     stopped = run.steps_taken < checked.until and not evaluated.is_over
-    held_out = None if stopped else held_out_loss(run, workload)
-    accuracy = None if stopped else held_out_accuracy(run, workload)
+    losses: dict[str, float] = {}
+    accuracy = None
     if not stopped:
-        _print_sample(run, workload, screen, "after training")
+        with evaluated_weights(run):
+            losses, accuracy = held_out_losses(run, workload), held_out_accuracy(run, workload)
+            _print_sample(run, workload, screen, "after training")
     waived = run.all_waived()
     if screen is None or metrics is None:
         return None
     metrics.close()
-    _say_held_out(screen, evaluated, held_out)
+    _say_held_out(screen, evaluated, losses)
     if accuracy is not None:
         screen.say(f"held-out accuracy {accuracy:.1%}")
     if stopped:
@@ -293,8 +349,9 @@ def _ended(evaluated: Evaluations, checked: Checked, screen: Screen | None, metr
     took, loss = run.steps_taken, metrics.last_loss
     origin = checked.first_weights.origin if checked.first_weights else ""
     known = (proven, waived, tried, workload.remarks, origin, run.changes)
-    summary = Summary(folder, took, loss, held_out, accuracy, stopped, *known)
-    write_whole(folder / "summary.json", json.dumps(dataclasses.asdict(summary), indent=1, default=str) + "\n")
+    held_out = losses.get(run.job.judge or "")
+    summary = Summary(folder, took, loss, held_out, accuracy, stopped, *known, held_out_losses=losses)
+    write_whole(folder / "summary.json", summary.to_json() + "\n")
     return summary
 
 
@@ -319,12 +376,13 @@ def _say_start(screen: Screen, checked: Checked, run: Run) -> None:
         )
 
 
-def _say_held_out(screen: Screen, evaluated: Evaluations, loss: float | None) -> None:
-    """Print the held-out loss at the end of a run, and whether the run ended because it did not become less."""
+def _say_held_out(screen: Screen, evaluated: Evaluations, losses: Mapping[str, float]) -> None:
+    """Print the held-out losses at the end of a run, and whether the run ended because it did not become less."""
     if evaluated.is_over and evaluated.best is not None:
-        screen.say(f"ends early: no held-out loss since step {evaluated.best[0]} was below {evaluated.best[1]:.4f}")
-    if loss is not None:
-        screen.say(f"held-out loss {loss:.4f}")
+        best = evaluated.best
+        screen.say(f"ends early: no held-out loss since step {best.step} was below {best.loss:.4f}")
+    if losses:
+        screen.say(said(losses, evaluated.run.job.judge))
 
 
 def _say_shown(screen: Screen, run: Run, proven: str, waived: tuple[str, ...], tried: tuple[str, ...]) -> None:
@@ -363,6 +421,11 @@ def _loop(
                 line = evaluated.add(report.step) if evaluated.is_due(report.step) and not report.stop else ""
             if screen is not None and line:
                 screen.say(line)
+            if run.job.numerics.on_spike == "rollback" and report.spike:
+                with progress.apart():
+                    line = saver.roll_back(report.step)
+                if screen is not None:
+                    screen.say(line)
             is_last = report.stop or report.step == until or evaluated.is_over
             if is_last or saver.is_due(report):
                 if metrics is not None:
@@ -387,7 +450,7 @@ def _print_sample(run: Run, workload: Workload, screen: Screen | None, when: str
         screen.say(f"--- sample, {when}\n{printable(text)}\n---")
 
 
-def _warn(checked: Checked, place: RankInfo | None) -> None:
+def _warn(checked: Checked, place: RankInfo | None, meeting: Meeting | None) -> None:
     """Warn about settings that have no effect on this machine, or a bad one."""
     run = checked.workload.job.run
     on_cpu = place.device.type == "cpu" if place else run.device == "cpu" or not torch.cuda.device_count()
@@ -396,7 +459,8 @@ def _warn(checked: Checked, place: RankInfo | None) -> None:
             "offload moves the optimizer's state to the host; on a CPU it is there already, so nothing is saved",
             stacklevel=3,
         )
-    if place is None and on_cpu and (text := workers.oversubscribed(checked.layout.world_size, run.threads)):
+    here = checked.layout.world_size // (meeting.num_hosts if meeting else 1)
+    if place is None and on_cpu and (text := workers.oversubscribed(here, run.threads)):
         warnings.warn(text, stacklevel=3)
 
 

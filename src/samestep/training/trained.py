@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ import torch
 from torch import nn
 
 from samestep.building.families import facts_of, quiet
-from samestep.building.initial_values import blueprint, fill_rest
-from samestep.building.model import model_source
+from samestep.building.initial_values import fill_rest
+from samestep.building.model import blueprint_of
 from samestep.datasets import is_text, open_tokenizer
 from samestep.datasets.chat import opening
 from samestep.errors import CheckpointError, DataError, ModelError
@@ -26,7 +25,7 @@ from samestep.runtime.processes.join import RankInfo, resolve_device
 from samestep.runtime.run import Run
 from samestep.training import run_folder
 from samestep.training.sampling import sample_tokens
-from samestep.training.workload import Workload, held_out_loss
+from samestep.training.workload import Workload, held_out_losses, said
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class StoredRun:
         """
         folder = Path(run) if run is not None else run_folder.newest()
         is_checkpoint = (folder / "manifest.json").exists()
-        found = folder if is_checkpoint else checkpoint_manifest.latest(folder / "checkpoints")
+        found = folder if is_checkpoint else checkpoint_manifest.latest(folder / run_folder.CHECKPOINTS)
         if found is None:
             raise CheckpointError(f"{folder} holds no checkpoint; a run folder works, and so does a checkpoint in it")
         manifest = checkpoint_manifest.read_manifest(found)
@@ -72,35 +71,44 @@ class Evaluation:
     checkpoint: Path
     step: int
     loss: float
+    """That of the set that decides (`train.judged_by`)."""
     samples: int
+    """The number of its samples."""
+    losses: Mapping[str, float]
+    """The loss of each held-out set, by name."""
+    judge: str
 
     def to_record(self) -> dict[str, Any]:
         """Return everything as plain data."""
-        return {"checkpoint": str(self.checkpoint), "step": self.step, "loss": self.loss, "samples": self.samples}
+        record = {"checkpoint": str(self.checkpoint), "step": self.step, "loss": self.loss, "samples": self.samples}
+        return {**record, "losses": dict(self.losses)}
 
     def to_text(self) -> str:
         """Return one line for the screen."""
-        return f"{self.checkpoint}: held-out loss {self.loss:.4f} over {self.samples} samples, after step {self.step}"
+        losses = said(self.losses, self.judge)
+        return f"{self.checkpoint}: {losses} over {self.samples} samples, after step {self.step}"
 
 
-def evaluate(run: str | Path | None = None, *, samples: int | None = None) -> Evaluation:
+def evaluate(run: str | Path | None = None, *, samples: int | None = None, ema: bool = False) -> Evaluation:
     """Return the mean loss of a checkpoint over held-out samples: by default those that the run itself evaluates.
 
+    With `ema`, or where the job says `train.evaluate_ema`, it is that of the moving averages of the weights.
+
     Raises:
-        CheckpointError: there is no checkpoint, or it does not fit the job.
+        CheckpointError: there is no checkpoint, it does not fit the job, or it holds no averages.
         DataError: the job holds nothing out.
     """
     stored = StoredRun.of(run)
     job, count = stored.job, samples or stored.job.train.evaluate_samples
-    if not count or not job.data.held_out:
-        raise DataError("the job holds no samples out: data.held_out above 0 and --samples N work")
     job = job.model_copy(update={"train": job.train.model_copy(update={"evaluate_samples": count})})
+    judge = job.judge
+    if judge is None:
+        raise DataError("the job holds no samples out: data.held_out above 0 and --samples N work")
     workload = Workload(job)
-    ready = _prepared(stored, workload)
-    loss = held_out_loss(ready, workload)
-    assert loss is not None
-    assert workload.held_out is not None
-    return Evaluation(stored.checkpoint, stored.manifest["step"], loss, min(count, len(workload.held_out)))
+    ready = _prepared(stored, workload, averaged=ema or job.train.evaluate_ema)
+    losses = held_out_losses(ready, workload)
+    samples = min(count, len(workload.held_out[judge]))
+    return Evaluation(stored.checkpoint, stored.manifest["step"], losses[judge], samples, losses, judge)
 
 
 def sample(
@@ -111,15 +119,17 @@ def sample(
     tokens: int | None = None,
     temperature: float | None = None,
     seed: int | None = None,
+    ema: bool = False,
 ) -> str:
     """Return a prompt and the text that the model of a checkpoint writes after it; temperature 0 takes the likeliest token.
 
     With `chat`, a user's message, return the reply alone: the message is written as conversations were in training, by the
     tokenizer's chat template where it has one. By default, tokens, temperature and seed are the job's. A model of transformers keeps the keys and values of what it has
-    read; others read the whole text for each token.
+    read; others read the whole text for each token. With `ema`, or where the job says `train.evaluate_ema`, the model has the moving
+    averages of its weights.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it does not fit the job.
+        CheckpointError: there is no checkpoint, it does not fit the job, or it holds no averages.
         DataError: the job's samples are no text.
         ModelError: the model gives no logits of tokens, or has too few positions.
     """
@@ -134,11 +144,12 @@ def sample(
     seed = train.seed if seed is None else seed
     tokenizer, text = open_tokenizer(job), prompt or train.prompt
     given = opening(chat, tokenizer) if chat is not None else tokenizer.encode(text)
-    model = _generating(stored)
+    averaged = ema or train.evaluate_ema
+    model = _generating(stored, averaged=averaged)
     if not given and (model is None or tokenizer.begin_id is None):
         given = [tokenizer.end_id or 0]
     found = (
-        sample_tokens(_prepared(stored, Workload(job)), given, count, heat, seed)
+        sample_tokens(_prepared(stored, Workload(job), averaged=averaged), given, count, heat, seed)
         if model is None
         else _generated(model, job, given, count, heat, seed)
     )
@@ -147,19 +158,19 @@ def sample(
     return tokenizer.decode(found if chat is not None else given + found)
 
 
-def _prepared(stored: StoredRun, workload: Workload) -> Run:
-    """Return a run of one rank with the weights of a checkpoint."""
+def _prepared(stored: StoredRun, workload: Workload, *, averaged: bool) -> Run:
+    """Return a run of one rank with the weights of a checkpoint, or with their averages."""
     place = RankInfo(0, 0, 1, 1, torch.device(resolve_device(stored.job.run.device)))
     ready = Run(workload.source, Layout(), workload.job, place)
     ready.prepare(workload.example)
-    checkpoint.load(ready, stored.checkpoint)
+    checkpoint.load(ready, stored.checkpoint, averaged=averaged)
     return ready
 
 
-def _generating(stored: StoredRun) -> nn.Module | None:
+def _generating(stored: StoredRun, *, averaged: bool) -> nn.Module | None:
     """Return the model of a checkpoint, if transformers can generate with it; else None."""
     job, cpu = stored.job, torch.device("cpu")
-    plan = blueprint(model_source(job), job.train.seed, functools.partial(job.run.waived, "build"))
+    plan = blueprint_of(job)
     can_generate = getattr(plan.module, "can_generate", None)
     if can_generate is None or not can_generate():
         return None
@@ -167,7 +178,8 @@ def _generating(stored: StoredRun) -> nn.Module | None:
     model = plan.module
     made: dict[str, nn.Parameter] = {}
     with ExitStack() as stack:
-        value = pretrained_folder.values(plan, OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack))
+        files = OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack, averaged=averaged)
+        value = pretrained_folder.values(plan, files)
         for name, param in list(model.named_parameters(remove_duplicate=False)):
             first = plan.canonical[name]
             if first not in made:

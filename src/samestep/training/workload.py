@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from samestep.building.families import facts_of
 from samestep.building.loss import loss_of, right_answers, target_of
@@ -22,17 +24,22 @@ from samestep.datasets import (
     batches,
     first_tokens,
     is_text,
+    kind_of,
+    of_held_out,
     open_dataset,
+    open_held_out,
     open_tokenizer,
     sample_indices,
 )
-from samestep.errors import ModelError, SamestepError
+from samestep.errors import DataError, ModelError, SamestepError
 from samestep.job import Job
+from samestep.job_tables import HELD_OUT
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
 from samestep.runtime.preparation import Loss, Source, prepare, traced_for, with_slices
 from samestep.runtime.run import Run
+from samestep.tracing.traced_model import TracedModel
 
 _TOKENS_LOOKED_AT = 2**24
 """The number of tokens whose largest id is compared with the vocabulary; a whole file may be larger than memory."""
@@ -47,17 +54,20 @@ class Workload:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.dataset = open_dataset(job, "train")
-        evaluates = job.train.evaluate_samples and job.data.held_out
-        self.held_out = open_dataset(job, "held_out") if evaluates else None
+        self.held_out = open_held_out(job)
         optimizer = optimizer_of(job)
         learning_rate_factor(job.schedule, job.train.steps)(job.schedule.warmup_steps)
         self.example = Batch(0, np.arange(1), self.dataset).samples([0])
         source = Source(model_source(job), loss_of(job), optimizer, job.model.source)
         prepared = prepare(source, job, self.example)
         _check_fit(job, prepared.module, self.dataset, self.example)
+        for name in job.data.held_out_sets.keys() & self.held_out:
+            _check_set(job, name, self.dataset, self.held_out[name])
+            _check_fit(of_held_out(job, name), prepared.module, self.held_out[name], self.example)
         check_groups(job.optimizer, [param.name for param in prepared.spec.params if param.trainable])
         if ":" not in job.optimizer.name:  # constructing a class of torch.optim checks its settings and the shapes
-            shapes = [(param.name, torch.empty(param.shape, device="meta")) for param in prepared.spec.params]
+            trained = [param for param in prepared.spec.params if param.trainable]
+            shapes = [(param.name, torch.empty(param.shape, device="meta")) for param in trained]
             optimizer([(name, torch.nn.Parameter(weight)) for name, weight in shapes])
         self.source = Source(source.model, source.loss, optimizer, source.name, prepared)
 
@@ -82,6 +92,14 @@ class Workload:
         return self.source.prepared.spec
 
     @property
+    def counted(self) -> str:
+        """What the loss counts, as a word of the screen: tokens, or the images or other samples that have one label each."""
+        leaves = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, torch.Tensor)]
+        if any(leaf.dim() > 1 and not leaf.is_floating_point() for leaf in leaves):
+            return "tok"
+        return "images" if any(leaf.dim() == 4 for leaf in leaves) else "samples"
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         """What a user should know of the folder from which the model's values are read."""
         assert self.source.prepared is not None
@@ -89,28 +107,60 @@ class Workload:
         return stored.remarks() if stored else ()
 
 
-def held_out_loss(run: Run, workload: Workload, measure: Loss | None = None) -> float | None:
-    """Return the mean loss over the held-out samples, which are the same in every layout; every rank must call it.
+def evaluated_weights(run: Run) -> AbstractContextManager[None]:
+    """Return the context of evaluations and samples: with the averages of the weights where the job says so.
 
-    `measure` stands in place of the loss.
+    Every rank must enter it.
     """
-    if workload.held_out is None:
-        return None
-    count = min(run.job.train.evaluate_samples, len(workload.held_out))
-    indices = sample_indices(0, count, len(workload.held_out), run.job.train.seed)
-    loss, tokens = run.evaluate(Batch(0, indices, workload.held_out), measure)
+    return run.averaged() if run.job.train.evaluate_ema else nullcontext()
+
+
+def held_out_losses(run: Run, workload: Workload) -> dict[str, float]:
+    """Return the mean loss over samples of each held-out set, the same ones in every layout; every rank must call it."""
+    return {name: _held_out_mean(run, dataset) for name, dataset in workload.held_out.items()}
+
+
+def _held_out_mean(run: Run, dataset: Dataset, measure: Loss | None = None) -> float:
+    """Return the mean loss over held-out samples; `measure` stands in place of the loss."""
+    count = min(run.job.train.evaluate_samples, len(dataset))
+    indices = sample_indices(0, count, len(dataset), run.job.train.seed)
+    loss, tokens = run.evaluate(Batch(0, indices, dataset), measure)
     return loss / tokens if tokens else math.nan
 
 
+def said(losses: Mapping[str, float], judge: str | None) -> str:
+    """Return held-out losses as a part of a line: first the one that decides."""
+    if judge is None:
+        return ""
+    of = "" if judge == HELD_OUT else f" of {judge}"
+    others = [f"{name} {loss:.4f}" for name, loss in losses.items() if name != judge]
+    return ", ".join([f"held-out loss{of} {losses[judge]:.4f}", *others])
+
+
 def held_out_accuracy(run: Run, workload: Workload) -> float | None:
-    """Return the fraction of the held-out samples whose class is found; None where samples have no class each.
+    """Return the fraction of the held-out samples whose class is found, of the set that decides; None where samples have no
+    class each.
 
     Every rank must call it.
     """
     labels = target_of(workload.example) if workload.job.train.loss == "cross_entropy" else None
-    if labels is None or labels.dim() != 1 or labels.is_floating_point():
+    judge = workload.job.judge
+    if judge is None or labels is None or labels.dim() != 1 or labels.is_floating_point():
         return None
-    return held_out_loss(run, workload, right_answers)
+    return _held_out_mean(run, workload.held_out[judge], right_answers)
+
+
+def _check_set(job: Job, name: str, dataset: Dataset, held_out: Dataset) -> None:
+    """Refuse a held-out set whose samples have other tensors than those on which the model is traced.
+
+    Raises:
+        DataError: it has.
+    """
+    if (theirs := kind_of(held_out)) != (ours := kind_of(dataset)):
+        raise DataError(
+            f"data.held_out_sets.{name}: a sample of {job.data.held_out_sets[name]} has {theirs}, and one of {job.data.source}, on "
+            f"which the run trains, has {ours}; a source of the same kind works"
+        )
 
 
 def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any) -> None:
@@ -146,22 +196,28 @@ def write_spec(job_json: str) -> None:
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            spec = _traced(Job.model_validate_json(job_json)).to_json()
+            spec = traced_model(Job.model_validate_json(job_json)).spec.to_json()
     except SamestepError as error:
         print(error)
         raise SystemExit(2) from None
     print(spec)
 
 
-def _traced(job: Job) -> ModelSpec:
-    """Return the shape of a job's model; that of a language model of transformers is traced without opening the data."""
+def traced_model(job: Job) -> TracedModel:
+    """Return the traced model of a job; a language model of transformers is traced without opening the data.
+
+    Raises:
+        InputError: the data cannot be read, or the model cannot be built or traced.
+    """
     if not job.model.takes_tokens:
-        return Workload(job).spec
+        prepared = Workload(job).source.prepared
+        assert prepared is not None
+        return prepared
     tokens = torch.zeros(1, job.data.sequence_length, dtype=torch.int64)
     source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)
     example = {"input_ids": tokens, "labels": tokens}
     traced = with_slices(prepare(source, job, example), Layout(cp=2), example)
-    return with_slices(traced, Layout(tp=2, sequence_parallel=True), example).spec
+    return with_slices(traced, Layout(tp=2, sequence_parallel=True), example)
 
 
 def step_samples(job: Job, layout: Layout, dataset: Dataset, num_microbatches: int) -> Sequence[np.ndarray[Any, Any]]:

@@ -37,7 +37,8 @@ from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind
 from samestep.simulation.clock import queue_of
-from samestep.simulation.cost import collective_s, group_of, seconds
+from samestep.simulation.collectives import collective_s, group_of
+from samestep.simulation.cost import seconds
 from samestep.simulation.memory import saved_bytes
 from samestep.simulation.timeline import COMPUTE
 from samestep.strategies import ProgramBuilder

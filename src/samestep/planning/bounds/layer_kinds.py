@@ -66,7 +66,7 @@ class Units(NamedTuple):
     """The same of what is expert-sharded, which has an axis of its own; 0 where no two ranks have the same."""
     expert_scattered: float = 0.0
     held: float = 0.0
-    """Elements that a rank has of all weights."""
+    """Bytes that a rank has of all weights."""
     held_trained: float = 0.0
     reduced_early: float = 0.0
     """The part of them whose gradients are reduced as soon as the backward of their layer is over."""
@@ -117,7 +117,7 @@ def weights(step: StepSpec, layer: int) -> tuple[float, ...]:
         return sum(param.numel for param in some if step.working_dtype(param) != step.master_dtype)
 
     return (
-        sum(param.numel * BYTES_OF[step.working_dtype(param)] for param in params),
+        sum(map(step.weight_bytes, params)),
         sum(param.numel for param in trained),
         sum(param.numel for param in of_experts),
         apart(trained),
@@ -136,12 +136,12 @@ def units(step: StepSpec, layer: int) -> Units:
         sharded = step.holding(param).is_expert_sharded
         parts = step.ranks.size("dp_expert") if sharded else step.layout.num_shards
         numel = padded_rows(param, parts)
-        held += numel / parts
+        held += param.bytes_of(numel, BYTES_OF[step.master_dtype]) / parts
         held_trained += numel / parts * param.trainable
         if not param.shared and not param.read_outside and _has_module(step, param):
             early += numel / parts * param.trainable * is_shown
             if parts > 1:
-                sizes[2 * sharded] += numel * BYTES_OF[step.working_dtype(param)]
+                sizes[2 * sharded] += step.weight_bytes(param, numel)
                 sizes[2 * sharded + 1] += numel * param.trainable
     return Units._make((*sizes, held, held_trained, early))
 

@@ -9,7 +9,7 @@ Stage i of p has m micro-batches of f_i + b_i seconds, and starts and ends the l
     T >= m c / p, c = c_1 + ... + c_p, c_i = f_i + b_i    of all layouts with these degrees and this micro-batch
     T >= m c_i + c_1 + ... + c_(i-1)                      with several runs a stage, their first ones
     T >= the schedule, played with f, b and sends         where these do not throw the layout out
-    T >= the same, with the last b of each run slowed     by the reductions of its own gradients (`planning/bounds/overlap.py`)
+    T >= the same, with the last b of the first run slowed  by the reductions of its own gradients (`planning/bounds/overlap.py`)
 
 Where micro-batches differ by a sample the larger ones, which come first, have an f and a b of their own.
 
@@ -33,7 +33,8 @@ from samestep.program.buckets import BUCKET_BYTES
 from samestep.program.ops import BYTES_OF, SHARD_AXES, STEP_SCALARS, OpKind
 from samestep.program.step import StepSpec
 from samestep.schedules import DEFAULT
-from samestep.simulation.cost import UPDATE_PASSES, collective_s, group_of
+from samestep.simulation.collectives import collective_s, group_of
+from samestep.simulation.cost import UPDATE_PASSES
 
 
 class Bounds:
@@ -209,19 +210,26 @@ class Bounds:
             return self.played_times(step)
         longer: dict[tuple[int, ...], float] = {}
         kinds = self.prices.runs(step).kinds
-        for run in kinds:
+        beside = kinds[:1] if self._reduces_behind_sends(step) else kinds
+        for run in beside:
             if run not in longer:
                 longer[run] = self._longer_s(step, run)
-        bodies = tuple(
+        slowed = tuple(
             body._replace(
                 last_s=max(body.last_s, (cost.weight_s if step.splits_backward else cost.backward_s) + longer[run])
             )
-            for body, cost, run in zip(bodies, self.prices.run_seconds(step), kinds, strict=True)
+            for body, cost, run in zip(bodies, self.prices.run_seconds(step), beside, strict=False)
         )
+        bodies = (*slowed, *bodies[len(slowed) :])
         if step.layout.pp > 1:
             return self._play(step, bodies)
         times = self.closed_times(step)
         return Times(times.whole_s, (times.whole_s[0] + bodies[0].last_s,))
+
+    @staticmethod
+    def _reduces_behind_sends(step: StepSpec) -> bool:
+        """Return whether all runs but the first one reduce nothing beside their last backward, but behind what it sends."""
+        return step.zero < 2 and not step.splits_backward
 
     def _play(self, step: StepSpec, bodies: Sequence[Bodies]) -> Times:
         layout = step.layout
@@ -335,6 +343,8 @@ class Bounds:
         runs = self.prices.runs(step)
         first = self.prices.seconds(step)[runs.kinds[run][-1]]
         behind_s = first.weight_s if step.splits_backward else first.backward_s - first.behind_s
+        if run and self._reduces_behind_sends(step):
+            behind_s = self.prices.run_seconds(step)[run].backward_s
         if step.zero < 2:
             streams_s = self._bucket_streams(step, self.prices.run_sizes(step)[run])
         else:

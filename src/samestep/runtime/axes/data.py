@@ -2,7 +2,7 @@
 
 Each bucket of the program is a flat buffer in master precision. A hook on every parameter's gradient adds it to its
 place; when the last micro-batch's backward has filled a bucket, its first collective is issued, always in the program's
-order, so that every rank issues the same. Under zero=1 the weights lie in flat buffers too: a rank updates its chunk of
+order, so that every rank issues the same; but in a pipeline not before the gradient for which the stage before waits. Under zero=1 the weights lie in flat buffers too: a rank updates its chunk of
 each, and `publish` gathers the others', which the next forward may wait for (`late_weights.py`).
 
 ```
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samestep.building import nf4
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.buckets import Bucket, Member
 from samestep.program.codecs import PLAIN
@@ -32,7 +33,7 @@ from samestep.program.program import Program
 from samestep.runtime.axes.late_weights import LateWeights
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.weight_gradients import is_postponed
-from samestep.runtime.codecs.exchange import CodedExchange, GivenBack, of_weights
+from samestep.runtime.codecs.exchange import CodedExchange, GivenBack, PlainExchange, exchange_of, of_weights
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
 from samestep.runtime.optimizer_step import squared_norm
@@ -49,8 +50,8 @@ class _FlatBuffer:
 
     bucket: Bucket
     gradients: Tensor
-    exchange: CodedExchange | None
-    """Sends the bucket's gradients encoded; None where they are sent as they are."""
+    exchange: CodedExchange | PlainExchange | None
+    """Sums the bucket between contributions, or replicas that are trained apart; None where gradients are all_reduced."""
     starts: list[Op]
     """The collective issued when a backward has filled the bucket; at most one."""
     finishes: list[Op]
@@ -96,6 +97,8 @@ class Replicated:
         self._places: dict[str, Tensor] = {}
         """Where each weight's values are, which buckets and pieces refer to."""
         self._last = self._starts = self._is_weight_task = False
+        self._sending = {key for key, ops in program.bodies.items() if any(op.kind is OpKind.SEND for op in ops)}
+        """The bodies that end with a message to another stage, which goes out before anything is reduced."""
         self._next = 0
         self._postponed = {param.name for param in program.step.model.params if is_postponed(model, param.name)}
         self._flats = [self._flat(bucket) for bucket in program.buckets]
@@ -122,7 +125,7 @@ class Replicated:
         if made is not None:
             group = self.mesh.groups[made.axis] if made.ranks > 1 else None
             parts, gathers = [bucket.coded(made)], bucket.gathers_codes(made)
-            exchange = CodedExchange(bucket.codec, parts, made, group, gradients, gathers=gathers)
+            exchange = exchange_of(bucket.codec, parts, made, group, gradients, gathers=gathers)
         return _FlatBuffer(
             bucket=bucket,
             gradients=gradients,
@@ -141,7 +144,7 @@ class Replicated:
         for spec in self.program.step.model.params:
             value = materialize(spec.name, master)
             flat, member = slot_of.get(spec.name, (None, None))
-            live = value.to(DTYPES[self.program.step.working_dtype(spec)])
+            live = nf4.packed(value) if spec.held_as else value.to(DTYPES[self.program.step.working_dtype(spec)])
             if flat is not None and flat.weights is not None and member is not None:
                 window = flat.weights[member.offset : member.offset + member.numel].view(spec.shape)
                 live = window.copy_(live).data  # a version of its own: a forward may write into one weight of a bucket
@@ -151,7 +154,9 @@ class Replicated:
                 setattr(model.get_submodule(path), leaf, param)  # not by _parameters: LSTM keeps lists of its weights
             if not spec.trainable:
                 self._frozen_params[spec.name] = param
-                self.frozen.append(Piece(spec.name, 0, param.numel(), param, lambda: torch.zeros(0)))
+                self.frozen.append(
+                    Piece(spec.name, 0, spec.numel, param, lambda: torch.zeros(0), is_packed=bool(spec.held_as))
+                )
             else:
                 self.params[spec.name] = param
                 self._places[spec.name] = live
@@ -239,15 +244,23 @@ class Replicated:
             self.settle()
         self._is_weight_task = task.kind is TaskKind.WEIGHT
         self._last = task.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT) and ends_step(task.body)
-        self._starts = self.program.step.ends_gradients(task.body)
+        completes = self.program.step.ends_gradients(task.body)
+        self._starts = completes and task.body not in self._sending
         yield
+        if completes:
+            self._start_ready()
         if self._ends_contribution(task):
             self._encode_contribution()
 
     def _ends_contribution(self, task: Task) -> bool:
         """Return whether a task leaves the last gradients of a contribution behind which this rank makes another one."""
         step = self.program.step
-        if step.contributions is None or task.kind is not TaskKind.BACKWARD or ends_step(task.body):
+        if (
+            step.contributions is None
+            or step.trains_apart
+            or task.kind is not TaskKind.BACKWARD
+            or ends_step(task.body)
+        ):
             return False
         return (task.microbatch + 1) % (step.num_microbatches // step.contributions.each) == 0
 
@@ -305,8 +318,36 @@ class Replicated:
                 flat.work = self._send(flat, op, flat.gradients)
         for flat in self._flats:
             _wait(flat)
-            if flat.exchange is not None:
+            if flat.exchange is not None and not self.program.step.trains_apart:
                 flat.exchange.finish([flat.left])
+
+    def exchange(self, fill: Callable[[int], None]) -> None:
+        """Sum over all replicas what `fill` writes into the gradients; collective as `WeightStore.exchange` says."""
+        each, flats = self.program.step.replicas_each, {flat.bucket.name: flat for flat in self._flats}
+        mine = {name: self._own_chunk(flat) for name, flat in flats.items()}
+        for index in range(each):
+            fill(index)
+            for name, flat in flats.items() if index < each - 1 else ():
+                assert flat.exchange is not None
+                flat.exchange.add([mine[name]])
+        for op in self.program.exchange:
+            if op.codec is None:  # a gather of weights, which `publish` sends
+                continue
+            flat = flats[op.owner]
+            assert flat.exchange is not None
+            _wait(flat)
+            with owned(op.owner):
+                is_last = op.kind is OpKind.ALL_GATHER
+                flat.work = flat.exchange.gather() if is_last else flat.exchange.scatter([mine[op.owner]])
+        for name, flat in flats.items():
+            assert flat.exchange is not None
+            _wait(flat)
+            flat.exchange.finish([mine[name]])
+
+    def _own_chunk(self, flat: _FlatBuffer) -> Tensor:
+        """Return the gradients of a bucket that this rank updates: all, or its chunk of them under zero=1."""
+        parts, index, _ = self._division(flat.bucket)
+        return flat.gradients.chunk(parts)[index]
 
     def _send(self, flat: _FlatBuffer, op: Op, whole: Tensor) -> dist.Work:
         """Issue one collective on the bucket's buffer, or on this rank's part of it, as it is or encoded."""
@@ -362,6 +403,10 @@ class Replicated:
     def _division(self, bucket: Bucket) -> tuple[int, int, int]:
         """Return a bucket's number of parts, the index of this rank's part, and the number of ranks with each part."""
         innermost, *others = bucket.holding.data_axes
+        if self.program.step.trains_apart:  # the ranks of other replicas have gradients of their own
+            if bucket.holding.num_shards == 1:
+                return 1, 0, self.mesh.size("cp")
+            others = []
         return self.mesh.size(innermost), self.mesh.index(innermost), math.prod(map(self.mesh.size, others))
 
     def publish(self, *, waits: bool = True) -> None:

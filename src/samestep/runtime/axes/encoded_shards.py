@@ -18,7 +18,7 @@ from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
 from samestep.program.units import coded_parts
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.codecs.exchange import CodedExchange, GivenBack, of_weights
+from samestep.runtime.codecs.exchange import CodedExchange, GivenBack, PlainExchange, exchange_of, of_weights
 from samestep.runtime.ledger import owned
 from samestep.runtime.pieces import Piece
 from samestep.runtime.processes.mesh import Mesh
@@ -28,7 +28,7 @@ from samestep.runtime.processes.mesh import Mesh
 class _Shard:
     """The buffers of one unit."""
 
-    exchange: CodedExchange
+    exchange: CodedExchange | PlainExchange
     pieces: list[list[Piece]]
     """Of each buffer the rows of weights that it holds, one behind the other."""
     buffers: list[Tensor] = field(default_factory=list)
@@ -47,7 +47,7 @@ class EncodedShards:
         like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)
         for unit in program.units:
             if parts := coded_parts(step, made, unit):
-                exchange = CodedExchange(unit.codec, [*parts], made, mesh.groups[made.axis], like, gathers=True)
+                exchange = exchange_of(unit.codec, [*parts], made, mesh.groups[made.axis], like, gathers=True)
                 held = [[of_name[name] for name in names if name in of_name] for names in parts.values()]
                 buffers = [like.new_zeros(part.numel) for part in parts]
                 self._shards[unit.name] = _Shard(exchange, held, buffers)
@@ -62,11 +62,11 @@ class EncodedShards:
         """Issue one collective of a unit's exchange. Collective over `op.axis`: if a rank does not call it, the others wait."""
         shard = self._shards[op.owner]
         _wait(shard)
-        if op.kind is OpKind.ALL_TO_ALL:
+        is_first = op.kind is not OpKind.ALL_GATHER
+        if is_first:
             for gradients, windows in _pairs(shard):
                 torch._foreach_copy_(windows, gradients)
         with owned(op.owner):
-            is_first = op.kind is OpKind.ALL_TO_ALL
             shard.work = shard.exchange.scatter(shard.buffers) if is_first else shard.exchange.gather()
 
     @torch.no_grad()

@@ -40,7 +40,8 @@ from samestep.runtime.axes.stage_messages import Awaited, Messages
 from samestep.runtime.axes.stage_weights import ReadWeights
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.forward_only import has_backward
-from samestep.runtime.processes.mesh import Mesh, broadcast_from
+from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.processes.messages import broadcast_from
 from samestep.schedules import Action, TaskKind
 from samestep.strategies.pipeline import crossings_at
 from samestep.tracing.crossings import (

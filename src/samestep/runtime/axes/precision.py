@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ def _compute_in(module: nn.Module, dtype: torch.dtype, *, cast_inputs: bool) -> 
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         for name, param in list(module._parameters.items()):
-            if param is not None and param.dtype != dtype:
+            if param is not None and param.is_floating_point() and param.dtype != dtype:
                 originals[name] = param
                 module._parameters[name] = param.to(dtype)  # type: ignore[assignment]
         _relist(module)
@@ -182,25 +182,36 @@ def raised_islands(program: Program) -> AbstractContextManager[Any]:
     return RaiseIslands() if program.step.compute_dtype == "float64" else nullcontext()
 
 
+_DEFAULTS: list[torch.dtype] = []
+"""The default dtypes in front of which islands are raised, from the outermost on."""
+
+
+@contextmanager
+def default_outside() -> Iterator[None]:
+    """Let code inside, as that of a data set, see the default dtype from outside a forward: it draws other numbers in float64."""
+    now = torch.get_default_dtype()
+    torch.set_default_dtype(_DEFAULTS[0] if _DEFAULTS else now)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(now)
+
+
 class RaiseIslands(TorchFunctionMode):
     """A function mode that raises a model's own float32 islands to float64, for training in float64 and for proofs.
 
     A tensor that is made without a dtype is an island too: inside, torch's default dtype is float64.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._defaults: list[torch.dtype] = []
-
     def __enter__(self) -> RaiseIslands:
-        self._defaults.append(torch.get_default_dtype())
+        _DEFAULTS.append(torch.get_default_dtype())
         torch.set_default_dtype(torch.float64)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.set_default_dtype(self._defaults.pop())
+        torch.set_default_dtype(_DEFAULTS.pop())
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -46,7 +46,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from samestep.building import nf4
 from samestep.errors import LayoutError
+from samestep.models.packing import packed_bytes
 from samestep.models.spec import ParamSpec, is_below
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.ops import BYTES_OF, Op, OpKind
@@ -99,6 +101,8 @@ class Sharded:
         step = self.program.step
         for spec in step.model.params:
             value = materialize(spec.name, DTYPES[step.master_dtype])
+            if spec.held_as:
+                value = nf4.packed(value)
             if not spec.numel:
                 _put(slots[spec.name], nn.Parameter(value, requires_grad=spec.trainable))
                 continue
@@ -108,11 +112,14 @@ class Sharded:
             holding = step.holding(spec)
             rows = _rows(spec, holding.num_shards, self.mesh.index(holding.data_axis))
             local = param._local_tensor
-            local.copy_(value.view(_shape(spec))[rows])
+            local.copy_((value if spec.held_as else value.view(_shape(spec)))[rows])
             start = rows.start * spec.row_numel
             if not spec.trainable:
+                stop = start + len(local) * spec.row_numel
                 self.frozen_params[spec.name] = param
-                self.frozen.append(Piece(spec.name, start, start + local.numel(), local, lambda: torch.zeros(0)))
+                self.frozen.append(
+                    Piece(spec.name, start, stop, local, lambda: torch.zeros(0), is_packed=bool(spec.held_as))
+                )
                 continue
             if local.numel():
                 self.pieces.append(self._piece(spec, start, start + local.numel(), param))
@@ -215,6 +222,14 @@ class Sharded:
                 self._sum_shards(op, partial_sizes(step, units[op.owner], op.axis))
             elif op.kind is OpKind.ALL_REDUCE and op.owner in self._params:
                 self._sum_shards(op, {op.owner: op.size_bytes // BYTES_OF[op.dtype]})
+        if not step.trains_apart:
+            self._encoded.finish()
+
+    def exchange(self, fill: Callable[[int], None]) -> None:
+        """Sum over all replicas what `fill` writes into the gradients; collective as `WeightStore.exchange` says."""
+        fill(0)
+        for op in self.program.exchange:
+            self._encoded.send(op)
         self._encoded.finish()
 
     def given_back(self) -> Iterator[GivenBack]:
@@ -247,7 +262,7 @@ class Sharded:
         for number in sorted(set(copies.values())):
             alike = [piece.gradient() for piece in self.pieces if copies[piece.name] == number]
             total += squared_norm(alike, self.mesh.device) / number
-        return total / self.mesh.size("dp_replicate")
+        return total if step.trains_apart else total / self.mesh.size("dp_replicate")
 
     def publish(self, *, waits: bool = True) -> None:
         """Do nothing: the next forward gathers the rows that the ranks have updated."""
@@ -349,7 +364,10 @@ class _RunningUnit:
         gathered = [weight._unsharded_param for weight in self.group.fsdp_params]
         versions: list[Any] = [param._version for param in gathered]
         if self.compares and gathered:
-            norms = torch.stack(torch._foreach_norm([param.detach() for param in gathered], 2.0, torch.float64))
+            values = [
+                one.detach() if one.is_floating_point() else one.new_zeros(1, dtype=torch.float32) for one in gathered
+            ]
+            norms = torch.stack(torch._foreach_norm(values, 2.0, torch.float64))
             versions += norms.nan_to_num(math.inf).tolist()  # what is no number equals itself here
         return versions
 
@@ -502,7 +520,8 @@ def _reshape(model: nn.Module, program: Program) -> dict[str, _ParamSlots]:
         if program.step.holding(spec).tied_over and spec.name in mine:  # other names of the weight are on other stages
             names = [name for name in names if any(is_below(name[0], module) for module in mine[spec.name])]
         slots[spec.name] = [(model.get_submodule(path), leaf) for path, _, leaf in names]
-        empty = torch.empty(_shape(spec), dtype=dtype, device="meta")
+        shape = (spec.rows, packed_bytes(spec.row_numel)) if spec.held_as else _shape(spec)
+        empty = torch.empty(shape, dtype=torch.uint8 if spec.held_as else dtype, device="meta")
         _put(slots[spec.name], nn.Parameter(empty, requires_grad=spec.trainable))
     return slots
 

@@ -105,6 +105,10 @@ class Owning:
         for level in self._levels:
             level.gather()
 
+    def exchange(self, fill: Callable[[int], None]) -> None:
+        """Sum over all replicas what `fill` writes into the gradients; collective as `WeightStore.exchange` says."""
+        self._store.exchange(fill)
+
     def norm_squared(self) -> Tensor:
         """Return this rank's share of the squared gradient norm: that of the parts it lends, not of what it owns."""
         return self._store.norm_squared()

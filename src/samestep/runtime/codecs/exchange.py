@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.program.codecs import CODECS, CodedPart
+from samestep.program.codecs import CODECS, PLAIN, CodedPart
 from samestep.program.contributions import Contributions
 from samestep.runtime.codecs.codec import codec_of
 from samestep.runtime.processes.mesh import all_gather
@@ -55,6 +55,59 @@ def of_weights(rest: Rest, places: Iterable[tuple[str, int, int]]) -> Iterator[G
         start, stop = max(first, rest.start), min(first + numel, end)
         if start < stop:
             yield GivenBack(name, rest.key, start - first, rest.values[start - rest.start : stop - rest.start])
+
+
+class PlainExchange:
+    """The sum of one buffer as it is, through all steps of a run: a rank's own contributions first, then all ranks'."""
+
+    def __init__(self, made: Contributions, group: dist.ProcessGroup | None) -> None:
+        """Make an exchange over `group`, None of a single rank."""
+        self._made, self._group = made, group
+        self.begin_step()
+
+    def rests(self, number: int) -> Iterator[Rest]:
+        """Yield nothing, since nothing is lost."""
+        yield from ()
+
+    def scale(self, factor: float) -> None:
+        """Do nothing, since nothing is lost."""
+
+    def begin_step(self) -> None:
+        """Forget the contributions of the previous step."""
+        self._total: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, values: Sequence[Tensor]) -> None:
+        """Add this rank's next contribution, which may be written over then if it is not the last one."""
+        (value,) = values
+        if self._total is not None:
+            self._total += value
+        else:
+            self._total = value.clone() if self._made.each > 1 else value
+
+    def scatter(self, values: Sequence[Tensor]) -> dist.Work:
+        """Add the last contribution, and start to sum those of all ranks.
+
+        Collective over the group: if a rank does not call it, the others wait for it.
+        """
+        self.add(values)
+        work = dist.all_reduce(self._total, group=self._group, async_op=True)
+        assert work is not None
+        return work
+
+    def gather(self) -> dist.Work:
+        """Fail: an all_reduce leaves every rank the sum."""
+        raise AssertionError("what is summed as it is needs no all_gather")
+
+    @torch.no_grad()
+    def finish(self, values: Sequence[Tensor]) -> None:
+        """Leave the sum in the buffer; called when what it sends is there."""
+        if self._made.ranks == 1:
+            self.add(values)
+        (value,) = values
+        if self._total is not None and self._total is not value:
+            value.copy_(self._total)
+        self.begin_step()
 
 
 class CodedExchange:
@@ -174,3 +227,18 @@ class CodedExchange:
                 total = self._lost_by_sum[number].add_(total)
             self._codec.encode(total, part.block, mine[:, window])
         self._is_summed = True
+
+
+def exchange_of(
+    name: str,
+    parts: Sequence[CodedPart],
+    made: Contributions,
+    group: dist.ProcessGroup | None,
+    like: Tensor,
+    *,
+    gathers: bool,
+) -> CodedExchange | PlainExchange:
+    """Return the exchange of buffers as a codec writes them down, or as they are where `name` is `PLAIN`."""
+    if name == PLAIN:
+        return PlainExchange(made, group)
+    return CodedExchange(name, parts, made, group, like, gathers=gathers)

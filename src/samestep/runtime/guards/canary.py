@@ -36,7 +36,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.building.loss import as_number
 from samestep.errors import RepeatError, SamestepError, UnprovenError
-from samestep.job import Job, Waiver
+from samestep.job import Job
+from samestep.job_tables import Waiver
 from samestep.program.bodies import Task
 from samestep.runtime import evaluation, microbatches
 from samestep.runtime.assembly import Assembly
@@ -49,7 +50,7 @@ from samestep.runtime.guards.update_replay import UpdateReplay
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import Microbatches, StepBatch
 from samestep.runtime.preparation import Loss
-from samestep.runtime.processes.mesh import gather_objects
+from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport
 from samestep.schedules import TaskKind
@@ -176,10 +177,9 @@ class Canary(StepObserver):
             yield
             watched.task = None
         if watched.replay is not None and (misfit := watched.replay.misfit()):
-            optimizer = type(self._assembly.weights.updater.optimizer).__name__
             text = (
                 f"the update of {watched.replay.piece.name}, made again from the same value, gradient and state, differs "
-                f"by {misfit:.1e} of the largest weight: {optimizer} draws random numbers, looks at more than one element of a "
+                f"by {misfit:.1e} of the largest weight: {watched.replay.optimizer} draws random numbers, looks at more than one element of a "
                 "weight that the layout divides, or something else writes weights"
             )
             watched.findings.append(Finding("optimizer", text))
@@ -234,9 +234,10 @@ class Canary(StepObserver):
         with outside_step():
             if not self._largest(float(len(watched.findings))):
                 return
-            found = gather_objects([*watched.findings], self._assembly.parallel.mesh.size("world"))
+            mine = [(one.waiver, one.text) for one in watched.findings]
+            found = gather_values(mine, self._assembly.parallel.mesh.size("world"))
         watched.findings.clear()
-        rank, finding = next((rank, one) for rank, findings in enumerate(found) for one in findings)
+        rank, finding = next((rank, Finding(*one)) for rank, findings in enumerate(found) for one in findings)
         text = f"step {watched.batch.step + 1}, rank {rank}: {finding.text}"
         if finding.waiver in self._job.run.allow:
             self._waived.add(finding.waiver)
@@ -505,7 +506,7 @@ class Canary(StepObserver):
         """Return the versions and the norms of the weights: writing through `.data` leaves no version."""
         params = [param for param in self._model.parameters() if not param.is_meta]  # those of other stages are
         values = [getattr(param, "_local_tensor", param).detach() for param in params]
-        values = [value for value in values if value.numel()]
+        values = [value for value in values if value.numel() and value.is_floating_point()]  # bytes are ours alone
         norms = (
             torch.stack(torch._foreach_norm(values, 2.0, torch.float64)).nan_to_num(math.inf).tolist() if values else []
         )

@@ -32,7 +32,8 @@ from samestep.program.program import LedgerRow
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.ledger import Ledger, outside_step
 from samestep.runtime.pieces import Piece
-from samestep.runtime.processes.mesh import Mesh, gather_objects, group_among
+from samestep.runtime.processes.mesh import Mesh, group_among
+from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_report import StepReport
 
 TOLERANCE = 1e-3
@@ -58,7 +59,10 @@ class DriftMonitor:
         of_axis: dict[str, list[Piece]] = {}
         for piece in pieces:
             of_axis.setdefault(holdings[piece.name].data_axis, []).append(piece)
-        groups = _groups_of_equals(mesh, {axis: _digest_of(mesh, mine, holdings) for axis, mine in of_axis.items()})
+        made = step.contributions
+        replica = mesh.index(made.axis) if made is not None and made.ranks > 1 and step.trains_apart else 0
+        digests = {axis: f"{replica} {_digest_of(mesh, mine, holdings)}" for axis, mine in of_axis.items()}
+        groups = _groups_of_equals(mesh, digests)
         self._replicas = [(mine, groups[axis]) for axis, mine in of_axis.items()]
         """Pieces, with the group of the ranks that hold the same ones: experts have other replicas than the rest."""
         self._cut_ranks = _groups_of_equals(mesh, {"model": str(mesh.members("model"))})["model"] if cut_over else None
@@ -146,7 +150,7 @@ class DriftMonitor:
         )
 
     def _gathered(self, mine: Any) -> list[Any]:
-        return gather_objects(mine, self._mesh.size("world"))
+        return gather_values(mine, self._mesh.size("world"))
 
     def _raise_disagreement(self, step: int, mine: dict[str, tuple[Any, ...]]) -> None:
         """Raise an error that names the rank that differs from most of those that hold the same value.
@@ -201,7 +205,7 @@ def _groups_of_equals(mesh: Mesh, mine: Mapping[str, str]) -> dict[str, dist.Pro
     Collective over the world: every rank calls it, with or without a value for a name; if one does not, the others wait
     until the time limit.
     """
-    reports: list[Mapping[str, str]] = gather_objects(mine, mesh.size("world"))
+    reports: list[Mapping[str, str]] = gather_values(mine, mesh.size("world"))
     found: dict[str, dist.ProcessGroup | None] = dict.fromkeys(mine)
     for name in dict.fromkeys(name for one in reports for name in one):
         equals: dict[str, list[int]] = {}

@@ -30,7 +30,7 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.pending_logits import PendingLogits
 from samestep.runtime.dropout.mode import named_modules
 from samestep.runtime.optimizer_step import LARGEST_SUM
-from samestep.runtime.processes.mesh import gather_objects
+from samestep.runtime.processes.messages import gather_values
 from samestep.tracing.meta_tensors import tensors_in
 
 LARGEST_FLOAT16 = 65504
@@ -80,13 +80,13 @@ def cause_of_nonfinite(assembly: Assembly, run_forward_backward: Callable[[], Te
     if weights.updater.loss_scale.is_dynamic:
         for piece in weights.store.pieces:
             masters[piece.name] = max(masters.get(piece.name, 0.0), float(piece.master().abs().max()))
-        for others in gather_objects(masters, world_size):  # a rank may hold a part of a weight only
+        for others in gather_values(masters, world_size):  # a rank may hold a part of a weight only
             masters |= {name: max(most, masters.get(name, 0.0)) for name, most in others.items()}
     buffers = saved(module.buffers())
     with assembly.model.compiled.off():
         text = first_nonfinite(run_forward_backward, module, masters)
     put_back(buffers)
-    named = [f"{text} (rank {rank})" for rank, text in enumerate(gather_objects(text, world_size)) if text]
+    named = [f"{text} (rank {rank})" for rank, text in enumerate(gather_values(text, world_size)) if text]
     if named:
         return named[0]
     if weights.updater.loss_scale.is_dynamic:

@@ -8,8 +8,8 @@ shows that some rank has a reason, all ranks exchange theirs and raise the first
 from __future__ import annotations
 
 from samestep.errors import UnprovenError
-from samestep.job import RunTable, Waiver
-from samestep.runtime.processes.mesh import gather_objects
+from samestep.job_tables import RunTable, Waiver
+from samestep.runtime.processes.messages import gather_values
 
 REFUSED = 2.0**20
 """Added to the stop flag by a rank with a reason: more than the ranks that can ask to stop, exact in a sum."""
@@ -67,5 +67,5 @@ class Refusals:
         """
         if stop < REFUSED:
             return
-        found = [reason for reason in gather_objects(self._pending, world_size) if reason is not None]
+        found = [reason for reason in gather_values(self._pending, world_size) if reason is not None]
         raise UnprovenError(*found[0])

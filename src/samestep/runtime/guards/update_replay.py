@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from samestep.building.combined_optimizer import member_over
 from samestep.runtime.guards.model_state import unmoved_generators
 from samestep.runtime.optimizer_step import Updater
 from samestep.runtime.pieces import Piece
@@ -41,6 +42,7 @@ class UpdateReplay:
     def __init__(self, updater: Updater, piece: Piece, twin: Optimizer, copied: Tensor, half: _Half) -> None:
         self.piece = piece
         self._updater, self._twin, self._copy, self._half = updater, twin, copied, half
+        self.optimizer = type(twin).__name__
         self._largest = float(piece.master().abs().max())
         self._gradient = half.of(piece.gradient().view(piece.value.shape)).detach().clone()
 
@@ -93,12 +95,14 @@ def _twin_of(updater: Updater, piece: Piece, copied: Tensor, half: _Half) -> Opt
 
     None where its `step` is not the class's own, has hooks, or keeps objects that a copy would share with it.
     """
-    optimizer, value = updater.optimizer, piece.value
-    assert optimizer is not None
+    value = piece.value
+    assert updater.optimizer is not None
+    optimizer = member_over(updater.optimizer, value)
+    has_own_code = has_hooks(optimizer) or has_hooks(updater.optimizer)
     group = next((g for g in optimizer.param_groups if any(param is value for param in g["params"])), None)
     apart = ("state", "param_groups", "defaults", *(name for name in vars(optimizer) if name.endswith("_hooks")))
     own = {name: kept for name, kept in vars(optimizer).items() if name not in apart}
-    if group is None or "step" in own or has_hooks(optimizer) or not all(map(_is_plain, own.values())):
+    if group is None or "step" in own or has_own_code or not all(map(_is_plain, own.values())):
         return None
     options = {name: kept for name, kept in group.items() if name not in ("params", "param_names")}
     state = updater.state_of(piece)

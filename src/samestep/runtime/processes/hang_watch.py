@@ -39,8 +39,10 @@ class HangWatch:
             self._moved_s[rank] = now_s
         self._last[rank], self._answered_s[rank] = at, now_s
 
-    def check(self, working: Sequence[int], now_s: float) -> None:
+    def check(self, working: Sequence[int], now_s: float, *, says: bool = True) -> None:
         """Warn once where all ranks stand still, naming the one at fault, and end the run after `run.hang_s`.
+
+        Nothing is said where another watch does (`says`).
 
         Raises:
             WorkerError: no rank has moved for that long.
@@ -57,7 +59,7 @@ class HangWatch:
             return
         if still_s >= max(self._hang_s, steps_s):
             raise WorkerError(f"{self._text(working, still_s, now_s)}; run.hang_s = {self._hang_s:g}")
-        if not self._is_named:
+        if not self._is_named and says:
             self._is_named = True
             warnings.warn(self._text(working, still_s, now_s), stacklevel=2)
 

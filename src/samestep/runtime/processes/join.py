@@ -11,7 +11,6 @@ import errno
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -24,12 +23,13 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from samestep.errors import JobError, WorkerError
-from samestep.job import NO_MPS
+from samestep.job_tables import NO_MPS
+from samestep.runtime.processes.attempts import agreed_name
 from samestep.runtime.processes.binding import bind_near
+from samestep.runtime.processes.interfaces import LOOPBACK, interface_towards
 from samestep.runtime.processes.launchers import LaunchInfo, by_srun, by_torchrun, launch_info_from
 from samestep.runtime.processes.mesh import forget_groups
 
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAVE_SIGNAL = signal.SIGUSR1
 """Asks for a checkpoint; the run goes on. Slurm sends it with --signal=USR1@SECONDS before it sends SIGTERM."""
@@ -104,7 +104,7 @@ def join(
             bind_near(where)
         if made_group:
             # A run of one rank opens no port to the network: gloo listens even then, on the interface of this variable.
-            borrowed += set_defaults(loopback_variables()) if info.world_size == 1 and not info.path else ()
+            borrowed += set_defaults(_interfaces_of(info))
             per_node = _init_process_group(info, where, timeout_s, per_node)
     except BaseException:
         _return(borrowed)
@@ -190,9 +190,22 @@ def allocator_variables(device_type: str) -> dict[str, str]:
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if device_type == "cuda" and not is_given else {}
 
 
-def loopback_variables() -> dict[str, str]:
-    """Return the variables that keep gloo and nccl off the network."""
-    return {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
+def _interfaces_of(info: LaunchInfo) -> dict[str, str]:
+    """Return the variables of interfaces of a process that our own launcher did not start.
+
+    gloo would take the interface of this host's name, which is often its own loopback address; nccl finds its own.
+    """
+    if info.launcher == "samestep":
+        return {}
+    if info.world_size == 1:
+        return interface_variables()
+    towards = interface_towards(info.host) if info.host else ""
+    return {"GLOO_SOCKET_IFNAME": towards} if towards else {}
+
+
+def interface_variables(interface: str = LOOPBACK) -> dict[str, str]:
+    """Return the variables that keep gloo and nccl on one interface; the loopback one is off the network."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
 def set_defaults(variables: Mapping[str, str]) -> tuple[str, ...]:
@@ -311,9 +324,10 @@ def _store_of(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
         return FileStore(info.path, info.world_size)
     if info.world_size == 1:
         return HashStore()
-    if info.agent_prefix is not None:
-        agents = TCPStore(info.host, info.port, info.world_size, is_master=False, timeout=timeout)
-        return PrefixStore(info.agent_prefix, agents)
+    if info.store_is_kept:
+        kept = TCPStore(info.host, info.port, info.world_size, is_master=False, timeout=timeout)
+        name = agreed_name(PrefixStore("samestep", kept), info.rank, info.world_size, timeout.total_seconds())
+        return PrefixStore(f"samestep/{name}", kept)
     listening = _listen_on(info.host, info.port) if info.rank == 0 else None
     return TCPStore(
         info.host,

@@ -27,8 +27,8 @@ class LaunchInfo:
     port: int = 0
     path: str = ""
     """File through which our own workers meet; others meet at host:port."""
-    agent_prefix: str | None = None
-    """Prefix of our keys in the store of torchrun's agent; None where rank 0 holds the store."""
+    store_is_kept: bool = False
+    """Whether the store at host:port is that of another process, and may hold what earlier starts wrote; else rank 0 holds it."""
 
 
 def by_torchrun(env: Mapping[str, str]) -> bool:
@@ -64,12 +64,6 @@ def _torchrun_info(env: Mapping[str, str]) -> LaunchInfo:
     if world == 1:
         return LaunchInfo("torchrun")
     per_node = _number(env, "LOCAL_WORLD_SIZE", world)
-    prefix = None
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The agent keeps one store over all restarts, with the addresses of dead ranks in it (torch 2.13). Each agent
-        # counts restarts separately, so only on a single machine does the count identify the attempt on all ranks.
-        attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0") if per_node == world else "0"
-        prefix = f"samestep/{attempt}"
     return LaunchInfo(
         "torchrun",
         rank,
@@ -78,7 +72,7 @@ def _torchrun_info(env: Mapping[str, str]) -> LaunchInfo:
         per_node if world % per_node == 0 else 1,
         host=env["MASTER_ADDR"],
         port=_number(env, "MASTER_PORT"),
-        agent_prefix=prefix,
+        store_is_kept=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 

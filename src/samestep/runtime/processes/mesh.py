@@ -10,15 +10,11 @@ On NCCL all groups of an axis are made by one split of the world, in which every
 from __future__ import annotations
 
 import datetime
-import io
-import pickle
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from samestep import schedules
@@ -103,67 +99,6 @@ def build(program: Program, device: torch.device, timeout_s: float) -> Mesh:
         if (group := group_among(pairs, link, timeout_s, LINK + _named(ranks.group(rank, "pp")))) is not None:
             links[link] = group
     return Mesh(rank, ranks, device, groups, links, timeout_s)
-
-
-def gather_objects(mine: Any, world_size: int) -> list[Any]:
-    """Return the objects that all ranks pass, in the order of ranks.
-
-    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
-    """
-    if world_size == 1:
-        return [mine]
-    given: list[Any] = [None] * world_size
-    dist.all_gather_object(given, mine)
-    return given
-
-
-def broadcast_from(source: int, value: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return on every rank of a group what the global rank `source` passes, with its tensors on `device`.
-
-    A pickled tensor would be made on the sender's device again, so tensors are sent by themselves.
-
-    Collective over `group`: every rank of it calls it; if one does not, the others wait until the time limit.
-    """
-    tensors: list[Tensor] = []
-    message: list[Any] = [None]
-    if dist.get_rank() == source:
-        packed = io.BytesIO()
-        _WithoutTensors(packed, tensors).dump(value)
-        message = [(packed.getvalue(), [(tensor.shape, tensor.dtype) for tensor in tensors])]
-    dist.broadcast_object_list(message, src=source, group=group)
-    packed_bytes, described = message[0]
-    if dist.get_rank() != source:
-        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in described]
-    for tensor in tensors:
-        dist.broadcast(tensor, src=source, group=group)
-    return value if dist.get_rank() == source else _WithTensors(io.BytesIO(packed_bytes), tensors).load()
-
-
-class _WithoutTensors(pickle.Pickler):
-    """Pickles an object, and puts its tensors into a list instead."""
-
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_id(self, value: Any) -> int | None:
-        """Return the place of a tensor in the list; None for what is pickled."""
-        if not isinstance(value, Tensor):
-            return None
-        self._tensors.append(value.detach().contiguous())
-        return len(self._tensors) - 1
-
-
-class _WithTensors(pickle.Unpickler):
-    """Makes an object again from what `_WithoutTensors` wrote, with the tensors of a list."""
-
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, place: int) -> Tensor:
-        """Return a tensor by its place in the list."""
-        return self._tensors[place]
 
 
 _made: dict[tuple[str, float, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}

@@ -50,9 +50,7 @@ class ParentLink:
     def _answer(self, main_thread: int) -> None:
         with contextlib.suppress(EOFError, OSError):
             while self._pipe.recv_bytes() != b"leave":
-                frame = sys._current_frames().get(main_thread)
-                task, step, median_s = _task_in(frame), progress.watched_step(), progress.median_step_s()
-                self.report("at", Whereabouts(calls_made(), *_waiting_at(frame), task, step, median_s))
+                self.report("at", whereabouts_of(main_thread))
         self.may_leave.set()
 
 
@@ -71,6 +69,13 @@ class Whereabouts:
     step: int = 0
     """The step that it takes; 0 where it does what may take long."""
     median_step_s: float = 0.0
+
+
+def whereabouts_of(main_thread: int | None) -> Whereabouts:
+    """Return how far this process has come, by its main thread; another thread may ask."""
+    frame = sys._current_frames().get(main_thread) if main_thread else None
+    task, step, median_s = _task_in(frame), progress.watched_step(), progress.median_step_s()
+    return Whereabouts(calls_made(), *_waiting_at(frame), task, step, median_s)
 
 
 def calls_made() -> dict[str, int]:

@@ -27,6 +27,7 @@ import torch
 from samestep import errors
 from samestep.errors import SamestepError
 from samestep.runtime.processes import progress
+from samestep.runtime.processes.interfaces import LOOPBACK
 from samestep.runtime.processes.join import become_worker, join, leave
 from samestep.runtime.processes.launchers import LaunchInfo
 from samestep.runtime.processes.whereabouts import ParentLink, calls_made
@@ -54,9 +55,12 @@ def _exit_after_parent() -> None:
 class LaunchOptions:
     """The settings of one run, equal for all its workers."""
 
-    parent_pid: int
-    folder: str
     ranks: int
+    """The number of workers on all hosts."""
+    first_rank: int
+    """The first rank of this host."""
+    local_ranks: int
+    """The number of workers of this host."""
     ranks_per_node: int
     device_type: str
     threads: int
@@ -65,6 +69,13 @@ class LaunchOptions:
     """Seconds after which ranks that stand still in a step are ended; 0 lets them stand."""
     quiet: bool
     isolated: bool
+    interface: str = LOOPBACK
+    """The network interface over which ranks send."""
+    store: tuple[str, int] | None = None
+    """Host and port of the store where the ranks of several hosts meet; those of one host meet through a file."""
+    folder: str = ""
+    """The folder of what workers write, and of their store."""
+    parent_pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,7 +127,7 @@ def run_worker(
         link.may_leave.wait()  # while one rank still works, the others stay reachable
     except BaseException as error:
         # Exit without teardown: destroying the group could wait for peers that will not come.
-        failure = _failure_of(rank, error)
+        failure = failure_of(rank, error)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -129,10 +140,14 @@ def run_worker(
 def _launch_info_of(options: LaunchOptions, rank: int) -> LaunchInfo:
     if options.isolated:
         return LaunchInfo("samestep", 0, rank, path=str(Path(options.folder, f"store-{rank}")))
-    return LaunchInfo("samestep", rank, rank, options.ranks, options.ranks, path=str(Path(options.folder, "store")))
+    local, here = rank - options.first_rank, options.local_ranks
+    if options.store is not None:
+        host, port = options.store
+        return LaunchInfo("samestep", rank, local, options.ranks, here, host=host, port=port, store_is_kept=True)
+    return LaunchInfo("samestep", rank, local, options.ranks, here, path=str(Path(options.folder, "store")))
 
 
-def _failure_of(rank: int, error: BaseException) -> Failure:
+def failure_of(rank: int, error: BaseException) -> Failure:
     """Return an exception as a failure, in words that need none of its classes."""
     text = str(error)
     kind = type(error).__name__

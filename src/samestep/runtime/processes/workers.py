@@ -1,73 +1,59 @@
-"""Starting worker processes on this machine, and learning how each of them ends.
+"""Starting the worker processes of a run, and learning how each of them ends.
 
 ```
 run_workers ─┬─ fork ─> worker 0: ready, join, joined, main(place, ...), done + value ─┐
    listens   ├─ fork ─> worker 1: ready, join, joined, main(place, ...), done ─────────┤ all leave, once all are done
              └─ ...     each may end in: failed + (when, what, stderr), or a death that the parent sees
 ```
-Forking after torch is imported takes 0.03 s where a new process takes seconds. It is safe only without CUDA, without
-an OpenMP pool in use by both sides, and without autograd's device threads; otherwise workers are spawned.
-
 When one worker fails, its peers fail a moment later, with a closed connection. The parent therefore waits a moment and
 reports the first failure that is not such a consequence. A worker never outlives its parent.
 
-`runtime/processes/worker.py` is what a worker does, and `runtime/processes/join.py` its part in joining.
+`runtime/processes/local_workers.py` holds the workers of this machine, `runtime/processes/distant_workers.py` those of other
+hosts; `runtime/processes/worker.py` is what a worker does, and `runtime/processes/join.py` its part in joining.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import multiprocessing
+import dataclasses
 import os
-import pickle
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from samestep import errors
 from samestep.errors import JobError, SamestepError, WorkerError
+from samestep.runtime.processes.distant_workers import Away, DistantWorkers
 from samestep.runtime.processes.hang_watch import HangWatch
 from samestep.runtime.processes.join import (
     SAVE_SIGNAL,
     STOP_SIGNALS,
-    allocator_variables,
     checked_ranks_per_node,
     join,
     launched_from_outside,
     leave,
-    loopback_variables,
     resolve_device,
     restore_signals,
-    set_defaults,
 )
+from samestep.runtime.processes.local_workers import LocalWorkers
 from samestep.runtime.processes.whereabouts import PACKAGE, Whereabouts, lacks
-from samestep.runtime.processes.worker import Failure, LaunchOptions, run_worker
+from samestep.runtime.processes.worker import Failure, LaunchOptions
 
 T = TypeVar("T")
 
-_TAIL_LINES = 15  # lines of a dead worker's stderr and traceback that its parent shows
 _CAUSE_GRACE_S = 0.2  # an earlier cause may still be in another pipe
 _ECHO_GRACE_S = 3.0  # with consequences alone, the cause, most often a death, must still show up
 _ASK_EVERY_S = 1.0  # ranks are asked how far they have come
 _WAITING_S = 3.0  # in one call, before a rank counts as waiting
-_LEAVE_GRACE_S = 30.0  # a worker tears its process group down
-_IMPORTED_BY_STEPS = ("torch._dynamo", "samestep.runtime.run")
-"""What the first step of every rank imports (any optimizer of torch imports the first), in two seconds of processor time."""
 
 
 def default_ranks(device: str = "auto") -> int:
@@ -151,6 +137,7 @@ def run_workers(
     ranks_per_node: int | None = None,
     quiet: bool = False,
     isolated: bool = False,
+    away: Away | None = None,
 ) -> T:
     """Run `main(place, *args)` in `ranks` workers on this machine and return what rank 0 returns.
 
@@ -170,6 +157,7 @@ def run_workers(
         ranks_per_node: pretend that so many ranks share a machine; without it all do.
         quiet: rank 0 writes to files as well.
         isolated: the workers never meet: each is rank 0 of a run of one, and `place.local_rank` differs between them.
+        away: other hosts, which start some of the workers with a `main` of their own.
 
     Raises:
         SamestepError: a worker raised it; class and text are the same.
@@ -183,25 +171,35 @@ def run_workers(
     if ranks < 1:
         raise JobError(f"ranks={ranks}: a run needs at least 1")
     device_type = resolve_device(device)
-    if device_type == "cuda" and ranks > torch.cuda.device_count():
-        gpus = torch.cuda.device_count()
-        raise JobError(f"{ranks} ranks on {gpus} GPUs: each rank needs its own; ranks={gpus} or device=cpu works")
-    per_node = checked_ranks_per_node(ranks_per_node or ranks, ranks)
-    folder = tempfile.mkdtemp(prefix="samestep-")
+    here = away.num_ranks[0] if away else ranks
+    check_gpus(device_type, here)
+    per_node = checked_ranks_per_node(ranks_per_node or (away.ranks_per_node if away else ranks), ranks)
     limits = (timeout_s, hang_s)
-    options = LaunchOptions(os.getpid(), folder, ranks, per_node, device_type, threads, *limits, quiet, isolated)
+    options = LaunchOptions(ranks, 0, here, per_node, device_type, threads, *limits, quiet, isolated)
     global _last_stop_signal
-    pool = _WorkerPool(options)
-    try:
+    with away.store() if away else contextlib.nullcontext() as store:
+        if away:
+            options = dataclasses.replace(options, store=store, interface=away.interface)
+        local = LocalWorkers(options, main, args)
+        pool = _WorkerPool(options, [local, *(away.workers(options) if away else ())])
         with _forwarding_signals_to(pool):
             try:
-                pool.start(main, args)
+                pool.start()
                 return pool.watch()
             finally:
                 pool.end()
                 _last_stop_signal = pool.stop_signal
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_gpus(device_type: str, ranks: int) -> None:
+    """Refuse more ranks on this machine than it has GPUs, if they are to run on GPUs.
+
+    Raises:
+        JobError: there are too few.
+    """
+    if device_type == "cuda" and ranks > torch.cuda.device_count():
+        gpus = torch.cuda.device_count()
+        raise JobError(f"{ranks} ranks on {gpus} GPUs: each rank needs its own; ranks={gpus} or device=cpu works")
 
 
 _last_stop_signal = 0
@@ -210,42 +208,6 @@ _last_stop_signal = 0
 def last_stop_signal() -> int:
     """Return the first stop signal that came during the last `run_workers` of this process; 0 where none came."""
     return _last_stop_signal
-
-
-def _start_method(device_type: str, threads: int) -> str:
-    """Return fork where it is safe, else spawn."""
-    if sys.platform != "linux" or device_type == "cuda" or torch.cuda.is_initialized() or dist.is_initialized():
-        return "spawn"
-    # A forked worker whose parent has used an OpenMP pool hangs in its own first parallel region; with one thread it
-    # has no such region. There is no way to ask whether the parent has used one.
-    if threads > 1:
-        return "spawn"
-    return "spawn" if _autograd_has_threads() else "fork"
-
-
-def _autograd_has_threads() -> bool:
-    """Return whether a backward pass ran here on a machine with GPUs: autograd then refuses to run in a fork."""
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            if (task / "comm").read_text().startswith("pt_autograd"):
-                return True
-    return False
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str], defaults: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the processes started inside."""
-    old = {name: os.environ.get(name) for name in (*variables, *defaults)}
-    os.environ.update(variables)
-    set_defaults(defaults)
-    try:
-        yield
-    finally:
-        for name, value in old.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -263,57 +225,35 @@ def _forwarding_signals_to(pool: _WorkerPool) -> Iterator[None]:
 
 
 class _WorkerPool:
-    """The workers of one run, seen from their parent.
+    """The workers of one run, seen from the process that leads it.
 
     Each is in one phase: starting -> ready (it handles signals) -> joined -> done, or failed from any of them.
     """
 
-    def __init__(self, options: LaunchOptions) -> None:
+    def __init__(self, options: LaunchOptions, hosts: Sequence[LocalWorkers | DistantWorkers]) -> None:
         self.options = options
-        self.processes: list[BaseProcess] = []
-        self.pipes: list[connection.Connection] = []
-        self.phases: list[str] = []
+        self.hosts = hosts
+        self.phases = ["starting"] * options.ranks
         self.failures: list[Failure] = []
         self.value: Any = None
         self.calls_at_return: dict[int, Mapping[str, int]] = {}
         self.waiting: dict[int, tuple[float, Whereabouts]] = {}
         self.asked_at = 0.0
         self.hang_watch = HangWatch(options.ranks, options.hang_s)
+        self.signals: list[int] = []
+        self.num_obeyed = 0
+        """The number of signals that the workers were told of."""
         self.stop_signal = 0
         self.killed_by = 0
 
-    def start(self, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def start(self) -> None:
         """Start all workers.
 
         Raises:
             JobError: `main` cannot be imported by a new process.
         """
-        options = self.options
-        method = _start_method(options.device_type, options.threads)
-        if method == "fork":
-            for name in _IMPORTED_BY_STEPS:  # once, since forked workers have what their parent has imported
-                importlib.import_module(name)
-        context: Any = multiprocessing.get_context(method)
-        defaults = loopback_variables() | allocator_variables(options.device_type)
-        with _environment({"OMP_NUM_THREADS": str(options.threads)}, defaults), warnings.catch_warnings():
-            # Python 3.12 warns of threads at a fork; those of an imported torch are idle.
-            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-            for rank in range(options.ranks):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=run_worker, args=(options, rank, theirs, main, args), name=f"rank {rank}", daemon=False
-                )
-                self.pipes.append(ours)
-                try:
-                    process.start()
-                except (pickle.PicklingError, AttributeError, TypeError) as error:
-                    raise JobError(
-                        f"workers start as new processes here and must be able to import main: {error}"
-                    ) from None
-                finally:
-                    theirs.close()
-                self.processes.append(process)
-                self.phases.append("starting")
+        for host in reversed(self.hosts):  # other hosts first, which then start while this one does
+            host.start()
 
     def watch(self) -> Any:
         """Wait for all workers and return rank 0's value.
@@ -325,6 +265,7 @@ class _WorkerPool:
         deadline = time.monotonic() + self.options.timeout_s
         while any(phase != "done" for phase in self.phases):
             self._listen()
+            self._obey_signals()
             if self.killed_by:
                 raise KeyboardInterrupt if self.killed_by == signal.SIGINT else SystemExit(128 + self.killed_by)
             if self.failures and self._has_settled():
@@ -336,80 +277,64 @@ class _WorkerPool:
             late = self._ranks("starting") or self._ranks("ready")
             if late and not self.failures and time.monotonic() > deadline:
                 raise WorkerError(f"{self._named(late)} did not join within {self.options.timeout_s:g} s")
-        for pipe in self.pipes:
-            with contextlib.suppress(OSError):
-                pipe.send_bytes(b"leave")
-        deadline = time.monotonic() + _LEAVE_GRACE_S
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        for rank in range(self.options.ranks):
+            self._host_of(rank).tell(rank, "leave")
         return self.value
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Ask the workers to stop, or to save; kill them if they were asked to stop before."""
-        if number == SAVE_SIGNAL:
-            for rank in self._ranks("joined"):
-                self._send(rank, SAVE_SIGNAL)
-            return
-        if self.stop_signal:
-            self.killed_by = number
-            self._kill()
-        self.stop_signal = self.stop_signal or number
-        for rank in (*self._ranks("ready"), *self._ranks("joined")):
-            self._send(rank, signal.SIGTERM)
+        """Note a signal, which may interrupt a message to another host; the second one to stop kills our own workers."""
+        self.signals.append(number)
+        if len([one for one in self.signals if one != SAVE_SIGNAL]) > 1:
+            for rank in self.hosts[0].ranks:
+                self.hosts[0].kill(rank)
+
+    def _obey_signals(self) -> None:
+        """Ask the workers to save, or to stop."""
+        for number in self.signals[self.num_obeyed :]:
+            if number == SAVE_SIGNAL:
+                for rank in self._ranks("joined"):
+                    self._host_of(rank).signal(rank, SAVE_SIGNAL)
+            else:
+                self._stop(number, is_again=any(one != SAVE_SIGNAL for one in self.signals[: self.num_obeyed]))
+            self.num_obeyed += 1
 
     def end(self) -> None:
-        """Kill all workers that still run, and close their pipes."""
-        self._kill()
-        for process in self.processes:
-            process.join(_LEAVE_GRACE_S)
-        for pipe in self.pipes:
-            pipe.close()
+        """Wait for the workers that were told to leave, and kill those that still run."""
+        for host in self.hosts:
+            host.end()
 
-    def _kill(self) -> None:
-        for process in self.processes:
-            if process.exitcode is None:
-                _kill_group(process)
-
-    def _send(self, rank: int, number: int) -> None:
-        process = self.processes[rank]
-        if process.pid is not None and process.exitcode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+    def _stop(self, number: int, *, is_again: bool) -> None:
+        """Ask the workers to stop; end them if the same host was asked to stop before."""
+        if is_again:
+            self.killed_by = number
+        self.stop_signal = self.stop_signal or number
+        for rank in (*self._ranks("ready"), *self._ranks("joined")):
+            self._host_of(rank).signal(rank, signal.SIGTERM)
 
     def _listen(self) -> None:
         """Receive the workers' messages for a moment, and find those that have died."""
-        # Not the sentinels: a grandchild (a data loader's process) inherits them, and they outlast the worker.
-        for ready in connection.wait([pipe for pipe in self.pipes if not pipe.closed], timeout=0.1):
-            self._hear(self.pipes.index(ready))  # type: ignore[arg-type]
-        for rank, process in enumerate(self.processes):
-            if self.phases[rank] == "failed" or process.exitcode is None:
-                continue
-            while not self.pipes[rank].closed and self.pipes[rank].poll():
-                self._hear(rank)
-            if self.phases[rank] != "failed":
-                self._fail(Failure(rank, time.monotonic(), _death(process.exitcode)))
+        connection.wait([source for host in self.hosts for source in host.sources()], timeout=0.1)
+        for host in self.hosts:
+            for rank, word, value in host.hear():
+                self._hear(rank, word, value)
 
-    def _hear(self, rank: int) -> None:
-        """Receive one message."""
-        try:
-            word, value = pickle.loads(self.pipes[rank].recv_bytes())
-        except (EOFError, OSError):
-            self.pipes[rank].close()
-            return
+    def _hear(self, rank: int, word: str, value: Any) -> None:
+        """Take in one message."""
         if word == "failed":
             self._fail(value)
-            return
-        if word == "at":
+        elif word == "stop":
+            self._stop(value[0], is_again=value[1])
+        elif word == "at":
             since, before = self.waiting.get(rank, (0.0, None))
             self.waiting[rank] = (since if value == before else time.monotonic(), value)
             self.hang_watch.hear(rank, value, time.monotonic())
-            return
-        self.phases[rank] = word
-        if word == "done":
-            value, self.calls_at_return[rank] = value
-            self.value = value if rank == 0 else self.value
-        if word == "ready" and self.stop_signal:
-            self._send(rank, signal.SIGTERM)
+        else:
+            self.phases[rank] = word
+            if word == "done":
+                value, self.calls_at_return[rank] = value
+                self.value = value if rank == 0 else self.value
+            if word == "ready" and self.stop_signal:
+                self._host_of(rank).signal(rank, signal.SIGTERM)
 
     def _ask(self) -> None:
         """Ask every second the ranks that work how far they have come."""
@@ -417,8 +342,7 @@ class _WorkerPool:
             return
         self.asked_at = time.monotonic()
         for rank in self._ranks("joined"):
-            with contextlib.suppress(OSError):
-                self.pipes[rank].send_bytes(b"at")
+            self._host_of(rank).tell(rank, "at")
 
     def _check_waiting(self) -> None:
         """Find out whether every rank that has not returned waits for one that has, which will never come.
@@ -452,7 +376,7 @@ class _WorkerPool:
     def _fail(self, failure: Failure) -> None:
         self.phases[failure.rank] = "failed"
         self.failures.append(failure)
-        _kill_group(self.processes[failure.rank])  # together with the processes it started
+        self._host_of(failure.rank).kill(failure.rank)  # together with the processes it started
 
     def _has_settled(self) -> bool:
         """Return whether waiting longer will not reveal another cause of the failures."""
@@ -473,38 +397,15 @@ class _WorkerPool:
             lines = [f"{self._named(silent)} did not answer; {lines[0]}"]
         elif first.is_echo and (gone := self._ranks("done")):
             lines = [f"{lines[0]}, after {self._named(gone)} had returned"]
-        return WorkerError("\n".join(lines + _tail_of(first, self.options.folder)))
+        return WorkerError("\n".join([*lines, *(f"  {line}" for line in first.lines)]))
+
+    def _host_of(self, rank: int) -> LocalWorkers | DistantWorkers:
+        return next(host for host in self.hosts if rank in host.ranks)
 
     def _ranks(self, phase: str) -> list[int]:
         return [rank for rank, its in enumerate(self.phases) if its == phase]
 
     def _named(self, ranks: list[int]) -> str:
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.options.ranks}"
-
-
-def _kill_group(process: BaseProcess) -> None:
-    """Kill a worker and the processes it started, which are in its process group."""
-    if process.pid is None:
-        return
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    if process.exitcode is None:  # it may not have had time to make its group
-        process.kill()
-
-
-def _tail_of(failure: Failure, folder: str) -> list[str]:
-    """Return the last lines that a worker wrote to stderr, its traceback included."""
-    file = Path(folder, f"{failure.rank}.err")
-    written = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
-    return [f"  {line}" for line in (*written, *failure.lines)][-_TAIL_LINES:]
-
-
-def _death(exit_code: int) -> str:
-    """Return how a process ended that reported nothing itself."""
-    if exit_code >= 0:
-        return f"died: it exited with status {exit_code} before it was done"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = f"signal {-exit_code}"
-    return f"died: killed by {name}{' (out of memory?)' if -exit_code == signal.SIGKILL else ''}"
+        hosts = {self._host_of(rank).host for rank in ranks} - {""}
+        on = f" on {', '.join(sorted(hosts))}" if hosts else ""
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self.options.ranks}{on}"

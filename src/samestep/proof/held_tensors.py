@@ -1,0 +1,138 @@
+"""What a rank holds of tensors: a copy of its part of each, with the places of the elements in the whole tensor.
+
+A cut tensor is recorded with the place of each of its elements, so that a comparison need not know how it was cut. Where
+replicas are trained apart, each has weights, gradients and states of its own, recorded as `NAME of replica N`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from samestep.runtime import placement
+from samestep.runtime.assembly import Assembly
+from samestep.runtime.checkpoint_state import runs_elsewhere
+from samestep.runtime.pieces import Piece
+from samestep.runtime.run import Run
+from samestep.runtime.stored_pieces import slice_of
+
+
+@dataclass(slots=True)
+class HeldTensor:
+    """The part of one tensor that a rank holds: its elements, and their places in the flattened whole tensor."""
+
+    name: str
+    values: Tensor
+    places: Tensor | range
+    """The index of each element in the flattened whole tensor; -1 for padding."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """A key that is equal for parts with the same elements of the same tensor."""
+        if isinstance(self.places, range):
+            return (self.name, self.places.start, self.places.stop)
+        return (self.name, xxhash.xxh3_64_intdigest(self.places.numpy().tobytes()))
+
+
+def replicas_of(run: Run) -> list[tuple[str, Assembly]]:
+    """Return the assemblies of this rank's replicas that are trained apart, each with what follows a weight's name in a
+    record of it; the run's own where all ranks train one model.
+    """
+    if run.replicas is None:
+        return [("", run.assembly)]
+    return [(of_replica(number), assembly) for number, assembly in run.replicas.numbered]
+
+
+def held_gradients(run: Run) -> list[HeldTensor]:
+    """Return a copy of the gradients of the last step; behind an exchange, which writes over them, of the averaged moves."""
+    if run.replicas is not None and run.replicas.is_due(run.steps_taken):
+        return _copied((p.name, p.gradient(), places_of(run, p)) for p in run.replicas.pieces)
+    return _copied(
+        (f"{piece.name}{whose}", piece.gradient(), places_of(run, piece))
+        for whose, assembly in replicas_of(run)
+        for piece in assembly.weights.updater.pieces
+    )
+
+
+def held_weights(run: Run) -> list[HeldTensor]:
+    """Return a copy of the weights that this rank updates, as the forward uses them; of replicas the outer ones too."""
+    found: list[tuple[str, Tensor, Tensor | range]] = [
+        (f"{piece.name}{whose}", piece.master(), places_of(run, piece))
+        for whose, assembly in replicas_of(run)
+        for piece in assembly.weights.updater.pieces
+    ]
+    if run.replicas is not None:
+        outer = zip(run.replicas.pieces, run.replicas.weights, strict=True)
+        found += [(piece.name, weight, places_of(run, piece)) for piece, weight in outer]
+    return _copied(found)
+
+
+def held_state(run: Run) -> list[HeldTensor]:
+    """Return a copy of the optimizer's state: tensors shaped like their weights, and others, such as a number of steps."""
+    held: list[tuple[str, Tensor, Tensor | range]] = []
+    if run.updater.optimizer is None:
+        return []
+    for whose, piece, key, value in _states(run):
+        name = f"{piece.name}{whose}/{key}"
+        if isinstance(value, Tensor) and value.shape == piece.value.shape:
+            held.append((name, value, places_of(run, piece)))
+        elif isinstance(value, Tensor | int | float):
+            number = torch.as_tensor(value)  # or the state of a whole weight, such as a number a row
+            held.append((name, number, range(number.numel())))
+    return _copied(held)
+
+
+def _states(run: Run) -> Iterator[tuple[str, Piece, str, Any]]:
+    for whose, assembly in replicas_of(run):
+        updater = assembly.weights.updater
+        for piece in updater.pieces:
+            for key, value in updater.state_of(piece).items():
+                yield whose, piece, key, value
+
+
+def held_buffers(run: Run) -> list[HeldTensor]:
+    """Return a copy of the buffers of the layers that this rank runs."""
+    return _copied(
+        (name, buffer, range(buffer.numel()))
+        for name, buffer in run.model.named_buffers()
+        if not runs_elsewhere(run.program, name)
+    )
+
+
+def _copied(found: Iterable[tuple[str, Tensor, Tensor | range]]) -> list[HeldTensor]:
+    """Copy tensors to the CPU, all of one dtype into one storage: thousands of small tensors would be slow to write and read."""
+    names, tensors, places = zip(*found, strict=True) if (found := list(found)) else ((), (), ())
+    flat = [tensor.detach().flatten().cpu() for tensor in tensors]
+    kept = list(flat)
+    for dtype in {tensor.dtype for tensor in flat}:
+        members = [index for index, tensor in enumerate(flat) if tensor.dtype == dtype]
+        parts = torch.split(torch.cat([flat[index] for index in members]), [flat[index].numel() for index in members])
+        for index, part in zip(members, parts, strict=True):
+            kept[index] = part
+    return [HeldTensor(*one) for one in zip(names, kept, places, strict=True)]
+
+
+def places_of(run: Run, piece: Piece) -> Tensor | range:
+    """Return the indices of a piece's elements in the flattened whole weight."""
+    lies = slice_of(run, piece)
+    if lies == placement.whole(lies.shape):
+        return range(piece.start, piece.stop)
+    return lies.runs(piece.start, piece.stop).positions()
+
+
+def held_whole(tensors: Mapping[str, Tensor]) -> list[HeldTensor]:
+    """Return a copy of whole tensors."""
+    return [
+        HeldTensor(name, tensor.detach().flatten().cpu().clone(), range(tensor.numel()))
+        for name, tensor in tensors.items()
+    ]
+
+
+def of_replica(number: int) -> str:
+    """Return what follows a weight's name in a record of a replica that is trained apart."""
+    return f" of replica {number}"

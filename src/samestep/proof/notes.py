@@ -1,0 +1,37 @@
+"""What the workers of a proof leave for each other in its folder: NOTE.json, and the tensors that it names in NOTE.safetensors.
+
+The folder lies where temporary files do, so a note is read as plain data (`runtime/plain_data.py`), which runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from samestep.proof.held_tensors import HeldTensor
+from samestep.proof.observation import Observation, ObservedStep, Output, PlainSteps
+from samestep.proof.verdict import Check
+from samestep.runtime import tensor_file
+from samestep.runtime.plain_data import Packer, unpacked
+
+_CLASSES = (Observation, ObservedStep, PlainSteps, HeldTensor, Output, Check)
+
+
+def write(note: Path, value: Any) -> None:
+    """Write a value in the place of the note that there may be: records of a proof, and plain values with tensors."""
+    packer = Packer("", _CLASSES)
+    record = packer.packed(value)
+    for path in (text := note.with_suffix(".json"), tensors := note.with_suffix(".safetensors")):
+        path.unlink(missing_ok=True)
+    tensor_file.write(tensors, {name: tensor.cpu() for name, tensor in packer.tensors.items()})
+    text.write_text(json.dumps(record), encoding="utf-8")
+
+
+def read(note: Path) -> Any:
+    """Return the value of a note; its tensors lie in the file, of which the pages that are used are read."""
+    record = json.loads(note.with_suffix(".json").read_text(encoding="utf-8"))
+    with safe_open(note.with_suffix(".safetensors"), "pt") as file:
+        return unpacked(record, file.get_tensor, _CLASSES)

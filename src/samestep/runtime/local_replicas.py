@@ -1,0 +1,200 @@
+"""Replicas that are trained apart: each takes H steps of its own, then all go on from one outer step (local SGD, DiLoCo).
+
+`numerics.replicas = R` divides the global batch into R equal runs of samples, and `numerics.exchange_every = H` says how
+many steps each replica takes on its run with weights and optimizer states of its own. Of the outer weights w, from which
+all replicas started, and the weights w_r of each after H steps:
+
+    g = 1/R sum_r (w - w_r)      the averaged move, which compression may round, with what it lost before
+    m = mu m + g
+    w = w - eta (g + mu m)       Nesterov's momentum, as torch.optim.SGD writes it
+    w_r = w                      on which each replica goes on, with its own optimizer states as they are
+
+eta = 1 and mu = 0 average weights: local SGD (Stich 2019, arXiv:1805.09767). eta = 0.7 and mu = 0.9 with AdamW inside are
+DiLoCo (Douillard et al. 2023, arXiv:2311.08105). The job fixes R and H, so a layout only says where replicas are trained:
+
+    R = 4    dp=4                        dp=2                          dp_replicate=4 dp_shard=2
+    rank 0   replica 0                   replicas 0 and 1 in turn      half of replica 0
+    rank 1   replica 1                   replicas 2 and 3 in turn      half of replica 0
+
+A rank that trains several holds a whole assembly of each: weights, gradients, optimizer. The last exchange follows the last
+step of the job, whether or not H divides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.errors import ModelError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.program.ops import REPLICA_SCALARS
+from samestep.runtime.assembly import Assembly, assemble
+from samestep.runtime.pieces import Piece
+from samestep.runtime.preparation import Source, prepare, with_new_blueprint
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.update_rule import is_torchs_own
+
+OF_REPLICA = ":"
+"""The separator, in the keys of a checkpoint's states, between a replica and what it is of it."""
+OUTER = "outer"
+"""What the momentum of the outer weights is named by, where a replica is named by its number."""
+WEIGHT = "weight"
+"""The name among a replica's states of its own weights."""
+
+
+@dataclass(slots=True)
+class LocalReplicas:
+    """The replicas that this rank trains, and its part of the outer weights."""
+
+    assemblies: list[Assembly]
+    first: int
+    """The number of this rank's first replica."""
+    weights: list[Tensor]
+    """The outer weights, one tensor for each piece of an assembly."""
+    momentum: list[Tensor]
+    job: Job
+    is_fresh: bool = True
+    """Whether every replica has the outer weights."""
+
+    @classmethod
+    def of(cls, assemblies: Sequence[Assembly], job: Job) -> LocalReplicas:
+        """Return the replicas of assemblies with equal weights, which the outer weights begin with.
+
+        Raises:
+            ModelError: the optimizer may keep more than the states of weights.
+        """
+        parallel, optimizer = assemblies[0].parallel, assemblies[0].weights.updater.optimizer
+        if optimizer is not None and not is_torchs_own(optimizer):
+            raise ModelError(
+                f"numerics.exchange_every = {job.numerics.exchange_every}: what {type(optimizer).__name__} keeps besides the "
+                "states of weights would differ between replicas; a class of torch.optim works, and so does exchange_every = 1"
+            )
+        made = parallel.program.step.contributions
+        assert made is not None
+        first = parallel.mesh.index(made.axis) * made.each if made.ranks > 1 else 0
+        pieces = assemblies[0].weights.updater.pieces
+        weights = [piece.master().clone() for piece in pieces]
+        return cls([*assemblies], first, weights, [torch.zeros_like(one) for one in weights], job)
+
+    @classmethod
+    def assembled(cls, source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> LocalReplicas:
+        """Build, cut and fill a model for each replica of one rank; they begin with equal weights.
+
+        Collective over the world, as `assemble` says.
+
+        Raises:
+            InputError: the model, the optimizer or the number of processes does not fit the layout or the job.
+        """
+        source = replace(source, prepared=source.prepared or prepare(source, job, example))
+        found = [assemble(source, layout, job, place, example)]
+        while len(found) < found[0].parallel.program.step.replicas_each:
+            another = replace(source, prepared=with_new_blueprint(source, job))
+            found.append(assemble(another, layout, job, place, example))
+        return cls.of(found, job)
+
+    @property
+    def numbered(self) -> Iterator[tuple[int, Assembly]]:
+        """The replicas of this rank, with their numbers among all."""
+        return enumerate(self.assemblies, self.first)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The pieces of the first replica, in whose order the outer weights are."""
+        return self.assemblies[0].weights.updater.pieces
+
+    def is_due(self, steps_taken: int) -> bool:
+        """Return whether an exchange follows so many steps."""
+        return steps_taken % self.job.numerics.exchange_every == 0 or steps_taken == self.job.train.steps
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Average the moves of all replicas, take the outer step, and let every replica go on from there.
+
+        The gradients of the first replica are the averaged moves then. Collective over the axis of the program's
+        contributions: if a rank does not call it, the others wait until the time limit.
+        """
+        numerics, store = self.job.numerics, self.assemblies[0].weights.store
+        store.exchange(self._write_move)
+        moves = [piece.gradient() for piece in self.pieces]
+        for weight, momentum, move in zip(self.weights, self.momentum, moves, strict=True):
+            step = move.div_(numerics.replicas).view_as(weight)
+            momentum.mul_(numerics.outer_momentum).add_(step)
+            weight.sub_(step + numerics.outer_momentum * momentum, alpha=numerics.outer_lr)
+        self.go_on_from_outer()
+
+    def _write_move(self, index: int) -> None:
+        """Write what the weights of one of this rank's replicas have moved by into the gradients of the first one."""
+        theirs = self.assemblies[index].weights.updater.pieces
+        for piece, other, weight in zip(self.pieces, theirs, self.weights, strict=True):
+            gradient = piece.gradient()
+            gradient.copy_((weight - other.master()).view_as(gradient))
+
+    def go_on_from_outer(self) -> None:
+        """Set the weights of every replica of this rank to the outer ones.
+
+        Collective over `dp_shard` with zero=1, as `WeightStore.publish` says.
+        """
+        for assembly in self.assemblies:
+            set_weights(assembly, self.weights)
+        self.is_fresh = True
+
+    @contextmanager
+    def outer(self) -> Iterator[None]:
+        """Let the first replica have the outer weights inside.
+
+        Collective over `dp_shard` with zero=1, as `WeightStore.publish` says.
+        """
+        if self.is_fresh:
+            yield
+            return
+        own = [piece.master().clone() for piece in self.pieces]
+        set_weights(self.assemblies[0], self.weights)
+        try:
+            yield
+        finally:
+            set_weights(self.assemblies[0], own)
+
+    def change(self, change: Callable[[Assembly], Assembly]) -> None:
+        """Go on with assemblies that are derived from these."""
+        self.assemblies = [change(assembly) for assembly in self.assemblies]
+
+    @torch.no_grad()
+    def restart(self, start: Sequence[Tensor]) -> None:
+        """Begin again from these weights, one tensor for each piece, without momentum."""
+        for weight, momentum, value in zip(self.weights, self.momentum, start, strict=True):
+            weight.copy_(value.view_as(weight))
+            momentum.zero_()
+        self.go_on_from_outer()
+
+    def states(self, piece_index: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield what is kept of one piece: by each replica's number, its weights and its optimizer's state of them."""
+        for number, assembly in self.numbered:
+            updater = assembly.weights.updater
+            piece = updater.pieces[piece_index]
+            yield str(number), {WEIGHT: piece.master(), **updater.state_of(piece)}
+
+    def sums(self, own: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Return the scalars of all replicas, zeros but for this rank's `own`, one float64 [3] for each of its replicas."""
+        found = torch.zeros(self.job.numerics.replicas, len(REPLICA_SCALARS), dtype=torch.float64, device=device)
+        for (number, _), scalars in zip(self.numbered, own, strict=True):
+            found[number] = scalars
+        return found.view(-1)
+
+
+@torch.no_grad()
+def set_weights(assembly: Assembly, values: Sequence[Tensor]) -> None:
+    """Set the master weights of an assembly, one tensor for each piece, and publish them.
+
+    Collective over `dp_shard` with zero=1, as `WeightStore.publish` says.
+    """
+    updater = assembly.weights.updater
+    for piece, value in zip(updater.pieces, values, strict=True):
+        piece.set_master(value)
+    updater.publish()
+    assembly.weights.store.publish()

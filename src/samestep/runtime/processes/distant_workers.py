@@ -1,0 +1,235 @@
+"""The workers of another host: the leading host sees them as its own, and the other one starts them and passes words on.
+
+```
+leading host                       channel                             following host
+DistantWorkers ── run, tell at, tell leave, signal, kill, end ──► Follower ── LocalWorkers ── its ranks
+               ◄── ready, joined, at, done, failed; stop ───────
+```
+All of it is JSON. Who waits for whom, which failure was the first and when a run hangs is decided in one place, by the
+leading host (`runtime/processes/workers.py`), which ends the run on every host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing import connection
+from types import FrameType
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from samestep.errors import SamestepError, WorkerError
+from samestep.runtime.processes.channel import Channel
+from samestep.runtime.processes.join import STOP_SIGNALS, restore_signals
+from samestep.runtime.processes.local_workers import LocalWorkers
+from samestep.runtime.processes.meeting import Meeting
+from samestep.runtime.processes.whereabouts import Whereabouts
+from samestep.runtime.processes.worker import Failure, LaunchOptions, failure_of
+
+_starts = itertools.count()
+_END_GRACE_S = 40.0  # another host waits for its workers to leave
+
+
+class DistantWorkers:
+    """The workers of one run on another host, seen from the leading one."""
+
+    def __init__(self, channel: Channel, ranks: range, order: Mapping[str, Any]) -> None:
+        self.host, self.ranks = channel.peer, ranks
+        self._channel, self._order = channel, order
+        self._over: set[int] = set()
+
+    def start(self) -> None:
+        """Ask the other host to start its workers."""
+        self._channel.send({"run": dict(self._order)})
+
+    def sources(self) -> list[Any]:
+        """Return what can be waited for: the channel."""
+        return [] if self._channel.lost else [self._channel]
+
+    def hear(self) -> Iterator[tuple[int, str, Any]]:
+        """Yield the messages that have come, as rank, word and value; a host that is lost is a failure of all its ranks."""
+        for message in self._channel.receive():
+            if "stop" in message:
+                yield self.ranks.start, "stop", (message["stop"], message["again"])
+            elif message["start"] != self._order["start"]:
+                continue  # of workers that have ended late
+            elif message.get("word") == "failed":
+                failure = dict(message["value"])
+                failure["time_s"] = time.monotonic() - failure.pop("age_s")
+                failure["lines"] = tuple(failure["lines"])
+                failure["text"] = f"on {self.host}: {failure['text']}"
+                self._over.add(message["rank"])
+                yield message["rank"], "failed", Failure(**failure)
+            elif message.get("word") == "at":
+                yield message["rank"], "at", Whereabouts(**message["value"])
+            elif "word" in message:
+                yield message["rank"], message["word"], message["value"]
+        for rank in self.ranks if self._channel.lost else ():
+            if rank not in self._over:
+                self._over.add(rank)
+                yield rank, "failed", Failure(rank, time.monotonic(), f"is lost with its host: {self._channel.lost}")
+
+    def tell(self, rank: int, word: str) -> None:
+        """Ask a worker how far it has come (`at`), or tell it that it may leave (`leave`)."""
+        if word == "leave":
+            self._over.add(rank)
+        self._channel.send({"tell": word, "rank": rank})
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a worker."""
+        self._channel.send({"signal": int(number), "rank": rank})
+
+    def kill(self, rank: int) -> None:
+        """Kill a worker and the processes it started."""
+        self._channel.send({"kill": True, "rank": rank})
+
+    def end(self) -> None:
+        """End the workers of the other host, and wait until they are gone."""
+        self._channel.send({"end": True})
+        end_s = time.monotonic() + _END_GRACE_S
+        while not self._channel.lost and time.monotonic() < end_s:
+            connection.wait(self.sources(), timeout=1.0)
+            messages = self._channel.receive()
+            if any("ended" in message and message["start"] == self._order["start"] for message in messages):
+                return
+
+
+@dataclass(frozen=True)
+class Away:
+    """The other hosts of a run, the number of ranks of each, and what they are told to do."""
+
+    meeting: Meeting
+    num_ranks: tuple[int, ...]
+    """The number of ranks of this host, and of each of the others."""
+    order: Mapping[str, Any]
+    """What a follower needs besides, to know its function and its arguments."""
+
+    @property
+    def interface(self) -> str:
+        """The interface of this host over which the hosts met."""
+        return self.meeting.interface
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The ranks of every host; 1 where they differ."""
+        return self.num_ranks[0] if len({*self.num_ranks}) == 1 else 1
+
+    @contextlib.contextmanager
+    def store(self) -> Iterator[tuple[str, int]]:
+        """Hold the store in which the ranks of one start find each other, on this host's address alone; yield its address."""
+        # A new one for each start: the addresses of dead ranks must not be found.
+        family = socket.AF_INET6 if ":" in self.meeting.address else socket.AF_INET
+        listening = socket.create_server((self.meeting.address, 0), family=family)
+        host, port, *_ = listening.getsockname()
+        held = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+        yield host, port
+        del held
+
+    def workers(self, options: LaunchOptions) -> Iterator[DistantWorkers]:
+        """Yield the workers of each other host."""
+        first = self.num_ranks[0]
+        for channel, count in zip(self.meeting.followers, self.num_ranks[1:], strict=True):
+            given = {"ranks": options.ranks, "first_rank": first, "local_ranks": count, "store": options.store}
+            given |= {"ranks_per_node": options.ranks_per_node, "start": next(_starts)}
+            yield DistantWorkers(channel, range(first, first + count), {**self.order, **given})
+            first += count
+
+
+class Follower:
+    """This host's part of a run that another host leads: it starts workers as it is told, until it is told why all is over."""
+
+    def __init__(self, leader: Channel, workers_of: Callable[[Mapping[str, Any]], LocalWorkers]) -> None:
+        self._leader, self._workers_of = leader, workers_of
+        self._workers: LocalWorkers | None = None
+        self._signals: list[int] = []
+        self._num_passed_on = 0
+        self._start = -1
+        """The number that the leading host gave to the start of these workers."""
+
+    def follow(self) -> dict[str, Any]:
+        """Do as the leading host says, and return its last word.
+
+        Raises:
+            WorkerError: the leading host is lost.
+        """
+        handlers: dict[int, Any] = {
+            number: signal.signal(number, self._on_signal)
+            for number in STOP_SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        try:
+            while True:
+                sources: list[Any] = [self._leader, *(self._workers.sources() if self._workers else ())]
+                connection.wait(sources, timeout=0.1)
+                self._pass_on()
+                for message in self._leader.receive():
+                    if "bye" in message:
+                        last: dict[str, Any] = message["bye"]
+                        return last
+                    self._obey(message)
+                if self._leader.lost:
+                    raise WorkerError(f"the leading host {self._leader.peer} is gone: {self._leader.lost}")
+        finally:
+            self._end()
+            restore_signals(handlers)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)  # a handler may interrupt a message that is being sent
+
+    def _pass_on(self) -> None:
+        """Pass on what the workers say, and the stop signals of this process."""
+        while self._num_passed_on < len(self._signals):
+            number, is_again = self._signals[self._num_passed_on], self._num_passed_on > 0
+            self._say({"stop": int(number), "again": is_again})
+            self._num_passed_on += 1
+        for rank, word, value in self._workers.hear() if self._workers else ():
+            self._say({"rank": rank, "word": word, "value": _written(word, value)})
+
+    def _obey(self, message: Mapping[str, Any]) -> None:
+        """Do what one message of the leading host says."""
+        if "run" in message:
+            order = message["run"]
+            self._start = order["start"]
+            try:
+                self._workers = self._workers_of(order)
+                self._workers.start()
+            except SamestepError as error:
+                failure = failure_of(order["first_rank"], error)
+                value = _written("failed", failure)
+                self._say({"rank": failure.rank, "word": "failed", "value": value})
+        elif "end" in message:
+            self._end()
+            self._say({"ended": True})
+        elif self._workers is not None:
+            if "tell" in message:
+                self._workers.tell(message["rank"], message["tell"])
+            elif "signal" in message:
+                self._workers.signal(message["rank"], message["signal"])
+            elif "kill" in message:
+                self._workers.kill(message["rank"])
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        self._leader.send({**message, "start": self._start})
+
+    def _end(self) -> None:
+        if self._workers is not None:
+            self._workers.end()
+            self._workers = None
+
+
+def _written(word: str, value: Any) -> Any:
+    """Return the value of a worker's message in the types of JSON."""
+    if word == "failed":
+        failure = dataclasses.asdict(value)
+        failure["age_s"] = time.monotonic() - failure.pop("time_s")
+        return failure
+    if word == "at":
+        return dataclasses.asdict(value)
+    return (None, value[1]) if word == "done" else None

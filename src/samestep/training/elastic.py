@@ -1,0 +1,92 @@
+"""Going on with fewer ranks, where some cannot be had again: hosts that are lost, or a worker that fails wherever it starts.
+
+The job says what is computed, so the global batch and the samples of every step stay as they are. Of the layout only the data
+degrees become smaller, or `--layout auto` plans anew. A run does so within `--ranks MIN:MAX`, or else it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from samestep.errors import InputError, WorkerError
+from samestep.layout import Layout
+from samestep.runtime.processes.meeting import Meeting
+from samestep.training.check import Checked, placed, searched
+
+
+@dataclass(frozen=True)
+class Elasticity:
+    """What a run may do where ranks are lost for good."""
+
+    least: int | None
+    """The smallest number of ranks to go on with; None where the run needs all."""
+    plans_anew: bool
+    """Whether the layout is searched, so that all of it may change."""
+    meeting: Meeting | None = None
+    """The hosts of the run, if there are several."""
+
+    def without_lost(self, checked: Checked, error: WorkerError, *, is_again: bool) -> Checked | None:
+        """Return the run on the ranks that are left after a failure; None where nothing says that some are lost for good.
+
+        Hosts are lost whose connection is; and where the same failure came again, one rank counts as lost.
+
+        Raises:
+            WorkerError: no layout of the ranks that are left is allowed and legal; the text says what would be.
+        """
+        world = checked.layout.world_size
+        hosts = self.meeting.num_hosts if self.meeting else 1
+        lost = self.meeting.drop_lost() if self.meeting else []
+        if not lost and (not is_again or self.least is None):
+            return None
+        left = world // hosts * (hosts - len(lost)) if lost else world - 1
+        if self.least is None:
+            raise WorkerError(f"{error}\n{left} ranks are left: --ranks {left}:{world} lets a run go on with them")
+        fewer = self._fewer(checked, left, hosts - len(lost), error)
+        print(f"goes on with {fewer.layout.world_size} of {world} ranks, layout {str(fewer.layout)!r}", flush=True)
+        return fewer
+
+    def _fewer(self, checked: Checked, left: int, hosts: int, error: WorkerError) -> Checked:
+        """Return the run in the first legal layout of at most `left` ranks, of which each host has as many."""
+        refused, least = "", self.least or 1
+        for ranks in range(left, least - 1, -1):
+            if ranks % hosts:
+                continue
+            for layout in self._layouts(checked, ranks, hosts):
+                try:
+                    per_node = checked.workload.job.run.ranks_per_node or (ranks // hosts if hosts > 1 else None)
+                    layout, why = placed(checked.workload, layout, per_node)
+                except InputError as reason:
+                    refused = refused or f": {reason}"
+                    continue
+                return dataclasses.replace(checked, layout=layout, why=why, ranks_per_node=per_node)
+        given, together = checked.layout, checked.layout.world_size // checked.layout.dp
+        works = f"a number of ranks that {together} divides, or --layout auto, which plans anew, works"
+        if self.plans_anew:
+            works = "fewer as the least number may work"
+        raise WorkerError(
+            f"{error}\n{left} ranks are left, and no layout of {least} to {left} ranks is {str(given)!r} with smaller data "
+            f"degrees{refused}; {works}"
+        )
+
+    def _layouts(self, checked: Checked, ranks: int, hosts: int) -> Iterator[Layout]:
+        """Yield the layouts of a number of ranks, the best one first."""
+        if self.plans_anew:
+            try:
+                yield Layout.parse(searched(checked.workload, ranks, hosts)[0])
+            except InputError:
+                return
+        else:
+            yield from shrunk(checked.layout, ranks)
+
+
+def shrunk(layout: Layout, ranks: int) -> Iterator[Layout]:
+    """Yield the layouts of fewer ranks of which only the data degrees are smaller, those with the most shards first."""
+    data, rest = divmod(ranks * layout.dp, layout.world_size)
+    if rest:
+        return
+    for shards in range(min(layout.dp_shard, data), 0, -1):
+        replicas, uneven = divmod(data, shards)
+        if not uneven and replicas <= layout.dp_replicate:
+            yield dataclasses.replace(layout, dp_replicate=replicas, dp_shard=shards)

@@ -1,0 +1,221 @@
+"""`samestep inspect`: what the trace of a job's model has shown, as tables; nothing is examined that `train` does not examine.
+
+layers      blocks and what stands between them: weights, work, and what a pipeline stage that begins there is sent
+weights     how tensor parallelism cuts each weight, or why every rank has it whole
+experts     where tokens are dispatched to experts
+samples     whether samples and tokens are apart, what was tried, and what a forward keeps
+words       the words of a layout that the job may have, and the reason where it may not
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from samestep.job import Job
+from samestep.models import catalog
+from samestep.models.analysis import StateSpec
+from samestep.models.spec import Crossing, LayerSpec, ModelSpec, ParamSpec
+from samestep.output.text_table import aligned
+from samestep.planning import legality
+from samestep.training.workload import traced_model
+
+_STYLES = {
+    "column": "by columns",
+    "row": "by rows, outputs summed",
+    "vocab": "by vocabulary",
+    "gather": "by columns, outputs gathered",
+}
+"""The styles of a cut in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What is known of a model before it is trained."""
+
+    spec: ModelSpec
+    words: tuple[tuple[str, str], ...]
+    """Words of a layout, each with the reason why the job may not have it; empty where it may."""
+    gathered: Mapping[str, str] = field(default_factory=dict)
+    """Modules that a plan cuts otherwise, whose outputs are gathered or which stay whole under a tensor cut, and why."""
+    states: tuple[StateSpec, ...] = ()
+    """What a forward keeps."""
+    waived: tuple[str, ...] = ()
+    """Refusals of initial values that `run.allow` waives."""
+
+    def to_text(self) -> str:
+        """Return the tables for a terminal."""
+        spec = self.spec
+        trained = sum(param.numel for param in spec.params if param.trainable)
+        blocks = sum(layer.is_block for layer in spec.layers)
+        parts = [
+            f"{spec.name}: {spec.num_params:,} weights, {trained:,} trained, {blocks} blocks, "
+            f"{spec.forward_flops:,} FLOPs in the forward of a sample",
+            aligned([_LAYER_HEAD, *(tuple(map(_shown, row.values())) for row in self._layers())], left=(0, 5)),
+            f"weights under tp{f': none is cut, {spec.cut_refusal}' if spec.cut_refusal else ''}",
+            aligned([_WEIGHT_HEAD, *(tuple(map(_shown, row.values())) for row in self._weights())], left=(0, 1, 3)),
+            "\n".join(self._experts()),
+            "\n".join(self._samples()),
+            aligned([("word", "works"), *((word, reason or "yes") for word, reason in self.words)], left=(0, 1)),
+        ]
+        return "\n\n".join(part for part in parts if part)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "model": self.spec.name,
+            "weights": self.spec.num_params,
+            "layers": list(self._layers()),
+            "cut_refusal": self.spec.cut_refusal,
+            "params": list(self._weights()),
+            "experts": list(self._experts()),
+            "samples": list(self._samples()),
+            "words": [{"word": word, "works": not reason, "reason": reason} for word, reason in self.words],
+        }
+
+    def _layers(self) -> Iterator[dict[str, Any]]:
+        """Yield a row for each run of layers that differ in names alone."""
+        spec = self.spec
+        sent = [0, *(layer.output_elements for layer in spec.layers)]
+        rows = [
+            (layer, sum(param.numel for param in spec.params_of(index)), _received(layer, sent[index]))
+            for index, layer in enumerate(spec.layers)
+        ]
+        for _, run in itertools.groupby(rows, _without_names):
+            layers = list(run)
+            (first, weights, received), last = layers[0], layers[-1][0]
+            yield {
+                "layers": first.name if first is last else f"{first.name} ... {last.name.rpartition('.')[2]}",
+                "number": len(layers),
+                "weights": weights,
+                "flops": first.forward_flops,
+                "kept_elements": first.saved_elements,
+                "stage": received,
+            }
+
+    def _weights(self) -> Iterator[dict[str, Any]]:
+        """Yield a row for the weights of all blocks that have one shape and one cut."""
+        found: dict[tuple[str, tuple[int, ...], str], int] = {}
+        for param in self.spec.params:
+            key = (re.sub(r"\b\d+\b", "*", param.name), param.shape, self._cut(param))
+            found[key] = found.get(key, 0) + 1
+        for (name, shape, cut), number in found.items():
+            yield {"weight": name, "shape": list(shape), "number": number, "tp": cut}
+
+    def _cut(self, param: ParamSpec) -> str:
+        """Return how a weight is cut, or why it is not."""
+        path, cut = param.name.rpartition(".")[0], param.cut
+        held = "" if param.trainable else "frozen in 4 bits, " if param.held_as else "frozen, "
+        if cut is not None:
+            shared = ", shared by ranks beyond that" if cut.is_shareable else ""
+            fused = f" of {cut.parts} weights in one" if cut.parts > 1 else ""
+            why = f" ({self.gathered[path]})" if path in self.gathered else ""
+            return f"{held}{_STYLES[cut.style]}{fused}: dimension {cut.dim} in up to {cut.groups} parts{shared}{why}"
+        if path in self.gathered:
+            return f"{held}whole: {self.gathered[path]}"
+        if param.experts:
+            return f"{held}whole: ep divides its {param.experts} experts"
+        if param.partial == "cut":
+            return f"{held}whole, and used on what is cut: its gradient is summed"
+        return f"{held}whole" + ("" if self.spec.cut_refusal else ": used on what every rank has whole")
+
+    def _experts(self) -> Iterator[str]:
+        spec = self.spec
+        calls = [call for layer in spec.layers for call in layer.dispatches]
+        if not calls:
+            return
+        number = {(call.experts, call.rows, call.width) for call in calls}
+        for experts, rows, width in sorted(number):
+            owners = [call.owner for call in calls if (call.experts, call.rows, call.width) == (experts, rows, width)]
+            yield (
+                f"experts: {len(owners)} modules of {experts} ({owners[0]} ...), to which a sample sends {rows:,} rows of "
+                f"{width:,} elements; ep divides the experts"
+            )
+        if spec.expert_refusal:
+            yield f"experts with sequence_parallel: refused, {spec.expert_refusal}"
+
+    def _samples(self) -> Iterator[str]:
+        spec = self.spec
+        if spec.mixes_samples:
+            yield f'samples: {spec.mixes_samples}; run.allow = ["samples"] waives it'
+        elif spec.couples_samples:
+            owners = dict.fromkeys((*spec.coupled_modules, *spec.batch_norm_owners))
+            modules = f"{len(owners)} module{'s' * (len(owners) > 1)}"
+            yield f"samples: coupled by the statistics of {modules} alone (numerics.coupled_samples), as {next(iter(owners))}"
+        else:
+            yield "samples: apart, in dimension 0 of the batch"
+        if spec.length:
+            places = ", ".join(f"{dim} of {place}" for place, dim in spec.slices)
+            where = f" in the arguments of blocks, along dimension {places}" if places else ""
+            sliced = f"cp is refused, {spec.slice_refusal}" if spec.slice_refusal else f"cp slices them{where}"
+            yield f"tokens: {spec.length} a sample; {sliced}"
+            if spec.sequence_refusal:
+                yield f"tokens under sequence_parallel: refused, {spec.sequence_refusal}"
+        for module, what in (
+            (spec.varies_at, "shapes or branches depend on values"),
+            (spec.differentiates_at, "takes gradients itself"),
+        ):
+            if module:
+                yield f"{module}: {what}"
+        yield from (f"tried, not proven: {text}" for text in spec.tried)
+        for state in self.states:
+            yield f'kept by the forward: {state.full_name} ({state.kind}); a layout that keeps it otherwise needs run.allow = ["state"]'
+        yield from (f"waived: {text}" for text in self.waived)
+
+
+_LAYER_HEAD = (
+    "layers",
+    "number",
+    "weights",
+    "FLOPs",
+    "kept elements",
+    "a stage that begins here is sent, for a sample",
+)
+_WEIGHT_HEAD = ("weight", "shape", "number", "under tp")
+
+
+def _without_names(row: tuple[LayerSpec, int, str]) -> tuple[object, ...]:
+    layer, *rest = row
+    return layer.is_block, layer.forward_flops, layer.saved_elements, *rest
+
+
+def _shown(cell: Any) -> str:
+    if isinstance(cell, list):
+        return " x ".join(map(str, cell)) or "a number"
+    return f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
+def _received(layer: LayerSpec, elements: int) -> str:
+    """Return what a pipeline stage that begins with a layer is sent; `elements` are those that the layer before passes on."""
+    if not layer.may_begin_stage:
+        return f"none can begin: {layer.crossing_refusal}" if layer.crossing_refusal else ""
+    return " + ".join(map(_crossing, layer.crossings)) or f"{elements:,} elements"
+
+
+def _crossing(one: Crossing) -> str:
+    size = f"{one.elements:,} elements" + (f" and {one.fixed_elements:,} for all samples" if one.fixed_elements else "")
+    dtype = f" of {one.dtype}" if one.dtype else ""
+    return f"{size}{dtype}{'' if one.takes_gradient else ', without a gradient'}"
+
+
+def inspect(job: Job) -> Inspection:
+    """Return what is known of the model of a job: of a preset its shape, of other models all that their trace shows.
+
+    Raises:
+        InputError: the job, its data or its model cannot be used.
+    """
+    if job.model.preset is not None:
+        spec = catalog.model_spec(job)
+        return Inspection(spec=spec, words=tuple(legality.words(spec, job)))
+    traced = traced_model(job)
+    analysis = traced.analysis
+    return Inspection(
+        spec=traced.spec,
+        words=tuple(legality.words(traced.spec, job)),
+        gathered=analysis.gathered,
+        states=analysis.states,
+        waived=traced.blueprint.waived,
+    )

@@ -1,0 +1,165 @@
+"""Starting a run on several hosts over ssh: the same command on each, with a new secret that only they get.
+
+```
+samestep train JOB --nodes H1,H2 ─┬─ ssh H1 ─ samestep train JOB --nodes 2 --rendezvous H1:PORT --token-file -
+                                  └─ ssh H2 ─ the same
+```
+The secret, and later the stop signals of this process, go through the standard input of ssh, whose end stops a host too.
+The folder of this process and its Python must exist on all hosts. What the leading host prints is printed here; of the
+others, what it has not printed itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import IO
+
+from samestep.errors import InputError
+
+_PORTS = range(20000, 30000)
+_OTHERS_END_S = 5.0
+"""Seconds after which the others are stopped where one host has failed."""
+_WORDS = {signal.SIGINT: b"INT", signal.SIGTERM: b"TERM"}
+
+
+def start(hosts: Sequence[str], rendezvous: str | None, words: Sequence[str] | None = None) -> int:
+    """Start the command of this process, or `words`, on every host, wait for all, and return the exit status of the run.
+
+    Raises:
+        InputError: there is no ssh here, or fewer than two hosts.
+    """
+    if shutil.which("ssh") is None:
+        raise InputError("--nodes H1,H2 needs ssh: --nodes N --rendezvous HOST:PORT --token-file F on each host works")
+    if len({*hosts}) < len(hosts) or len(hosts) < 2 or not all(hosts):
+        raise InputError(f"--nodes {','.join(hosts)}: it takes the names of two hosts or more, each once")
+    if any(host.startswith("-") for host in hosts):
+        raise InputError(f"--nodes {','.join(hosts)}: no name of a host begins with a dash")
+    port = secrets.choice(_PORTS)
+    address = rendezvous or f"{hosts[0].rpartition('@')[2]}:{port}"
+    given = _without_nodes(sys.argv[1:] if words is None else words)
+    given += ["--nodes", str(len(hosts)), "--rendezvous", address, "--token-file", "-"]
+    command = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([sys.executable, '-m', 'samestep', *given])}"
+    return _Hosts(hosts, command).run(secrets.token_hex(32).encode())
+
+
+def heed_standard_input() -> bytes:
+    """Return the first line of standard input; stop this process by its later lines, and at its end."""
+    lines = _lines(sys.stdin.fileno())
+    token = next(lines, b"")
+    threading.Thread(target=_heed, args=(lines,), daemon=True).start()
+    return token
+
+
+def _lines(descriptor: int) -> Iterator[bytes]:
+    """Yield the lines of a descriptor; a buffered reader could not be left waiting when the process ends."""
+    read = b""
+    while more := os.read(descriptor, 4096):
+        *whole, read = (read + more).split(b"\n")
+        yield from whole
+
+
+def _heed(lines: Iterator[bytes]) -> None:
+    for line in lines:
+        for number, word in _WORDS.items():
+            if line == word:
+                os.kill(os.getpid(), number)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _without_nodes(words: Sequence[str]) -> list[str]:
+    """Return the words of a command without the flags that say how its hosts meet."""
+    kept, flags = [], ("--nodes", "--rendezvous", "--token-file")
+    is_value = False
+    for word in words:
+        if not is_value and word.partition("=")[0] not in flags:
+            kept.append(word)
+        is_value = not is_value and word in flags
+    return kept
+
+
+class _Hosts:
+    """The processes of ssh, one for each host, the first of which leads or prints at least."""
+
+    def __init__(self, hosts: Sequence[str], command: str) -> None:
+        self.hosts, self.command = hosts, command
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.said: list[list[bytes]] = [[] for _ in hosts]
+
+    def run(self, token: bytes) -> int:
+        """Start all, and return the exit status of the run."""
+        handlers = {number: signal.signal(number, self._on_signal) for number in _WORDS}
+        try:
+            readers = [self._started(index, token) for index in range(len(self.hosts))]
+            self._wait()
+            for reader in readers:
+                reader.join()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            for process in self.processes:
+                with process:
+                    pass  # which closes its pipes
+        for host, lines in zip(self.hosts[1:], self.said[1:], strict=True):
+            for line in lines:
+                if line not in self.said[0]:
+                    print(f"{host}: {line.decode(errors='replace').rstrip()}", file=sys.stderr)
+        statuses = [process.returncode for process in self.processes]
+        return abs(statuses[0]) if statuses[0] else max(map(abs, statuses))
+
+    def _started(self, index: int, token: bytes) -> threading.Thread:
+        """Start one host; return the thread that reads its errors."""
+        is_first = index == 0
+        process = subprocess.Popen(
+            ["ssh", "-o", "BatchMode=yes", self.hosts[index], self.command],
+            stdin=subprocess.PIPE,
+            stdout=None if is_first else subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C in the terminal reaches this process only, which passes it on once
+        )
+        self.processes.append(process)
+        self._write(process, token)
+        reader = threading.Thread(target=self._read, args=(index, process.stderr), daemon=True)
+        reader.start()
+        return reader
+
+    def _read(self, index: int, lines: IO[bytes]) -> None:
+        for line in lines:
+            self.said[index].append(line)
+            if index == 0:
+                sys.stderr.buffer.write(line)
+                sys.stderr.flush()
+
+    def _wait(self) -> None:
+        """Wait for all hosts; where one has failed, the others are stopped if they do not end by themselves."""
+        failed_s = 0.0
+        while any(process.poll() is None for process in self.processes):
+            if not failed_s and any(process.returncode for process in self.processes):
+                failed_s = time.monotonic()
+            if failed_s and time.monotonic() > failed_s + _OTHERS_END_S:
+                for process in self.processes:
+                    assert process.stdin is not None
+                    with contextlib.suppress(OSError):
+                        process.stdin.close()
+            time.sleep(0.1)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        for process in self.processes:
+            self._write(process, _WORDS[signal.Signals(number)])
+
+    def _write(self, process: subprocess.Popen[bytes], line: bytes) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            process.stdin.write(line + b"\n")
+            process.stdin.flush()

@@ -1,0 +1,76 @@
+"""benchmarks/network_namespaces.py: hosts that reach each other, links that are cut, and nothing left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import network_namespaces
+from network_namespaces import Host, NetworkError, network
+
+needs_namespaces = pytest.mark.skipif(bool(network_namespaces.lacking()), reason=network_namespaces.lacking())
+SENDS = "import socket, sys; socket.create_connection((sys.argv[1], 5000), timeout=1).sendall(bytes(100_000))"
+RECEIVES = """
+import socket, sys
+listening = socket.create_server((sys.argv[1], 5000))
+print("ready", flush=True)
+connection, count = listening.accept()[0], 0
+while part := connection.recv(2**16):
+    count += len(part)
+print(count)
+"""
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def send(source: Host, target: Host) -> str:
+    """Return the number of bytes that arrived, as text; empty where the target was not reached."""
+    words = target.command(sys.executable, "-c", RECEIVES, target.address)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as receiving:
+        assert receiving.stdout is not None
+        receiving.stdout.readline()
+        sending = subprocess.run(source.command(sys.executable, "-c", SENDS, target.address), capture_output=True)
+        if sending.returncode:
+            receiving.kill()
+        return receiving.stdout.read().strip()
+
+
+@needs_namespaces
+def test_hosts_reach_each_other_and_the_kernel_counts_it() -> None:
+    with network(3, bits_per_s=100e6) as hosts:
+        assert send(hosts[0], hosts[2]) == "100000"
+        assert hosts[0].bytes_sent() > 100_000
+        assert hosts[2].bytes_received() > 100_000
+        assert hosts[1].bytes_received() < 10_000
+        hosts[2].set_link(is_up=False)
+        assert not send(hosts[0], hosts[2])
+        assert hosts[0].name in namespaces()
+    assert hosts[0].name not in namespaces()
+
+
+@needs_namespaces
+def test_after_an_error_nothing_is_left_and_processes_are_ended() -> None:
+    def fail() -> None:
+        with network(2) as hosts:
+            names.append(hosts[0].name)
+            started.append(subprocess.Popen(hosts[0].command("sleep", "60")))
+            raise KeyboardInterrupt
+
+    names: list[str] = []
+    started: list[subprocess.Popen[bytes]] = []
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert started[0].wait(timeout=10) == -9
+    assert names[0] not in namespaces()
+
+
+def test_a_machine_without_the_commands_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(NetworkError, match="there is no command ip, which iproute2 has"), network(2):
+        pass

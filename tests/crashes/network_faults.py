@@ -1,0 +1,116 @@
+"""Faults between two hosts, which are network namespaces of this machine: a cable that is pulled, and a host that is killed.
+
+    flap         the cable of one host is pulled for 1 to 4 s: nothing may happen, but a pause
+    partition    it stays pulled: the leading host goes on with its own ranks, and the other one ends
+    host         all processes of the following host are killed: the leading one goes on
+
+`make crashes` takes them in turn with its own (`sweep.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.network_namespaces import Host
+from tests import small
+
+FAULTS = ("flap", "partition", "host")
+LAYOUTS = ("dp=2", "dp=2 zero=3", "dp=4 reduce=hierarchical", "dp=2 tp=2", "dp=2 pp=2 microbatch=2")
+"""Layouts of which one host alone can carry out the same with smaller data degrees."""
+STEPS = 150
+KEYS: dict[str, Any] = {
+    "train.steps": STEPS, "checkpoint.every": 5, "checkpoint.keep": 2, "numerics.precision": "float64",
+    "run.restarts": 3, "train.watch_every": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one fault."""
+
+    what: str
+    noticed: bool
+    recovered: bool
+    steps_lost: int
+    seconds: float
+    """From the fault to the next step that is logged."""
+    wrong: bool
+
+
+def undisturbed(folder: Path) -> list[float]:
+    """Return the losses of a run that nothing harms."""
+    assert small.train("--layout", "dp=1", "--out", folder / "whole", **KEYS) == 0
+    return small.losses(folder / "whole")
+
+
+def case(fault: str, drawn: random.Random, hosts: list[Host], losses: list[float], folder: Path) -> Outcome:
+    """Start a run on two hosts, harm it, and return what came of it."""
+    layout, run, token = drawn.choice(LAYOUTS), folder / "run", folder / "token"
+    token.touch(0o600)
+    token.write_text("a secret that both hosts have")
+    ranks = 4 if "=4" in layout or layout.count("=2") > 1 else 2
+    words = ["train", *small.settings(**KEYS), "--layout", layout, "--ranks", f"1:{ranks}", "--out", str(run)]
+    words += ["--nodes", "2", "--rendezvous", f"{hosts[0].address}:{drawn.randrange(20000, 30000)}"]
+    words += ["--token-file", str(token)]
+    pids = [small.in_background(words, folder / host.address, host.name) for host in hosts]
+    small.wait_for(lambda: _steps(run) >= 6)
+    with _harmed(fault, drawn, hosts, pids) as pulled_s:
+        before, began = _steps(run), time.monotonic()
+        time.sleep(0.2)  # what was on its way arrives
+        before = max(before, _steps(run))
+        time.sleep(pulled_s)
+        if fault != "flap":
+            small.wait_for(lambda: "resumes after step" in _said(folder, hosts[0]))
+            small.wait_for(lambda: _steps(run) > _resumed_at(_said(folder, hosts[0])))
+    if fault == "flap":
+        small.wait_for(lambda: _steps(run) > before)
+    seconds = time.monotonic() - began
+    statuses = [small.status_of(pid, 120) for pid in pids]
+    said, found = _said(folder, hosts[0]), small.losses(run)
+    expected = {"flap": [0, 0], "partition": [0, 1], "host": [0, -signal.SIGKILL]}[fault]
+    noticed = ("is lost with its host" in said) == (fault != "flap")
+    lost = 0 if fault == "flap" else max(0, before - _resumed_at(said))
+    wrong = any(abs(one - other) > 1e-9 * abs(other) for one, other in zip(found, losses, strict=False))
+    recovered = statuses == expected and len(found) == STEPS
+    shutil.rmtree(run)
+    return Outcome(f"{layout}: {fault}", noticed, recovered, lost, seconds, wrong)
+
+
+@contextmanager
+def _harmed(fault: str, drawn: random.Random, hosts: list[Host], pids: list[int]) -> Iterator[float]:
+    """Harm the run while the context lasts; yield the seconds for which a cable is to be pulled at least."""
+    if fault == "host":
+        os.kill(pids[1], signal.SIGKILL)
+        yield 0.0
+        return
+    host = drawn.choice(hosts) if fault == "flap" else hosts[1]
+    host.set_link(False)
+    try:
+        yield drawn.uniform(1.0, 4.0) if fault == "flap" else 0.0
+    finally:
+        host.set_link(True)
+
+
+def _said(folder: Path, host: Host) -> str:
+    return (folder / host.address / "out").read_text()
+
+
+def _resumed_at(said: str) -> int:
+    found = re.findall(r"resumes after step (\d+)", said)
+    return int(found[-1]) if found else 0
+
+
+def _steps(run: Path) -> int:
+    """The newest step in the log: a run that resumes takes back the lines behind its checkpoint."""
+    log = run / "metrics.jsonl"
+    return log.read_text().count("\n") if log.exists() else 0

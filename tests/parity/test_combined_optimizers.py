@@ -1,0 +1,182 @@
+"""Groups with an optimizer of their own: Muon over matrices and AdamW over the rest, as a plain torch loop with both."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from samestep.building.initial_values import blueprint
+from samestep.building.loss import loss_of
+from samestep.building.optimizer import optimizer_of
+from samestep.datasets import batches
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.program.ops import BYTES_OF
+from samestep.program.update_rules import states_per_param, with_whole_updates
+from samestep.runtime import checkpoint
+from samestep.runtime.optimizer_source import check_optimizer
+from samestep.runtime.preparation import Source
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from samestep.simulation.memory import at_rest
+from samestep.strategies import programs_of
+from tests import traced
+from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, follow, job_of, perturbed, whole
+from tests.models import VOCABULARY, Tokens
+from tests.parity.test_update_rules import Small
+from tests.pool import pool
+
+MATRICES = ["blocks.*.up.weight", "blocks.*.down.weight"]
+OPTIMIZER = {
+    "name": "adamw",
+    "lr": 0.01,
+    "weight_decay": 0.1,
+    "no_weight_decay": ["*.norm.*"],
+    "options": {"eps": 1e-3},
+    "groups": [{"match": MATRICES, "name": "Muon", "lr": 0.02, "weight_decay": 0.05, "options": {"momentum": 0.9}}],
+}
+
+
+def is_matrix(name: str) -> bool:
+    return name.endswith(("up.weight", "down.weight"))
+
+
+JOB = job_of(
+    "float64", 3, train={"global_batch": 4, "watch_every": 1}, optimizer=OPTIMIZER, schedule={"name": "linear"}
+)
+
+
+def source_of(job: Job = JOB) -> Source:
+    source = Source(perturbed(Small), loss_of(job), optimizer_of(job), "small")
+    example = next(batches(Tokens(), job)).samples([0])
+    return replace(source, prepared=traced.prepared(("small", Tokens), source, job, example, Layout()))
+
+
+def run_of(layout: str, rank: int = 0, world: int = 1) -> Run:
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    return Run(source_of(), Layout.parse(layout), JOB, place)
+
+
+def observe(rank: int, world: int, layout: str) -> Observed:
+    run = run_of(layout, rank, world)
+    seen = follow(run, Tokens(), JOB, record=True)
+    held = sum(
+        value.numel() * value.element_size()
+        for piece in run.updater.pieces
+        for value in run.updater.state_of(piece).values()
+        if isinstance(value, torch.Tensor) and value.shape == piece.value.shape
+    )
+    use, none = (at_rest(run.program, number, rank) for number in (states_per_param(JOB), 0))
+    of_muon = sum(p.value.numel() for p in run.updater.pieces if is_matrix(p.name))
+    assert use.optimizer - none.optimizer + of_muon * BYTES_OF["float64"] == held
+    return seen
+
+
+@functools.cache
+def alone() -> Observed:
+    return observe(0, 1, "dp=1")
+
+
+@pytest.mark.parametrize("layout", ["dp=1", *["dp=2 zero=3", "tp=2"]])
+def test_losses_and_weights_are_those_of_a_plain_loop_with_two_optimizers(layout: str) -> None:
+    plan = blueprint(perturbed(Small), JOB.train.seed)
+    model = Small().double()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(plan.materialize(name, torch.device("cpu"), torch.float64))
+    losses = train_plainly(model)
+    ranks = [alone()] if layout == "dp=1" else pool(2).run(observe, layout)
+    for seen in ranks:
+        assert seen.losses == pytest.approx(losses, rel=1e-9)
+    if layout == "dp=1":
+        weights = whole([ranks[0].weights])
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(weights[name].view(param.shape), param.detach(), rtol=1e-7, atol=1e-9)
+
+
+def train_plainly(model: nn.Module) -> list[float]:
+    named = dict(model.named_parameters())
+    matrices = [param for name, param in named.items() if is_matrix(name)]
+    norms = [param for name, param in named.items() if ".norm." in name]
+    others = [param for param in named.values() if not any(param is one for one in matrices + norms)]
+    muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.05, momentum=0.9)
+    adamw = torch.optim.AdamW(
+        [{"params": others}, {"params": norms, "weight_decay": 0.0}], lr=0.01, weight_decay=0.1, eps=1e-3
+    )
+    schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1 - step / 2) for one in (muon, adamw)]
+    losses = []
+    for batch in batches(Tokens(), JOB):
+        samples = batch.samples(batch.indices)
+        loss = cross_entropy(model(samples["input_ids"]).view(-1, VOCABULARY), samples["labels"].flatten())
+        model.zero_grad()
+        loss.backward()
+        for one, schedule in zip((muon, adamw), schedules, strict=True):
+            one.step()
+            schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+LAYOUTS = ["dp=2 zero=1", "dp=2 zero=3", "tp=2", "pp=2 microbatch=2"]
+NIGHTLY = ["dp=2", "dp=2 zero=2", "dp=2 tp=2 zero=3", "dp=2 tp=2 zero=1", "pp=2 tp=2 microbatch=2"]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(text, marks=pytest.mark.nightly) for text in NIGHTLY)])
+def test_every_layout_is_equal_and_gathers_the_matrices_alone(layout: str) -> None:
+    ranks = pool(Layout.parse(layout).world_size).run(observe, layout)
+    assert_same(ranks, alone(), TOLERANCE)
+    assert_ledger(ranks, layout)
+    source = source_of()
+    assert source.prepared is not None
+    spec = check_optimizer(source.optimizer, source.prepared.spec, Layout.parse(layout))
+    whole_ones = {param.name for param in spec.params if param.is_updated_whole}
+    cuts = any(word in layout for word in ("zero", "tp"))
+    assert whole_ones == ({param.name for param in spec.params if is_matrix(param.name)} if cuts else set())
+    exchanged = sum(row.size_bytes for rows in ranks[0].ledger.values() for row in rows if row.kind == "all_to_all")
+    assert (exchanged > 0) == any(word in layout for word in ("zero=2", "zero=3", "tp"))
+    assert exchanged <= 2 * sum(param.numel for param in spec.params if is_matrix(param.name)) * BYTES_OF["float64"]
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2", *LAYOUTS, *NIGHTLY[1:], "pp=2"])
+def test_plans_know_which_weights_are_updated_whole(layout: str) -> None:
+    """What is planned from the job alone is what runs, where the rule was read from the optimizer's operations."""
+    source, where = source_of(), Layout.parse(layout)
+    assert source.prepared is not None
+    shape = source.prepared.spec
+    spec = check_optimizer(source.optimizer, shape, where)
+    assert with_whole_updates(shape, JOB, where) == spec
+    assert programs_of(shape, JOB, where) == programs_of(spec, JOB, where)
+
+
+def saved(rank: int, world: int, layout: str, folder: Path) -> None:
+    run = run_of(layout, rank, world)
+    run.prepare(next(batches(Tokens(), JOB)).samples([0]))
+    for batch in batches(Tokens(), JOB):
+        if batch.step < 2:
+            run.step(batch)
+    checkpoint.save(run, folder, keep=1)
+
+
+def resumed(rank: int, world: int, layout: str, folder: Path) -> Observed:
+    run = run_of(layout, rank, world)
+    run.prepare(next(batches(Tokens(), JOB)).samples([0]))
+    checkpoint.load(run, folder / "step-000002")
+    seen = Observed()
+    for batch in batches(Tokens(), JOB, first_step=2):
+        seen.losses.append(run.step(batch).loss)
+    seen.weights = [(p.name, p.start, p.stop, p.master().clone()) for p in run.updater.pieces]
+    return seen
+
+
+def test_a_run_is_resumed_in_another_layout(tmp_path: Path) -> None:
+    """Saved under zero=3, where a matrix has one owner; the others hold rows of the rest and no matrix at all."""
+    pool(2).run(saved, "dp=2 zero=3", tmp_path)
+    for ranks in ([resumed(0, 1, "dp=1", tmp_path)], pool(2).run(resumed, "pp=2 microbatch=2", tmp_path)):
+        for seen in ranks:
+            assert seen.losses == pytest.approx(alone().losses[2:], rel=1e-9)

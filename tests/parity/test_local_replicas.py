@@ -1,0 +1,314 @@
+"""Replicas that are trained apart: every layout gives what one device computes one after the other, and both what a plain
+torch loop of local SGD and DiLoCo does.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from samestep.building.loss import loss_of
+from samestep.building.model import call_model
+from samestep.datasets import batches
+from samestep.errors import InputError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime import checkpoint, checkpoint_manifest
+from samestep.runtime.axes import precision
+from samestep.runtime.run import Run
+from samestep.strategies import program_of
+from tests.laboratory import (
+    TOLERANCE,
+    Observed,
+    assert_ledger,
+    assert_same,
+    job_of,
+    largest_error,
+    make_run,
+    observe,
+    on_ranks,
+    reference,
+    source_of,
+    whole,
+)
+from tests.models import Tokens
+
+MODEL = "wide_llama"
+NIGHTLY = pytest.mark.nightly
+ADAM = {"name": "adamw", "lr": 1e-2, "options": {"eps": 1e-3}}
+"""AdamW that does not turn the noise of float64 into a part of a step."""
+DILOCO: dict[str, float] = {}
+LOCAL_SGD = {"outer_lr": 1.0, "outer_momentum": 0.0}
+
+
+def apart(replicas: int = 2, every: int = 2, steps: int = 5, **tables: Any) -> Job:
+    numerics = {"replicas": replicas, "exchange_every": every, **tables.pop("numerics", {})}
+    optimizer = {"clip_norm": 0.5, **tables.pop("optimizer", {})}
+    train = {"watch_every": 0, **tables.pop("train", {})}
+    return job_of("float64", steps, numerics=numerics, optimizer=optimizer, train=train)
+
+
+# -- against a plain torch loop --------------------------------------------------------------------
+
+
+def plain_loop(job: Job) -> tuple[list[float], dict[str, Tensor]]:
+    """Train copies of the model apart with plain torch; return the losses and the outer weights."""
+    numerics, table = job.numerics, job.optimizer
+    first = make_run(0, 1, MODEL, "dp=1", job_of("float64", 1))
+    first.prepare(next(iter(batches(Tokens(), job))).samples([0]))
+    start = first.state_dict()
+    source = source_of(MODEL, Layout(), job)
+    assert not isinstance(source.model, nn.Module)
+    outer = source.model().double()
+    outer.load_state_dict(start)
+    copies = [copy.deepcopy(outer) for _ in range(numerics.replicas)]
+    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[table.name]
+    inner = [
+        kind(one.parameters(), lr=table.lr, weight_decay=table.weight_decay, **table.options)  # type: ignore[operator]
+        for one in copies
+    ]
+    is_nesterov = numerics.outer_momentum > 0
+    moves = torch.optim.SGD(
+        outer.parameters(), lr=numerics.outer_lr, momentum=numerics.outer_momentum, nesterov=is_nesterov
+    )
+    loss, losses = loss_of(job), []
+    for batch in batches(Tokens(), job):
+        total, counted = 0.0, 0.0
+        for index, indices in enumerate(batch.shares(0, 1, numerics.replicas)):
+            samples = batch.samples(indices)
+            with precision.RaiseIslands():
+                loss_sum, count = loss(call_model(copies[index], samples), samples)
+            inner[index].zero_grad()
+            (loss_sum / count).backward()
+            if table.clip_norm is not None:
+                nn.utils.clip_grad_norm_(copies[index].parameters(), table.clip_norm)
+            inner[index].step()
+            total, counted = total + float(loss_sum.detach()), counted + float(count)
+        losses.append(total / counted)
+        if (batch.step + 1) % numerics.exchange_every == 0 or batch.step + 1 == job.train.steps:
+            for name, param in outer.named_parameters():
+                mean = torch.stack([one.get_parameter(name).detach() for one in copies]).mean(0)
+                param.grad = param.detach() - mean
+            moves.step()
+            for one in copies:
+                one.load_state_dict(outer.state_dict())
+    return losses, {name: param.detach().flatten() for name, param in outer.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("outer", "optimizer"), [(DILOCO, ADAM), (LOCAL_SGD, {}), (DILOCO, {"name": "sgd", "clip_norm": None})]
+)
+def test_one_device_does_what_a_plain_loop_does(outer: dict[str, float], optimizer: dict[str, Any]) -> None:
+    job = apart(replicas=4, every=2, steps=5, numerics=outer, optimizer=optimizer)
+    losses, weights = plain_loop(job)
+    ours = reference(MODEL, job)
+    assert ours.losses == pytest.approx(losses, abs=TOLERANCE)
+    error, name = largest_error(whole([ours.weights]), weights)
+    assert error <= TOLERANCE, f"{name}: {error:.1e}"
+
+
+# -- layouts ---------------------------------------------------------------------------------------
+
+LAYOUTS = [
+    "dp=2",
+    pytest.param("dp=2 microbatch=2", marks=NIGHTLY),
+    "dp_replicate=2 dp_shard=2 zero=1",
+    pytest.param("dp_replicate=2 dp_shard=2 zero=2 microbatch=1", marks=NIGHTLY),
+    "dp_replicate=2 dp_shard=2 zero=3",
+    "dp=2 tp=2",
+    pytest.param("dp=2 tp=2 sequence_parallel", marks=NIGHTLY),
+    "dp=2 pp=2 microbatch=1",
+    "dp=2 cp=2",
+    pytest.param("dp_replicate=2 dp_shard=2 zero=3 tp=2", marks=NIGHTLY),
+]
+
+
+@pytest.mark.parametrize("codec", ["none", pytest.param("int8", marks=NIGHTLY)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_the_replicas_of_one_device(layout: str, codec: str) -> None:
+    job = apart(steps=3, numerics={"compression": codec}, optimizer=ADAM)
+    ranks = on_ranks(layout, observe, MODEL, job, True)
+    assert_ledger(ranks, layout)
+    assert_losses_and_weights(ranks, reference(MODEL, job))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "layout", "model", "codec"),
+    [
+        (4, "dp=2", MODEL, "none"),
+        (4, "dp=2 microbatch=1", MODEL, "int8"),
+        pytest.param(4, "dp=4", MODEL, "bf16", marks=NIGHTLY),
+        (2, "dp_replicate=2 dp_shard=2 zero=3", "gpt2", "int8"),
+        (2, "dp=2 pp=2 schedule=zero-bubble microbatch=1", "deep_tied", "none"),
+    ],
+)
+def test_other_numbers_models_and_codecs(replicas: int, layout: str, model: str, codec: str) -> None:
+    job = apart(replicas, steps=3, numerics={"compression": codec})
+    ranks = on_ranks(layout, observe, model, job, True)
+    assert_ledger(ranks, layout)
+    assert_losses_and_weights(ranks, reference(model, job))
+
+
+def assert_losses_and_weights(ranks: list[Observed], wanted: Observed) -> None:
+    """Losses and norms of all steps are those of one device, and so are the last averaged move and the weights behind it."""
+    last = [dataclasses.replace(seen, gradients=seen.gradients[-1:]) for seen in (*ranks, wanted)]
+    assert_same(last[:-1], last[-1], TOLERANCE)
+
+
+# -- between two exchanges -------------------------------------------------------------------------
+
+
+def _halves(
+    rank: int, world: int, model: str, layout: str, job: Job, begin: str | None, until: int, end: str
+) -> list[float]:
+    """Take the steps after the checkpoint `begin` up to `until`, and save."""
+    run = prepared(rank, world, model, layout, job)
+    if begin is not None:
+        checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(begin))[-1])
+    losses = [
+        run.step(batch).loss for batch in batches(Tokens(), job, first_step=run.steps_taken) if batch.step < until
+    ]
+    checkpoint.save(run, Path(end), keep=1)
+    return losses
+
+
+def prepared(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
+    run = make_run(rank, world, model, layout, job)
+    run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "codec"),
+    [
+        ("dp=2", "dp=1", "int8"),
+        ("dp=1", "dp_replicate=2 dp_shard=2 zero=3", "none"),
+        ("dp_replicate=2 dp_shard=2 zero=1", "dp=2 tp=2", "int8"),
+        pytest.param("dp=2 pp=2 microbatch=1", "dp=2 cp=2", "none", marks=NIGHTLY),
+    ],
+)
+def test_a_run_resumes_between_two_exchanges_in_any_layout(before: str, after: str, codec: str, tmp_path: Path) -> None:
+    job = apart(every=2, steps=6, numerics={"compression": codec}, optimizer=ADAM)
+    first, rest = str(tmp_path / "first"), str(tmp_path / "rest")
+    start = on_ranks(before, _halves, MODEL, job, None, 3, first)[0]
+    end = on_ranks(after, _halves, MODEL, job, first, 6, rest)[0]
+    assert start + end == pytest.approx(reference(MODEL, job).losses, abs=TOLERANCE)
+
+
+def _outer(rank: int, world: int, model: str, layout: str, job: Job) -> tuple[float, float, float, float]:
+    """Held-out losses behind an exchange and one step later, of the run and of the weights it gives away, and the next loss."""
+    run = prepared(rank, world, model, layout, job)
+    stream = batches(Tokens(), job)
+    held_out = next(iter(batches(Tokens(), job)))
+    for _ in range(2):
+        run.step(next(stream))
+    before, given = run.evaluate(held_out)[0], norm_of(run.state_dict(on_every_rank=True))
+    run.step(next(stream))
+    after, given_after = run.evaluate(held_out)[0], norm_of(run.state_dict(on_every_rank=True))
+    assert given == given_after
+    return before, after, run.step(next(stream)).loss, given
+
+
+def _started(rank: int, world: int, model: str, layout: str, job: Job) -> list[float]:
+    """Losses of a run that begins with weights that are set, and the held-out loss before its first step."""
+    run = prepared(rank, world, model, layout, job)
+    first = run.state_dict(on_every_rank=True)
+    checkpoint.set_weights(run, lambda name: 0.5 * first[name] if name in first else None)
+    held_out = run.evaluate(next(iter(batches(Tokens(), job))))[0]
+    return [held_out, *(run.step(batch).loss for batch in batches(Tokens(), job))]
+
+
+def test_every_replica_begins_with_weights_that_are_set() -> None:
+    job = apart(every=2, steps=4)
+    alone = on_ranks("dp=1", _started, MODEL, job)[0]
+    assert alone[1] == pytest.approx(alone[0] / held_out_count(job), abs=TOLERANCE)
+    for losses in on_ranks("dp_replicate=2 dp_shard=2 zero=3", _started, MODEL, job):
+        assert losses == pytest.approx(alone, abs=TOLERANCE)
+
+
+def held_out_count(job: Job) -> float:
+    """The tokens that the loss counts of the first batch."""
+    run = prepared(0, 1, MODEL, "dp=1", job)
+    return run.evaluate(next(iter(batches(Tokens(), job))))[1]
+
+
+def norm_of(tensors: dict[str, Tensor]) -> float:
+    return sum(float(one.double().square().sum()) for one in tensors.values())
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2", "dp_replicate=2 dp_shard=2 zero=1"])
+def test_what_is_evaluated_and_given_away_are_the_outer_weights(layout: str) -> None:
+    job = apart(every=2, steps=6)
+    wanted = reference(MODEL, job).losses[3]
+    for before, after, loss, _ in on_ranks(layout, _outer, MODEL, job):
+        assert before == after
+        assert loss == pytest.approx(wanted, abs=TOLERANCE)  # and the replicas go on from their own
+
+
+@pytest.mark.parametrize("layout", ["dp=2 microbatch=2", pytest.param("dp=2 tp=2", marks=NIGHTLY)])
+def test_steps_are_watched(layout: str) -> None:
+    job = apart(every=3, steps=5, train={"watch_every": 2})
+    ranks = on_ranks(layout, observe, MODEL, job)
+    for seen in ranks:
+        assert seen.losses == pytest.approx(reference(MODEL, apart(every=3, steps=5)).losses, abs=TOLERANCE)
+
+
+def _rounded(rank: int, world: int, model: str, layout: str, job: Job) -> list[tuple[bool, float]]:
+    run = make_run(rank, world, model, layout, job)
+    return [(report.skipped, report.loss) for batch in batches(Tokens(), job) for report in [run.step(batch)]]
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2"])
+def test_a_step_of_one_replica_that_overflows_is_skipped_by_all(layout: str) -> None:
+    job = apart(every=2, steps=12, numerics={"precision": "fp16", "loss_scale": 2.0**28})
+    for steps in on_ranks(layout, _rounded, MODEL, job):
+        assert 0 < sum(skipped for skipped, _ in steps) < 12
+        assert all(skipped or loss < 5.0 for skipped, loss in steps)
+
+
+# -- what is sent, and what is refused -------------------------------------------------------------
+
+
+def test_nothing_but_scalars_is_sent_between_replicas_until_they_exchange() -> None:
+    job = apart(every=3, steps=2)  # the last step is one that exchanges
+    exchanging, quiet = (on_ranks("dp=2", observe, MODEL, one, True)[0] for one in (job, apart(every=3, steps=4)))
+    assert any(row.owner.startswith("bucket") for rows in exchanging.ledger.values() for row in rows)
+    assert quiet.ledger == quiet.predicted
+    program = program_of(make_run(0, 1, MODEL, "dp=2", job)._source.prepared.spec, job, Layout.parse("dp=2"))  # type: ignore[union-attr]
+    assert {op.owner for _, op in program.ops() if op.axis} == {"scalars"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [
+        ("dp=2 zero=1", "dp_replicate=2 dp_shard=2"),
+        ("dp=4", "make no equal number of contributions"),
+        ("dp=2 offload", "offload"),
+        ("tp=2", "makes one contribution"),
+    ],
+)
+def test_what_is_refused(layout: str, why: str) -> None:
+    job = apart()
+    spec = source_of(MODEL, Layout(), job).prepared.spec  # type: ignore[union-attr]
+    with pytest.raises(InputError, match=why):
+        program_of(spec, job, Layout.parse(layout))
+
+
+@pytest.mark.parametrize(
+    ("numerics", "ema"),
+    [
+        ({}, None),
+        ({"replicas": 3}, None),
+        ({"replicas": 2, "optimizer_states": "bf16"}, None),
+        ({"replicas": 2}, 0.9),
+    ],
+)
+def test_a_job_that_does_not_fit_itself_says_what_works(numerics: dict[str, object], ema: float | None) -> None:
+    with pytest.raises(InputError, match="works"):
+        Job(train={"global_batch": 8, "ema": ema}, numerics={"exchange_every": 2, **numerics})

@@ -1,0 +1,220 @@
+"""QLoRA: adapters beside weights in 4 bits have the losses of a plain torch, peft and torchao loop in every layout."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from torchao.quantization import to_nf4
+
+import samestep
+from samestep.building import nf4
+from samestep.building.initial_values import blueprint
+from samestep.building.model import model_source
+from samestep.datasets import batches
+from samestep.errors import JobError, LayoutError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.models.packing import packed_bytes
+from samestep.models.spec import ModelSpec
+from samestep.runtime import checkpoint
+from samestep.runtime.run import Run
+from samestep.simulation.memory import at_rest
+from samestep.strategies import program_of
+from samestep.training.first_weights import FirstWeights
+from tests.folders import SIZES, saved
+from tests.laboratory import TOLERANCE, assert_ledger, assert_same, job_of
+from tests.models import Tokens
+from tests.parity.test_frozen import bytes_of_gradients, observe, on_ranks, run_of
+from tests.parity.test_lora import loaded, logits_of, plain_model, steps, train_plainly
+from tests.pool import pool
+
+TARGETS = ["q_proj", "k_proj", "o_proj", "down_proj"]
+LORA: dict[str, Any] = {"targets": TARGETS, "r": 4, "alpha": 8.0, "modules_to_save": ["lm_head"], "base": "nf4"}
+WIDTH = 128
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("llama"), "llama", shard="1GB", hidden_size=WIDTH, intermediate_size=2 * WIDTH)
+
+
+def job_with(folder: Path, precision: str = "float32", **lora: Any) -> Job:
+    return job_of(precision, 3, model={"source": f"hf:{folder}", "lora": {**LORA, **lora}})
+
+
+def by_torchao(weight: Tensor) -> Tensor:
+    return to_nf4(weight, 64, math.gcd(256, weight.numel() // 64))
+
+
+def quantized(folder: Path, job: Job) -> nn.Module:
+    """Peft's model over transformers' own, with torchao's tensors in the place of the targets' weights."""
+    model = plain_model(folder, job)
+    for module in model.modules():
+        if hasattr(module, "base_layer"):
+            held = by_torchao(module.base_layer.weight.detach())
+            module.base_layer.weight = nn.Parameter(held, requires_grad=False)
+    return model
+
+
+@functools.cache
+def plain_losses(folder: Path, job_json: str) -> list[float]:
+    job = Job.model_validate_json(job_json)
+    full = job.model_copy(
+        update={"model": job.model.model_copy(update={"lora": job.model.lora.model_copy(update={"base": "full"})})}
+    )
+    return train_plainly(quantized(folder, full), job)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (7, 128), (96, 320)])
+def test_codes_and_scales_are_those_of_torchao(shape: tuple[int, int]) -> None:
+    torch.manual_seed(3)
+    weight = torch.randn(shape) * torch.rand(shape[0], 1)
+    held, values = by_torchao(weight), nf4.rounded(weight)
+    packed = nf4.packed(values)
+    assert torch.equal(values, held.get_original_weight())
+    assert torch.equal(packed[:, : shape[1] // 2].flatten(), held.quantized_data)
+    assert packed.numel() == packed_bytes(weight.numel())
+    assert torch.equal(nf4.unpacked(packed), values)
+
+
+def test_zeros_and_tiny_blocks_are_held_as_they_are_rounded() -> None:
+    torch.manual_seed(3)
+    weight = torch.randn(64, 128)
+    weight[3], weight[5] = 0.0, 1e-6 * weight[5]
+    values = nf4.rounded(weight)
+    assert not values[3].any()
+    assert torch.equal(nf4.unpacked(nf4.packed(values)), values)
+    assert (values[5] * weight[5] >= 0).all()
+
+
+LAYOUTS: list[Any] = ["dp=2", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4"]
+NIGHTLY = ["dp=2 zero=1", "dp=2 zero=2", "dp=2 tp=2 zero=3", "dp=2 pp=2 microbatch=2 schedule=zero-bubble"]
+NIGHTLY += [
+    "tp=2 pp=2 microbatch=4 recompute=full",
+    "dp=2 zero=3 recompute=full",
+    "dp=2 pp=2 microbatch=2 zero=3",
+    "cp=2",
+]
+LAYOUTS += [pytest.param(layout, marks=pytest.mark.nightly) for layout in NIGHTLY]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_those_of_torch_peft_and_torchao(layout: str, folder: Path) -> None:
+    job = job_with(folder)
+    expected = plain_losses(folder, job.model_dump_json())
+    ranks = on_ranks(layout, job)
+    for seen in ranks:
+        assert seen.losses == pytest.approx(expected, rel=1e-6)
+    assert_ledger(ranks, layout)
+    if layout == "dp=2":
+        assert bytes_of_gradients(ranks[0]) == 4 * sum(stop - start for _, start, stop, _ in ranks[0].weights)
+        assert all("lora_" in name or "modules_to_save" in name for name, *_ in ranks[0].weights)
+
+
+@pytest.mark.parametrize("layout", ["dp=2 zero=3", "tp=2"])
+def test_every_layout_gives_the_weights_of_one_device(layout: str, folder: Path) -> None:
+    job = job_with(folder, "float64")
+    assert_same(on_ranks(layout, job), observe(0, 1, "dp=1", job), TOLERANCE)
+
+
+def prepared(job: Job) -> Run:
+    run = run_of(0, 1, "dp=1", job)
+    run.prepare(next(batches(Tokens(), job)).samples([0]))
+    return run
+
+
+def spec_of(job: Job) -> ModelSpec:
+    return prepared(job).assembly.model.spec
+
+
+def of_block(folder: Path, layout: str, base: str) -> tuple[int, int]:
+    """Bytes of weights that a rank holds, and of the largest gather that the ledger shows."""
+    job = job_with(folder, base=base)
+    seen = on_ranks(layout, job)[0]
+    use = at_rest(program_of(spec_of(job), job, Layout.parse(layout)))
+    gathers = [row.size_bytes for rows in seen.ledger.values() for row in rows if row.kind == "all_gather"]
+    return use.weights, max(gathers, default=0)
+
+
+def test_gathers_and_memory_are_those_of_4_bits(folder: Path) -> None:
+    elements = WIDTH * (WIDTH + WIDTH // 2 + WIDTH + 2 * WIDTH)  # of q, k, o and down in a block
+    saved_bytes = 4 * elements - packed_bytes(elements)
+    for layout, ranks in (("dp=2", 1), ("dp=2 zero=3", 2)):
+        (held, gathered), (all_held, all_gathered) = (of_block(folder, layout, base) for base in ("nf4", "full"))
+        assert all_held - held == 2 * saved_bytes // ranks  # of two blocks
+        assert all_gathered - gathered == (saved_bytes if ranks > 1 else 0)
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3"])
+def test_a_base_in_half_precision_is_gathered_in_4_bits_too(layout: str, folder: Path) -> None:
+    job = job_with(folder, "bf16")
+    ranks, one = on_ranks(layout, job), observe(0, 1, "dp=1", job)
+    assert ranks[0].losses == pytest.approx(one.losses, rel=1e-3)
+    assert_ledger(ranks, layout)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters_are_resumed_exported_and_merged_into_rounded_weights(folder: Path, tmp_path: Path) -> None:
+    job = job_with(folder)
+    for layout in ("tp=2", "dp=2 zero=3"):
+        run_of(0, 1, layout, job)
+    pool(2).run(steps, "tp=2", job, tmp_path / "run", 2)
+    first = tmp_path / "run" / "checkpoints" / "step-000002"
+    assert all("lora_" in name or "modules_to_save" in name for name in checkpoint.read_manifest(first)["shapes"])
+    pool(2).run(steps, "dp=2 zero=3", job, tmp_path / "run", 3, first)
+    plain = quantized(folder, job_with(folder, base="full"))
+    train_plainly(plain, job)
+    expected = logits_of(plain)
+
+    samestep.export(tmp_path / "run", tmp_path / "adapters")
+    base = loaded(folder)
+    with torch.no_grad():
+        for path, module in base.named_modules():
+            if path.rpartition(".")[2] in TARGETS:
+                module.weight.copy_(nf4.rounded(module.weight))
+    ours = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    samestep.export(tmp_path / "run", tmp_path / "whole", merge=True)
+    for found in (ours, loaded(tmp_path / "whole")):
+        assert (logits_of(found) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_weights_of_another_run_are_rounded(folder: Path, tmp_path: Path) -> None:
+    run, plain = prepared(job_with(folder)), job_of("float32", 1, model={"source": f"hf:{folder}"})
+    piece = next(piece for piece in run.assembly.weights.store.frozen if piece.is_packed)
+    before = piece.master().clone()
+    steps(0, 1, "dp=1", plain, tmp_path, 1)
+    samestep.export(tmp_path, tmp_path / "trained")
+    FirstWeights.of(tmp_path, run.job).load(run)
+    path = piece.name.removesuffix(".base_layer.weight")
+    assert torch.equal(piece.master(), nf4.rounded(loaded(tmp_path / "trained").get_submodule(path).weight.detach()))
+    assert not torch.equal(piece.master(), before)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lora", "text"),
+    [
+        ({"hidden_size": 96}, {}, r'model.lora.base = "nf4" has a scale for each 64 elements of a row, and rows of '
+         r"model.layers.0.self_attn.q_proj.base_layer.weight have 96: a width that 64 divides works"),
+        ({"hidden_size": 64, "tie_word_embeddings": True}, {"targets": ["lm_head"], "modules_to_save": []},
+         r"rounds lm_head.base_layer.weight, which is tied to model.embed_tokens.weight: targets without it work"),
+    ],
+)  # fmt: skip
+def test_weights_that_are_no_whole_blocks_are_refused(sizes: dict[str, Any], lora: dict[str, Any], text: str) -> None:
+    model = {"source": "hf:llama", "config": {**SIZES, **sizes}, "lora": {**LORA, **lora}}
+    with pytest.raises(JobError, match=text):
+        blueprint(model_source(Job(model=model)), 0)
+
+
+def test_a_tensor_cut_within_blocks_is_refused(folder: Path) -> None:
+    job = job_with(folder, targets=["o_proj", "down_proj"])
+    text = r"tp=4 cuts rows of .*o_proj.base_layer.weight within blocks of 64 elements, .*: tp=2 works, and so does"
+    with pytest.raises(LayoutError, match=text):
+        program_of(spec_of(job), job, Layout.parse("tp=4"))

@@ -1,0 +1,65 @@
+"""The proof of replicas that are trained apart: one device, a layout and a plain torch loop agree, or the proof says where not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from samestep.job import Job
+from samestep.proof.verdict import Cause
+from samestep.proof.verify import verify
+from samestep.runtime.local_replicas import LocalReplicas
+
+CONFIG = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+def job(codec: str) -> Job:
+    return Job(
+        model={"config": {**CONFIG, "num_key_value_heads": 2, "max_position_embeddings": 64}},
+        data={"sequence_length": 16},
+        train={"global_batch": 8, "evaluate_samples": 0},
+        optimizer={"clip_norm": 0.5},
+        numerics={"replicas": 2, "exchange_every": 2, "compression": codec},
+        run={"device": "cpu"},
+    )
+
+
+@pytest.mark.parametrize(("layout", "codec"), [("dp=2", "none"), ("dp_replicate=2 dp_shard=2 zero=3", "int8")])
+def test_a_layout_is_proven(layout: str, codec: str) -> None:
+    verdict = verify(job(codec), layout=layout, precision="float64")
+    assert verdict.proven, verdict.to_text()
+    assert "plain torch" in {check.what for check in verdict.checks}
+
+
+def test_an_outer_step_that_is_not_the_paper_s_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device and the layout err alike, so that only the plain loop tells."""
+    whole = LocalReplicas.exchange
+
+    def without_momentum(self: LocalReplicas) -> None:
+        torch._foreach_zero_(self.momentum)
+        whole(self)
+
+    monkeypatch.setattr(LocalReplicas, "exchange", without_momentum)
+    verdict = verify(job("none"), layout="dp=2", precision="float64")
+    assert verdict.cause is Cause.PLAIN, verdict.to_text()
+    assert "step 3" in verdict.explanation
+
+
+def test_replicas_that_go_on_from_elsewhere_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = LocalReplicas.exchange
+
+    def off(self: LocalReplicas) -> None:
+        whole(self)
+        if len(self.assemblies) == 1 and self.first == 1:
+            self.pieces[0].value.data *= 1.001
+
+    monkeypatch.setattr(LocalReplicas, "exchange", off)
+    verdict = verify(job("none"), layout="dp=2", precision="float64")
+    assert verdict.cause is Cause.REPLICAS, verdict.to_text()
+    assert "of replica 1" in verdict.explanation

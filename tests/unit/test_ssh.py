@@ -1,0 +1,85 @@
+"""Hosts that are started over ssh get the same command, and the secret and the stop signals through standard input only."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from samestep.errors import InputError
+from samestep.training import ssh
+from tests import small
+
+_SSH = """#!/bin/sh
+cd {folder}
+read token
+echo "$token" > $3.token
+echo "$@" > $3.words
+echo "said by all" >&2
+echo "said by $3" >&2
+read word
+echo "$word" > $3.told
+exit {status}
+"""
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of what a pretended ssh was told, by host."""
+    program = tmp_path / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text(_SSH.format(folder=tmp_path, status=143))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return tmp_path
+
+
+@pytest.mark.usefixtures("stop_signals")
+def test_hosts_get_one_command_and_a_secret_that_no_other_process_sees(
+    said: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def stop() -> None:
+        small.wait_for(lambda: len([*said.glob("*.words")]) == 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop).start()
+    given = ["train", "my job.toml", "--nodes", "me@h1,h2", "--ranks", "2:4", "--set", "a=b"]
+    assert ssh.start(["me@h1", "h2"], None, given) == 143
+    tokens = {(said / f"{host}.token").read_text() for host in ("me@h1", "h2")}
+    assert len(tokens) == 1
+    (token,) = tokens
+    assert len(token.strip()) == 64
+    commands = [(said / f"{host}.words").read_text().partition(f"{host} ")[2] for host in ("me@h1", "h2")]
+    assert commands[0] == commands[1]
+    assert token.strip() not in commands[0]
+    words = shlex.split(commands[0])
+    assert words[:3] == ["cd", os.getcwd(), "&&"]
+    begin = words.index("train")
+    assert words[begin : begin + 6] == ["train", "my job.toml", "--ranks", "2:4", "--set", "a=b"]
+    assert words[-6:-3] == ["--nodes", "2", "--rendezvous"]
+    assert words[-3].startswith("h1:")
+    assert words[-2:] == ["--token-file", "-"]
+    assert {(said / f"{host}.told").read_text() for host in ("me@h1", "h2")} == {"TERM\n"}
+    assert sorted(capfd.readouterr().err.splitlines()) == ["h2: said by h2", "said by all", "said by me@h1"]
+
+
+@pytest.mark.parametrize("hosts", [["h1"], ["h1", "h1"], ["h1", ""], ["h1", "-oProxyCommand=x"]])
+def test_names_that_are_none_are_refused(hosts: list[str], said: Path) -> None:
+    with pytest.raises(InputError, match=r"--nodes h1.*: (it takes the names of two hosts|no name of a host begins)"):
+        ssh.start(hosts, None, ["train"])
+    assert not [*said.glob("*.words")]
+
+
+def test_lines_come_as_they_are_written() -> None:
+    read, write = os.pipe()
+    os.write(write, b"secret\nIN")
+    lines = ssh._lines(read)
+    assert next(lines) == b"secret"
+    os.write(write, b"T\n")
+    os.close(write)
+    assert [*lines] == [b"INT"]
+    os.close(read)
