@@ -18,7 +18,7 @@ from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.simulation import memory
+from samestep.simulation import layer_memory
 from tests.covering import daily
 from tests.laboratory import (
     TOLERANCE,
@@ -158,7 +158,7 @@ def saved_bytes(rank: int, world: int, layout: str) -> tuple[int, int]:
     slicing = run.assembly.parallel.slicing
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), slicing.of(samples):
         outputs = call_model(run.model, samples)
-    said = sum(memory.saved_bytes(run.program.step, layer)[1] for layer in run.program.step.model.layers)
+    said = sum(layer_memory.saved_bytes(run.program.step, layer)[1] for layer in run.program.step.model.layers)
     del outputs
     return sum(kept.values()), said
 
