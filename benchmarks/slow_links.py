@@ -236,19 +236,13 @@ def rows_of(given: argparse.Namespace, machine: Hardware) -> Iterator[dict[str, 
     from samestep.simulation.simulate import simulate
 
     on = linked(machine, given)
-    several = [job_of(given.job, way, given.hosts, _steps(way, given.steps)) for way in given.ways]
+    several = [job_of(given.job, way, given.hosts, given.steps) for way in given.ways]
     whole = job_of(given.job, "none", given.hosts, min(given.steps, 20))
     with network(given.hosts, given.mbit * 1e6, given.latency_ms / 1e3, given.loss) as hosts:
         yield {"way": "alone", **next(measured(hosts, [_share(whole, given.hosts)], apart=True))}
         for way, job, seen in zip(given.ways, several, measured(hosts, several), strict=True):
             said = simulate(job, Layout(dp_replicate=given.hosts), on)
             yield {"way": way, "predicted_s": said.step_s, **seen}
-
-
-def _steps(way: str, steps: int) -> int:
-    """Return the steps of a way: three periods of exchanges at least, and whole ones."""
-    every = EVERY if "every" in way else 1
-    return max(3, steps // every) * every
 
 
 def keep(path: Path, given: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -332,13 +326,14 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mbit", type=float, default=100.0, help="rate of each link, Mbit/s each way; default: 100")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="time that a packet takes; needs netem")
     parser.add_argument("--loss", type=float, default=0.0, help="fraction of packets that are lost; needs netem")
-    parser.add_argument("--steps", type=int, default=300, help="at least 3; default: 300")
+    parser.add_argument("--steps", type=int, default=300, help=f"at least 3 periods, of {EVERY} steps; default: 300")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--hardware", metavar="NAME|FILE", help="do not measure the machine")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="keep the figures")
     given = parser.parse_args(words)
-    if not 2 <= given.hosts <= 4 or given.steps < 3:
-        parser.error("--hosts are 2 to 4, and --steps at least 3")
+    every = EVERY if any("every" in way for way in given.ways) else 1
+    if not 2 <= given.hosts <= 4 or given.steps < 3 * every or given.steps % every:
+        parser.error(f"--hosts are 2 to 4, and --steps a multiple of {every}, at least {3 * every}")
     return given
 
 
