@@ -23,7 +23,6 @@ from foresight import read_rows
 from published_models import preset_of
 
 from samestep import Job
-from samestep.errors import LayoutError
 from samestep.models.published import as_published
 from samestep.output.byte_sizes import gib
 from samestep.planning.plan import plan
@@ -34,20 +33,32 @@ ROWS = Path(__file__).parent / "rows" / "plans.json"
 MACHINE = "h100x8"
 MODELS = ("llama3-8b", "llama3-70b", "llama3-405b", "mixtral-8x7b", "gpt3-175b", "deepseek-v3")
 DEVICES = (8, 64, 512, 4096)
+RECOMPUTE = ("none", "selective", "full")
 _LIKE = ("H100", "H200", "H800")
 
 
 def recommended(model: str, devices: int) -> dict[str, Any]:
-    """Return the best layout and the runner-up of a model, and what sharding everything over all devices would take."""
+    """Return the best layout and the runner-up of a model, and ZeRO-3 over all devices."""
     job, _ = as_published(Job(model={"source": f"preset:{model}"}))
     found = plan(job, devices, MACHINE, top=2)
-    shards = f"dp={devices} zero=3 microbatch=1 recompute=full"
-    try:
-        sharded = _figures(simulate(job, shards, MACHINE))
-    except LayoutError as error:
-        sharded = {"layout": shards, "refused": str(error)}
     best = [_figures(one) for one in found.best[:2]]
-    return {"model": model, "devices": devices, "batch": job.train.global_batch, "best": best, "sharded": sharded}
+    return {
+        "model": model,
+        "devices": devices,
+        "batch": job.train.global_batch,
+        "best": best,
+        "sharded": _all_sharded(job, devices),
+    }
+
+
+def _all_sharded(job: Job, devices: int) -> dict[str, Any] | None:
+    """Return ZeRO-3 over all devices with the micro-batch and recompute that are fastest of those that fit; None if none does."""
+    share = -(-job.train.global_batch // devices)
+    sizes = {share, *(2**power for power in range(share.bit_length()))}
+    words = [f"dp={devices} zero=3 microbatch={size} recompute={kind}" for size in sizes for kind in RECOMPUTE]
+    found = [simulate(job, word, MACHINE) for word in words]
+    fits = [one for one in found if one.fits]
+    return _figures(min(fits, key=lambda one: one.step_s)) if fits else None
 
 
 def _figures(one: Prediction) -> dict[str, Any]:
@@ -107,16 +118,11 @@ def _cells(row: Mapping[str, Any]) -> Sequence[str]:
 
 
 def sharded(path: Path = ROWS) -> str:
-    """Return the table of ZeRO-3 over all devices beside the best layout, for models of dense blocks."""
-    lines = [
-        "| model | devices | all sharded: s a step | fits | the best: s a step |",
-        "| --- | ---: | ---: | --- | ---: |",
-    ]
+    """Return the table of ZeRO-3 over all devices beside the best layout, on the largest number of devices."""
+    lines = ["| model | devices | all sharded | s a step | the best: s a step |", "| --- | ---: | --- | ---: | ---: |"]
     for row in json.loads(path.read_text()):
-        all_of, best = row["sharded"], row["best"]
-        if best and "step_s" in all_of and row["devices"] >= 512:
-            fits = "yes" if all_of["fits"] else "no"
-            cells = f"{all_of['step_s']:.3g} | {fits} | {best[0]['step_s']:.3g}"
+        if row["best"] and row["sharded"] and row["devices"] == max(DEVICES):
+            cells = f"`{row['sharded']['layout']}` | {row['sharded']['step_s']:.3g} | {row['best'][0]['step_s']:.3g}"
             lines.append(f"| `{row['model']}` | {row['devices']:,} | {cells} |")
     return "\n".join(lines)
 
