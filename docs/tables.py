@@ -184,6 +184,19 @@ def resharding() -> str:
     return str(importlib.import_module("benchmarks.resharding").table())
 
 
+def checkpoint_costs() -> str:
+    """What `benchmarks/checkpoint.py` has measured of saves, ours and torch's."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+    return str(importlib.import_module("benchmarks.checkpoint").kept())
+
+
+def crashes() -> str:
+    """The sums of all calls of `make crashes`."""
+    sys.path.insert(0, str(ROOT))
+    outcomes = importlib.import_module("tests.crashes.outcomes")
+    return str(outcomes.table(outcomes.read(outcomes.RECORD)))
+
+
 def reproductions() -> str:
     """Code that people write, with what each layout makes of it: `tests/proof/reproductions.py` runs every row."""
     sys.path.insert(0, str(ROOT))
@@ -380,6 +393,8 @@ TABLES = {
     "silent": silent,
     "reproductions": reproductions,
     "resharding": resharding,
+    "checkpoint_costs": checkpoint_costs,
+    "crashes": crashes,
     "gpu": gpu,
     "family_counts": family_counts,
     "families": families,
