@@ -20,7 +20,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -q
 
 parity: $(READY)
-	$(BIN)/python -m pytest -q tests/parity tests/ledger tests/laws tests/proof tests/crashes --every-layout
+	$(BIN)/python -m pytest -q --every-layout
 
 matrix: HERE = $(or $(wildcard $(BIN)/python),$(PYTHON))
 matrix:
