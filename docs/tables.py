@@ -212,7 +212,7 @@ def plans() -> str:
 def sharded() -> str:
     """ZeRO-3 over all devices beside the best layout, as `benchmarks/plans.py` has found it."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    return str(importlib.import_module("plans").sharded())
+    return str(importlib.import_module("plans").all_sharded())
 
 
 def reproductions() -> str:
