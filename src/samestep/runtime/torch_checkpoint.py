@@ -177,6 +177,10 @@ class _Record:
 class _Tensors(_Record):
     """The metadata of an entry that is a tensor."""
 
+    size: Any
+    chunks: Any
+    properties: Any
+
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _DTYPES = {

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 
 class _OneByOne(DefaultSavePlanner):
@@ -41,4 +42,4 @@ def write(model: nn.Module, value: Callable[[str], Tensor], out: Path, dtype: to
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming.*single process")
         planner = _OneByOne(kinds, value)
-        checkpoint.save({"model": kinds}, storage_writer=FileSystemWriter(out), planner=planner, no_dist=True)
+        save({"model": kinds}, storage_writer=FileSystemWriter(out), planner=planner, no_dist=True)
