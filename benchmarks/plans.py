@@ -65,7 +65,8 @@ def _figures(one: Prediction) -> dict[str, Any]:
 def recipe(rows: Iterable[Row], model: str, devices: int) -> dict[str, str] | None:
     """Return the published layout of a model on the nearest number of like devices, and where it is printed."""
     like = [row for row in rows if preset_of(row["model"]) == model and any(name in row["gpu"] for name in _LIKE)]
-    like = [row for row in like if whole(row, "tp") and 0.5 <= whole(row, "n_gpus") / devices <= 2]
+    like = [row for row in like if whole(row, "tp") and whole(row, "global_batch")]
+    like = [row for row in like if 0.5 <= whole(row, "n_gpus") / devices <= 2]
     if not like:
         return None
     near = min(like, key=lambda row: (abs(math.log(whole(row, "n_gpus") / devices)), "BF16" not in row["precision"]))
