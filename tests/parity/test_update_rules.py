@@ -303,7 +303,8 @@ def test_rules_by_elements_and_by_whole_weights_run_equal(names: tuple[str, ...]
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        ("dp=2 tp=2 zero=3", ("muon beside adam", "Lion")),
+        ("tp=2", ("muon beside adam",)),
+        pytest.param("dp=2 tp=2 zero=3", ("muon beside adam", "Lion"), marks=pytest.mark.nightly),
         pytest.param("pp=2 tp=2 microbatch=2", ("Shampoo", "adafactor"), marks=pytest.mark.nightly),
         *(
             pytest.param(layout, WHOLE, marks=pytest.mark.nightly)
@@ -328,16 +329,16 @@ def test_rules_that_couple_weights_run_where_every_rank_has_all() -> None:
     assert_equal(TOGETHER, "dp=2")
 
 
-def test_an_owner_of_whole_weights_and_any_other_layout_read_its_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [pytest.param("muon beside adam", marks=pytest.mark.nightly), "Factored"])
+def test_an_owner_of_whole_weights_and_any_other_layout_read_its_checkpoint(name: str, tmp_path: Path) -> None:
     """Saved under zero=3 or tp after two steps, resumed in the other kinds and on one device: the third step is equal."""
-    source_with("Factored", JOB, "tp=2")  # which the ranks inherit
-    for name in ("muon beside adam", "Factored"):
-        pool(2).run(saved, name, "tp=2" if name == "Factored" else "dp=2 zero=3", str(tmp_path / name))
-        expected = alone(name)
-        one = resumed(0, 1, name, "dp=1", str(tmp_path / name))
-        assert abs(one - expected.losses[2]) < TOLERANCE
-        for loss in pool(2).run(resumed, name, "tp=2" if name != "Factored" else "dp=2 zero=1", str(tmp_path / name)):
-            assert abs(loss - expected.losses[2]) < TOLERANCE
+    before, after = ("tp=2", "dp=2 zero=1") if name == "Factored" else ("dp=2 zero=3", "tp=2")
+    source_with(name, JOB, "tp=2")  # which the ranks inherit
+    pool(2).run(saved, name, before, str(tmp_path))
+    expected = alone(name)
+    assert abs(resumed(0, 1, name, "dp=1", str(tmp_path)) - expected.losses[2]) < TOLERANCE
+    for loss in pool(2).run(resumed, name, after, str(tmp_path)):
+        assert abs(loss - expected.losses[2]) < TOLERANCE
 
 
 def written_between(rank: int, world: int, layout: str) -> float:
@@ -351,11 +352,11 @@ def written_between(rank: int, world: int, layout: str) -> float:
     return report.loss
 
 
-def test_what_a_user_writes_into_a_weight_reaches_its_owner() -> None:
+@pytest.mark.parametrize("layout", ["dp=2 zero=3", pytest.param("tp=2", marks=pytest.mark.nightly)])
+def test_what_a_user_writes_into_a_weight_reaches_its_owner(layout: str) -> None:
     expected = written_between(0, 1, "dp=1")
-    source_with("muon beside adam", JOB, "tp=2")  # which the ranks inherit
-    for layout in ("dp=2 zero=3", "tp=2"):
-        assert all(abs(loss - expected) < TOLERANCE for loss in pool(2).run(written_between, layout))
+    source_with("muon beside adam", JOB, layout)  # which the ranks inherit
+    assert all(abs(loss - expected) < TOLERANCE for loss in pool(2).run(written_between, layout))
 
 
 def run_with(rank: int, world: int, name: str, layout: str) -> Run:
