@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from samestep.building.families import FamilyFacts
 from samestep.errors import LayoutError
 from samestep.program.program import Program
-from samestep.runtime.axes.collectives import Move, moved
+from samestep.runtime.axes.differentiable import Move, moved
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
 from samestep.tracing.sequence_boundaries import with_first, with_given
