@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ROWS = ROOT / "benchmarks" / "rows" / "resharding.json"
 sys.path.insert(0, str(ROOT))
 
 from tests.parity import test_every_pair as pairs  # noqa: E402
@@ -26,13 +25,13 @@ def main() -> None:
         written = {layout: pairs.written_by(layout, Path(folder)) for layout in pairs.LAYOUTS}
         rows = {after: pairs.loaded_by(after, written) for after in pairs.LAYOUTS}
     close_all()
-    ROWS.write_text(json.dumps(rows, indent=1) + "\n")
+    pairs.ROWS.write_text(json.dumps(rows, indent=1) + "\n")
     print(table())
 
 
 def table() -> str:
     """Return the table of what was found: a row saves, a column loads."""
-    rows = json.loads(ROWS.read_text())
+    rows = json.loads(pairs.ROWS.read_text())
     numbers = {layout: index for index, layout in enumerate(rows, 1)}
     lines = ["| saved in | " + " | ".join(str(number) for number in numbers.values()) + " |"]
     lines.append("| --- |" + " :-: |" * len(rows))

@@ -184,6 +184,24 @@ def resharding() -> str:
     return str(importlib.import_module("benchmarks.resharding").table())
 
 
+def slow_links() -> str:
+    """What each codec sends and saves on a slow link, as `benchmarks/slow_links.py` has measured it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(importlib.import_module("slow_links").markdown())
+
+
+def plans() -> str:
+    """What `plan` recommends for well-known models beside published recipes, as `benchmarks/plans.py` has found it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(importlib.import_module("plans").markdown())
+
+
+def sharded() -> str:
+    """ZeRO-3 over all devices beside the best layout, as `benchmarks/plans.py` has found it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(importlib.import_module("plans").sharded())
+
+
 def reproductions() -> str:
     """Code that people write, with what each layout makes of it: `tests/proof/reproductions.py` runs every row."""
     sys.path.insert(0, str(ROOT))
@@ -380,6 +398,9 @@ TABLES = {
     "silent": silent,
     "reproductions": reproductions,
     "resharding": resharding,
+    "slow_links": slow_links,
+    "plans": plans,
+    "sharded": sharded,
     "gpu": gpu,
     "family_counts": family_counts,
     "families": families,

@@ -3,7 +3,8 @@
 `pool(2).run(function, *args)` calls `function(rank, world, *args)` on every rank and returns the results by rank. The
 function stands at the top level of a module. The ranks joined one gloo group on the loopback interface when the pool
 was first used. A job that fails may leave its peers inside a collective, so after it the pool is killed, and built
-again for the next job; so it is when the pytest process has traced another model meanwhile, for its ranks to inherit. A job that hangs ends with its test's time limit (`tests/time_limit.py`).
+again for the next job; so it is when the pytest process has traced more of the job's model meanwhile, for its ranks to
+inherit. A job that hangs ends with its test's time limit (`tests/time_limit.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from multiprocessing import connection
 from typing import Any
 
@@ -30,6 +31,7 @@ import torch.distributed as dist
 
 from samestep.errors import SamestepError
 from samestep.runtime.processes import interfaces, worker
+from samestep.tracing.traced_model import TracedModel
 from tests import traced
 from tests.device import real_gpu
 
@@ -44,14 +46,14 @@ class Pool:
         self.processes: list[Any] = []
         self.pipes: list[connection.Connection] = []
         self.folder = ""
-        self.num_traced = 0
-        """Models that the ranks have inherited."""
+        self.inherited: dict[Hashable, TracedModel] = {}
+        """Traced models that the ranks have."""
         self.inherits = device == "cpu" or not real_gpu.is_asked()
         """Whether the ranks are forked."""
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return what `function(rank, world, *args)` returns on every rank, or raise what one of them raised first."""
-        if self.inherits and self.processes and self.num_traced < traced.num_traced():
+        if self.inherits and traced.is_asked_beyond(self.inherited):
             self.close()
         if not self.processes:
             self._start()
@@ -79,7 +81,7 @@ class Pool:
     def _start(self) -> None:
         if self.inherits:
             warm_up()
-        self.num_traced = traced.num_traced()
+        self.inherited = traced.known()
         context: Any = multiprocessing.get_context("fork" if self.inherits else "spawn")
         self.folder = tempfile.mkdtemp(prefix="samestep-pool-")
         with warnings.catch_warnings():

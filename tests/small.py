@@ -119,7 +119,7 @@ def in_background(words: list[str], folder: Path, namespace: str = "", **variabl
             os.setpgid(0, 0)
             os.environ.update({name: str(value) for name, value in variables.items()})
             if namespace:
-                _enter(namespace)
+                enter_namespace(namespace)
             for descriptor, name in ((1, "out"), (2, "err")):
                 os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
             sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
@@ -130,7 +130,7 @@ def in_background(words: list[str], folder: Path, namespace: str = "", **variabl
     return pid
 
 
-def _enter(namespace: str) -> None:
+def enter_namespace(namespace: str) -> None:
     """Move this process into a network namespace."""
     with Path("/run/netns", namespace).open() as entered:
         assert ctypes.CDLL(None).setns(entered.fileno(), _CLONE_NEWNET) == 0

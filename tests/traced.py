@@ -1,7 +1,7 @@
 """Traced models: each is built and traced once in the pytest process, and what is forked after that inherits it.
 
-To trace a model takes longer than the few steps that a test takes of it. A pool of ranks that was forked before a model was
-traced is built anew (`pool.py`), which costs less than to trace it once more on every rank.
+To trace a model takes longer than the few steps that a test takes of it. A pool of ranks that was forked before the model of its
+next job was traced is built anew (`pool.py`), which costs less than to trace it once more on every rank.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ from samestep.tracing.traced_model import TracedModel
 from samestep.training import workload
 
 _KNOWN: dict[Hashable, TracedModel] = {}
-_traced = 0
+_asked: set[Hashable] = set()
 
 
-def num_traced() -> int:
-    """Return how often this process has traced a model, or more of one."""
-    return _traced
+def known() -> dict[Hashable, TracedModel]:
+    """Return what this process has traced so far."""
+    return dict(_KNOWN)
+
+
+def is_asked_beyond(inherited: dict[Hashable, TracedModel]) -> bool:
+    """Whether a model was asked for since the last call of which ranks that inherited these know too little."""
+    beyond = any(inherited.get(key) is not _KNOWN[key] for key in _asked)
+    _asked.clear()
+    return beyond
 
 
 def prepared(key: Hashable, source: Source, job: Job, example: Any, layout: Layout) -> TracedModel:
@@ -38,13 +45,11 @@ def prepared(key: Hashable, source: Source, job: Job, example: Any, layout: Layo
 
     `key` names the model and its loss: sources of one key are the same.
     """
-    global _traced
     key = (key, job.train.loss, job.train.seed)
     kept = _KNOWN.get(key)
     found = traced_for(replace(source, prepared=kept or prepare(source, job, example)), layout, job, example)
-    if found is not kept:
-        _KNOWN[key] = found
-        _traced += 1
+    _KNOWN[key] = found
+    _asked.add(key)
     return copied(found)
 
 

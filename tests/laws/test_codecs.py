@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -14,9 +15,14 @@ from torch import Tensor
 from samestep.errors import JobError
 from samestep.job import Job
 from samestep.job_tables import Compression
+from samestep.layout import Layout
+from samestep.models.decoder import spec
+from samestep.models.presets import DECODERS
+from samestep.program.buckets import CODED_BUCKETS
 from samestep.program.codecs import CODECS
 from samestep.program.state_blocks import block_of
 from samestep.runtime.codecs.codec import codec_of
+from samestep.strategies import program_of
 
 BOUNDS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 1 / 127, "int4": 1 / 7, "topk": 1.0}
 """Of an element, or of the largest of its block."""
@@ -133,6 +139,20 @@ def test_topk_sends_every_element_in_its_turn() -> None:
 
 def test_every_word_of_a_job_is_a_row() -> None:
     assert {*get_args(Compression)} == {"none", *CODECS}
+
+
+def test_encoded_gradients_are_in_buckets_that_overlap() -> None:
+    layout, wide = Layout.parse("dp=2"), replace(DECODERS["gpt2"], layers=12, hidden=256, heads=4, vocab=256)
+    model = spec(wide, "wide")
+    one, largest = sum(param.numel for param in model.params) // CODED_BUCKETS, max(p.numel for p in model.params)
+    coded, plain = (program_of(model, job, layout).buckets for job in (_job("int8", 2), _job("none", 1)))
+    assert len(plain) < 4 < CODED_BUCKETS - 4 < len(coded)
+    assert all(bucket.numel <= one + largest for bucket in coded)
+    assert sorted(m.name for b in coded for m in b.members) == sorted(m.name for b in plain for m in b.members)
+
+
+def _job(compression: str, replicas: int) -> Job:
+    return Job(numerics={"compression": compression, "replicas": replicas}, train={"global_batch": 8})
 
 
 def test_weights_of_usual_shapes_have_large_blocks() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,16 @@ from torch import Tensor
 from samestep.datasets import batches
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.proof import observation
-from samestep.proof.observation import HeldTensor
+from samestep.proof import held_tensors
+from samestep.proof.held_tensors import HeldTensor
 from samestep.runtime import checkpoint
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
 
 pytestmark = pytest.mark.usefixtures("runs_no_code")
+
+ROWS = Path(__file__).parents[2] / "benchmarks" / "rows" / "resharding.json"
+"""What `benchmarks/resharding.py` has found."""
 
 LAYOUTS = (
     "dp=1",
@@ -57,8 +61,8 @@ def _job() -> Job:
 
 
 def _held(run: Any) -> list[HeldTensor]:
-    state = [HeldTensor(f"state of {one.name}", one.values, one.places) for one in observation.held_state(run)]
-    return [*observation.held_weights(run), *state]
+    state = [HeldTensor(f"state of {one.name}", one.values, one.places) for one in held_tensors.held_state(run)]
+    return [*held_tensors.held_weights(run), *state]
 
 
 def saves(rank: int, world: int, model: str, layout: str, job: Job, folder: str, steps: int) -> list[HeldTensor]:
@@ -150,6 +154,11 @@ def test_the_pairs_span_every_axis_and_uneven_numbers_of_ranks() -> None:
         assert {getattr(one, degree) > 1 for one in layouts} == {True, False}, degree
     assert {one.world_size for one in layouts} == {1, 2, 3, 4}
     assert {one.zero for one in layouts} == {0, 1, 2, 3}
+
+
+def test_the_table_in_the_docs_holds_every_pair() -> None:
+    found = json.loads(ROWS.read_text())
+    assert found == {after: {before: "" for before in LAYOUTS if before != after} for after in LAYOUTS}
 
 
 def test_a_changed_bit_is_found() -> None:

@@ -3,8 +3,8 @@
 ```
 bucket    │ lm_head.weight │ norm.weight │ layers.1.mlp.up │ padding │   in the order of the backward
 ```
-A bucket holds gradients of weights with equal `Holding`s and one dtype, up to `BUCKET_BYTES`; it is padded to a
-multiple of the ranks that may divide it. Its first collective starts as soon as backward has finished its last
+A bucket holds gradients of weights with equal `Holding`s and one dtype, up to `BUCKET_BYTES`, or less where they are sent
+encoded; it is padded to a multiple of the ranks that may divide it. Its first collective starts as soon as backward has finished its last
 gradient, so that it overlaps with the rest of backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3); the others
 follow the step's last backward. So do all collectives of the weights that several stages or virtual stages use, which
 have buckets of their own behind the others: every stage comes to those that it shares with another in one order.
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from samestep.models.spec import ParamSpec
-from samestep.program.codecs import CodedPart
+from samestep.program.codecs import PLAIN, CodedPart
 from samestep.program.contributions import Contributions
 from samestep.program.holding import Holding
 from samestep.program.ops import BYTES_OF, Op, OpKind, Ops
@@ -90,6 +90,9 @@ def padded(numel: int, multiple: int) -> int:
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients at which a bucket is closed: it can still overlap with backward, and uses the link well."""
+CODED_BUCKETS, LEAST_CODED_BYTES = 16, 256 * 2**10
+"""Buckets that encoded gradients are divided into where these are so large or larger: each is sent by two collectives, one
+after the other, and where libraries seldom fill both directions of a link with one, those of several buckets do."""
 
 
 def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket, ...]:
@@ -118,11 +121,12 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
             -param.layer if chunk_of(param) >= 0 else 0,
         ),
     )
-    limit = BUCKET_BYTES // BYTES_OF[step.master_dtype]
+    usual, late_numel = _largest_numel(step), BUCKET_BYTES // BYTES_OF[step.master_dtype]
     groups: list[list[ParamSpec]] = []
     size = 0
     for param in order:
         kind = (*_kind(step, param), chunk_of(param))
+        limit = late_numel if chunk_of(param) < 0 else usual
         is_full = (
             not groups
             or size >= limit * _owners(step, groups[-1][0])
@@ -139,6 +143,15 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
     groups.sort(key=lambda group: (-chunk_of(group[0]), -min(param.layer for param in group)))
     buckets = [_bucket(step, index, group) for index, group in enumerate([*groups, *late])]
     return tuple(replace(bucket, is_late=index >= len(groups)) for index, bucket in enumerate(buckets))
+
+
+def _largest_numel(step: StepSpec) -> int:
+    """Return the elements at which a bucket is closed that is no late one: stages of other sizes agree on those."""
+    whole = BUCKET_BYTES // BYTES_OF[step.master_dtype]
+    if step.codec == PLAIN:
+        return whole
+    part = sum(param.numel for param in step.model.params if param.trainable) // CODED_BUCKETS
+    return min(whole, max(part, LEAST_CODED_BYTES // BYTES_OF[step.master_dtype]))
 
 
 def is_late(step: StepSpec, param: ParamSpec, chunks: tuple[range, ...]) -> bool:

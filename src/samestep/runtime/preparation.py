@@ -300,7 +300,7 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
         LayoutError: the forward of a rank of this tp does not compute its part of the whole model's.
     """
     traced = _with_degree(traced, layout.tp, example)
-    if layout.tp > 1:
+    if layout.tp > 1 and not set(traced.cuts.tried) <= set(traced.spec.tried):
         spec = _with_tried(traced.spec, traced.cuts.tried)
         traced = replace(traced, analysis=replace(traced.analysis, spec=spec))
     traced = _with_tokens_of_a_rank(traced, layout, example)
