@@ -30,6 +30,7 @@ WAYS = {
     "DiLoCo, int8": ("numerics.exchange_every={every}", "numerics.compression=int8"),
     "DiLoCo, int4": ("numerics.exchange_every={every}", "numerics.compression=int4"),
     "momentum 0.5": ("numerics.exchange_every={every}", "numerics.outer_momentum=0.5"),
+    "warmed up": ("numerics.exchange_every={every}", "numerics.outer_momentum=0.5", "schedule.warmup_steps=150"),
     "local SGD": ("numerics.exchange_every={every}", "numerics.outer_lr=1.0", "numerics.outer_momentum=0.0"),
 }
 """What is compared, as settings of the default job."""

@@ -15,6 +15,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from cells import Row, whole
 from foresight import read_rows
 from published_models import preset_of
 
-from samestep import Job
+from samestep import Job, hardware
 from samestep.models.published import as_published
 from samestep.output.byte_sizes import gib
-from samestep.planning.plan import plan
+from samestep.planning.plan import KEPT_FREE, plan
 from samestep.simulation.prediction import Prediction
 from samestep.simulation.simulate import simulate
 
@@ -42,39 +43,30 @@ def recommended(model: str, devices: int) -> dict[str, Any]:
     job, _ = as_published(Job(model={"source": f"preset:{model}"}))
     found = plan(job, devices, MACHINE, top=2)
     best = [_figures(one) for one in found.best[:2]]
-    return {
-        "model": model,
-        "devices": devices,
-        "batch": job.train.global_batch,
-        "best": best,
-        "sharded": _all_sharded(job, devices),
-    }
+    sharded = _all_sharded(job, devices) if devices == max(DEVICES) else None
+    return {"model": model, "devices": devices, "batch": job.train.global_batch, "best": best, "sharded": sharded}
 
 
 def _all_sharded(job: Job, devices: int) -> dict[str, Any] | None:
-    """Return ZeRO-3 over all devices with the micro-batch and recompute that are fastest of those that fit; None if none does."""
+    """Return ZeRO-3 over all devices, the fastest that fits of any micro-batch and recompute; None if none fits."""
     share = -(-job.train.global_batch // devices)
     sizes = {share, *(2**power for power in range(share.bit_length()))}
     words = [f"dp={devices} zero=3 microbatch={size} recompute={kind}" for size in sizes for kind in RECOMPUTE]
-    found = [simulate(job, word, MACHINE) for word in words]
+    machine = replace(hardware.load(MACHINE), kept_free=KEPT_FREE)
+    found = [simulate(job, word, machine) for word in words]
     fits = [one for one in found if one.fits]
     return _figures(min(fits, key=lambda one: one.step_s)) if fits else None
 
 
 def _figures(one: Prediction) -> dict[str, Any]:
-    return {
-        "layout": str(one.layout),
-        "step_s": one.step_s,
-        "mfu": one.mfu,
-        "peak_bytes": one.peak.total,
-        "fits": one.fits,
-    }
+    return {"layout": str(one.layout), "step_s": one.step_s, "mfu": one.mfu, "peak_bytes": one.peak.total}
 
 
 def recipe(rows: Iterable[Row], model: str, devices: int) -> dict[str, str] | None:
     """Return the published layout of a model on the nearest number of like devices, and where it is printed."""
     like = [row for row in rows if preset_of(row["model"]) == model and any(name in row["gpu"] for name in _LIKE)]
-    like = [row for row in like if whole(row, "tp") and 0.5 <= whole(row, "n_gpus") / devices <= 2]
+    like = [row for row in like if whole(row, "tp") and whole(row, "global_batch")]
+    like = [row for row in like if 0.5 <= whole(row, "n_gpus") / devices <= 2]
     if not like:
         return None
     near = min(like, key=lambda row: (abs(math.log(whole(row, "n_gpus") / devices)), "BF16" not in row["precision"]))
@@ -117,11 +109,11 @@ def _cells(row: Mapping[str, Any]) -> Sequence[str]:
     return (*first, *times, *second, published)
 
 
-def sharded(path: Path = ROWS) -> str:
+def all_sharded(path: Path = ROWS) -> str:
     """Return the table of ZeRO-3 over all devices beside the best layout, on the largest number of devices."""
     lines = ["| model | devices | all sharded | s a step | the best: s a step |", "| --- | ---: | --- | ---: | ---: |"]
     for row in json.loads(path.read_text()):
-        if row["best"] and row["sharded"] and row["devices"] == max(DEVICES):
+        if row["best"] and row["sharded"]:
             cells = f"`{row['sharded']['layout']}` | {row['sharded']['step_s']:.3g} | {row['best'][0]['step_s']:.3g}"
             lines.append(f"| `{row['model']}` | {row['devices']:,} | {cells} |")
     return "\n".join(lines)

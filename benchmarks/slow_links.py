@@ -81,14 +81,14 @@ JOBS: Mapping[str, tuple[str, ...]] = {
 }
 """The jobs, as settings of the default one."""
 SAMPLES = {"wide": 1, "toy": 1}
-"""Sequences of a step for each host, where it is not the job's global batch that the hosts divide."""
+"""Sequences of a step for each host, where it is not its share, rounded up, of the default job's global batch."""
 
 
 def job_of(name: str, way: str, hosts: int, steps: int) -> Job:
     """Return a job as one way trains it on so many hosts."""
-    settings = [*JOBS[name], f"train.steps={steps}", "train.watch_every=0", *WAYS[way]]
-    if name in SAMPLES:
-        settings.append(f"train.global_batch={SAMPLES[name] * hosts}")
+    samples = SAMPLES.get(name, -(-jobs.default().train.global_batch // hosts))
+    settings = [*JOBS[name], f"train.steps={steps}", f"train.global_batch={samples * hosts}", "train.watch_every=0"]
+    settings += WAYS[way]
     if WAYS[way]:
         settings.append(f"numerics.replicas={hosts}")
     return jobs.default(settings)

@@ -184,6 +184,19 @@ def resharding() -> str:
     return str(importlib.import_module("benchmarks.resharding").table())
 
 
+def checkpoint_costs() -> str:
+    """What `benchmarks/checkpoint.py` has measured of saves, ours and torch's."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+    return str(importlib.import_module("benchmarks.checkpoint").kept())
+
+
+def crashes() -> str:
+    """The sums of all calls of `make crashes`."""
+    sys.path.insert(0, str(ROOT))
+    outcomes = importlib.import_module("tests.crashes.outcomes")
+    return str(outcomes.table(outcomes.read(outcomes.RECORD)))
+
+
 def slow_links() -> str:
     """What each codec sends and saves on a slow link, as `benchmarks/slow_links.py` has measured it."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -199,7 +212,7 @@ def plans() -> str:
 def sharded() -> str:
     """ZeRO-3 over all devices beside the best layout, as `benchmarks/plans.py` has found it."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    return str(importlib.import_module("plans").sharded())
+    return str(importlib.import_module("plans").all_sharded())
 
 
 def reproductions() -> str:
@@ -398,6 +411,8 @@ TABLES = {
     "silent": silent,
     "reproductions": reproductions,
     "resharding": resharding,
+    "checkpoint_costs": checkpoint_costs,
+    "crashes": crashes,
     "slow_links": slow_links,
     "plans": plans,
     "sharded": sharded,

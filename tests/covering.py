@@ -1,5 +1,6 @@
-"""Layouts that together hold every pair, or triple, of features: a covering array, found greedily among legal layouts.
+"""Few cases that hold much: every pair, or triple, of features in `rows`, and each word of a list of cases in `daily`.
 
+The rows are a covering array, found greedily among legal layouts.
 A row is begun with a tuple of features that no row has yet, and filled up at random many times; the filling that covers
 most new tuples for its cost is kept (Cohen et al. 1997, doi:10.1109/32.605761, AETG). The draws are seeded, so the rows are always the
 same. A tuple of which no filling is legal is one that a strategy refuses, or that would have no effect.
@@ -7,12 +8,17 @@ same. A tuple of which no filling is legal is one that a strategy refuses, or th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
+
+import pytest
 
 from samestep.errors import LayoutError
 from samestep.job import Job
@@ -67,6 +73,7 @@ def rows(strength: int, max_ranks: int) -> tuple[tuple[str, str, str], ...]:
         for one in _tuples_of(best, strength):
             uncovered.pop(one, None)
         found.append(best)
+    found = without_needless(found, lambda row: _tuples_of(row, strength))
     return tuple((str(layout_of(row)), row["model"], row["precision"]) for row in found)
 
 
@@ -126,6 +133,68 @@ def is_legal(row: Row, max_ranks: int) -> bool:
         return False
     job = Job(train={"global_batch": BATCH}, numerics={"precision": row["precision"]})
     return refusal_of(StepSpec.of(_spec(row["model"]), job, layout)) is None
+
+
+def without_needless(rows: Sequence[Any], held_by: Callable[[Any], Iterable[Hashable]]) -> list[Any]:
+    """Return the rows without those of which all that they hold is held by others, looking at the last rows first."""
+    times = Counter(one for row in rows for one in set(held_by(row)))
+    kept = list(rows)
+    for row in reversed(rows):
+        held = set(held_by(row))
+        if all(times[one] > 1 for one in held):
+            times.subtract(held)
+            kept.remove(row)
+    return kept
+
+
+def daily(cases: Iterable[Any], *, beside_products: bool = False) -> list[Any]:
+    """Return cases as parameters of a test: the fewest and smallest that hold every word run in `make test`, the rest nightly.
+
+    A case is what `pytest.mark.parametrize` takes. Its words are the settings of its layouts (a degree, a schedule, that there
+    are micro-batches) and its other values, each in its column; with `beside_products` a setting that the rows of
+    `test_products.py` hold with every other one is no word. Cases that have marks keep them, and hold nothing here.
+    """
+    params = [_param_of(case) for case in cases]
+    free = [index for index, param in enumerate(params) if not param.marks]
+    words = {index: set(_words_of(params[index], beside_products)) for index in free}
+    missing = set().union(*words.values())
+    chosen: list[int] = []
+    while missing:
+        chosen.append(max(free, key=lambda index: len(words[index] & missing) / (1 + _num_ranks(params[index]))))
+        missing -= words[chosen[-1]]
+    chosen = without_needless(chosen, words.__getitem__)
+    return [
+        param if param.marks or index in chosen else pytest.param(*param.values, id=param.id, marks=pytest.mark.nightly)
+        for index, param in enumerate(params)
+    ]
+
+
+def _param_of(case: Any) -> Any:
+    if hasattr(case, "marks"):
+        return case
+    return pytest.param(*case) if isinstance(case, tuple) else pytest.param(case)
+
+
+def _words_of(param: Any, beside_products: bool) -> Iterator[Hashable]:
+    for column, value in enumerate(param.values):
+        layout = _layout_in(value)
+        if layout is None:
+            yield column, value if isinstance(value, Hashable) else repr(value)
+            continue
+        for entry in fields(layout):
+            setting = getattr(layout, entry.name)
+            if not (beside_products and setting in FEATURES.get(entry.name, ())):
+                yield column, entry.name, setting is not None if entry.name == "microbatch" else setting
+
+
+def _num_ranks(param: Any) -> int:
+    return sum(layout.world_size for value in param.values if (layout := _layout_in(value)))
+
+
+def _layout_in(value: Any) -> Layout | None:
+    with contextlib.suppress(LayoutError):
+        return Layout.parse(value) if isinstance(value, str) and "=" in value else None
+    return None
 
 
 def _cost(row: Row) -> float:

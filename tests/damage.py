@@ -8,11 +8,14 @@ import random
 from pathlib import Path
 from typing import Any
 
+from samestep.output import durable_files
 from samestep.runtime import checkpoint_manifest
 
-FILES = ("flip", "truncate", "empty", "remove", "append", "swap")
-MANIFESTS = ("version", "step", "escape", "absolute", "link", "world", "huge", "nested", "unsigned")
-DAMAGES = (*FILES, *MANIFESTS)
+FILES = ("flip", "truncate", "empty", "remove", "append", "swap", "exchange")
+MANIFESTS = ("version", "step", "escape", "absolute", "link", "nested", "unsigned")
+SIGNED = ("world", "part", "huge", "head")
+"""What only a load finds: the digests are right, as somebody with bad intentions has made them."""
+DAMAGES = (*FILES, *MANIFESTS, *SIGNED)
 
 
 def damaged(folder: Path, damage: str, drawn: random.Random) -> None:
@@ -21,7 +24,17 @@ def damaged(folder: Path, damage: str, drawn: random.Random) -> None:
         _damage_file(folder, damage, drawn)
         return
     path = folder / checkpoint_manifest.NAME
-    manifest: Any = checkpoint_manifest.read_manifest(folder)
+    manifest = checkpoint_manifest.read_manifest(folder)
+    _change_manifest(manifest, folder, damage, drawn)
+    text = "[" * 100_000 + "]" * 100_000 if damage == "nested" else json.dumps(manifest)
+    path.unlink()
+    if damage in ("nested", "unsigned"):
+        path.write_text(text)
+    else:
+        checkpoint_manifest.write_manifest(folder, manifest)  # by somebody who signs it too
+
+
+def _change_manifest(manifest: Any, folder: Path, damage: str, drawn: random.Random) -> None:
     part = drawn.choice(manifest["parts"])
     match damage:
         case "version":
@@ -36,17 +49,21 @@ def damaged(folder: Path, damage: str, drawn: random.Random) -> None:
             part["file"] = "."
         case "world":
             part["tensors"] = part["tensors"][1:]
+        case "part":
+            manifest["parts"].remove(part)
         case "huge":
             name = drawn.choice(sorted(manifest["shapes"]))
             manifest["shapes"][name] = [2**40, 2**20]
-    text = json.dumps(manifest)
-    if damage == "nested":
-        text = "[" * 100_000 + "]" * 100_000
-    path.unlink()
-    if damage in ("nested", "unsigned"):
-        path.write_text(text)
-    else:
-        checkpoint_manifest.write_manifest(folder, manifest)  # by somebody who signs it too
+        case "head":
+            part["digest"] = _with_another_length(folder / part["file"], drawn)
+
+
+def _with_another_length(path: Path, drawn: random.Random) -> str:
+    """Let a file of tensors say that its head has another length; return its digest."""
+    content = bytearray(path.read_bytes())
+    content[:8] = drawn.choice([2**63 - 1, 2**40, len(content), 0]).to_bytes(8, "little")
+    path.write_bytes(content)
+    return durable_files.digest_of(path)
 
 
 def _damage_file(folder: Path, damage: str, drawn: random.Random) -> None:
@@ -65,6 +82,10 @@ def _damage_file(folder: Path, damage: str, drawn: random.Random) -> None:
         case "swap":
             older = folder.parent / f"step-{int(folder.name[5:]) - 1:06d}" / path.name
             content = bytearray(older.read_bytes())
+        case "exchange":  # with another rank's file, or where there is none with the manifest
+            other = drawn.choice([one for one in files if one != path])
+            content = bytearray(other.read_bytes())
+            other.write_bytes(path.read_bytes())
     path.unlink()
     if damage != "remove":
         path.write_bytes(content)

@@ -4,7 +4,7 @@
     partition    it stays pulled: the leading host goes on with its own ranks, and the other one ends
     host         all processes of the following host are killed: the leading one goes on
 
-`make crashes` takes them in turn with its own (`sweep.py`).
+`make crashes` takes them in turn with others (`sweep.py`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.network_namespaces import Host
 from tests import small
+from tests.crashes.outcomes import Outcome
 
 FAULTS = ("flap", "partition", "host")
 LAYOUTS = ("dp=2", "dp=2 zero=3", "dp=4 reduce=hierarchical", "dp=2 tp=2", "dp=2 pp=2 microbatch=2")
@@ -32,19 +32,6 @@ KEYS: dict[str, Any] = {
     "train.steps": STEPS, "checkpoint.every": 5, "checkpoint.keep": 2, "numerics.precision": "float64",
     "run.restarts": 3, "train.watch_every": 0,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of one fault."""
-
-    what: str
-    noticed: bool
-    recovered: bool
-    steps_lost: int
-    seconds: float
-    """From the fault to the next step that is logged."""
-    wrong: bool
 
 
 def undisturbed(folder: Path) -> list[float]:

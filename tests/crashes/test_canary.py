@@ -19,6 +19,7 @@ from samestep.layout import Layout
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.optimizer_source import optimizer_source
 from tests import models
+from tests.covering import daily
 from tests.laboratory import job_of, make_run, on_ranks, source_of
 from tests.models import MODELS, VOCABULARY, Tokens
 
@@ -352,7 +353,7 @@ MORE = [
     ("mixtral_balanced", "dp=2", "bf16"),
     ("own_experts", "dp=1 microbatch=4", "float32"),
 ]
-EVERY = [*CLEAN, *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE)]
+EVERY = [*daily(CLEAN, beside_products=True), *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE)]
 
 
 @pytest.mark.parametrize(("model", "layout", "precision"), EVERY)

@@ -24,6 +24,7 @@ from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced
+from tests.covering import daily
 from tests.laboratory import Runs, job_of, largest_error, whole
 from tests.models import VOCABULARY, Tokens
 from tests.pool import pool
@@ -177,11 +178,7 @@ AT_FAULT = {
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [
-        pytest.param(kind, layout, marks=() if (row + column) % 2 == 0 else pytest.mark.nightly)
-        for row, kind in enumerate(AT_FAULT)
-        for column, layout in enumerate(LAYOUTS)
-    ],
+    daily((kind, layout) for kind in AT_FAULT for layout in LAYOUTS),
 )
 def test_every_policy_is_the_same_on_all_ranks_and_as_on_one(kind: str, layout: str) -> None:
     expected = take(0, 1, kind, "dp=1", job_for(), leave_out=BAD_STEP)

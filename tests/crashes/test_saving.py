@@ -9,7 +9,6 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from samestep.runtime import checkpoint_manifest, tensor_file
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from tests.crashes.failing_calls import FailingCalls, refused
 from tests.damage import DAMAGES, damaged
 
 JOB = Job(train={"global_batch": 4, "steps": 8}, checkpoint={"keep": 2})
@@ -80,37 +80,6 @@ def refusal_of(call: Callable[[], object]) -> str:
     return ""
 
 
-class Calls:
-    """The functions of `os` that write, of which the n-th call fails; it counts them."""
-
-    NAMES = ("open", "write", "fsync", "rename", "mkdir", "close")
-
-    def __init__(self, fail_at: int, fail: Callable[[str], None]) -> None:
-        self.num, self._fail_at, self._fail = 0, fail_at, fail
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(os, name)
-        if name not in self.NAMES or self._fail_at < 0:
-            return found
-
-        def call(*args: Any) -> Any:
-            self.num += 1
-            if self.num == self._fail_at:
-                if name == "close":
-                    os.close(*args)
-                self._fail(name)
-            return found(*args)
-
-        return call
-
-
-def _refuse(number: int) -> Callable[[str], None]:
-    def fail(name: str) -> None:
-        raise OSError(number, os.strerror(number), name)
-
-    return fail
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EDQUOT])
 def test_a_call_that_fails_is_told_in_one_line_and_the_run_goes_on(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -121,7 +90,7 @@ def test_a_call_that_fails_is_told_in_one_line_and_the_run_goes_on(
     steps(run, 1)
     num_failed = 0
     while True:
-        calls = Calls(num_failed + 1, _refuse(number))
+        calls = FailingCalls(num_failed + 1, refused(number))
         monkeypatch.setattr(durable_files, "os", calls)
         said = refusal_of(lambda: run.save(tmp_path))
         if not said:
@@ -149,7 +118,7 @@ def test_a_process_that_dies_at_any_call_leaves_a_whole_checkpoint(tmp_path: Pat
     for at in range(1, 100, 2):
         pid = os.fork()
         if pid == 0:
-            durable_files.os = Calls(at, lambda _: os._exit(7))  # type: ignore[assignment]
+            durable_files.os = FailingCalls(at, lambda _: os._exit(7))  # type: ignore[assignment]
             run.save(tmp_path)
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -57,7 +57,7 @@ def _goes_on(run: Path, layout: str | None = None) -> None:
     assert [row["step"] for row in small.metrics(run)] == list(range(1, at + 4))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_a_stop_signal_ends_a_run_with_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
     run = tmp_path / "run"
     pid = _start(run, tmp_path / "talk", "--layout", "dp=2 zero=1")
@@ -94,7 +94,7 @@ def test_a_real_process_ends_cleanly_too(tmp_path: Path) -> None:
     assert small.checkpoints(run) == [f"step-{_lines(run):06d}"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_killed_worker_is_named_and_the_run_goes_on(rank: int, tmp_path: Path) -> None:
     run = tmp_path / "run"
     pid = _start(run, tmp_path / "talk", "--layout", "dp=2", **{"checkpoint.every": 2})
@@ -269,7 +269,9 @@ def _no_memory_at(step: int) -> Callable[[Any, Any], Any]:
     return asking
 
 
-@pytest.mark.parametrize("layout", ["dp=1", "dp=2", "dp=2 zero=3 microbatch=1"])
+@pytest.mark.parametrize(
+    "layout", ["dp=1", pytest.param("dp=2", marks=pytest.mark.nightly), "dp=2 zero=3 microbatch=1"]
+)
 def test_memory_that_runs_out_is_told_by_its_parts(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,10 +36,10 @@ def told(rank: int, world: int, model: str, layout: str, job: Job, odd: int | No
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        ("dp=2", "plain"),
-        ("dp=2 zero=1", "plain"),
+        pytest.param("dp=2", "plain", marks=pytest.mark.nightly),
+        pytest.param("dp=2 zero=1", "plain", marks=pytest.mark.nightly),
         ("dp_replicate=2 dp_shard=2 zero=3", "plain"),
-        ("dp=1 tp=2", "attentive"),
+        pytest.param("dp=1 tp=2", "attentive", marks=pytest.mark.nightly),
         ("dp=2 tp=2", "qwen3"),
         ("dp=2 pp=2 microbatch=2", "deep_tied"),
         ("dp=2 ep=2 zero=1", "mixtral"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import rounding
+from tests.covering import daily
 from tests.device.real_gpu import refusal
 from tests.laboratory import prove
 
@@ -58,7 +59,7 @@ def on_a_gpu(cases: list[tuple[str, ...]]) -> list[object]:
     return [pytest.param(*case, marks=pytest.mark.gpu) for case in cases]
 
 
-@pytest.mark.parametrize(("layout", "model"), [*CASES, *nightly(NIGHTLY), *on_a_gpu(ALONE)])
+@pytest.mark.parametrize(("layout", "model"), [*daily(CASES), *nightly(NIGHTLY), *on_a_gpu(ALONE)])
 def test_a_layout_gives_what_one_cpu_gives(layout: str, model: str) -> None:
     prove(layout, model, device="cuda")
 

@@ -16,7 +16,8 @@ from samestep.models.decoder import Decoder
 from samestep.models.spec import ModelSpec
 from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.program import Program
-from samestep.simulation import memory
+from samestep.simulation.layer_memory import saved_bytes
+from samestep.simulation.memory import at_rest
 from samestep.strategies import program_of
 from samestep.strategies.context import sent_heads
 from tests.laws.models import LAW
@@ -68,8 +69,8 @@ def test_work_and_activations_of_blocks_and_head_are_divided(cp: int) -> None:
         twice = sum(exchange.elements for exchange in before.exchanges if exchange.is_kept)  # once sent, once come back
         assert after.saved_elements * cp == before.saved_elements + twice
         assert after.output_elements * cp == before.output_elements
-        wanted = memory.saved_bytes(whole.step, replace(before, saved_elements=before.saved_elements + twice))
-        assert wanted == tuple(size * cp for size in memory.saved_bytes(mine.step, after))
+        wanted = saved_bytes(whole.step, replace(before, saved_elements=before.saved_elements + twice))
+        assert wanted == tuple(size * cp for size in saved_bytes(mine.step, after))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -77,7 +78,7 @@ def test_gradients_are_summed_over_slices_as_over_samples(zero: int) -> None:
     """To weights, gradients and optimizer, ranks of `cp` are ranks of the data axis."""
     sliced, plain = program(f"dp=2 cp=2 zero={zero}"), program(f"dp=4 zero={zero}")
     for rank in range(4):
-        assert memory.at_rest(sliced, rank=rank) == memory.at_rest(plain, rank=rank)
+        assert at_rest(sliced, rank=rank) == at_rest(plain, rank=rank)
     for axis in ("dp_replicate", "dp_shard"):
         assert sliced.ledger().get(axis) == plain.ledger().get(axis)
     assert {axis: size for axis, size in sliced.axes.items() if axis != "cp"} == plain.axes

@@ -25,6 +25,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.simulation.memory import during_init, during_step, saving_host_bytes
 from samestep.training.workload import Workload
+from tests.covering import daily
 from tests.pool import pool
 from tests.traced import families_once
 
@@ -111,15 +112,7 @@ HYBRIDS = ["cp=2 zero=3", "tp=2 pp=2 microbatch=4", "dp=2 tp=2 zero=3", "dp=2 pp
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    [
-        *((layout, "float32") for layout in LAYOUTS),
-        *((layout, "bf16") for layout in LAYOUTS[1::4]),
-        *(
-            pytest.param(layout, "bf16", marks=pytest.mark.nightly)
-            for number, layout in enumerate(LAYOUTS)
-            if number % 4 != 1
-        ),
-    ],
+    daily((layout, precision) for precision in ("float32", "bf16") for layout in LAYOUTS),
 )
 def test_what_is_alive_at_most_is_what_the_program_says(layout: str, precision: str, tmp_path: Path) -> None:
     for peak in _peaks_of_all_ranks(layout, precision, tmp_path):
@@ -129,7 +122,7 @@ def test_what_is_alive_at_most_is_what_the_program_says(layout: str, precision: 
         assert peak.said == pytest.approx(peak.most, rel=limit), peak
 
 
-@pytest.mark.parametrize("layout", HYBRIDS)
+@pytest.mark.parametrize("layout", daily(HYBRIDS))
 def test_steps_of_hybrids_within_two_per_cent(layout: str, tmp_path: Path) -> None:
     for peak in _peaks_of_all_ranks(layout, "float32", tmp_path):
         assert peak.of != "step" or peak.said == pytest.approx(peak.most, rel=0.02), peak
@@ -139,11 +132,11 @@ def test_steps_of_hybrids_within_two_per_cent(layout: str, tmp_path: Path) -> No
     ("layout", "precision"),
     [
         ("dp=1", "bf16"),
-        ("dp=1 loss_chunk=64", "bf16"),
-        ("dp=1 loss_chunk=128 microbatch=4", "float32"),
+        pytest.param("dp=1 loss_chunk=64", "bf16", marks=pytest.mark.nightly),
+        pytest.param("dp=1 loss_chunk=128 microbatch=4", "float32", marks=pytest.mark.nightly),
         ("tp=2 loss_chunk=64", "float32"),
         ("dp=2 zero=3 loss_chunk=64", "bf16"),
-        ("pp=2 loss_chunk=32 microbatch=4", "float32"),
+        pytest.param("pp=2 loss_chunk=32 microbatch=4", "float32", marks=pytest.mark.nightly),
     ],
 )
 def test_steps_with_many_classes_whose_logits_are_whole_or_in_chunks(

@@ -197,9 +197,9 @@ EVERY = pytest.mark.nightly
     ("layout", "coupled", "batch"),
     [
         ("dp=1", None, 8),
-        ("dp=1 recompute=full", 2, 8),
+        pytest.param("dp=1 recompute=full", 2, 8, marks=EVERY),
         ("dp=1 microbatch=2", 2, 8),
-        ("dp=2 zero=1", None, 8),
+        pytest.param("dp=2 zero=1", None, 8, marks=EVERY),
         ("dp=2 zero=2 recompute=full", None, 8),
         ("dp=2 microbatch=2 recompute=selective", 4, 8),
         ("pp=2 microbatch=2", 2, 8),

@@ -21,6 +21,7 @@ from samestep.job import Job
 from samestep.proof import held_tensors
 from samestep.runtime import checkpoint, checkpoint_manifest
 from tests import small
+from tests.covering import daily
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
 
@@ -104,7 +105,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "precision", "model"), EXACT)
+@pytest.mark.parametrize(("layout", "precision", "model"), daily(EXACT))
 def test_resuming_is_exact(layout: str, precision: str, model: str, tmp_path: Path) -> None:
     # A scale that grows every other step.
     scaling = {"loss_scale": 2.0**14, "loss_scale_growth_steps": 2} if precision == "fp16" else {}

@@ -61,10 +61,10 @@ def prove_compiled(layout: str, model: str, backend: str, **train: Any) -> None:
     [
         ("dp=2 zero=3 microbatch=2", "plain_with_dropout"),
         ("tp=2 sequence_parallel recompute=full", "llama"),
-        ("dp=1 pp=2 microbatch=2", "plain"),
         *(
             pytest.param(layout, model, marks=pytest.mark.nightly)
             for layout, model in [
+                ("dp=1 pp=2 microbatch=2", "plain"),
                 ("dp=2", "llama"),
                 ("dp=2 zero=1 offload", "plain"),
                 ("dp=2 zero=2 microbatch=2", "gpt2_with_dropout"),

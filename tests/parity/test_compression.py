@@ -13,6 +13,7 @@ import pytest
 from samestep.datasets import batches
 from samestep.job import Job
 from samestep.runtime import checkpoint, checkpoint_manifest
+from tests.covering import daily
 from tests.laboratory import TOLERANCE, assert_ledger, assert_same, job_of, make_run, observe, on_ranks, reference
 from tests.models import Tokens
 
@@ -63,7 +64,7 @@ def test_it_rounds() -> None:
     assert 1e-7 < apart[2] < 1e-2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", daily(LAYOUTS))
 def test_a_layout_gives_the_codes_of_one_device(layout: str) -> None:
     job = compressed()
     ranks = on_ranks(layout, observe, MODEL, job, True)
@@ -71,7 +72,7 @@ def test_a_layout_gives_the_codes_of_one_device(layout: str) -> None:
     assert_same(ranks, reference(MODEL, job), TOLERANCE)
 
 
-@pytest.mark.parametrize(("codec", "replicas", "layout", "model"), MORE)
+@pytest.mark.parametrize(("codec", "replicas", "layout", "model"), daily(MORE, beside_products=True))
 def test_other_codecs_numbers_and_models(codec: str, replicas: int, layout: str, model: str) -> None:
     job = compressed(codec, replicas, steps=2)
     ranks = on_ranks(layout, observe, model, job, True)
@@ -99,7 +100,7 @@ def _halves(
     [
         ("dp=2 zero=1", "dp=1"),
         ("dp=1", "dp_replicate=2 dp_shard=2 zero=3"),
-        ("dp=2 tp=2", "dp=2 pp=2 microbatch=1"),
+        pytest.param("dp=2 tp=2", "dp=2 pp=2 microbatch=1", marks=NIGHTLY),
         pytest.param("dp_replicate=2 dp_shard=2 zero=1", "dp=2 tp=2 sequence_parallel", marks=NIGHTLY),
         pytest.param("dp_replicate=2 dp_shard=2 zero=3", "dp=2 cp=2", marks=NIGHTLY),
     ],
@@ -138,7 +139,7 @@ def test_without_them_a_run_would_go_on_otherwise(tmp_path: Path) -> None:
     assert apart[1] > 1e3 * TOLERANCE
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "dp_replicate=2 dp_shard=2 zero=3"])
+@pytest.mark.parametrize("layout", ["dp=2", pytest.param("dp_replicate=2 dp_shard=2 zero=3", marks=NIGHTLY)])
 def test_a_step_that_is_not_finite_leaves_nothing_behind_in_what_is_fed_back(layout: str) -> None:
     job = compressed(precision="fp16", steps=12)
     job = job.model_copy(update={"numerics": job.numerics.model_copy(update={"loss_scale": 2.0**28})})

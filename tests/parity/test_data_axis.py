@@ -17,6 +17,7 @@ from samestep.building.initial_values import blueprint, fill_rest
 from samestep.building.loss import loss_of
 from samestep.building.model import call_model
 from samestep.datasets import batches
+from tests.covering import daily
 from tests.laboratory import (
     TOLERANCE,
     assert_same,
@@ -86,7 +87,7 @@ assert set(LAYOUTS) >= OF_PAIRS
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        *combinations([layout for layout in LAYOUTS if layout not in OF_PAIRS], MODELS_HERE),
+        *daily(combinations([layout for layout in LAYOUTS if layout not in OF_PAIRS], MODELS_HERE)),
         *(
             pytest.param(layout, model, marks=pytest.mark.nightly)
             for layout in sorted(OF_PAIRS)
@@ -110,7 +111,16 @@ def test_nodes_are_reduced_first() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "batch"),
-    [("dp=4", 7), ("dp=4", 3), ("dp=4 zero=1", 5), ("dp=4 zero=3 microbatch=1", 7), ("dp_replicate=2 dp_shard=2", 3)],
+    daily(
+        [
+            ("dp=4", 7),
+            ("dp=4", 3),
+            ("dp=4 zero=1", 5),
+            ("dp=4 zero=3 microbatch=1", 7),
+            ("dp_replicate=2 dp_shard=2", 3),
+        ],
+        beside_products=True,
+    ),
 )
 def test_uneven_batches_are_legal(layout: str, batch: int) -> None:
     prove(layout, "plain", job_of("float64", 3, train={"global_batch": batch}))
@@ -126,7 +136,10 @@ def test_one_rank_in_pieces_computes_the_same(layout: str, model: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "model"),
-    combinations(["dp=2", "dp=2 zero=1 microbatch=1", "dp=2 zero=2", "dp=2 zero=3 microbatch=2"], MODELS_HERE),
+    daily(
+        combinations(["dp=2", "dp=2 zero=1 microbatch=1", "dp=2 zero=2", "dp=2 zero=3 microbatch=2"], MODELS_HERE),
+        beside_products=True,
+    ),
 )
 def test_float32_differs_by_the_order_of_sums_alone(layout: str, model: str) -> None:
     """A sum of n float32 terms in another order differs by n roundings at most; n is in the hundreds here."""
@@ -136,9 +149,12 @@ def test_float32_differs_by_the_order_of_sums_alone(layout: str, model: str) -> 
 
 @pytest.mark.parametrize(
     ("layout", "model"),
-    combinations(
-        ["dp=2", "dp=2 zero=1", "dp=2 zero=3", "dp=2 zero=3 recompute=full microbatch=1"],
-        ["plain_with_dropout", "gpt2_with_dropout"],
+    daily(
+        combinations(
+            ["dp=2", "dp=2 zero=1", "dp=2 zero=3", "dp=2 zero=3 recompute=full microbatch=1"],
+            ["plain_with_dropout", "gpt2_with_dropout"],
+        ),
+        beside_products=True,
     ),
 )
 def test_dropout_masks_follow_the_sample_not_the_layout(layout: str, model: str) -> None:

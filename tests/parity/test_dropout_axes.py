@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from samestep.errors import LayoutError, UnprovenError
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.dropout.masks import MaskSlice
+from tests.covering import daily
 from tests.laboratory import TOLERANCE, Observed, assert_same, clipped, combinations, observe, prove, reference
 from tests.models import MODELS, Attentive
 from tests.pool import pool
@@ -39,7 +40,7 @@ ALL_THREE = ["dp=2 tp=2 pp=2 microbatch=2"]
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        *combinations(LAYOUTS, DROPPING),
+        *daily(combinations(LAYOUTS, DROPPING), beside_products=True),
         *(pytest.param(layout, model, marks=pytest.mark.nightly) for layout in ALL_THREE for model in DROPPING[::3]),
     ],
 )

@@ -60,9 +60,11 @@ def _job() -> Job:
     return job_of("float32", 4, optimizer=adamw, train={"watch_every": 0})
 
 
-def _held(run: Any) -> list[HeldTensor]:
+def held(run: Any) -> list[HeldTensor]:
+    """Return what a rank holds of weights, of the optimizer's state and of buffers."""
     state = [HeldTensor(f"state of {one.name}", one.values, one.places) for one in held_tensors.held_state(run)]
-    return [*held_tensors.held_weights(run), *state]
+    buffers = [HeldTensor(f"buffer {one.name}", one.values, one.places) for one in held_tensors.held_buffers(run)]
+    return [*held_tensors.held_weights(run), *state, *buffers]
 
 
 def saves(rank: int, world: int, model: str, layout: str, job: Job, folder: str, steps: int) -> list[HeldTensor]:
@@ -70,7 +72,7 @@ def saves(rank: int, world: int, model: str, layout: str, job: Job, folder: str,
     for batch in itertools.islice(batches(Tokens(), job), steps):
         run.step(batch)
     checkpoint.save(run, Path(folder))
-    return _held(run)
+    return held(run)
 
 
 def loads(
@@ -82,11 +84,11 @@ def loads(
     found = {}
     for source, (folder, wanted) in written.items():
         checkpoint.load(run, Path(folder))
-        found[source] = next((one.name for one in _held(run) if not _is_part(one, wanted.get(one.name))), "")
+        found[source] = next((one.name for one in held(run) if not is_part(one, wanted.get(one.name))), "")
     return found
 
 
-def _is_part(one: HeldTensor, wanted: Tensor | None) -> bool:
+def is_part(one: HeldTensor, wanted: Tensor | None) -> bool:
     """Return whether a rank's part of a tensor holds the bits of the whole one."""
     if wanted is None:
         return False
@@ -100,15 +102,16 @@ def _real(one: HeldTensor) -> tuple[Tensor, Tensor]:
     return one.values[places >= 0].float(), places[places >= 0]
 
 
-def _whole(parts: list[HeldTensor]) -> Whole:
+def whole_of(parts: list[HeldTensor]) -> Whole:
+    """Return the whole tensors of which ranks hold parts."""
     found: Whole = {}
     for part in parts:
         values, places = _real(part)
         size = int(places.max()) + 1 if len(places) else 0
-        held = found.setdefault(part.name, torch.full((size,), torch.nan))
-        if len(held) < size:
-            held = found[part.name] = torch.cat([held, torch.full((size - len(held),), torch.nan)])
-        held[places] = values
+        known = found.setdefault(part.name, torch.full((size,), torch.nan))
+        if len(known) < size:
+            known = found[part.name] = torch.cat([known, torch.full((size - len(known),), torch.nan)])
+        known[places] = values
     assert not any(one.isnan().any() for one in found.values()), "no rank holds some of the elements"
     return found
 
@@ -125,7 +128,7 @@ def written_by(layout: str, folder: Path) -> tuple[str, Whole]:
     number = LAYOUTS.index(layout)
     ranks = on_ranks(layout, saves, MODEL, _job(), str(folder / str(number)), 1 + number % 3)
     made = next((folder / str(number)).glob("step-*"))
-    return str(made), _whole([part for held in ranks for part in held])
+    return str(made), whole_of([part for parts in ranks for part in parts])
 
 
 def loaded_by(layout: str, written: dict[str, tuple[str, Whole]]) -> dict[str, str]:
@@ -163,5 +166,5 @@ def test_the_table_in_the_docs_holds_every_pair() -> None:
 
 def test_a_changed_bit_is_found() -> None:
     part = HeldTensor("w", torch.tensor([1.0, -0.0]), torch.tensor([2, -1]))
-    assert _is_part(part, torch.tensor([0.0, 0.0, 1.0]))
-    assert not _is_part(part, torch.tensor([0.0, 0.0, 1.0 + 2**-23]))
+    assert is_part(part, torch.tensor([0.0, 0.0, 1.0]))
+    assert not is_part(part, torch.tensor([0.0, 0.0, 1.0 + 2**-23]))

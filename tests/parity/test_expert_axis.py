@@ -18,6 +18,7 @@ from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.runtime.preparation import Source, prepare, with_slices
 from samestep.strategies import program_of
+from tests.covering import daily
 from tests.laboratory import clipped, combinations, job_of, make_run, observe, prove, prove_ledger, reference
 from tests.models import MODELS, Tokens
 from tests.pool import pool
@@ -52,7 +53,10 @@ def nightly(layouts: list[str], models: list[str]) -> list[Any]:
     return [pytest.param(layout, model, marks=pytest.mark.nightly) for layout in layouts for model in models]
 
 
-@pytest.mark.parametrize(("layout", "model"), [*combinations(LAYOUTS, FAMILIES), *nightly(MORE, FAMILIES)])
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [*daily(combinations(LAYOUTS, FAMILIES), beside_products=True), *nightly(MORE, FAMILIES)],
+)
 def test_experts_compute_what_one_device_computes(layout: str, model: str) -> None:
     if "tp=2" in layout and model == "own_experts":
         pytest.skip("it has no plan for tensor cuts")
@@ -71,7 +75,9 @@ MORE_BETWEEN = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "model"), [*combinations(BETWEEN, WITH_PLANS), *nightly(MORE_BETWEEN, WITH_PLANS)])
+@pytest.mark.parametrize(
+    ("layout", "model"), [*daily(combinations(BETWEEN, WITH_PLANS)), *nightly(MORE_BETWEEN, WITH_PLANS)]
+)
 def test_experts_compute_rows_of_a_rank_s_own_tokens(layout: str, model: str) -> None:
     prove(layout, model)
 
@@ -99,7 +105,8 @@ def test_experts_are_divided_with_the_sequence() -> None:
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        *combinations(["dp=2 ep=2 recompute=full", "dp=2 ep=2 zero=3 microbatch=2"], FAMILIES),
+        *combinations(["dp=2 ep=2 recompute=full"], FAMILIES),
+        *nightly(["dp=2 ep=2 zero=3 microbatch=2"], FAMILIES[:1]),
         *nightly(["dp=2 zero=3", "dp=4 ep=2"], FAMILIES),
     ],
 )
@@ -117,7 +124,7 @@ def test_experts_without_rows_take_part() -> None:
     ("model", "layout", "batch"),
     [
         ("mixtral", "dp=4 ep=2 zero=1 microbatch=1", 7),
-        ("mixtral", "dp=4 ep=4 microbatch=1", 5),
+        pytest.param("mixtral", "dp=4 ep=4 microbatch=1", 5, marks=pytest.mark.nightly),
         ("mixtral_balanced", "dp=4 ep=2", 3),
     ],
 )
@@ -147,7 +154,9 @@ WITH_BALANCE = ["mixtral_balanced", "qwen3_moe_balanced"]
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        *combinations(["dp=2 ep=2 zero=1", "dp=2 zero=3 recompute=full", "tp=2"], WITH_BALANCE),
+        *daily(
+            combinations(["dp=2 ep=2 zero=1", "dp=2 zero=3 recompute=full", "tp=2"], WITH_BALANCE), beside_products=True
+        ),
         *nightly(["dp=2", "dp=2 tp=2 ep=2 recompute=selective"], WITH_BALANCE),
     ],
 )

@@ -124,7 +124,7 @@ LAYOUTS = [
     "dp=2 tp=2",
     pytest.param("dp=2 tp=2 sequence_parallel", marks=NIGHTLY),
     "dp=2 pp=2 microbatch=1",
-    "dp=2 cp=2",
+    pytest.param("dp=2 cp=2", marks=NIGHTLY),
     pytest.param("dp_replicate=2 dp_shard=2 zero=3 tp=2", marks=NIGHTLY),
 ]
 
@@ -141,10 +141,10 @@ def test_a_layout_trains_the_replicas_of_one_device(layout: str, codec: str) -> 
 @pytest.mark.parametrize(
     ("replicas", "layout", "model", "codec"),
     [
-        (4, "dp=2", MODEL, "none"),
+        pytest.param(4, "dp=2", MODEL, "none", marks=NIGHTLY),
         (4, "dp=2 microbatch=1", MODEL, "int8"),
         pytest.param(4, "dp=4", MODEL, "bf16", marks=NIGHTLY),
-        (2, "dp_replicate=2 dp_shard=2 zero=3", "gpt2", "int8"),
+        pytest.param(2, "dp_replicate=2 dp_shard=2 zero=3", "gpt2", "int8", marks=NIGHTLY),
         (2, "dp=2 pp=2 schedule=zero-bubble microbatch=1", "deep_tied", "none"),
     ],
 )
@@ -189,7 +189,7 @@ def prepared(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
     [
         ("dp=2", "dp=1", "int8"),
         ("dp=1", "dp_replicate=2 dp_shard=2 zero=3", "none"),
-        ("dp_replicate=2 dp_shard=2 zero=1", "dp=2 tp=2", "int8"),
+        pytest.param("dp_replicate=2 dp_shard=2 zero=1", "dp=2 tp=2", "int8", marks=NIGHTLY),
         pytest.param("dp=2 pp=2 microbatch=1", "dp=2 cp=2", "none", marks=NIGHTLY),
     ],
 )

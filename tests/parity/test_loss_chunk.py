@@ -12,6 +12,7 @@ from torch import Tensor
 from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.layout import Layout
+from tests.covering import daily
 from tests.laboratory import clipped, combinations, make_run, prove, source_of
 from tests.models import Tokens
 from tests.pool import pool
@@ -31,7 +32,7 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "model"), combinations(LAYOUTS, MODELS) + combinations(CUTS, MODELS[:4]))
+@pytest.mark.parametrize(("layout", "model"), daily([*combinations(LAYOUTS, MODELS), *combinations(CUTS, MODELS[:4])]))
 def test_chunks_compute_what_one_device_computes(layout: str, model: str) -> None:
     prove(layout, model)
 

@@ -23,6 +23,7 @@ from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced
+from tests.covering import daily
 from tests.laboratory import Observed, assert_same, follow, job_of, perturbed
 from tests.models import Tokens
 from tests.parity import pipeline_models as models
@@ -144,49 +145,52 @@ def hold(name: str, layouts: tuple[str, ...], ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [
-        pytest.param(layout, name, marks=() if (index + turn) % 3 == 0 else pytest.mark.nightly)
-        for index, name in enumerate(EQUAL)
-        for turn, layout in enumerate(LAYOUTS)
-    ],
+    daily((layout, name) for name in EQUAL for layout in LAYOUTS),
 )
 def test_stages_compute_what_one_device_computes(layout: str, name: str) -> None:
     hold(name, (layout,), 2)
 
 
+COMPOSED = [
+    ("first_residual", "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble"),
+    ("two_uses", "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble"),
+    ("two_uses", "dp=2 pp=2 microbatch=2 schedule=zero-bubble"),
+    ("skips", "pp=4 microbatch=2"),
+    ("states", "pp=4 microbatch=1 schedule=gpipe"),
+    ("conditioned", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("last_layers_only", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("head_only", "dp=2 pp=2 zero=2 microbatch=2"),
+    ("all_states", "dp=2 pp=2 microbatch=1 schedule=interleaved virtual_stages=2"),
+    ("images", "dp=2 pp=2 microbatch=2"),
+    ("gains", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("soft_tokens", "dp=2 pp=2 zero=2 microbatch=2"),
+    ("gains", "dp=2 pp=2 zero=1 microbatch=1 schedule=interleaved virtual_stages=2"),
+    ("first_values", "cp=2 pp=2 microbatch=2"),
+    ("conditioned", "cp=2 pp=2 microbatch=2 schedule=zero-bubble recompute=full"),
+    ("repeated", "pp=4 microbatch=2"),
+    ("repeated", "dp=2 pp=2 microbatch=1 schedule=interleaved virtual_stages=2"),
+    ("repeated", "dp=2 pp=2 zero=1 microbatch=1 schedule=interleaved virtual_stages=2"),
+    ("repeated", "dp=2 pp=2 zero=2 microbatch=2"),
+    ("repeated", "dp=2 pp=2 zero=3 microbatch=2 recompute=full"),
+    ("adapted", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("adapted", "dp=2 pp=2 zero=1 microbatch=2 schedule=zero-bubble"),
+    ("tied_blocks", "pp=4 microbatch=2 schedule=zero-bubble"),
+    ("tied_blocks", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("twice", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("behind_back", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("three_stages", "pp=4 microbatch=2"),
+    ("caching", "pp=4 microbatch=2"),
+    ("three_stages", "dp=2 pp=2 zero=1 microbatch=1 schedule=interleaved virtual_stages=3"),
+    ("three_stages", "dp=2 pp=2 zero=2 microbatch=2"),
+]
+"""Models and layouts of other axes; each setting of these once, the others nightly: that stages pass on what a model needs is held above."""
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("first_residual", "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble"),
-        ("two_uses", "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble"),
-        ("two_uses", "dp=2 pp=2 microbatch=2 schedule=zero-bubble"),
-        ("skips", "pp=4 microbatch=2"),
-        ("states", "pp=4 microbatch=1 schedule=gpipe"),
-        ("conditioned", "dp=2 pp=2 zero=3 microbatch=2"),
-        ("last_layers_only", "dp=2 pp=2 zero=3 microbatch=2"),
-        ("head_only", "dp=2 pp=2 zero=2 microbatch=2"),
-        ("all_states", "dp=2 pp=2 microbatch=1 schedule=interleaved virtual_stages=2"),
-        ("images", "dp=2 pp=2 microbatch=2"),
-        ("gains", "dp=2 pp=2 zero=3 microbatch=2"),
-        ("soft_tokens", "dp=2 pp=2 zero=2 microbatch=2"),
-        ("gains", "dp=2 pp=2 zero=1 microbatch=1 schedule=interleaved virtual_stages=2"),
-        ("first_values", "cp=2 pp=2 microbatch=2"),
-        ("conditioned", "cp=2 pp=2 microbatch=2 schedule=zero-bubble recompute=full"),
-        ("repeated", "pp=4 microbatch=2"),
-        ("repeated", "dp=2 pp=2 microbatch=1 schedule=interleaved virtual_stages=2"),
-        ("repeated", "dp=2 pp=2 zero=1 microbatch=1 schedule=interleaved virtual_stages=2"),
-        ("repeated", "dp=2 pp=2 zero=2 microbatch=2"),
-        ("repeated", "dp=2 pp=2 zero=3 microbatch=2 recompute=full"),
-        ("adapted", "dp=2 pp=2 zero=3 microbatch=2"),
-        ("adapted", "dp=2 pp=2 zero=1 microbatch=2 schedule=zero-bubble"),
-        ("tied_blocks", "pp=4 microbatch=2 schedule=zero-bubble"),
-        ("tied_blocks", "dp=2 pp=2 zero=3 microbatch=2"),
-        ("twice", "dp=2 pp=2 zero=3 microbatch=2"),
-        ("behind_back", "dp=2 pp=2 zero=3 microbatch=2"),
-        ("three_stages", "pp=4 microbatch=2"),
-        ("caching", "pp=4 microbatch=2"),
-        ("three_stages", "dp=2 pp=2 zero=1 microbatch=1 schedule=interleaved virtual_stages=3"),
-        ("three_stages", "dp=2 pp=2 zero=2 microbatch=2"),
+        pytest.param(name, layout, marks=chosen.marks)
+        for (name, layout), chosen in zip(COMPOSED, daily(layout for _, layout in COMPOSED), strict=True)
     ],
 )
 def test_stages_compose_with_other_axes(name: str, layout: str) -> None:

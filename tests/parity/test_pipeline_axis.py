@@ -14,6 +14,7 @@ from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
+from tests.covering import daily
 from tests.laboratory import clipped, combinations, job_of, make_run, observe, on_ranks, prove, prove_ledger
 from tests.models import Tokens
 from tests.pool import pool
@@ -57,7 +58,7 @@ WITH_PARTS = [*MODELS[:-1], "parted"]
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        *combinations(ALONE + PRODUCTS, MODELS),
+        *daily(combinations(ALONE + PRODUCTS, MODELS), beside_products=True),
         *combinations(SEQUENCE_CUT, WITH_PARTS),
         *(pytest.param(layout, model, marks=pytest.mark.nightly) for layout in OF_EIGHT for model in MODELS),
     ],

@@ -25,6 +25,7 @@ from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import rounding, traced
+from tests.covering import daily
 from tests.laboratory import Observed, follow, job_of, largest_error, make_run, perturbed, whole
 from tests.models import MODELS, VOCABULARY, Tokens
 from tests.parity.test_odd_models import ODD, Odd, Pairs
@@ -88,9 +89,9 @@ CASES += [("flat_with_root", "bf16", FEW), ("flat", "fp16", FEW)]
 @pytest.mark.parametrize(
     ("model", "precision", "layout"),
     [
-        pytest.param(model, precision, layout, marks=[pytest.mark.nightly] if model != "plain" and place % 2 else [])
+        case
         for model, precision, some in CASES
-        for place, layout in enumerate(some)
+        for case in daily([(model, precision, layout) for layout in some], beside_products=True)
     ],
 )
 def test_a_layout_deviates_by_roundings_alone(model: str, precision: str, layout: str) -> None:
@@ -110,7 +111,7 @@ SINGLES = ["dp=2 microbatch=1", "dp=2 zero=1 microbatch=1", "dp=2 zero=2 microba
 SINGLES += ["dp=2 zero=3 microbatch=1 accumulate=full", "dp_replicate=2 dp_shard=2 microbatch=1"]
 
 
-@pytest.mark.parametrize("layout", SINGLES)
+@pytest.mark.parametrize("layout", daily(SINGLES))
 def test_gradients_are_added_in_float32(layout: str) -> None:
     """One sample a micro-batch: every product is the same in all layouts, to the bit."""
     reference = watch(0, 1, "gpt2", "dp=1 microbatch=1", "bf16")
@@ -223,7 +224,7 @@ def spied_step(rank: int, world: int, layout: str, precision: str) -> tuple[set[
     [
         ("bf16", "dp=2"),
         ("fp16", "dp=2 zero=1 recompute=full"),
-        ("fp16", "dp=2 zero=2"),
+        pytest.param("fp16", "dp=2 zero=2", marks=pytest.mark.nightly),
         ("bf16", "dp=2 zero=3 recompute=full"),
         pytest.param("fp16", "dp=2", marks=pytest.mark.nightly),
         pytest.param("bf16", "dp=2 zero=1 recompute=full", marks=pytest.mark.nightly),

@@ -356,13 +356,20 @@ def steps(rank: int, world: int, name: str, layout: str, begin: str, until: int,
     return losses
 
 
+@pytest.fixture(scope="module")
+def _traced(request):
+    """Trace the models of the tests that run before the first rank is forked."""
+    for item in request.session.items:
+        if item.path == request.path and "_traced" in item.fixturenames:
+            _prepared(0, 1, item.callspec.params["name"], "dp=1")
+
+
+@pytest.mark.usefixtures("_traced")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.nightly) for name in CASES]
 )
 def test_a_resumed_run_is_the_one_that_never_stopped(name, tmp_path):
     case, folder = CASES[name], str(tmp_path / "cut")
-    for known in CASES:  # before the ranks are forked
-        _prepared(0, 1, known, "dp=1")
     same, other = case.layouts
     whole = pool(2).run(steps, name, same, "", STEPS, "")
     before = pool(2).run(steps, name, same, "", CUT, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.errors import LayoutError, UnprovenError
+from tests.covering import daily
 from tests.laboratory import job_of, prove
 from tests.models import MODELS, VOCABULARY
 
@@ -169,8 +171,7 @@ MODELS |= {f"between {part.__name__}": lambda part=part: Language(part) for part
 LAYOUTS = ["dp=2", "dp=1 microbatch=1", "dp=2 zero=3 microbatch=2"]
 
 
-@pytest.mark.parametrize("part", EQUAL)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "part"), daily(itertools.product(LAYOUTS, EQUAL)))
 def test_what_keeps_samples_apart_is_equal(part: Callable[..., Tensor], layout: str) -> None:
     prove(layout, f"between {part.__name__}")
 
@@ -290,8 +291,7 @@ MIXING = {
 MODELS |= {f"between {part.__name__}": lambda part=part: Language(part) for part in (*TRIED, *FOUND, *MIXING)}
 
 
-@pytest.mark.parametrize("part", TRIED)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "part"), daily(itertools.product(LAYOUTS, TRIED)))
 def test_what_passes_a_trial_is_equal(part: Callable[..., Tensor], layout: str) -> None:
     prove(layout, f"between {part.__name__}")
 
@@ -302,8 +302,7 @@ def test_what_mixes_samples_in_a_trial_of_its_own_is_refused_before_the_first_st
         prove("dp=2", f"between {part.__name__}")
 
 
-@pytest.mark.parametrize("part", FOUND)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "part"), daily(itertools.product(LAYOUTS, FOUND)))
 def test_what_fails_a_trial_refuses_the_first_step(part: Callable[..., Tensor], layout: str) -> None:
     with pytest.raises(UnprovenError, match=r"samples influence each other|deviates"):
         prove(layout, f"between {part.__name__}")

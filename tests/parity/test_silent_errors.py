@@ -11,18 +11,20 @@ import pytest
 import torch
 
 from samestep.program import buckets
+from tests.covering import daily
 from tests.laboratory import clipped, observe, prove
 from tests.pool import pool
 from tests.proof.faults import FAULTS
 from tests.proof.silent import PARITY, SILENT
 
+NIGHTLY = pytest.mark.nightly
 ROOT = Path(__file__).parents[2]
 CASES = sorted(
     {(FAULTS[name].model, FAULTS[name].layout) for row in SILENT for name in row.faults if PARITY in row.tests}
 )
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES)
+@pytest.mark.parametrize(("model", "layout"), daily(CASES))
 def test_the_right_way_computes_what_one_device_computes(model: str, layout: str) -> None:
     prove(layout, model)
 
@@ -37,12 +39,16 @@ def test_every_row_names_tests_and_faults_that_exist() -> None:
             assert name in FAULTS
 
 
-@pytest.mark.parametrize("layout", ["tp=2 sequence_parallel", "dp=2 tp=2 zero=3 recompute=full"])
+@pytest.mark.parametrize(
+    "layout", ["tp=2 sequence_parallel", pytest.param("dp=2 tp=2 zero=3 recompute=full", marks=NIGHTLY)]
+)
 def test_learned_activations_are_summed_in_every_layout(layout: str) -> None:
     prove(layout, "apertus")
 
 
-@pytest.mark.parametrize("layout", ["tp=2 microbatch=4", "tp=2 zero=2 dp=2 recompute=full"])
+@pytest.mark.parametrize(
+    "layout", ["tp=2 microbatch=4", pytest.param("tp=2 zero=2 dp=2 recompute=full", marks=NIGHTLY)]
+)
 def test_whole_weights_on_cut_tensors_need_no_word_in_a_plan(layout: str) -> None:
     prove(layout, "unsaid")
 

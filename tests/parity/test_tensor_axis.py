@@ -15,6 +15,7 @@ from samestep.layout import Layout
 from samestep.program.ops import BYTES_OF, OpKind
 from samestep.schedules import TaskKind
 from samestep.strategies import program_of
+from tests.covering import daily
 from tests.laboratory import clipped, combinations, make_run, observe, prove, prove_ledger
 from tests.models import Tokens
 from tests.pool import pool
@@ -38,7 +39,10 @@ CUT_SEQUENCES = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "model"), combinations(LAYOUTS, MODELS) + combinations(CUT_SEQUENCES, SEQUENCES))
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    daily(combinations(LAYOUTS, MODELS) + combinations(CUT_SEQUENCES, SEQUENCES), beside_products=True),
+)
 def test_a_tensor_cut_computes_what_one_device_computes(layout: str, model: str) -> None:
     prove(layout, model)
 
@@ -77,7 +81,7 @@ def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
     prove_ledger(layout, model)
 
 
-@pytest.mark.parametrize("model", ["llama_even", "gpt2_even", "attentive"])
+@pytest.mark.parametrize("model", [pytest.param("llama_even", marks=pytest.mark.nightly), "gpt2_even", "attentive"])
 def test_four_ranks_cut_one_model(model: str) -> None:
     if model == "gpt2_even":
         with pytest.raises(LayoutError, match=r"tp=4 does not divide the 2 groups of .*c_attn.*; tp=2 does"):
@@ -97,7 +101,12 @@ SHARED_BY_EIGHT = ["dp=2 tp=4 zero=3 microbatch=2", "dp=2 tp=4 zero=1", "tp=4 pp
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        *combinations(SHARED, ["qwen2", "qwen3", "llama_tied"]),
+        *daily(combinations(SHARED, ["qwen3"])),
+        *(
+            pytest.param(layout, model, marks=pytest.mark.nightly)
+            for layout in SHARED
+            for model in ("qwen2", "llama_tied")
+        ),
         *(pytest.param(layout, "deep_qwen3", marks=pytest.mark.nightly) for layout in SHARED_BY_EIGHT),
         pytest.param("tp=4 cp=2", "many_heads", marks=pytest.mark.nightly),
     ],

@@ -38,7 +38,7 @@ LAYOUTS = [
     "pp=2 microbatch=8",
     "dp=2 tp=2 pp=2 zero=3 schedule=interleaved virtual_stages=2 microbatch=4",
 ]
-AS_SHORT_RUNS = [layout for layout in LAYOUTS if not layout.startswith(("tp=2", "pp=2"))]
+AS_SHORT_RUNS = [layout for layout in LAYOUTS if not layout.startswith("pp=2")]
 """In `make parity`; `make test` proves them in a few steps: below, in test_checkpoint.py, and by gradients in the files of axes."""
 TOLERANCES = {"float64": 1e-6, "float32": 1e-4}  # Adam amplifies the noise of reordered sums
 # A smaller batch of shorter samples will do, and leaves float64 nothing to chance.
@@ -132,10 +132,14 @@ def _held_out_loss(run: Path) -> float:
     return float(json.loads((run / "summary.json").read_text())["held_out_loss"])
 
 
-def test_an_uneven_batch_is_that_of_one_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    [["dp=2 zero=3 microbatch=2"], pytest.param(["dp=2 microbatch=2", "dp=4 zero=1"], marks=pytest.mark.nightly)],
+)
+def test_an_uneven_batch_is_that_of_one_rank(layouts: list[str], tmp_path: Path) -> None:
     uneven = {"train.global_batch": 7, "train.steps": 3, "numerics.precision": "float64", "train.evaluate_samples": 5}
     assert small.train("--ranks", "1", "--out", tmp_path / "one", **uneven) == 0
-    for layout in ("dp=2 microbatch=2", "dp=2 zero=3 microbatch=2", "dp=4 zero=1"):
+    for layout in layouts:
         many = tmp_path / layout
         assert small.train("--layout", layout, "--out", many, **uneven) == 0
         assert small.losses(many) == pytest.approx(small.losses(tmp_path / "one"), rel=1e-9, abs=0), layout
@@ -146,12 +150,21 @@ def test_an_uneven_batch_is_that_of_one_rank(tmp_path: Path) -> None:
 FEW = {"train.global_batch": 2, "train.evaluate_samples": 3, "train.sample_tokens": 9, "train.steps": 2}
 
 
-def test_every_layout_evaluates_and_speaks_alike(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ["dp=3 zero=3", "tp=2 sequence_parallel", "pp=2"],
+        pytest.param(["dp=4 zero=3", "dp=2", "tp=2"], marks=pytest.mark.nightly),
+    ],
+)
+def test_every_layout_evaluates_and_speaks_alike(
+    layouts: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """More ranks than samples, too."""
     one = tmp_path / "one"
     assert small.train("--ranks", "1", "--out", one, **FEW, numerics__precision="float64") == 0
     alone = capfd.readouterr().out
-    for layout in ("dp=4 zero=3", "dp=2", "tp=2", "tp=2 sequence_parallel", "pp=2"):
+    for layout in layouts:
         run = tmp_path / layout
         assert small.train("--layout", layout, "--out", run, **FEW, numerics__precision="float64") == 0
         said = capfd.readouterr().out

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.errors import InputError
+from tests.covering import daily
 from tests.laboratory import TOLERANCE, assert_same, clipped, observe, on_ranks, reference
 from tests.models import MODELS, VOCABULARY
 
@@ -214,7 +215,9 @@ def _observed(name: str, layout: str) -> list[Any]:
     return on_ranks(layout, observe, f"transforms {name}", clipped())
 
 
-@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, layouts in EQUAL.items() for layout in layouts])
+@pytest.mark.parametrize(
+    ("name", "layout"), daily((name, layout) for name, layouts in EQUAL.items() for layout in layouts)
+)
 def test_a_forward_with_gradients_or_transforms_is_equal(name: str, layout: str) -> None:
     assert_same(_observed(name, layout), reference(f"transforms {name}"), TOLERANCE)
 

@@ -252,16 +252,16 @@ TOGETHER = ("ByAllNorms", "ByAllNumbers")
 JOB = job_of("float64", 3, train={"global_batch": 4})
 
 
-def source_with(name: str, job: Job) -> Source:
+def source_with(name: str, job: Job, layout: str = "dp=1") -> Source:
     source = Source(perturbed(Small), loss_of(job), optimizer_source(OPTIMIZERS[name]), "small")
     example = next(batches(Tokens(), job)).samples([0])
-    return replace(source, prepared=traced.prepared(("small", Tokens), source, job, example, Layout()))
+    return replace(source, prepared=traced.prepared(("small", Tokens), source, job, example, Layout.parse(layout)))
 
 
 def stepped(rank: int, world: int, names: tuple[str, ...], layout: str, job: Job) -> dict[str, Observed]:
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
     return {
-        name: follow(Run(source_with(name, job), Layout.parse(layout), job, place), Tokens(), job, record=True)
+        name: follow(Run(source_with(name, job, layout), Layout.parse(layout), job, place), Tokens(), job, record=True)
         for name in names
     }
 
@@ -274,6 +274,7 @@ def alone(name: str) -> Observed:
 def assert_equal(names: tuple[str, ...], layout: str) -> None:
     """Every one of these optimizers gives in the layout what it gives on one device."""
     expected = {name: alone(name) for name in names}
+    source_with(names[0], JOB, layout)  # which the ranks inherit
     ranks = pool(Layout.parse(layout).world_size).run(stepped, names, layout, JOB)
     for name in names:
         try:
@@ -329,6 +330,7 @@ def test_rules_that_couple_weights_run_where_every_rank_has_all() -> None:
 
 def test_an_owner_of_whole_weights_and_any_other_layout_read_its_checkpoint(tmp_path: Path) -> None:
     """Saved under zero=3 or tp after two steps, resumed in the other kinds and on one device: the third step is equal."""
+    source_with("Factored", JOB, "tp=2")  # which the ranks inherit
     for name in ("muon beside adam", "Factored"):
         pool(2).run(saved, name, "tp=2" if name == "Factored" else "dp=2 zero=3", str(tmp_path / name))
         expected = alone(name)
@@ -351,13 +353,14 @@ def written_between(rank: int, world: int, layout: str) -> float:
 
 def test_what_a_user_writes_into_a_weight_reaches_its_owner() -> None:
     expected = written_between(0, 1, "dp=1")
+    source_with("muon beside adam", JOB, "tp=2")  # which the ranks inherit
     for layout in ("dp=2 zero=3", "tp=2"):
         assert all(abs(loss - expected) < TOLERANCE for loss in pool(2).run(written_between, layout))
 
 
 def run_with(rank: int, world: int, name: str, layout: str) -> Run:
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    run = Run(source_with(name, JOB), Layout.parse(layout), JOB, place)
+    run = Run(source_with(name, JOB, layout), Layout.parse(layout), JOB, place)
     run.prepare(next(batches(Tokens(), JOB)).samples([0]))
     return run
 

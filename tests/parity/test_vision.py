@@ -50,8 +50,8 @@ def test_four_workers_learn_the_digits(tmp_path: Path) -> None:
 
 def test_the_batch_fits_four_small_workers_and_no_two() -> None:
     job = samestep.load(JOBS / "vision.toml")
-    fits = [samestep.simulate(job, f"dp={n}", str(JOBS / "small-worker.toml")).fits for n in (1, 2, 4)]
-    assert fits == [False, False, True]
+    fits = [samestep.simulate(job, f"dp={n}", str(JOBS / "small-worker.toml")).fits for n in (2, 4)]
+    assert fits == [False, True]
 
 
 def test_digits_are_held_out_without_overlap() -> None:

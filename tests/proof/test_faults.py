@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from tests.covering import daily
 from tests.proof.faults import FAULTS, prove
 from tests.proof.silent import SILENT
 
 MEASURED = {row.faults[0]: row for row in SILENT if row.faults and row.gradients is not None}
 
-
-NIGHTLY = {
-    "loss_is_mean_over_ranks",
-    "gradients_are_divided_by_the_ranks_once_more",
-    "gradients_are_not_divided_by_the_microbatches",
-    "gradients_are_reduced_over_half_the_ranks",
-    "gradients_of_experts_are_not_reduced",
-    "the_first_microbatch_is_forgotten",
-    "weights_that_tp_leaves_whole_are_summed_over_tp_too",
-    "a_rank_reads_the_samples_of_the_next_step",
-    "a_rank_has_a_seed_of_its_own",
-    "ranks_clip_by_their_own_norm",
-    "a_rank_does_not_update_its_chunk",
-    "outputs_of_row_cuts_are_not_summed",
-    "key_value_heads_that_ranks_share_are_not_summed",
-    "gradients_grow_at_the_boundary",
-    "a_stage_skips_by_itself",
-}
-"""Another fault of the same cause and the same strategy is found on every run of the suite."""
-NAMES = [pytest.param(name, marks=pytest.mark.nightly) if name in NIGHTLY else name for name in FAULTS]
-assert FAULTS.keys() >= NIGHTLY
-assert not NIGHTLY & MEASURED.keys()
+OTHERS = [name for name in FAULTS if name not in MEASURED]
+KINDS = daily((FAULTS[name].cause, FAULTS[name].layout, FAULTS[name].own_precision) for name in OTHERS)
+"""By default each cause, each setting of a layout and each kind of precision is that of a fault, beside the measured ones."""
+NAMES = [*MEASURED, *(pytest.param(name, marks=kind.marks) for name, kind in zip(OTHERS, KINDS, strict=True))]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.covering import daily
 from tests.proof.reproductions import EITHER, EQUAL, OUTCOMES, REPRODUCTIONS, Outcome, outcome
 
 CASES = [
@@ -15,7 +16,7 @@ KNOWN = json.loads(OUTCOMES.read_text(encoding="utf-8"))
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("case", "layout"), CASES)
+@pytest.mark.parametrize(("case", "layout"), daily(CASES))
 def test_code_of_a_user_is_equal_or_refused_by_name(case, layout):
     found = outcome(case, layout)
     assert found.fits(case), f"{found.kind}: {found.text}"

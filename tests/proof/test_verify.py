@@ -13,6 +13,7 @@ import samestep
 from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.proof import verify
+from tests.covering import daily
 from tests.laboratory import job_of
 from tests.models import MODELS, Tokens
 from tests.proof.faults import FAULTS, prove
@@ -33,11 +34,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     ("own_precision", "model", "layout"),
-    [
-        *((False, *case) for case in LAYOUTS),
-        *((True, *case) for case in LAYOUTS[::2]),
-        *(pytest.param(True, *case, marks=pytest.mark.nightly) for case in LAYOUTS[1::2]),
-    ],
+    daily((own_precision, *case) for own_precision in (False, True) for case in LAYOUTS),
 )
 def test_a_clean_layout_raises_no_alarm(model, layout, own_precision):
     verdict = prove(model, layout, own_precision=own_precision)
@@ -106,7 +103,7 @@ def test_a_planted_bug_is_found_and_its_mending_proven(capsys, monkeypatch):
     assert example.main() == 0
 
 
-@pytest.mark.parametrize("layout", ["dp=2 zero=3 microbatch=2", "dp=1 tp=2"])
+@pytest.mark.parametrize("layout", [pytest.param("dp=2 zero=3 microbatch=2", marks=pytest.mark.nightly), "dp=1 tp=2"])
 def test_an_optimizer_that_updates_weights_whole_is_proven(layout):
     verdict = samestep.verify(job_of(), layout=layout, model=MODELS["qwen3"], optimizer=Lars, dataset=Tokens())
     assert verdict.proven, verdict.to_text()

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.building.loss import cross_entropy, mse
+from samestep.runtime.guards import loss_trial
 from samestep.runtime.guards.loss_trial import LossTrial, joined, tensors_in, tried, with_tensors
 
 B, T, V = 6, 4, 5
@@ -295,12 +296,14 @@ def test_a_loss_that_takes_one_size_only_cannot_be_tried() -> None:
     assert "AssertionError: a batch of another size" in tried(rigid, ROWS, {"x": ROWS}, B).reason
 
 
-def test_of_large_outputs_a_few_samples_are_tried() -> None:
+def test_of_large_outputs_a_few_samples_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_trial, "_ELEMENTS", 2**12)
+
     def small(outputs: Any, batch: Any) -> Any:
         assert len(outputs) <= 3, "more than was to be tried"
         return outputs.sum() + len(outputs) * 1e6, len(outputs)
 
-    assert tried(small, torch.zeros(1, 1).expand(64, 2**20), {"x": torch.zeros(64, 1)}, 64) == LossTrial()
+    assert tried(small, torch.zeros(1, 1).expand(64, 2**10), {"x": torch.zeros(64, 1)}, 64) == LossTrial()
 
 
 def test_trees_are_copied_with_other_tensors() -> None:

@@ -38,6 +38,7 @@ from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.strategies import whole_update
+from tests.covering import daily
 from tests.laboratory import Runs, job_of, largest_error, perturbed, whole
 from tests.models import MODELS, Tokens
 from tests.pool import pool
@@ -539,7 +540,7 @@ def source_of(name: str) -> OptimizerSource:
 CUT = ["dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=2 zero=1 offload", "dp=2 zero=3 offload"]
 
 
-@pytest.mark.parametrize("layout", ["dp=2", *CUT])
+@pytest.mark.parametrize("layout", daily(["dp=2", *CUT]))
 def test_equal_gradients_give_equal_weights_and_states(layout: str) -> None:
     names = [*ELEMENTWISE, "lion"]
     names += ["adafactor", "by dimensions"] if "zero" not in layout else ["by dimensions"] if "zero=3" in layout else []

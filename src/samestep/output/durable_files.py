@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -72,9 +71,19 @@ def rename(path: Path, new: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, if it exists, and what is in it."""
-    if folder.is_dir():
-        shutil.rmtree(folder)
+    """Remove a folder, if it exists, and what is in it; of a link the link alone."""
+    if folder.is_symlink():
+        os.unlink(folder)
+    if not folder.is_dir():
+        return
+    with os.scandir(folder) as entries:
+        found = [*entries]
+    for entry in found:
+        if entry.is_dir(follow_symlinks=False):
+            remove_folder(Path(entry.path))
+        else:
+            os.unlink(entry.path)
+    os.rmdir(folder)
 
 
 def digest_of(path: Path) -> str:

@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.building.loss import as_number, target_of, with_graph
-from samestep.building.model import call_model
+from samestep.building.loss import as_number, with_graph
 from samestep.errors import DataError, LayoutError, NonFiniteError, SpikeError
 from samestep.job import Job
 from samestep.layout import Layout
@@ -35,12 +34,13 @@ from samestep.program.bodies import Task
 from samestep.program.program import Program
 from samestep.runtime import checkpoint, evaluation, kept_state, whole_state
 from samestep.runtime.assembly import Assembly, Weights, assemble, set_modes
-from samestep.runtime.axes import precision, recompute, tensor
+from samestep.runtime.axes import precision, recompute
 from samestep.runtime.dropout import mode as dropout
-from samestep.runtime.guards import data_trial, deterministic, loss_trial, nonfinite, randomness
+from samestep.runtime.guards import deterministic, nonfinite
 from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.refusals import Refusals
+from samestep.runtime.guards.step_trials import StepTrials, is_split
 from samestep.runtime.host_copies import Reading, to_device
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.local_replicas import LocalReplicas
@@ -93,15 +93,12 @@ class Run:
         self._num_skipped = 0
         """Steps that were skipped since the last one that was not."""
         self._refusals = Refusals(job.run)
-        self._loss_is_tried = self._data_is_tried = False
         self._open: OpenStep | None = None
         """The step whose update was launched, and whose sums the host has not read."""
         self._writes_unseen = False
         self._data_wait_s = 0.0
         self._load_from: Path | None = None
         """The checkpoint that `prepare` will read."""
-        self._lone: tuple[Any, Any] | None = None
-        """Outputs and labels of the micro-batch before, if it alone could not show what the loss is."""
 
     @property
     def is_prepared(self) -> bool:
@@ -281,7 +278,7 @@ class Run:
         self._held.weights.store.settle()  # what is repeated or compared reads any weight
         if self._observer.is_proof:  # which compares more
             return self._compared_step(batch) if regularly else self._step(batch)
-        self._loss_is_tried &= not regularly  # again: a loss may come to couple samples later
+        self._trials.loss_is_tried &= not regularly  # again: a loss may come to couple samples later
         is_first = self._num_taken == 1
         watching = self._canary.watching(batch, self._observer, is_first=is_first, replays=regularly)
         with watching as canary, self._observed_by(canary):
@@ -341,7 +338,7 @@ class Run:
         """Return whether a step is one of every so many that are checked, or the first of a model with what no rule shows."""
         every = self.job.train.watch_every
         is_first = self._num_taken == 1 and bool(self._held.model.spec.tried)
-        return (every > 0 and (step + 1) % every == 0) or (is_first and self._is_split)
+        return (every > 0 and (step + 1) % every == 0) or (is_first and is_split(self.program))
 
     def _is_watched_early(self) -> bool:
         """Return whether samples are run again in this step, the first, second, fourth, eighth and so on of this process.
@@ -349,12 +346,7 @@ class Run:
         What code begins to do after a while is found within twice that time, until the regular checks begin.
         """
         taken, every = self._num_taken, self.job.train.watch_every
-        return taken & (taken - 1) == 0 and taken < every and self._is_split
-
-    @property
-    def _is_split(self) -> bool:
-        step = self.program.step
-        return step.layout.dp > 1 or step.num_microbatches > 1
+        return taken & (taken - 1) == 0 and taken < every and is_split(self.program)
 
     @functools.cached_property
     def _drift_monitor(self) -> DriftMonitor:
@@ -365,9 +357,8 @@ class Run:
         return Canary(self._held, self.job, self._source.loss)
 
     @functools.cached_property
-    def _generators(self) -> randomness.GeneratorWatch:
-        own = randomness.own_generators(self._held.model.module, self._source.loss)
-        return randomness.GeneratorWatch(self.place.device, own)
+    def _trials(self) -> StepTrials:
+        return StepTrials(self._held, self._source.loss, self._refusals, self.place.device)
 
     def _compared_step(self, batch: StepBatch) -> StepReport:
         """Take a step, and compare what several ranks must hold alike."""
@@ -391,8 +382,7 @@ class Run:
         began = time.perf_counter()
         forget_peak(self.place.device)
         set_modes(model.training_modes)
-        if not self._data_is_tried:
-            self._try_data(batch)
+        self._trials.try_data(self._held, batch)
         running = nonfinite.saved(model.running_buffers)
         if self._runs_ahead:
             weights.updater.live.begin_step(self.place.device)
@@ -539,7 +529,7 @@ class Run:
         parallel, store = self._held.parallel, self._held.weights.store
         totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
         held: dict[tuple[int, int], Tensor | None] = {}
-        reading = self._generators.reading if self.layout.pp > 1 else nullcontext
+        reading = self._trials.reading if self.layout.pp > 1 else nullcontext
         microbatches = Microbatches(self._held, batch, reading)
         self._held.model.dropout.begin_step(self._held.model.module)
         store.begin_step()
@@ -554,7 +544,7 @@ class Run:
                         parallel.deferred.add_up(task.microbatch)
                     else:
                         self._backward(task, held.pop((task.microbatch, task.chunk)))
-                    self._check_generators("the backward")
+                    self._trials.check_generators(self._held, self.steps_taken + 1, "the backward")
         self._data_wait_s = microbatches.wait_s
         for line in self.assembly.model.compiled.news():
             self._refusals.remark(line)
@@ -570,20 +560,20 @@ class Run:
         samples, weight = microbatches.samples(task.microbatch)
         if task.chunk == parallel.stage.num_chunks - 1:
             microbatches.forget(task.microbatch)
-        self._generators.settle(whole=task.microbatch == 0)
+        self._trials.settle(whole=task.microbatch == 0)
         with self._forward_modes(microbatches, task.microbatch):
             with parallel.slicing.of(samples), parallel.pending(), parallel.batch_norms.of(task.microbatch):
                 outputs = parallel.stage.forward(task.microbatch, task.chunk, samples)
-            self._check_generators("the forward", samples)
+            self._trials.check_generators(self._held, self.steps_taken + 1, "the forward", samples)
             if not parallel.stage.is_last(task.chunk):
                 return None
             part = parallel.slicing.part(samples)
             loss_sum, count = objective.loss(precision.for_loss(outputs), part)
-            self._check_generators("the loss")
+            self._trials.check_generators(self._held, self.steps_taken + 1, "the loss")
             loss_sum = with_graph(loss_sum, count, outputs)
             loss_sum = objective.balance.added_to(loss_sum, outputs, count, weight)
-        if not self._loss_is_tried and weight:
-            self._try_loss(outputs, part, len(microbatches.indices(task.microbatch)))
+        if weight and not self._trials.loss_is_tried:
+            self._trials.try_loss(self._held, outputs, part, len(microbatches.indices(task.microbatch)))
         totals += torch.stack([as_number(loss_sum.detach(), totals), as_number(count, totals)]) * weight
         return loss_sum * (weight * self._held.weights.updater.loss_scale.scale / objective.nominal_count)
 
@@ -607,64 +597,6 @@ class Run:
         parallel = self._held.parallel
         parallel.deferred.microbatch = task.microbatch
         parallel.stage.backward(task.microbatch, task.chunk, loss)
-
-    def _check_generators(self, who: str, samples: Any = None) -> None:
-        """Refuse the step if a process-wide generator has moved since the watch was settled, naming who drew from it."""
-        generator = self._generators.moved()
-        if not generator:
-            return
-        layout, model = self.layout, self._held.model.module
-        waits = self._held.parallel.batch_norms.sends or (layout.num_shards > 1 and layout.zero >= 2)
-        if samples is not None and layout.model_ranks == 1 and not waits:
-            with self.assembly.model.compiled.off():
-                path = randomness.first_module_that_draws(model, lambda: call_model(model, samples), self.place.device)
-            who = f"{path} in {who}" if path else who
-        reason = f"step {self.steps_taken + 1}: {randomness.refusal(who, generator)}"
-        if who == "the optimizer" and layout.world_size == 1:  # other layouts refuse it by their own rule
-            self._refusals.remark(reason.replace(f"step {self.steps_taken + 1}: ", ""))
-        else:
-            self._refusals.add("random", reason)
-        self._generators.settle()
-
-    def _try_data(self, batch: StepBatch) -> None:
-        """Try once whether samples that are read twice are the same."""
-        self._data_is_tried = True
-        mine = batch.shares(self._held.parallel.mesh.index("dp"), self.layout.dp, 1)[0]
-        reason = data_trial.refusal(batch, mine) if len(mine) else ""
-        reason = reason or (data_trial.apart(batch, batch.shares(0, 1, 1)[0]) if self._is_split else "")
-        if reason:
-            self._refusals.add("data", reason)
-
-    def _try_loss(self, outputs: Any, samples: Any, num_samples: int) -> None:
-        """Try once whether the loss is a sum over the samples, and under cp over the tokens, of a micro-batch."""
-        parallel, objective = self._held.parallel, self._held.objective
-        # What the user gave, unless the logits are cut by vocabulary, which needs the loss that communicates.
-        loss = objective.loss if tensor.cuts_logits(parallel.program) else self._source.loss
-        given = precision.for_loss(outputs)
-        trial = loss_trial.tried(loss, given, samples, num_samples)
-        # Two micro-batches say more than one sample and its copy, or than samples whose loss is zero among themselves.
-        says_little = num_samples == 1 or not trial.judged
-        before, self._lone = self._lone, loss_trial.detached((given, samples)) if says_little else None
-        if before is not None and says_little and not trial.reason:
-            both = loss_trial.joined(before, (given, samples), num_samples)
-            trial = loss_trial.tried(loss, *both, 2 * num_samples) if both is not None else trial
-        what, is_split = "samples", self.layout.dp > 1 or parallel.program.step.num_microbatches > 1
-        if self.layout.cp > 1 and trial.judged and not trial.reason:
-            length = target_of(samples).shape[1]
-            trial = loss_trial.tried(loss, given, samples, length, dim=1) if length > 1 else trial
-            what, is_split = "tokens", True
-        self._loss_is_tried = trial.judged and (num_samples > 1 or before is not None)
-        self._generators.settle()
-        if not trial.reason:
-            return
-        text = f"the loss is no sum over the {what} of a batch: {trial.reason}"
-        if not is_split:
-            self._refusals.remark(
-                f"{text}; so a layout that splits the batch would give another result, and is refused"
-            )
-            return
-        one = "cp=1 works" if what == "tokens" else "one rank with the whole batch as its micro-batch works"
-        self._refusals.add("loss", f"{text}; (sum over {what}, their number) works, and {one}")
 
     def _agree(self, own: Sequence[Tensor], is_ahead: bool = False) -> Tensor:
         """Sum the loss, the count and the squared gradient norm of each replica and the flags over all ranks, waiting for
@@ -711,9 +643,9 @@ class Run:
         """Update this rank's weights, and make them visible to the next forward."""
         weights = self._held.weights
         with self._observer.running(self.program.tasks[-1], _NO_SAMPLES):
-            self._generators.settle(whole=True)
+            self._trials.settle(whole=True)
             update()
-            self._check_generators("the optimizer")
+            self._trials.check_generators(self._held, self.steps_taken + 1, "the optimizer")
             self._refusals.raise_own()
             weights.updater.publish()
             weights.store.publish(waits=not self._owns_weights)

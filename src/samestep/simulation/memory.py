@@ -34,14 +34,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from samestep.hardware import Hardware
-from samestep.models.spec import LayerSpec, ParamSpec
+from samestep.models.spec import ParamSpec
 from samestep.output.byte_sizes import gib
-from samestep.program.bodies import BodyKey, is_forward
+from samestep.program.bodies import is_forward
 from samestep.program.codecs import CODECS, PLAIN, coded_bytes
-from samestep.program.ops import BYTES_OF, Buffer, Op, OpKind, Ops
+from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.program import Program
 from samestep.program.step import StepSpec, update_chunks
 from samestep.program.units import coded_parts, padded_rows
+from samestep.simulation.live_bytes import Peak, gradient_bytes, peak_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,11 +264,12 @@ def during_step(program: Program, states_per_param: int = 2, rank: int = 0) -> M
     """Return what `rank` holds at the op of the step at which it holds most."""
     rest = at_rest(program, states_per_param, rank)
     widened = _widened(program, states_per_param, rank)
-    update = _Peak(f"{OpKind.UPDATE}:optimizer", sum(_arriving(program).values()), 0, 0, widened)
-    most = max(_peak(program), update, key=lambda peak: peak.total)
+    arriving = _arriving(program)
+    update = Peak(f"{OpKind.UPDATE}:optimizer", sum(arriving.values()), 0, 0, widened)
+    most = max(peak_of(program, arriving), update, key=lambda peak: peak.total)
     return replace(
         rest,
-        gradients=rest.gradients - sum(_arriving(program).values()) + most.gradients,
+        gradients=rest.gradients - sum(arriving.values()) + most.gradients,
         activations=most.activations,
         logits=most.logits,
         buffers=rest.buffers + most.buffers + _on_the_way(program),
@@ -308,7 +310,7 @@ def _arriving(program: Program) -> dict[str, int]:
     step = program.step
     if step.zero == 0 and not program.buckets:
         return {
-            f"backward:{layer.name}": sum(_gradient_bytes(step, index)) for index, layer in enumerate(step.model.layers)
+            f"backward:{layer.name}": sum(gradient_bytes(step, index)) for index, layer in enumerate(step.model.layers)
         }
     return {
         f"reduce_scatter:{unit.name}": unit.padded_grad_numel // unit.num_shards * BYTES_OF[step.master_dtype]
@@ -388,242 +390,3 @@ def _cut_numel(step: StepSpec, param: ParamSpec, rank: int) -> int:
     shard = step.ranks.coordinate(rank, holding.data_axis)
     each = -(-param.rows // holding.num_shards)
     return _chunk_numel(param.rows, each, shard) * param.row_numel
-
-
-class _Peak(NamedTuple):
-    """Bytes held at one op beyond those at rest."""
-
-    op: str
-    gradients: int
-    activations: int
-    logits: int
-    buffers: int
-
-    @property
-    def total(self) -> int:
-        return self.gradients + self.activations + self.logits + self.buffers
-
-
-def _peak(program: Program) -> _Peak:
-    """Return the op of the step at which most is held; tasks that find the same and do the same are followed once."""
-    sizes = _Sizes.of(program)
-    known: dict[tuple[BodyKey, frozenset[Buffer]], tuple[_Peak, int, int, frozenset[Buffer]]] = {}
-    peak: _Peak | None = None
-    buffers, activations, logits = frozenset[Buffer](), 0, 0
-    for task in program.tasks:
-        key = (task.body, buffers)
-        if key not in known:
-            live = _LiveBytes(sizes, buffers)
-            live.follow(program.bodies[task.body])
-            known[key] = live.peak, live.activations, live.logits, frozenset(live.buffers.values())
-        found, more_activations, more_logits, buffers = known[key]
-        here = found._replace(activations=found.activations + activations, logits=found.logits + logits)
-        peak = here if peak is None or here.total > peak.total else peak
-        activations, logits = activations + more_activations, logits + more_logits
-    assert peak is not None, "a program without tasks"
-    return peak
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sizes:
-    """Bytes that the ops of a program keep and work on, by layer and by op."""
-
-    saved: list[Saved]
-    """What each layer keeps and works on."""
-    largest_gradient: list[int]
-    """Bytes of the largest gradient among the weights of each layer."""
-    unpacked: list[int]
-    """Bytes in which the values of the largest weight in 4 bits of each layer are made for a product."""
-    arriving: dict[str, int]
-    """Bytes of gradients that a step allocates anew, by the name of the op that brings them."""
-    unit_gradients: bool
-    """Whether gradients are those of whole units (zero=2 and 3)."""
-    without_gradient: frozenset[str]
-    """Names of the tensors between stages whose gradients are not sent back."""
-    kept_boundaries: tuple[OpKind, ...]
-    """Kinds of the ops whose tensors between stages are kept until their gradients have come, or have gone back."""
-    last_kind: OpKind
-    """Kind of the op behind which a layer's activations are freed."""
-
-    @classmethod
-    def of(cls, program: Program) -> _Sizes:
-        """Find the sizes of a program."""
-        step = program.step
-        return cls(
-            saved=[saved_bytes(step, layer) for layer in step.model.layers],
-            largest_gradient=[max(_gradient_bytes(step, i), default=0) for i in range(len(step.model.layers))],
-            unpacked=[_unpacked_bytes(step, i) for i in range(len(step.model.layers))],
-            arriving=_arriving(program),
-            unit_gradients=step.zero >= 2,
-            without_gradient=frozenset(
-                one.owner for layer in step.model.layers for one in layer.crossings if not one.takes_gradient
-            ),
-            # A stage's output is kept until its gradient has come; in mixed precision its input too, of which a norm saves
-            # a copy.
-            kept_boundaries=(OpKind.SEND, OpKind.RECV) if step.is_mixed else (OpKind.SEND,),
-            last_kind=OpKind.WEIGHT if step.splits_backward else OpKind.BACKWARD,
-        )
-
-
-class _LiveBytes:
-    """Bytes alive beyond those at rest, followed op by op through one body.
-
-    Activations and logits count from the start of the body; buffers are those that ops allocate and free.
-    """
-
-    def __init__(self, sizes: _Sizes, buffers: frozenset[Buffer]) -> None:
-        self.sizes = sizes
-        self.buffers = {buffer.name: buffer for buffer in buffers}
-        self.buffer_bytes = {"gradients": 0, "buffers": 0}
-        for buffer in buffers:
-            self.buffer_bytes[buffer.part] += buffer.size_bytes
-        self.activations = self.logits = 0
-        self.peak = _Peak("", 0, 0, 0, -1)
-
-    def follow(self, ops: Ops) -> None:
-        """Do all ops of the body."""
-        goes_forward = any(op.kind is OpKind.FORWARD for op in ops)
-        for op in ops:
-            if op.kind is OpKind.BACKWARD and op.layer is not None and self.sizes.saved[op.layer].loss:
-                # The loss's backward comes before what it brings about: gathers, and gradients of weights.
-                self._look(op, logits=self.sizes.saved[op.layer].loss_working)
-        for op in ops:
-            self._free(op.frees_before)
-            if op.axis is None:
-                self._compute(op, self.sizes.saved[op.layer] if op.layer is not None else Saved())
-            elif op.allocates:
-                if op.kind is OpKind.ALL_GATHER:
-                    self._allocate(op.allocates)
-                self._look(op)
-                self._allocate(op.allocates)
-            elif op.axis == "pp" and goes_forward and op.kind in self.sizes.kept_boundaries:
-                self.activations += 0 if op.owner in self.sizes.without_gradient else op.size_bytes
-            self._free(op.frees)
-            if op.name in self.sizes.arriving:
-                self._allocate((Buffer(op.name, "gradients", self.sizes.arriving[op.name]),))
-        if not goes_forward:
-            back = {OpKind.RECV: OpKind.SEND, OpKind.SEND: OpKind.RECV}
-            freed = {back[kind] for kind in self.sizes.kept_boundaries}
-            self.activations -= sum(op.size_bytes for op in ops if op.axis == "pp" and op.kind in freed)
-
-    def _compute(self, op: Op, saved: Saved) -> None:
-        if op.kind is OpKind.FORWARD:
-            self.activations, self.logits = self.activations + saved.kept, self.logits + saved.loss
-            self._look(op, logits=saved.loss_made)
-            self._look(op, activations=self._unpacked(op))
-        elif op.kind is OpKind.RECOMPUTE:
-            self.activations += saved.whole - saved.kept
-            self._look(op, activations=self._unpacked(op))
-        elif op.kind is OpKind.BACKWARD and op.layer is not None:
-            self._backward(op, saved, self.sizes.largest_gradient[op.layer])
-        else:
-            self._look(op)
-        if op.kind is self.sizes.last_kind:
-            self.activations -= saved.whole
-
-    def _backward(self, op: Op, saved: Saved, largest_gradient: int) -> None:
-        self.logits -= saved.loss
-        if self.sizes.unit_gradients:
-            # A unit keeps the gradients of a layer: there is one already when its backward works on most. The last one
-            # comes from the layer's input and what a norm made of it; what else was kept is gone by then.
-            self._look(op, activations=saved.working + self._unpacked(op), gradients=largest_gradient)
-            self._allocate(op.allocates)
-            self._look(op, activations=saved.boundaries - max(0, saved.whole - saved.boundaries))
-        else:
-            self._look(op, activations=saved.working + self._unpacked(op))
-            self._look(op, activations=saved.boundaries, gradients=largest_gradient)
-
-    def _unpacked(self, op: Op) -> int:
-        return 0 if op.layer is None else self.sizes.unpacked[op.layer]
-
-    def _look(self, op: Op, *, activations: int = 0, logits: int = 0, gradients: int = 0) -> None:
-        """Compare what is held now, and what the op works on beside it, with the peak so far."""
-        live = self.buffer_bytes
-        found = live["gradients"] + gradients, self.activations + activations, self.logits + logits, live["buffers"]
-        if sum(found) > self.peak.total:
-            self.peak = _Peak(op.name, *found)
-
-    def _allocate(self, buffers: tuple[Buffer, ...]) -> None:
-        for buffer in buffers:
-            self._free((buffer.name,))
-            self.buffers[buffer.name] = buffer
-            self.buffer_bytes[buffer.part] += buffer.size_bytes
-
-    def _free(self, names: tuple[str, ...]) -> None:
-        for name in names:
-            if buffer := self.buffers.pop(name, None):
-                self.buffer_bytes[buffer.part] -= buffer.size_bytes
-
-
-class Saved(NamedTuple):
-    """Bytes that a layer keeps and works on for a micro-batch."""
-
-    kept: int = 0
-    """Activations after its forward."""
-    whole: int = 0
-    """Activations that its backward reads."""
-    working: int = 0
-    """Most that its backward has alive beside them, without gradients of weights."""
-    boundaries: int = 0
-    """The gradients of its input and its output."""
-    loss_made: int = 0
-    """What the forward of the loss behind it has alive beside what it keeps."""
-    loss: int = 0
-    """What the loss behind it keeps for its backward, in master precision."""
-    loss_working: int = 0
-    """What the backward of the loss has alive beside it."""
-    loss_fixed: int = 0
-    """The part of that which a larger micro-batch does not need more of."""
-
-
-def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
-    """Return what a layer keeps and works on for a micro-batch; the loss stands behind the last one."""
-    one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
-    whole = layer.saved_elements + layer.saved_norm_elements * step.is_mixed
-    recompute = step.layout.recompute if layer.is_block and layer.has_backward else "none"
-    kept = {"none": whole, "selective": layer.saved_selective_elements, "full": layer.input_elements}[recompute]
-    return Saved(
-        kept=kept * one,
-        whole=max(kept, whole) * one,
-        working=layer.working_elements * one,
-        boundaries=min(layer.working_elements, layer.input_elements + layer.output_elements) * one,
-        **_of_loss(step, layer),
-    )
-
-
-def _of_loss(step: StepSpec, layer: LayerSpec) -> dict[str, int]:
-    """Return what the loss behind a layer keeps and works on."""
-    samples, compute, master = step.microbatch_samples, BYTES_OF[step.compute_dtype], BYTES_OF[step.master_dtype]
-    head, chunk = layer.head, step.layout.loss_chunk
-    if head is None or chunk is None:
-        return {
-            # Behind the forward the output is there too, and its copy in master precision.
-            "loss_made": layer.loss_elements * samples * (compute + master * step.is_mixed),
-            "loss": layer.loss_elements * samples * master,
-            "loss_working": layer.loss_working_elements * samples * master,
-        }
-    tokens = head.rows * samples
-    logits = min(chunk, tokens) * head.columns * (master + compute * step.is_mixed)
-    weight = 0 if head.is_frozen else head.columns * head.inner
-    # Several chunks' gradients of a weight in half precision are added up in master precision.
-    adds_up = tokens > chunk and step.is_mixed
-    fixed = logits + weight * (compute + master * adds_up)
-    return {
-        "loss_made": logits,
-        "loss": tokens * master,
-        "loss_working": fixed + tokens * head.inner * compute,
-        "loss_fixed": fixed,
-    }
-
-
-def _unpacked_bytes(step: StepSpec, layer: int) -> int:
-    """Return the bytes in which the values of a layer's largest weight in 4 bits are made, beside what it is held in."""
-    numel = max((param.numel for param in step.model.params_of(layer) if param.held_as), default=0)
-    # In float32, beside the index of each pair of codes, or what they are cast to.
-    return numel * (4 + (2 if step.compute_dtype == "float32" else BYTES_OF[step.compute_dtype]))
-
-
-def _gradient_bytes(step: StepSpec, layer: int) -> list[int]:
-    """Return the bytes of the gradient of each of a layer's weights."""
-    params = (param for param in step.model.params_of(layer) if param.trainable)
-    return [param.numel * BYTES_OF[step.working_dtype(param)] for param in params]

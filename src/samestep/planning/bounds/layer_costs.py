@@ -39,7 +39,7 @@ from samestep.schedules import TaskKind
 from samestep.simulation.clock import queue_of
 from samestep.simulation.collectives import collective_s, group_of
 from samestep.simulation.cost import seconds
-from samestep.simulation.memory import saved_bytes
+from samestep.simulation.layer_memory import saved_bytes
 from samestep.simulation.timeline import COMPUTE
 from samestep.strategies import ProgramBuilder
 from samestep.strategies.pipeline import balanced, deferred_gradients, starts

@@ -1,0 +1,114 @@
+"""What a step relies on, tried while the run goes on: samples that read alike, a loss that is a sum, generators that stand.
+
+What fails is refused at the end of the step on every rank (`refusals.py`), or only remarked on where the layout splits
+nothing, so that it changes no result. Each trial's own file says what is tried and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from samestep.building.loss import target_of
+from samestep.building.model import call_model
+from samestep.program.program import Program
+from samestep.runtime.assembly import Assembly
+from samestep.runtime.axes import precision, tensor
+from samestep.runtime.guards import data_trial, loss_trial, randomness
+from samestep.runtime.guards.refusals import Refusals
+from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.preparation import Loss
+
+
+def is_split(program: Program) -> bool:
+    """Whether the samples of a step are divided, over ranks or into micro-batches."""
+    return program.step.layout.dp > 1 or program.step.num_microbatches > 1
+
+
+class StepTrials:
+    """The trials of a run's data and loss on this rank, and the watch over its generators."""
+
+    def __init__(self, held: Assembly, given_loss: Loss, refusals: Refusals, device: torch.device) -> None:
+        """Try the steps of a prepared run; `given_loss` is the loss as the user gave it."""
+        self.loss_is_tried = False
+        self._data_is_tried = False
+        self._given_loss, self._refusals, self._device = given_loss, refusals, device
+        self._layout = held.parallel.program.step.layout
+        self._is_split = is_split(held.parallel.program)
+        own = randomness.own_generators(held.model.module, given_loss)
+        self._generators = randomness.GeneratorWatch(device, own)
+        self._lone: tuple[Any, Any] | None = None
+        """Outputs and labels of the micro-batch before, if it alone could not show what the loss is."""
+
+    @property
+    def reading(self) -> Callable[[], AbstractContextManager[None]]:
+        """What leaves the generators out that move while samples are read inside a call."""
+        return self._generators.reading
+
+    def settle(self, *, whole: bool = False) -> None:
+        """Take the present states of the generators as those before the next call."""
+        self._generators.settle(whole=whole)
+
+    def check_generators(self, held: Assembly, step: int, who: str, samples: Any = None) -> None:
+        """Refuse a step, counted from 1, if a generator of the process has moved since they settled, naming who drew."""
+        generator = self._generators.moved()
+        if not generator:
+            return
+        layout, model = self._layout, held.model.module
+        waits = held.parallel.batch_norms.sends or (layout.num_shards > 1 and layout.zero >= 2)
+        if samples is not None and layout.model_ranks == 1 and not waits:
+            held.weights.store.settle()
+            with held.model.compiled.off():
+                path = randomness.first_module_that_draws(model, lambda: call_model(model, samples), self._device)
+            who = f"{path} in {who}" if path else who
+        reason = randomness.refusal(who, generator)
+        if who == "the optimizer" and layout.world_size == 1:  # other layouts refuse it by their own rule
+            self._refusals.remark(reason)
+        else:
+            self._refusals.add("random", f"step {step}: {reason}")
+        self._generators.settle()
+
+    def try_data(self, held: Assembly, batch: StepBatch) -> None:
+        """Try once whether samples that are read twice are the same."""
+        if self._data_is_tried:
+            return
+        self._data_is_tried = True
+        mine = batch.shares(held.parallel.mesh.index("dp"), self._layout.dp, 1)[0]
+        reason = data_trial.refusal(batch, mine) if len(mine) else ""
+        reason = reason or (data_trial.apart(batch, batch.shares(0, 1, 1)[0]) if self._is_split else "")
+        if reason:
+            self._refusals.add("data", reason)
+
+    def try_loss(self, held: Assembly, outputs: Any, samples: Any, num_samples: int) -> None:
+        """Try whether the loss is a sum over the samples, and under cp over the tokens, until a micro-batch has shown it."""
+        # What the user gave, unless the logits are cut by vocabulary, which needs the loss that communicates.
+        loss = held.objective.loss if tensor.cuts_logits(held.parallel.program) else self._given_loss
+        given = precision.for_loss(outputs)
+        trial = loss_trial.tried(loss, given, samples, num_samples)
+        # Two micro-batches say more than one sample and its copy, or than samples whose loss is zero among themselves.
+        says_little = num_samples == 1 or not trial.judged
+        before, self._lone = self._lone, loss_trial.detached((given, samples)) if says_little else None
+        if before is not None and says_little and not trial.reason:
+            both = loss_trial.joined(before, (given, samples), num_samples)
+            trial = loss_trial.tried(loss, *both, 2 * num_samples) if both is not None else trial
+        what, matters = "samples", self._is_split
+        if self._layout.cp > 1 and trial.judged and not trial.reason:
+            length = target_of(samples).shape[1]
+            trial = loss_trial.tried(loss, given, samples, length, dim=1) if length > 1 else trial
+            what, matters = "tokens", True
+        self.loss_is_tried = trial.judged and (num_samples > 1 or before is not None)
+        self._generators.settle()
+        if trial.reason:
+            self._refuse_loss(f"the loss is no sum over the {what} of a batch: {trial.reason}", what, matters)
+
+    def _refuse_loss(self, text: str, what: str, matters: bool) -> None:
+        if not matters:
+            self._refusals.remark(
+                f"{text}; so a layout that splits the batch would give another result, and is refused"
+            )
+            return
+        one = "cp=1 works" if what == "tokens" else "one rank with the whole batch as its micro-batch works"
+        self._refusals.add("loss", f"{text}; (sum over {what}, their number) works, and {one}")

@@ -1,0 +1,70 @@
+"""Bytes that a layer keeps from its forward to its backward, and works on in them, for one micro-batch; the loss's too."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from samestep.models.spec import LayerSpec
+from samestep.program.ops import BYTES_OF
+from samestep.program.step import StepSpec
+
+
+class Saved(NamedTuple):
+    """Bytes that a layer keeps and works on for a micro-batch."""
+
+    kept: int = 0
+    """Activations after its forward."""
+    whole: int = 0
+    """Activations that its backward reads."""
+    working: int = 0
+    """Most that its backward has alive beside them, without gradients of weights."""
+    boundaries: int = 0
+    """The gradients of its input and its output."""
+    loss_made: int = 0
+    """What the forward of the loss behind it has alive beside what it keeps."""
+    loss: int = 0
+    """What the loss behind it keeps for its backward, in master precision."""
+    loss_working: int = 0
+    """What the backward of the loss has alive beside it."""
+    loss_fixed: int = 0
+    """The part of that which a larger micro-batch does not need more of."""
+
+
+def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
+    """Return what a layer keeps and works on for a micro-batch; the loss stands behind the last one."""
+    one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
+    whole = layer.saved_elements + layer.saved_norm_elements * step.is_mixed
+    recompute = step.layout.recompute if layer.is_block and layer.has_backward else "none"
+    kept = {"none": whole, "selective": layer.saved_selective_elements, "full": layer.input_elements}[recompute]
+    return Saved(
+        kept=kept * one,
+        whole=max(kept, whole) * one,
+        working=layer.working_elements * one,
+        boundaries=min(layer.working_elements, layer.input_elements + layer.output_elements) * one,
+        **_of_loss(step, layer),
+    )
+
+
+def _of_loss(step: StepSpec, layer: LayerSpec) -> dict[str, int]:
+    """Return what the loss behind a layer keeps and works on."""
+    samples, compute, master = step.microbatch_samples, BYTES_OF[step.compute_dtype], BYTES_OF[step.master_dtype]
+    head, chunk = layer.head, step.layout.loss_chunk
+    if head is None or chunk is None:
+        return {
+            # Behind the forward the output is there too, and its copy in master precision.
+            "loss_made": layer.loss_elements * samples * (compute + master * step.is_mixed),
+            "loss": layer.loss_elements * samples * master,
+            "loss_working": layer.loss_working_elements * samples * master,
+        }
+    tokens = head.rows * samples
+    logits = min(chunk, tokens) * head.columns * (master + compute * step.is_mixed)
+    weight = 0 if head.is_frozen else head.columns * head.inner
+    # Several chunks' gradients of a weight in half precision are added up in master precision.
+    adds_up = tokens > chunk and step.is_mixed
+    fixed = logits + weight * (compute + master * adds_up)
+    return {
+        "loss_made": logits,
+        "loss": tokens * master,
+        "loss_working": fixed + tokens * head.inner * compute,
+        "loss_fixed": fixed,
+    }
