@@ -56,12 +56,16 @@ Row = dict[str, Any]
 
 
 @functools.cache
-def rows(strength: int, max_ranks: int) -> tuple[tuple[str, str, str], ...]:
-    """Return layouts, models and precisions in which every feasible tuple of so many features occurs."""
+def rows(strength: int, max_ranks: int, alone: tuple[str, ...] = ()) -> tuple[tuple[str, str, str], ...]:
+    """Return layouts, models and precisions in which every feasible tuple of so many features occurs.
+
+    Of a feature that stands `alone` each value occurs, but not with each of every other one.
+    """
     draw = random.Random(strength)
-    missing = list(_tuples(strength))
+    missing = [one for one in _tuples(strength) if not any(name in alone for name, _ in one)]
+    missing += [((name, value),) for name in alone for value in FEATURES[name]]
     found: list[Row] = []
-    uncovered = dict.fromkeys(missing)
+    uncovered, wanted_ones = dict.fromkeys(missing), frozenset(missing)
     for wanted in missing:
         if wanted not in uncovered:
             continue
@@ -69,11 +73,12 @@ def rows(strength: int, max_ranks: int) -> tuple[tuple[str, str, str], ...]:
         if not fillings:
             del uncovered[wanted]
             continue
-        best = max(fillings, key=lambda row: sum(one in uncovered for one in _tuples_of(row, strength)) / _cost(row))
-        for one in _tuples_of(best, strength):
+        best = max(fillings, key=lambda row: sum(one in uncovered for one in _held_by(row, strength)) / _cost(row))
+        for one in _held_by(best, strength):
             uncovered.pop(one, None)
         found.append(best)
-    found = without_needless(found, lambda row: _tuples_of(row, strength))
+    wanted_of = {id(row): [one for one in _held_by(row, strength) if one in wanted_ones] for row in found}
+    found = without_needless(found, lambda row: wanted_of[id(row)])
     return tuple((str(layout_of(row)), row["model"], row["precision"]) for row in found)
 
 
@@ -89,6 +94,11 @@ def _tuples(strength: int) -> Iterator[Tuple]:
 def _tuples_of(row: Row, strength: int) -> Iterator[Tuple]:
     for names in itertools.combinations(FEATURES, strength):
         yield tuple((name, row[name]) for name in names)
+
+
+def _held_by(row: Row, strength: int) -> Iterator[Tuple]:
+    yield from _tuples_of(row, strength)
+    yield from _tuples_of(row, 1)
 
 
 def _filled(wanted: Tuple, draw: random.Random) -> Row:

@@ -73,7 +73,7 @@ def add_train(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="run folder; default: a new one below runs/")
     about = "resume from the newest checkpoint in --out; default: in the newest run below runs/"
     parser.add_argument("--resume", action="store_true", help=about)
-    about = "start a new run from the weights of a run folder, a checkpoint, or a folder of transformers"
+    about = "start a new run from the weights of a run folder, a checkpoint (also of torch.distributed.checkpoint), or a folder of transformers"
     parser.add_argument("--init-from", type=Path, metavar="RUN", help=about)
     about = "resume the run in --out if it has a whole checkpoint, else start it; one that is finished is left alone"
     parser.add_argument("--auto-resume", action="store_true", help=about)
@@ -115,8 +115,9 @@ def add_verify(parser: ArgumentParser) -> None:
 def add_export(parser: ArgumentParser) -> None:
     """Add the arguments of `export`."""
     _add_run(parser)
-    about = "the new folder, for transformers' from_pretrained"
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=about)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new folder")
+    about = "for transformers' from_pretrained, or for torch.distributed.checkpoint; default: transformers"
+    parser.add_argument("--format", choices=("transformers", "dcp"), default="transformers", help=about)
     about = "the dtype of the weights; default: that of the master weights"
     parser.add_argument("--dtype", choices=get_args(Precision), help=about)
     about = (

@@ -197,7 +197,8 @@ def _export(words: Namespace) -> None:
     _limit_threads(1)
     from samestep.training.export import export
 
-    print(export(words.run, words.out, dtype=words.dtype, merge=words.merge, ema=words.ema).to_text())
+    given = {"dtype": words.dtype, "merge": words.merge, "ema": words.ema, "form": words.format}
+    print(export(words.run, words.out, **given).to_text())
 
 
 def _sample(words: Namespace) -> None:

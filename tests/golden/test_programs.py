@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.models.spec import ModelSpec
+from samestep.models.spec_json import from_json, to_json
 from tests.golden.cases import FILES
 from tests.golden.product import Case, expanded_text_of, text_of
 
@@ -36,7 +36,7 @@ LAYOUTS = [
 
 def predicted() -> str:
     """Write out every op of each layout of a traced model, and what the clock and the memory model make of it."""
-    model = ModelSpec.from_json((FOLDER / "llama.json").read_text())
+    model = from_json((FOLDER / "llama.json").read_text())
     return "".join(expanded_text_of(model, text) for text in LAYOUTS)
 
 
@@ -62,7 +62,7 @@ def write() -> None:
     from samestep.models import catalog
 
     spec = catalog.model_spec(jobs.load(FOLDER.parents[1] / "jobs" / "default.toml"))
-    (FOLDER / "llama.json").write_text(json.dumps(json.loads(spec.to_json()), indent=1) + "\n")
+    (FOLDER / "llama.json").write_text(json.dumps(json.loads(to_json(spec)), indent=1) + "\n")
     (FOLDER / "programs.txt").write_text(predicted())
     for name, cases in FILES.items():
         (FOLDER / f"{name}.txt").write_text("\n\n".join(map(_titled, cases)) + "\n")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from samestep.errors import LayoutError
 from samestep.layout import Layout
-from samestep.models.spec import ModelSpec
+from samestep.models.spec_json import from_json, to_json
 from samestep.program.ops import OpKind
 from samestep.program.program import Program
 from samestep.simulation.memory import at_rest
@@ -111,7 +111,7 @@ def test_reductions_follow_the_exchanges_of_their_layer(text: str) -> None:
 
 def test_a_spec_reads_back() -> None:
     model = replace(dealing(), balanced_experts=8)
-    assert ModelSpec.from_json(model.to_json()) == model
+    assert from_json(to_json(model)) == model
 
 
 def test_a_loss_over_the_batch_needs_all_of_it_at_once() -> None:

@@ -131,7 +131,7 @@ def test_resuming_is_exact(layout: str, precision: str, model: str, tmp_path: Pa
         ("dp=2 zero=3", "dp=1", "llama"),
         pytest.param("dp=2 zero=1", "dp_replicate=2 dp_shard=2 microbatch=1", "plain", marks=NIGHTLY),
         ("dp=4 zero=3", "dp=2 zero=2", "plain"),
-        ("dp_replicate=2 dp_shard=2", "dp=2 zero=1", "gpt2"),
+        pytest.param("dp_replicate=2 dp_shard=2", "dp=2 zero=1", "gpt2", marks=NIGHTLY),
         ("dp=4 zero=1", "dp=2 offload", "plain"),
         pytest.param("dp=2 zero=2", "dp=4 zero=1", "plain", marks=NIGHTLY),
     ],
@@ -419,16 +419,16 @@ def _broken_and_whole(rank: int, world: int, model: str, layout: str, job: Job, 
 
 
 MOVES = [
-    ("gpt2_even", "tp=2", "dp=1"),
-    ("gpt2_even", "dp=1", "tp=2"),
+    pytest.param("gpt2_even", "tp=2", "dp=1", marks=NIGHTLY),
+    pytest.param("gpt2_even", "dp=1", "tp=2", marks=NIGHTLY),
     pytest.param("attentive", "dp=2 tp=2 zero=1", "dp=2 zero=3", marks=NIGHTLY),
     ("deep_tied", "tp=2 pp=2 microbatch=2", "dp=4 zero=2"),
-    ("deep_tied", "dp=4 zero=3", "tp=2 pp=2 microbatch=2"),
+    pytest.param("deep_tied", "dp=4 zero=3", "tp=2 pp=2 microbatch=2", marks=NIGHTLY),
     pytest.param("qwen3", "dp=2 tp=2 zero=3", "tp=2", marks=NIGHTLY),
     ("qwen3", "tp=4", "dp=2 tp=2 zero=1"),
     pytest.param("qwen3_moe", "dp=4 ep=2", "dp=2 zero=3", marks=NIGHTLY),
     pytest.param("mixtral", "dp=2 tp=2", "dp=4 ep=4 zero=1", marks=NIGHTLY),
-    ("own_experts", "dp_replicate=2 dp_shard=2 zero=1 ep=2", "dp=2 ep=2"),
+    pytest.param("own_experts", "dp_replicate=2 dp_shard=2 zero=1 ep=2", "dp=2 ep=2", marks=NIGHTLY),
     ("mixtral", "dp=4 ep=2 zero=3", "dp=2 cp=2 ep=2 zero=2"),
 ]
 

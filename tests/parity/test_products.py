@@ -1,4 +1,4 @@
-"""Every pair of features, and in `make parity` every triple, computes what one device computes and sends what it lists.
+"""Every pair of features and each model, and in `make parity` every triple, models too, computes what one device computes and sends what it lists.
 
 The layouts are those of a covering array (`tests/covering.py`): degrees of every axis, ZeRO stages, schedules, recompute,
 accumulation, reductions, uneven micro-batches, models, precisions. Losses, norms, every gradient, every weight: to 1e-9 in float64, in bf16 to what one rounding does.
@@ -17,7 +17,7 @@ PAIRS, TRIPLES = (2, 4), (3, 8)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    chosen = covering.rows(*PAIRS)
+    chosen = covering.rows(*PAIRS, alone=("model",))
     if metafunc.config.getoption("--every-layout"):
         chosen += tuple(row for row in covering.rows(*TRIPLES) if row not in chosen)
     metafunc.parametrize(("layout", "model", "precision"), chosen)

@@ -19,6 +19,7 @@ import samestep
 from samestep import cli, hardware
 from samestep.building.optimizer import optimizer_of
 from samestep.models import catalog
+from samestep.models.spec_json import from_json, to_json
 from samestep.planning import search
 from samestep.program.update_rules import states_per_param
 from samestep.proof import verify as proof
@@ -394,7 +395,7 @@ def test_a_bad_cache_costs_time_and_nothing_else(
 
     def trace(job: samestep.Job) -> str:
         traced.append(job)
-        return workload.traced_model(job).spec.to_json()
+        return to_json(workload.traced_model(job).spec)
 
     monkeypatch.setattr(catalog, "_trace_elsewhere", trace)
     if state == "unreadable":
@@ -409,7 +410,7 @@ def test_a_bad_cache_costs_time_and_nothing_else(
 def test_a_spec_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.toml").write_text("[data]\nsource = 'text:/nope/book.txt'\n")
     workload.write_spec(samestep.load("job.toml").model_dump_json())
-    assert samestep.models.spec.ModelSpec.from_json(capsys.readouterr().out).name == "hf:llama"
+    assert from_json(capsys.readouterr().out).name == "hf:llama"
 
 
 def test_simulate_tells_the_mistake_that_train_would(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -431,7 +432,7 @@ def test_a_talkative_model_is_traced(capsys: pytest.CaptureFixture[str]) -> None
     )
     workload.write_spec(samestep.Job(model={"source": "loud:build"}).model_dump_json())
     said, complaints = capsys.readouterr()
-    assert samestep.models.spec.ModelSpec.from_json(said).num_params == 256 * 8 + 8 * 256 + 256
+    assert from_json(said).num_params == 256 * 8 + 8 * 256 + 256
     assert "building" in complaints
 
 

@@ -16,6 +16,7 @@ from samestep.building.loss import cross_entropy
 from samestep.datasets import Batch
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
+from samestep.models.spec_json import from_json, to_json
 from samestep.runtime.preparation import Source, prepare, with_slices
 from tests.laboratory import job_of
 from tests.models import EVEN, MODELS, AttentiveBlock, Tokens, hf
@@ -190,4 +191,4 @@ def test_what_works_token_by_token_is_shown_to(what: str) -> None:
     assert spec.slice_refusal == ""
     assert spec.length == 12
     assert ("[0][0]", 1) in spec.slices
-    assert ModelSpec.from_json(spec.to_json()) == spec
+    assert from_json(to_json(spec)) == spec

@@ -22,6 +22,10 @@ ALLOWED = {
         "pickle",
     ): "what workers that this process started tell over inherited pipes",
     ("runtime/processes/whereabouts.py", "pickle"): "the other end of these pipes",
+    (
+        "runtime/torch_checkpoint.py",
+        "pickle",
+    ): "an unpickler that makes records of torch's metadata, and refuses every other name",
     ("runtime/first_state.py", "pickle"): "writes only: a stream that is hashed",
     ("datasets/read_ahead.py", "pickle"): "writes only: the states of generators, which are compared",
 }

@@ -11,6 +11,7 @@ from samestep.models import catalog, presets
 from samestep.models.decoder import Decoder, spec
 from samestep.models.presets import preset
 from samestep.models.spec import ModelSpec
+from samestep.models.spec_json import from_json, to_json
 from samestep.tracing import tensor_plan
 from samestep.tracing.experts import experts_of
 from samestep.tracing.trace import trace
@@ -303,4 +304,4 @@ def test_a_gpt_of_a_given_size_has_about_so_many_weights() -> None:
 
 def test_a_spec_survives_its_json() -> None:
     model = preset("mixtral-8x7b", changes={"layers": 2})
-    assert ModelSpec.from_json(model.to_json()) == model
+    assert from_json(to_json(model)) == model

@@ -15,6 +15,7 @@ from samestep.building.model import call_model, model_source
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.models.spec import LayerSpec, ModelSpec
+from samestep.models.spec_json import from_json, to_json
 from samestep.tracing import trace as traces
 from samestep.tracing.trace import model_spec, trace
 
@@ -63,7 +64,7 @@ def test_llama_is_embedding_blocks_and_head() -> None:
     assert layer_of(spec, "model.layers.1.mlp.up_proj.weight").name == "model.layers.1"
     assert layer_of(spec, "model.norm.weight").name == "norm+lm_head"
     assert not any(param.shared or param.aliases for param in spec.params)
-    assert ModelSpec.from_json(spec.to_json()) == spec
+    assert from_json(to_json(spec)) == spec
 
 
 def test_costs_of_a_llama_are_those_of_the_formulas() -> None:

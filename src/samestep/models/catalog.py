@@ -20,11 +20,13 @@ from samestep.errors import InputError, ModelError, did_you_mean
 from samestep.job import Job
 from samestep.job_tables import PRESET
 from samestep.models import presets
-from samestep.models.spec import FORMAT_VERSION, ModelSpec
+from samestep.models.spec import ModelSpec
+from samestep.models.spec_json import FORMAT_VERSION, from_json
 from samestep.models.weight_files import digest_of
 
 _TRACERS = (
     "models/spec.py",
+    "models/spec_json.py",
     "models/packing.py",
     "runtime/axes/pending_logits.py",
     *(f"building/{name}.py" for name in ("adaptation", "adapters", "initial_values", "model", "nf4", "pretrained")),
@@ -70,7 +72,7 @@ def model_spec(job: Job) -> ModelSpec:
     if path is not None:
         # A file that is missing, damaged, or of another format under the same digest: the model is traced.
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            return ModelSpec.from_json(path.read_text(encoding="utf-8"))
+            return from_json(path.read_text(encoding="utf-8"))
     text = _trace_elsewhere(job)
     if path is not None:
         with contextlib.suppress(OSError):  # a home folder that cannot be written to costs only the time of tracing
@@ -78,7 +80,7 @@ def model_spec(job: Job) -> ModelSpec:
             draft = path.with_suffix(f".{xxhash.xxh3_64_hexdigest(text.encode())}")
             draft.write_text(text, encoding="utf-8")
             draft.replace(path)
-    return ModelSpec.from_json(text)
+    return from_json(text)
 
 
 def _cache_path(job: Job) -> Path | None:

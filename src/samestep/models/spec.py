@@ -7,19 +7,15 @@ counts are those of one sample; elements become bytes with the job's precision.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Concatenate, Literal, TypeVar
+from typing import Concatenate, Literal, TypeVar
 from typing import ParamSpec as ParamSpecification
 
 from samestep.models.packing import HeldAs, packed_bytes
-
-FORMAT_VERSION = 13
 
 Cutting = Literal["", "columns", "inner", "count"]
 """The size of a product that a tensor cut divides; empty for none."""
@@ -568,63 +564,6 @@ class ModelSpec:
     def entered_before(self, start: int) -> Counter[str]:
         """Return how often the layers before one enter the modules that several layers enter, by path."""
         return sum((Counter(dict(layer.entered)) for layer in self.layers[:start]), Counter())
-
-    def to_json(self) -> str:
-        """Return the spec as JSON, with its format version."""
-        return json.dumps({"format_version": FORMAT_VERSION, **dataclasses.asdict(self)})
-
-    @classmethod
-    def from_json(cls, text: str) -> ModelSpec:
-        """Return the spec that `to_json` wrote.
-
-        Raises:
-            ValueError: the text is of another format version.
-        """
-        fields: dict[str, Any] = json.loads(text)
-        version = fields.pop("format_version", None)
-        if version != FORMAT_VERSION:
-            raise ValueError(f"a model spec of format {version}; this version reads {FORMAT_VERSION}")
-        layers = tuple(_layer_from(layer) for layer in fields.pop("layers"))
-        params = tuple(_param_from(param) for param in fields.pop("params"))
-        coupled, tried = (tuple(fields.pop(name, ())) for name in ("coupled_modules", "tried"))
-        masks = tuple(_mask_from(mask) for mask in fields.pop("masks", ()))
-        slices = tuple((name, dim) for name, dim in fields.pop("slices"))
-        return cls(
-            layers=layers, params=params, coupled_modules=coupled, tried=tried, masks=masks, slices=slices, **fields
-        )
-
-
-def _mask_from(fields: dict[str, Any]) -> MaskSpec:
-    rows = fields["rows"]
-    return MaskSpec(**{**fields, "shape": tuple(fields["shape"]), "rows": None if rows is None else tuple(rows)})
-
-
-def _layer_from(fields: dict[str, Any]) -> LayerSpec:
-    sums = {name: tuple(PartialSum(**part) for part in fields[name]) for name in ("forward_sums", "backward_sums")}
-    products = tuple(Product(**product) for product in fields["products"])
-    exchanges = tuple(Exchange(**exchange) for exchange in fields["exchanges"])
-    boundaries = tuple(Boundary(**boundary) for boundary in fields["sequence_boundaries"])
-    dispatches = tuple(ExpertDispatch(**dispatch) for dispatch in fields["dispatches"])
-    crossings = tuple(Crossing(**crossing) for crossing in fields.get("crossings", ()))
-    batch_norms = tuple(BatchNormCall(**call) for call in fields["batch_norms"])
-    given: dict[str, Any] = {
-        "modules": tuple(fields["modules"]),
-        "again": tuple(fields.get("again", ())),
-        "entered": tuple((path, count) for path, count in fields.get("entered", ())),
-        "products": products,
-        "sequence_boundaries": boundaries,
-    }
-    head = fields.get("head")
-    given |= {"exchanges": exchanges, "dispatches": dispatches, "crossings": crossings, "batch_norms": batch_norms}
-    given["head"] = HeadSpec(**head) if head else None
-    return LayerSpec(**{**fields, **given, **sums})
-
-
-def _param_from(fields: dict[str, Any]) -> ParamSpec:
-    cut = Cut(**fields["cut"]) if fields["cut"] else None
-    tuples = {name: tuple(fields[name]) for name in ("shape", "aliases", "called", "stages")}
-    uses = tuple(Use(**{**use, "called": tuple(use["called"])}) for use in fields["uses"])
-    return ParamSpec(**{**fields, **tuples, "cut": cut, "uses": uses})
 
 
 _Rest = ParamSpecification("_Rest")

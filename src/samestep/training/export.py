@@ -1,21 +1,26 @@
-"""The verb `export`: the model of a checkpoint, as a folder that transformers loads, written by one process without a run."""
+"""The verb `export`: the model of a checkpoint, as a folder for transformers or for torch, written by one process without a run."""
 
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
+from samestep.building.initial_values import Blueprint
 from samestep.building.model import blueprint_of, without_adaptation
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import JobError
 from samestep.job import Job
 from samestep.job_tables import Precision
-from samestep.runtime import pretrained_folder
+from samestep.runtime import pretrained_folder, torch_export
+from samestep.runtime.checkpoint_files import OpenCheckpoint
 from samestep.training.trained import StoredRun
 
+ExportForm = Literal["transformers", "dcp"]
 _DTYPES: dict[Precision, torch.dtype] = {
     "float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 }  # fmt: skip
@@ -43,8 +48,11 @@ def export(
     dtype: Precision | None = None,
     merge: bool = False,
     ema: bool = False,
+    form: ExportForm = "transformers",
 ) -> Exported:
     """Write the model of a run's newest checkpoint, or of one checkpoint, as a new folder for transformers.
+
+    With `form="dcp"` it is a checkpoint of `torch.distributed.checkpoint`, of any model, with the state dict below `model`.
 
     Without a run, that is the newest run below `runs`; without a dtype, weights keep that of the master weights. Of a job with
     `model.lora` the adapters are written, for peft; with `merge` the whole model, with the adapters added into its weights. With
@@ -62,16 +70,19 @@ def export(
     job = stored.job
     plan = blueprint_of(job)
     stored.check(plan.module)
-    form = PretrainedForm.of(plan, job)
-    if merge:
-        form = _merged(form, job)
+    pretrained = PretrainedForm.of(plan, job) if merge or form == "transformers" else None
+    if merge and pretrained is not None:
+        pretrained = _merged(pretrained, job)
     draft = folder.with_name(f".{folder.name}.draft")
     try:
         if draft.exists():
             shutil.rmtree(draft)
         draft.mkdir(parents=True)
         cast = _DTYPES[dtype] if dtype else None
-        pretrained_folder.write(form, stored.checkpoint, stored.manifest, draft, cast, averaged=ema)
+        if form == "dcp":
+            _write_for_torch(stored, plan, pretrained, draft, cast, averaged=ema)
+        elif pretrained is not None:
+            pretrained_folder.write(pretrained, stored.checkpoint, stored.manifest, draft, cast, averaged=ema)
         if folder.is_dir():
             folder.rmdir()
         draft.rename(folder)
@@ -79,6 +90,26 @@ def export(
         raise JobError(f"--out {folder} cannot be written: {error.strerror} ({error.filename})") from None
     size_bytes = sum(path.stat().st_size for path in folder.iterdir())
     return Exported(folder, stored.checkpoint, stored.manifest["step"], size_bytes)
+
+
+def _write_for_torch(
+    stored: StoredRun,
+    plan: Blueprint,
+    merged: PretrainedForm | None,
+    out: Path,
+    dtype: torch.dtype | None,
+    *,
+    averaged: bool,
+) -> None:
+    """Write a checkpoint of torch.distributed.checkpoint, of the model itself or of one into which adapters are merged."""
+    master = torch.float64 if stored.job.numerics.precision == "float64" else torch.float32
+    with ExitStack() as stack:
+        value = pretrained_folder.values(
+            plan, OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack, averaged=averaged)
+        )
+        if merged is not None:
+            plan, value = merged.plan, merged.with_merged(value)
+        torch_export.write(plan.module, value, out, dtype or master)
 
 
 def _merged(adapted: PretrainedForm, job: Job) -> PretrainedForm:

@@ -1,4 +1,4 @@
-"""`train --init-from`: a new run starts from the weights of another run's checkpoint, or of a folder of transformers.
+"""`train --init-from`: a new run starts from the weights of another run's checkpoint, of a folder of transformers, or of torch's own.
 
 The job is a new one: data, optimizer, layout, numerics and frozen weights may be others; the model must have the same weights, by
 name and shape. Adapters (`model.lora`) of the new job are added beside them and begin as new. What such a run saves holds all that
@@ -24,9 +24,10 @@ from samestep.building.stored_weights import StoredWeights, stored_weights
 from samestep.errors import CheckpointError, JobError, ModelError
 from samestep.job import Job
 from samestep.models import weight_files
-from samestep.runtime import checkpoint, pretrained_folder
+from samestep.runtime import checkpoint, pretrained_folder, torch_checkpoint
 from samestep.runtime.checkpoint_files import OpenCheckpoint
 from samestep.runtime.run import Run
+from samestep.runtime.torch_checkpoint import TorchEntry
 from samestep.training.trained import StoredRun
 
 _CPU = torch.device("cpu")
@@ -47,7 +48,8 @@ class FirstWeights:
 
     @classmethod
     def of(cls, path: str | Path, job: Job) -> FirstWeights:
-        """Find the weights for the model of a job: in a run folder, a checkpoint, or a folder with a config.json.
+        """Find the weights for the model of a job: in a run folder, a checkpoint, a folder with a config.json, or a
+        checkpoint of torch.distributed.checkpoint.
 
         Raises:
             CheckpointError: there are none, they are damaged, or they are those of another model; it names the first that differs.
@@ -55,6 +57,8 @@ class FirstWeights:
         path = Path(path).expanduser()
         if (path / weight_files.CONFIG).is_file():
             return cls._of_folder(path, job)
+        if (path / torch_checkpoint.NAME).is_file():
+            return cls._of_torch(path, job)
         stored = StoredRun.of(path)
         old = blueprint_of(stored.job)
         stored.check(old.module)
@@ -86,6 +90,17 @@ class FirstWeights:
         names = _matched(blueprint_of(job), held, dict(bare.module.named_parameters()), path)
         return cls(path, job, str(path), names, functools.partial(_reader, files, held))
 
+    @classmethod
+    def _of_torch(cls, path: Path, job: Job) -> FirstWeights:
+        bare = blueprint_of(without_adaptation(job)).module
+        mine, params = bare.state_dict(), dict(bare.named_parameters())
+        found = torch_checkpoint.entries(path, params)
+        held = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in found.items()}
+        weights = {name: one for name, one in held.items() if name in params or name not in mine}
+        names = _matched(blueprint_of(job), held, weights, path)
+        dtypes = {name: one.dtype for name, one in mine.items()}
+        return cls(path, job, str(path), names, functools.partial(_torch_reader, found, dtypes))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return FirstWeights.of, (self.path, self.job)
 
@@ -108,6 +123,12 @@ class FirstWeights:
 
 def _reader(files: StoredWeights, held: Mapping[str, Tensor], _: ExitStack) -> Callable[[str], Tensor]:
     return lambda name: files.read(name, held[name].dtype)
+
+
+def _torch_reader(
+    found: Mapping[str, TorchEntry], dtypes: Mapping[str, torch.dtype], _: ExitStack
+) -> Callable[[str], Tensor]:
+    return lambda name: found[name].read().to(dtypes[name])
 
 
 def _matched(new: Blueprint, held: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path) -> dict[str, str]:

@@ -123,7 +123,8 @@ def train(
         steps: end after this step; the learning-rate schedule stays that of the job's own number of steps.
         out: the run folder; by default a new one below `runs`.
         resume: resume from the newest checkpoint in `out`, or without `out` in the newest run below `runs`.
-        init_from: a run folder, a checkpoint or a folder of transformers, from whose weights a new run starts.
+        init_from: a run folder, a checkpoint, of torch.distributed.checkpoint too, or a folder of transformers, from whose
+            weights a new run starts.
         auto_resume: resume from the newest whole checkpoint in `out` if there is one, or else start there; a run that has
             taken its last step is left as it is.
         prove: first prove, as `verify` does, that the layout gives the result of one device; train nothing if it does not.

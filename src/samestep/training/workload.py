@@ -37,6 +37,7 @@ from samestep.job_tables import HELD_OUT
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
+from samestep.models.spec_json import to_json
 from samestep.runtime.preparation import Loss, Source, prepare, traced_for, with_slices
 from samestep.runtime.run import Run
 from samestep.tracing.traced_model import TracedModel
@@ -196,7 +197,7 @@ def write_spec(job_json: str) -> None:
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            spec = traced_model(Job.model_validate_json(job_json)).spec.to_json()
+            spec = to_json(traced_model(Job.model_validate_json(job_json)).spec)
     except SamestepError as error:
         print(error)
         raise SystemExit(2) from None

@@ -1,0 +1,232 @@
+"""A checkpoint of torch's own `torch.distributed.checkpoint`, read without running anything that is in it.
+
+    .metadata        a pickle: the chunks of each tensor, and where each of them lies in the files
+    __0_0.distcp     chunks, one after another, each as torch.save writes a tensor
+
+Whoever may write a pickle may name any function in it. So the metadata is read by an unpickler that makes plain records of
+torch's classes of metadata, known by name, and refuses every other name; a chunk is read with `weights_only`. Chunks must lie
+in files of the folder, and cover each tensor exactly once.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.errors import CheckpointError
+
+NAME = ".metadata"
+_LARGEST_BYTES = 1 << 30
+_PREFIXES = ("module.", "_orig_mod.")
+"""What DistributedDataParallel and torch.compile put in front of the names of a model's tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchChunk:
+    """A part of a tensor, in a file."""
+
+    path: Path
+    start_bytes: int
+    size_bytes: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchEntry:
+    """A tensor in such a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[TorchChunk, ...]
+
+    def read(self) -> Tensor:
+        """Return the whole tensor.
+
+        Raises:
+            CheckpointError: a file is damaged, or holds something else.
+        """
+        found = torch.empty(self.shape, dtype=self.dtype)
+        for chunk in self.chunks:
+            window = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            found[window] = self._read_chunk(chunk)
+        return found
+
+    def _read_chunk(self, chunk: TorchChunk) -> Tensor:
+        try:
+            with chunk.path.open("rb") as file:
+                file.seek(chunk.start_bytes)
+                stored = torch.load(io.BytesIO(file.read(chunk.size_bytes)), map_location="cpu", weights_only=True)
+        except Exception as error:  # of bytes that anybody has written
+            raise CheckpointError(f"{chunk.path} is damaged where {self.name} begins: {_line(error)}") from None
+        if not isinstance(stored, Tensor) or tuple(stored.shape) != chunk.sizes or stored.dtype != self.dtype:
+            raise CheckpointError(
+                f"{chunk.path} holds something else than a part of {self.name} with shape {chunk.sizes}"
+            )
+        return stored
+
+
+def entries(folder: Path, wanted: Iterable[str]) -> dict[str, TorchEntry]:
+    """Return the tensors of the state dict, among those in a checkpoint, that holds all of the `wanted` names.
+
+    Raises:
+        CheckpointError: none of them does, it holds something that is no tensor, or the checkpoint is damaged.
+    """
+    metadata = _metadata(folder)
+    try:
+        kinds, paths = metadata.state_dict_metadata, getattr(metadata, "planner_data", None) or {}
+        places = {
+            (key.fqn, tuple(getattr(key, "offset", None) or ())): place for key, place in metadata.storage_data.items()
+        }
+        groups: dict[tuple[Any, ...], dict[str, str]] = {}
+        for name in kinds:
+            *above, last = paths.get(name, (name,))
+            groups.setdefault(tuple(above), {})[_bare(str(last))] = name
+        fits = [above for above, names in groups.items() if names.keys() >= set(wanted)]
+        if not fits:
+            best = max(groups.values(), key=lambda names: len(names.keys() & set(wanted)), default={})
+            first = next(name for name in wanted if name not in best)
+            raise CheckpointError(f"{folder} holds another model's weights: it lacks {first}")
+        chosen = ("model",) if ("model",) in fits else fits[0]
+        if len(fits) > 1 and chosen != ("model",):
+            told = " and ".join(".".join(map(str, above)) or "its top" for above in fits)
+            raise CheckpointError(
+                f"{folder} holds the weights of this model in {told}: one of them works, or {{'model': ...}}"
+            )
+        return {name: _entry(folder, stored, kinds[stored], places) for name, stored in groups[chosen].items()}
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, OSError) as error:
+        raise CheckpointError(f"{folder / NAME} is damaged: {_line(error)}") from None
+
+
+def _entry(folder: Path, name: str, kind: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> TorchEntry:
+    if not isinstance(kind, _Tensors):
+        raise CheckpointError(f"{folder} holds {name}, which is no tensor: a state dict of tensors alone works")
+    shape = _sizes(kind.size)
+    chunks = []
+    for one in kind.chunks:
+        place = places[name, tuple(one.offsets)]
+        path = folder / str(place.relative_path)
+        if path.name != place.relative_path or path.is_symlink():
+            raise CheckpointError(f"{folder / NAME} names {place.relative_path!s:.80}, which is no file in its folder")
+        if getattr(place, "transform_descriptors", None):
+            raise CheckpointError(f"{folder} holds {name} in a transformed form: one that is saved without works")
+        start, size = _sizes((place.offset, place.length))
+        if start + size > path.stat().st_size:
+            raise CheckpointError(f"{path} ends before {name} does")
+        chunks.append(TorchChunk(path, start, size, _sizes(one.offsets), _sizes(one.sizes)))
+    if not _cover(chunks, shape):
+        raise CheckpointError(f"{folder / NAME} gives {name} chunks that do not cover it once")
+    return TorchEntry(name, shape, kind.properties.dtype, tuple(chunks))
+
+
+def _cover(chunks: list[TorchChunk], shape: tuple[int, ...]) -> bool:
+    """Return whether chunks lie in a shape, apart from each other, and leave nothing out."""
+    boxes = [[(start, start + size) for start, size in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
+    inside = all(len(box) == len(shape) and all(b <= n for (_, b), n in zip(box, shape, strict=True)) for box in boxes)
+    overlap = any(
+        all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
+        for one, other in itertools.combinations([box for box in boxes if all(a < b for a, b in box)], 2)
+    )
+    return inside and not overlap and sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(shape)
+
+
+def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
+    found = tuple(values)
+    if not all(type(value) is int and value >= 0 for value in found):
+        raise ValueError(f"{found!s:.80} are no sizes")
+    return found
+
+
+def _bare(name: str) -> str:
+    """Return a name without what wrappers put in front of it."""
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".partition("\n")[0][:200]
+
+
+# -- the metadata ----------------------------------------------------------------------------------
+
+
+class _Record:
+    """An object of torch's metadata: its attributes and nothing else."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            vars(self).update(state)
+        elif isinstance(state, tuple) and state:  # of TensorProperties, the dtype first
+            self.dtype = state[0]
+
+
+class _Tensors(_Record):
+    """The metadata of an entry that is a tensor."""
+
+    size: Any
+    chunks: Any
+    properties: Any
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
+    )
+}  # fmt: skip
+_KNOWN: dict[tuple[str, str], Any] = {
+    **{
+        (_METADATA, name): _Record for name in ("Metadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex")
+    },
+    **{(_METADATA, name): _Record for name in ("BytesStorageMetadata", "StorageMeta")},
+    (_METADATA, "TensorStorageMetadata"): _Tensors,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): lambda value: value,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
+    ("torch", "Size"): lambda sizes=(): tuple(sizes),
+    ("torch.serialization", "_get_layout"): lambda name: name,
+    **{("torch", name): dtype for name, dtype in _DTYPES.items()},
+    **{("pathlib", kind): lambda *parts: "/".join(parts) for kind in ("PosixPath", "WindowsPath", "Path")},
+    **{("pathlib._local", kind): lambda *parts: "/".join(parts) for kind in ("PosixPath", "WindowsPath", "Path")},
+}
+"""What the metadata may name, and what stands for it here."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes records of torch's metadata, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a name.
+
+        Raises:
+            UnpicklingError: it is none of torch's metadata.
+        """
+        if (module, name) not in _KNOWN:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no class of metadata")
+        return _KNOWN[module, name]
+
+
+def _metadata(folder: Path) -> Any:
+    path = folder / NAME
+    try:
+        if path.stat().st_size > _LARGEST_BYTES:
+            raise ValueError("it is larger than any metadata")
+        with path.open("rb") as file:
+            return _Unpickler(file).load()
+    except Exception as error:  # of bytes that anybody has written
+        raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint: {_line(error)}") from None
