@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -31,9 +31,9 @@ def batch_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 def scalars_are_sent_from_the_host(patch: pytest.MonkeyPatch) -> None:
     agree = Run._agree
 
-    def from_host(self: Run, totals: Tensor, *rest: bool) -> Tensor:
-        dist.all_reduce(totals.cpu())
-        return agree(self, totals, *rest)
+    def from_host(self: Run, own: Sequence[Tensor], *rest: bool) -> Tensor:
+        dist.all_reduce(own[0].cpu())
+        return agree(self, own, *rest)
 
     patch.setattr(Run, "_agree", from_host)
 
@@ -41,9 +41,9 @@ def scalars_are_sent_from_the_host(patch: pytest.MonkeyPatch) -> None:
 def generator_of_the_host_draws(patch: pytest.MonkeyPatch) -> None:
     forward_backward = Run.forward_backward
 
-    def drawing(self: Run, batch: Any) -> Tensor:
+    def drawing(self: Run, *args: Any) -> Tensor:
         torch.empty(3, device=self.place.device).normal_(generator=torch.Generator())
-        return forward_backward(self, batch)
+        return forward_backward(self, *args)
 
     patch.setattr(Run, "forward_backward", drawing)
 

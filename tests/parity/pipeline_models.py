@@ -41,6 +41,31 @@ class Language(nn.Module):
         return self.head(x)
 
 
+class WithoutGradients(Language):
+    """A trunk that runs without gradients; its result meets the embeddings, which take some, in the last block."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = x0 = self.embed(input_ids)
+        with torch.no_grad():
+            for block in self.blocks[:3]:
+                x = block(x)
+        return self.head(self.blocks[3](x + x0))
+
+
+class FixedPoint(Language):
+    """Blocks that run without gradients until they hardly change anything, and then once with them (DEQ)."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x0 = self.embed(input_ids)
+        with torch.no_grad():
+            x = torch.zeros_like(x0)
+            for block in (*self.blocks, *self.blocks):
+                x = torch.tanh(block(x + x0))
+        for block in self.blocks:
+            x = torch.tanh(block(x + x0))
+        return self.head(x)
+
+
 # -- more than one tensor --------------------------------------------------------------------------
 
 

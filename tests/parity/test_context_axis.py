@@ -8,10 +8,12 @@ of the document, gradients that leave the other slices out, a loss that is a mea
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.building.model import call_model
 from samestep.datasets import batches
@@ -19,6 +21,7 @@ from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.simulation import layer_memory
+from samestep.strategies import program_of
 from tests.covering import daily
 from tests.laboratory import (
     TOLERANCE,
@@ -35,7 +38,8 @@ from tests.laboratory import (
     reference,
     source_of,
 )
-from tests.models import LENGTH, Tokens
+from tests.models import LENGTH, VOCABULARY, Tokens
+from tests.models import MODELS as MODELS_OF_ALL
 from tests.pool import pool
 
 MODELS = ["llama", "qwen3", "gpt2", "attentive"]
@@ -186,6 +190,74 @@ def test_a_slice_keeps_its_part_of_the_activations() -> None:
 def test_what_cannot_be_sliced_is_refused(model: str, layout: str, text: str) -> None:
     with pytest.raises(LayoutError, match=text):
         pool(Layout.parse(layout).world_size).run(observe, model, layout, clipped())
+
+
+class Limited(torch.autograd.Function):
+    """Its backward limits each element, or where asked the norm of all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, of_all: bool) -> Tensor:
+        ctx.of_all = of_all
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / (1 + gradient.norm()) if ctx.of_all else gradient.clamp(-1e-3, 1e-3), None
+
+
+class Before(nn.Module):
+    """Code before two blocks, and between them."""
+
+    def __init__(self, before: Callable[[Tensor], Tensor], between: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+        self.before, self.between = before, between
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.before(self.embed(input_ids))
+        for block in self.blocks:
+            x = self.between(x, block(x))
+        return self.head(x)
+
+
+def written(x: Tensor, y: Tensor) -> Tensor:
+    x = x * 1.0
+    x.add_(y)
+    return x
+
+
+def kept(x: Tensor, y: Tensor) -> Tensor:
+    x = x * 1.0
+    x += y
+    return x
+
+
+BEFORE = {
+    "a limit of each element": lambda: Before(lambda x: Limited.apply(x, False), kept),
+    "a limit of all": lambda: Before(lambda x: Limited.apply(x, True), kept),
+    "written in place": lambda: Before(lambda x: x, written),
+}
+MODELS_OF_ALL |= BEFORE
+
+
+def test_code_before_the_blocks_that_keeps_tokens_apart_is_equal() -> None:
+    prove("cp=2", "a limit of each element")
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("a limit of all", "the model itself by the gradient of Limited mixes tokens"),
+        ("written in place", "a tensor is read whole after its slices were written in place"),
+    ],
+)
+def test_code_beside_the_blocks_that_needs_whole_sequences_is_refused(model: str, text: str) -> None:
+    layout = Layout.parse("cp=2")
+    found = source_of(model, layout, clipped()).prepared
+    assert found is not None
+    with pytest.raises(LayoutError, match=text):
+        program_of(found.spec, clipped(), layout)
 
 
 def test_a_loss_of_ones_own_is_refused() -> None:

@@ -54,6 +54,8 @@ EQUAL = {
     "called_twice": Case(models.CalledTwice),
     "vision": Case(models.Vision, _images),
     "plain": Case(models.Language),
+    "without_gradients": Case(models.WithoutGradients),
+    "fixed_point": Case(models.FixedPoint),
     "first_residual": Case(models.FirstResidual),
     "skips": Case(models.Skips),
     "between": Case(models.Between),

@@ -252,9 +252,42 @@ def a_loss_by_its_gradient(net: Language, x: Tensor) -> Tensor:
     return WithAuxiliary.apply(net.mix(x), net.other(x).square().mean())
 
 
-TRIED = [an_operation_without_a_rule, a_branch_on_a_value, a_backward_of_each]
+class Rounded(torch.autograd.Function):
+    """Signs of a weight, and its own gradient (a straight-through estimator)."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.sign()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient
+
+
+def a_weight_of_signs(net: Language, x: Tensor) -> Tensor:
+    return F.linear(x, Rounded.apply(net.mix.weight)).tanh()
+
+
+def a_weight_with_a_normed_gradient(net: Language, x: Tensor) -> Tensor:
+    return F.linear(x, Function.apply(net.mix.weight, 1.0)).tanh()
+
+
+def a_weight_with_a_clamped_gradient(net: Language, x: Tensor) -> Tensor:
+    weight = net.mix.weight * 1.0
+    if weight.requires_grad:
+        weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return F.linear(x, weight).tanh()
+
+
+TRIED = [an_operation_without_a_rule, a_branch_on_a_value, a_backward_of_each, a_weight_of_signs]
 FOUND = [a_count_of_samples]
-MIXING = {one_that_mixes: "centred", a_backward_of_all: "Function", a_loss_by_its_gradient: "WithAuxiliary"}
+MIXING = {
+    one_that_mixes: "centred",
+    a_backward_of_all: "Function",
+    a_loss_by_its_gradient: "WithAuxiliary",
+    a_weight_with_a_normed_gradient: "Function",
+    a_weight_with_a_clamped_gradient: "a hook on a gradient",
+}
 MODELS |= {f"between {part.__name__}": lambda part=part: Language(part) for part in (*TRIED, *FOUND, *MIXING)}
 
 

@@ -73,6 +73,30 @@ class Mlp(nn.Module):
         return x + self.down(self.code(self, self.up(x), x))
 
 
+class Rescaled(nn.Module):
+    """An MLP whose result is divided by its own size, found without gradients from the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, NEURONS), nn.Linear(NEURONS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            size = self.down(F.gelu(self.up(x))).square().mean(-1, keepdim=True)
+        return x + self.down(F.gelu(self.up(x))) * (1 + size).rsqrt()
+
+
+class RescaledPart(nn.Module):
+    """A block that calls such an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Rescaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.part(torch.tanh(x))
+
+
 MLP_PLAN = {"up": "column", "down": "row"}
 
 
@@ -299,6 +323,7 @@ LEGAL: dict[str, Callable[[], nn.Module]] = {
     "fused by split": functools.partial(
         Decoder, functools.partial(FusedHeads, True), {"qkv": "column", "o": "row"}, as_it_is
     ),
+    "a first pass without gradients": functools.partial(Decoder, Rescaled, MLP_PLAN, as_it_is),
     "capped logits": behind(lambda logits: 5 * torch.tanh(logits / 5)),
     "log-probabilities": behind(lambda logits: logits.log_softmax(-1)),
     "standardised logits": behind(lambda logits: (logits - logits.mean(-1, keepdim=True)) / logits.std(-1, keepdim=True)),
@@ -386,6 +411,9 @@ def shifted(x: Tensor) -> Tensor:
 
 TOKENWISE: dict[str, Callable[[], nn.Module]] = {
     "nothing between": between(lambda m, x: x),
+    "a first pass without gradients": functools.partial(
+        Decoder, RescaledPart, {"part.up": "column", "part.down": "row"}, as_it_is
+    ),
     "a norm by hand": between(lambda m, x: x * x.square().mean(-1, keepdim=True).rsqrt() * m.scale),
     "a gate by hand": between(lambda m, x: x * torch.sigmoid(x @ torch.eye(WIDTH, device=x.device, dtype=x.dtype))),
     "a softmax of features": between(lambda m, x: x.unflatten(-1, (4, -1)).softmax(-1).flatten(2)),

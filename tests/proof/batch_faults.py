@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -91,8 +92,8 @@ def experts_are_balanced_within_each_rank(patch: Patch) -> None:
 
 @fault(Cause.MISSING_REDUCTION, "dp=2")
 def loss_is_that_of_the_rank(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor, *rest: bool) -> Tensor:
-        found = original(self, totals, *rest)
+    def agree(original: Any, self: Run, own: Sequence[Tensor], *rest: bool) -> Tensor:
+        found, (totals,) = original(self, own, *rest), own
         return changed(found, loss_sum=float(totals[0] / totals[1] * found[1]))
 
     around(patch, Run, "_agree", agree)

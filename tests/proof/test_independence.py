@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from samestep.models.analysis import ExpertModules
 from samestep.tracing.dependence_rules import DECLARED, independent
-from samestep.tracing.operation_trial import LARGEST, Given, RowsAlong, try_apart
+from samestep.tracing.operation_trial import LARGEST, Given, RowsAlong, try_apart, try_sums
 from samestep.tracing.samples import NUM_SAMPLES, Findings, examine
 
 NO_EXPERTS = ExpertModules({}, ())
@@ -281,6 +281,35 @@ TRIALS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "another shape": (lambda x: x @ torch.ones(5, 5), (X,), "fails"),
     "picks that are not known": (lambda x, at: x + x.flatten()[at], (X, PICKS), "fails"),
 }  # fmt: skip
+
+
+class Limited(torch.autograd.Function):
+    """Its backward limits the size of each element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.clamp(-500, 500)
+
+
+SUMS: dict[str, tuple[Callable[..., Any], int | None, bool, str]] = {
+    "a product, summed": (lambda x: x.sin() @ x.sin().mT, None, False, "same"),
+    "a limit of elements, summed": (Limited.apply, None, False, "differs"),
+    "a limit of elements, in parts": (Limited.apply, 0, False, "same"),
+    "a hook that scales": (lambda gradient: 0.5 * gradient, None, True, "same"),
+    "a hook that limits": (lambda gradient: gradient.clamp(-1e-4, 1e-4), None, True, "differs"),
+    "a hook that normalises, in parts": (lambda gradient: gradient / gradient.norm(), 0, True, "differs"),
+    "a hook that draws": (lambda gradient: gradient + torch.rand_like(gradient), None, True, "fails"),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_trial_adds_up_the_gradients_of_parts(name: str) -> None:
+    compute, dim, is_hook, outcome = SUMS[name]
+    assert try_sums(compute, (Given((8, 8), torch.float32, not is_hook),), (), [dim], is_hook=is_hook) == outcome
 
 
 @pytest.mark.parametrize("name", TRIALS)

@@ -124,5 +124,6 @@ def test_every_extra_is_used():
     sources = "\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
     for extra in extras.keys() - {"dev", "bench", "all"}:
         for package in (re.split(r"[<>=\[]", one)[0] for one in extras[extra]):
-            assert re.search(rf"(import|from|import_module\(|find_spec\() *\"?{package}\b", sources), (extra, package)
+            module = {"pillow": "PIL"}.get(package, package)
+            assert re.search(rf"(import|from|import_module\(|find_spec\() *\"?{module}\b", sources), (extra, package)
     assert set(re.findall(r"[\w-]+", extras["all"][0])) - {"samestep"} == extras.keys() - {"dev", "bench", "all"}

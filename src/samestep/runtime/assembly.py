@@ -63,6 +63,7 @@ from samestep.runtime.packed_states import StatePacking
 from samestep.runtime.parameter_hooks import attributes_of, gradient_hooks
 from samestep.runtime.pieces import Piece
 from samestep.runtime.preparation import Loss, Source, prepare, with_slices
+from samestep.runtime.processes import agreement
 from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.update_rule import OptimizerSource
@@ -200,6 +201,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     program = program_of(
         spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica, in_chunks
     )
+    agreement.check(spec, layout, job, layout.world_size)
     waived = kept_state.check(traced.analysis.states, program, job.run)
     _set_products(job.numerics)
     mesh = meshes.build(program, place.device, job.run.timeout_s)

@@ -1,7 +1,8 @@
 """Forwards that no backward follows: held-out loss, outputs, and samples that are run once more.
 
 They run without gradients, unless the model takes gradients within its own forward (a gradient penalty, an energy), which
-then needs the graph of its operations. So whoever keeps something for a backward asks `has_backward`.
+then needs the graph of its operations. So whoever keeps something for a backward asks `has_backward`, and whoever must act
+alike in every part of a forward, of which a model may run some without gradients, `is_forward_only`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ def forward_only(*, takes_gradients: bool) -> Iterator[None]:
         _NESTED[0] -= 1
 
 
+def is_forward_only() -> bool:
+    """Return whether no backward follows the forward that runs."""
+    return bool(_NESTED[0])
+
+
 def has_backward() -> bool:
-    """Return whether a backward follows the forward that runs."""
-    return torch.is_grad_enabled() and not _NESTED[0]
+    """Return whether a backward follows the operations that run; none follows those of a model's own `torch.no_grad()`."""
+    return torch.is_grad_enabled() and not is_forward_only()

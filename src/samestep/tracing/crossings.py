@@ -40,16 +40,19 @@ def with_slices_of(layers: Sequence[LayerSpec], whole: Flow, sliced: Flow) -> tu
     """Return layers of which each crossing says whether slices of sequences leave a rank a part of it.
 
     `whole` and `sliced` are flows of one batch, of whole sequences and of a slice of each.
+
+    Raises:
+        CannotPassError: other tensors cross a boundary where sequences are sliced.
     """
     found = []
     for index, layer in enumerate(layers):
         if layer.crossings:
-            values = zip(
-                layer.crossings,
-                crossing_values(layers, index, whole),
-                crossing_values(layers, index, sliced),
-                strict=True,
-            )
+            of_whole, of_slices = (crossing_values(layers, index, flow) for flow in (whole, sliced))
+            if not len(layer.crossings) == len(of_whole) == len(of_slices):
+                raise CannotPassError(
+                    f"other tensors cross the boundary before {layer.name} where sequences are sliced"
+                )
+            values = zip(layer.crossings, of_whole, of_slices, strict=True)
             parts = [
                 replace(crossing, is_sliced=whole.values[one].shape != sliced.values[other].shape)
                 for crossing, one, other in values

@@ -29,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from samestep.building.families import facts_of
 from samestep.building.model import call_model
 from samestep.building.named_tensors import tensors_of
+from samestep.building.surface import process_randomness
 from samestep.building.transforms import transforms_beside_hooks
 from samestep.errors import ModelError, SamestepError
 from samestep.models.spec import BatchNormCall, Cutting, Exchange, Factors, Product, is_below
@@ -423,6 +424,10 @@ class ForwardTracer(TorchDispatchMode):
         self.values = KnownValues(keeps_all=False)
 
 
+_SEED = 0
+"""Of what code draws in a traced forward: the same on all ranks."""
+
+
 def outputs_on_meta(module: nn.Module, sample: Any, num_samples: int, value_of: ValueOf | None, keeps_all: bool) -> Any:
     """Run the forward on the meta device, on copies of a sample, and return the outputs and the batch; nothing is recorded.
 
@@ -434,7 +439,8 @@ def outputs_on_meta(module: nn.Module, sample: Any, num_samples: int, value_of: 
     watch = ForwardTracer(module, lambda block: None, {}, keeps_all=keeps_all)
     copies = tree_map_only(Tensor, lambda t: torch.cat([t] * num_samples) if t.dim() else t, sample)
     batch = tree_map_only(Tensor, watch.to_meta, copies)
-    with watch.knowing(module, value_of), _fused_attention(watch), torch.enable_grad(), watch, ListIndices():
+    drawing = process_randomness(_SEED)
+    with drawing, watch.knowing(module, value_of), _fused_attention(watch), torch.enable_grad(), watch, ListIndices():
         return call_model(module, batch), batch
 
 
@@ -460,6 +466,7 @@ def watch_forward(
         watch.given_by |= {watch.key(tensor): "positions" if key == "position_ids" else "tokens" for tensor in tensors}
     try:
         with ExitStack() as stack:
+            stack.enter_context(process_randomness(_SEED))
             stack.enter_context(watch.knowing(module, value_of))
             stack.enter_context(_hooks(module, containers, watch))
             stack.enter_context(_fused_attention(watch))

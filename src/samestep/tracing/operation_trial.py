@@ -8,6 +8,11 @@ tokens) or units (heads, neurons) that a layout splits:
 
 A part is the first half, the second half, and half of the rows in any order. What passes is used, and is listed as tried,
 not proven. A custom Function of autograd, whose forward the trace can read and whose backward it cannot, is tried alike.
+
+A backward of what all rows share, as a weight that code computes, gets in each part the gradient of that part alone, and
+what it returns is summed: it must be additive,
+
+    backward(a + b) = backward(a) + backward(b)          for any a and b, or for those that are zero outside of a part
 """
 
 from __future__ import annotations
@@ -75,6 +80,22 @@ def try_apart(
         return _remembered.__wrapped__(compute, args, named, tuple(results))
 
 
+def try_sums(
+    compute: Callable[..., Any],
+    args: tuple[Any, ...],
+    named: tuple[tuple[str, Any], ...],
+    dims: Sequence[int | None],
+    *,
+    is_hook: bool,
+) -> Outcome:
+    """Return whether a backward is additive: that of a Function, or a hook, which computes gradients from gradients.
+
+    `dims` are those along which each gradient that comes from above is zero outside of a part; None where every part
+    contributes to all elements.
+    """
+    return _in_a_thread(_sums_tried, compute, args, named, tuple(dims), is_hook)
+
+
 @functools.lru_cache(maxsize=512)
 def _remembered(
     compute: Callable[..., Any],
@@ -82,20 +103,39 @@ def _remembered(
     named: tuple[tuple[str, Any], ...],
     results: tuple[RowsAlong, ...],
 ) -> Outcome:
-    # A thread of its own runs outside of the modes of the trace, and with autograd.
-    with ThreadPoolExecutor(1) as thread:
-        outcome = thread.submit(_tried, compute, args, named, results).result()
+    outcome = _in_a_thread(_tried, compute, args, named, results)
     is_guess = any(isinstance(one, Given) and one.is_guess for one in tree_flatten((args, named))[0])
     return "fails" if outcome == "differs" and is_guess else outcome
 
 
+def _in_a_thread(trial: Callable[..., Outcome], *args: Any) -> Outcome:
+    """Run a trial in a thread of its own: outside of the modes of the trace, and with autograd."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(trial, *args).result()
+
+
 def _tried(compute: Callable[..., Any], args: Any, named: Any, results: tuple[RowsAlong, ...]) -> Outcome:
-    leaves, tree = tree_flatten((args, dict(named)), is_leaf=lambda leaf: isinstance(leaf, Given))
-    given = _smaller([leaf for leaf in leaves if isinstance(leaf, Given)])
-    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Given)]
+    given, run = _runnable(compute, args, named)
     counts = {one.rows.count for one in given if one.rows is not None}
-    if (given and math.prod(max(given, key=lambda one: math.prod(one.shape)).shape) > 2 * LARGEST) or len(counts) != 1:
+    if len(counts) != 1:
         return "fails"
+    (count,) = counts
+    return _in_any_precision(given, lambda wide: _compared(run, given, results, count, wide))
+
+
+def _sums_tried(
+    compute: Callable[..., Any], args: Any, named: Any, dims: tuple[int | None, ...], is_hook: bool
+) -> Outcome:
+    given, run = _runnable(compute, args, named)
+    return _in_any_precision(given, lambda wide: _added(run, given, dims, is_hook, wide))
+
+
+def _runnable(
+    compute: Callable[..., Any], args: Any, named: Any
+) -> tuple[list[Given], Callable[[list[Tensor]], list[Tensor]]]:
+    """Return the operands of an operation, and the operation as a function of tensors in their places."""
+    leaves, tree = tree_flatten((args, dict(named)), is_leaf=lambda leaf: isinstance(leaf, Given))
+    places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Given)]
 
     def run(tensors: list[Tensor]) -> list[Tensor]:
         filled = list(leaves)
@@ -106,12 +146,18 @@ def _tried(compute: Callable[..., Any], args: Any, named: Any, results: tuple[Ro
         found = [one for one in tree_flatten(outcome)[0] if isinstance(one, Tensor)]
         return found or [tensors[at] for at in _written(compute, leaves, places)]
 
-    (count,) = counts
-    for wide in (True, False):  # in double precision where the operation takes that
+    return _smaller([leaf for leaf in leaves if isinstance(leaf, Given)]), run
+
+
+def _in_any_precision(given: list[Given], trial: Callable[[bool], Outcome]) -> Outcome:
+    """Try in double precision where the operation takes that, or else in its own."""
+    if max((math.prod(one.shape) for one in given), default=0) > 2 * LARGEST:
+        return "fails"
+    for wide in (True, False):
         try:
             with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
                 warnings.simplefilter("ignore")
-                return _compared(run, given, results, count, wide)
+                return trial(wide)
         except Exception:  # the user's own code
             continue
     return "fails"
@@ -176,7 +222,7 @@ def _compared(
     results = tuple(replace(rows, count=count) for rows in results)
     halves = [list(range(count // 2)), list(range(count // 2, count))]
     shuffled = torch.randperm(count, generator=generator)[: max(1, count // 2)].tolist()
-    tolerance = 1e-9 if wide else 1e-4 if all(t.dtype is not torch.bfloat16 for t in whole) else 3e-2
+    tolerance = _tolerance(wide, whole)
     sums: list[Tensor | None] = [None] * len(given)
     for turn, part in enumerate([*halves, shuffled]):
         if any(
@@ -208,6 +254,59 @@ def _compared(
         if all(of_whole is not None and _is_same(total, of_whole, tolerance) for total, of_whole in pairs)
         else "differs"
     )
+
+
+_SCALES = (1.0, 1e-3, 1e3)
+"""Sizes of the gradients of a trial: a backward may limit large ones alone, or small ones."""
+
+
+def _added(
+    run: Callable[[list[Tensor]], list[Tensor]],
+    given: list[Given],
+    dims: tuple[int | None, ...],
+    is_hook: bool,
+    wide: bool,
+) -> Outcome:
+    """Run a backward on gradients and on two parts of them, and compare the sums."""
+    generator = torch.Generator().manual_seed(0)
+    high = max(2, min((size for one in given for size in one.shape if size > 1), default=2))
+    whole = [_drawn(one, high, wide, generator) for one in given]
+    above: list[Tensor | None] = [*whole] if is_hook else _with_gradients(run, given, whole, None, generator)[2]
+    if len(above) != len(dims):
+        return "fails"
+
+    def backward(gradients: list[Tensor | None]) -> list[Tensor | None]:
+        if not is_hook:
+            return _with_gradients(run, given, whole, gradients, generator)[1]
+        return [*run([one.clone() for one in gradients if one is not None])]
+
+    for scale in _SCALES:
+        sums = [None if one is None else scale * one for one in above]
+        parts = [None if one is None else _part_of(one, dim, generator) for one, dim in zip(sums, dims, strict=True)]
+        rest = [None if a is None or b is None else a - b for a, b in zip(sums, parts, strict=True)]
+        of_sums, again, *of_parts = (backward(gradients) for gradients in (sums, sums, parts, rest))
+        for total, repeated, first, second in zip(of_sums, again, *of_parts, strict=True):
+            if total is None:
+                continue
+            if repeated is None or not _is_same(repeated, total, 0.0):
+                return "fails"
+            if first is None or second is None or not _is_same(first + second, total, _tolerance(wide, whole)):
+                return "differs"
+    return "same"
+
+
+def _part_of(gradient: Tensor, dim: int | None, generator: torch.Generator) -> Tensor:
+    """Return one of two gradients that add up to one: its first half along `dim`, or a share of every element."""
+    if dim is None:
+        drawn = torch.randn(gradient.shape, dtype=torch.float64, generator=generator).to(gradient.dtype)
+        return drawn * gradient.abs().mean()
+    first, half = torch.zeros_like(gradient), gradient.shape[dim] // 2
+    first.narrow(dim, 0, half).copy_(gradient.narrow(dim, 0, half))
+    return first
+
+
+def _tolerance(wide: bool, operands: list[Tensor]) -> float:
+    return 1e-9 if wide else 1e-4 if all(one.dtype is not torch.bfloat16 for one in operands) else 3e-2
 
 
 def _with_gradients(

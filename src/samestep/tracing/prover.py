@@ -18,7 +18,7 @@ from samestep.tracing.dependence_rules import COPIES, FILLS, assumed, attention,
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.independence import Along, Dependence, Dependences, Mixed, joined
 from samestep.tracing.meta_tensors import address, operands, written_by
-from samestep.tracing.operation_trial import Given, Outcome, RowsAlong, try_apart
+from samestep.tracing.operation_trial import Given, Outcome, RowsAlong, try_apart, try_sums
 from samestep.tracing.operations import FEW_ELEMENTS
 from samestep.tracing.row_histories import RowHistories
 
@@ -130,36 +130,49 @@ class Prover(ForwardTracer):
     def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
         """Try the backward of a custom Function, of which the forward alone is followed."""
         super().applied(function, args, named, outcome)
-        if not self.is_following:
-            return
+        results = [tensor for tensor in operands(outcome) if tensor.is_meta]
         with _disable_current_modes():
-            found = [self._rows(tensor) for tensor in operands(outcome) if tensor.is_meta]
-            if not any(isinstance(self.known.of(tensor), Along) for tensor in operands(*args) if tensor.is_meta):
-                return
-            text = f"{self.where} by the gradient of {function.__self__.__name__}"
-            results = [rows for rows in found if rows is not None]
-            outcome = self._try(function, args, named, {}, results) if len(results) == len(found) else "fails"
-            if outcome == "differs":
-                self.refuse_gradient(text)
-            else:
-                self.tried.append(text)
+            self._try_backward(f"the gradient of {function.__self__.__name__}", function, args, named, results)
 
     def hooked(self, name: str, hook: Any, given: list[Tensor], results: list[Tensor]) -> None:
         """Try a hook on gradients, which no forward shows."""
-        if not self.is_following:
-            return
         with _disable_current_modes(), torch.no_grad():
-            rows = [self._rows(tensor) for tensor in results]
-            if not any(isinstance(self.known.of(tensor), Along) for tensor in given):
-                return
-            text = f"{self.where} by {name}"
-            known = [found for found in rows if found is not None]
             gradients = tuple(tensor.detach() for tensor in given)
-            outcome = self._try(hook, gradients, {}, {}, known) if len(known) == len(rows) else "fails"
-            if outcome == "differs":
-                self.refuse_gradient(text)
-            else:
-                self.tried.append(text)
+            self._try_backward(name, hook, gradients, {}, results, is_hook=True)
+
+    def _try_backward(
+        self,
+        name: str,
+        compute: Any,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        results: list[Tensor],
+        *,
+        is_hook: bool = False,
+    ) -> None:
+        """Try what computes gradients: for each row by itself, or additively where all rows share what it is given."""
+        found = [self.known.of(tensor) for tensor in operands(*args, *named.values()) if tensor.is_meta]
+        dims = self.sums_along([*operands(*args)] if is_hook else results)
+        if not self.is_following and dims is None:
+            return
+        if dims is not None or all(one is None for one in found):
+            outcome = self._try_sums(compute, args, named, dims or [None] * len(results), is_hook=is_hook)
+        elif any(isinstance(one, Along) for one in found):
+            rows = [known for tensor in results if (known := self._rows(tensor)) is not None]
+            outcome = self._try(compute, args, named, {}, rows) if len(rows) == len(results) else "fails"
+        else:
+            return
+        text = f"{self.where} by {name}"
+        if outcome == "differs":
+            self.refuse_gradient(text)
+        else:
+            self.tried.append(text)
+
+    def sums_along(self, gradients: list[Tensor]) -> list[int | None] | None:
+        """Return where parts of the rows contribute to gradients, before rows are followed: to positions along a
+        dimension, or, for None in the list, to all elements. None while rows are followed.
+        """
+        return None
 
     def _rows(self, tensor: Tensor) -> RowsAlong | None:
         """Return where a tensor has the rows, all of them in order; None if it has not."""
@@ -172,6 +185,19 @@ class Prover(ForwardTracer):
         self, compute: Any, args: Any, kwargs: Any, written: dict[int, RowsAlong], results: list[RowsAlong]
     ) -> Outcome:
         """Try an operation whose rows are known; `written` are the rows of operands that it writes, by identity."""
+        try:
+            return try_apart(compute, *self._given(args, kwargs, written), results)
+        except _UnclearError:
+            return "fails"
+
+    def _try_sums(self, compute: Any, args: Any, kwargs: Any, dims: list[int | None], *, is_hook: bool) -> Outcome:
+        """Try a backward to whose gradients each part of the rows contributes along `dims`."""
+        return try_sums(compute, *self._given(args, kwargs, {}), dims, is_hook=is_hook)
+
+    def _given(
+        self, args: Any, kwargs: Any, written: dict[int, RowsAlong]
+    ) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+        """Return arguments of an operation with what a trial knows of each tensor in its place."""
 
         def described(tensor: Tensor) -> Any:
             if not tensor.is_meta:
@@ -184,12 +210,8 @@ class Prover(ForwardTracer):
             shape, is_mixed = tuple(tensor.shape), isinstance(found, Mixed)
             return Given(shape, tensor.dtype, tensor.requires_grad, rows, is_mixed, values)
 
-        try:
-            args, kwargs = tree_map_only(Tensor, described, (args, kwargs))
-        except _UnclearError:
-            return "fails"
-        args = tuple(tuple(one) if isinstance(one, list) else one for one in args)
-        return try_apart(compute, args, tuple(sorted(kwargs.items())), results)
+        args, kwargs = tree_map_only(Tensor, described, (args, kwargs))
+        return tuple(tuple(one) if isinstance(one, list) else one for one in args), tuple(sorted(kwargs.items()))
 
     def without_rule(self, call: Call) -> list[Dependence]:
         """Return the dependences of the results of an operation that has no rule, and is tried on drawn values."""

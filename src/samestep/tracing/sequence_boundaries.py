@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts, facts_of
@@ -30,6 +31,8 @@ class Calls:
 
     entered: dict[str, list[Tensor | None]] = field(default_factory=dict)
     left: dict[str, list[Tensor | None]] = field(default_factory=dict)
+    states: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    """`state_of` the tensor that a module is given in its first call."""
 
 
 @contextmanager
@@ -38,7 +41,10 @@ def record_calls(model: nn.Module) -> Iterator[Calls]:
     calls, facts = Calls(), facts_of(model)
 
     def enter(path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.entered.setdefault(path, []).append(given_of(args, kwargs, facts))
+        given = given_of(args, kwargs, facts)
+        calls.entered.setdefault(path, []).append(given)
+        if given is not None:
+            calls.states.setdefault(path, state_of(given))
 
     def leave(path: str, _: nn.Module, args: Any, output: Any) -> None:
         calls.left.setdefault(path, []).append(first_of(output))
@@ -111,14 +117,14 @@ def _with_boundaries(
     path = layer.modules[0]
     ran = [module for module in calls.entered if module in parts]
     boundaries: list[Boundary] = []
-    last: Tensor | None = None
+    last: tuple[Tensor, tuple[int, bool]] | None = None
     for part in ran:
-        given = _one_call(part, calls, calls.entered[path][0])
-        if given is not last:
-            boundaries.append(
-                Boundary(owner=part, elements=given.numel(), kind="gather", has_gradient=given.requires_grad)
-            )
-        last = given
+        given, state = _one_call(part, calls, calls.entered[path][0]), calls.states[part]
+        if last is None or given is not last[0] or state != last[1]:
+            _, takes_gradients = state
+            has_gradient = given.requires_grad and takes_gradients
+            boundaries.append(Boundary(owner=part, elements=given.numel(), kind="gather", has_gradient=has_gradient))
+        last = given, state
         for inner in calls.entered:
             if is_below(inner, part) and inner in styles:
                 boundaries += _inner_boundary(inner, styles[inner], given, calls)
@@ -189,6 +195,13 @@ def _stands_between(name: str, parts: tuple[str, ...], styles: Styles) -> bool:
     """Return whether a weight is used on a rank's tokens alone: outside the cut parts, or a row cut's bias."""
     owner, _, leaf = name.rpartition(".")
     return not any(is_below(name, part) for part in parts) or (styles.get(owner) == "row" and leaf == "bias")
+
+
+def state_of(given: Tensor) -> tuple[int, bool]:
+    """Return what must be the same for one move of a tensor to serve two modules: how often the tensor was written, and
+    whether autograd records.
+    """
+    return given._version, torch.is_grad_enabled()
 
 
 def with_given(

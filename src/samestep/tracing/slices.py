@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -34,8 +35,9 @@ from samestep.tracing.attention import AttentionCall
 from samestep.tracing.crossings import with_slices_of
 from samestep.tracing.forward import ValueOf, watch_forward
 from samestep.tracing.independence import Along, Dependence, Mixed
-from samestep.tracing.meta_tensors import NeedsValuesError
+from samestep.tracing.meta_tensors import NeedsValuesError, operands
 from samestep.tracing.prover import Prover
+from samestep.tracing.stages import CannotPassError, reads_shape_alone
 from samestep.tracing.trace import containers_of
 
 WHOLE = -1
@@ -78,7 +80,10 @@ def prove(
     whole, sliced = (watch.flow for watch in watches)
     assert whole is not None
     assert sliced is not None
-    layers = with_slices_of(spec.layers, whole, sliced)
+    try:
+        layers = with_slices_of(spec.layers, whole, sliced)
+    except CannotPassError as reason:
+        return _refused(spec, length, str(reason))
     tried = tuple(dict.fromkeys((*spec.tried, *(text for watch in watches for text in watch.tried))))
     proven = _refused(spec, length, "")
     return dataclasses.replace(proven, slices=tuple(sorted(slices.items())), layers=layers, tried=tried)
@@ -223,6 +228,12 @@ class SliceProver(Prover):
         """Refuse a custom Function whose backward mixes tokens."""
         self.refuse(f"{where} mixes tokens")
 
+    def sums_along(self, gradients: list[Tensor]) -> list[int | None] | None:
+        """Return where the tokens of gradients are before the blocks: each rank's gradient is zero outside of its slice."""
+        if self.slices or self.refusal:
+            return None
+        return [sequence_dim(gradient.shape, self.whole) for gradient in gradients]
+
     def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
         """Refuse a constant with a row for each token of a slice; one of the whole sequence is sliced before it meets any."""
         if self.size < self.whole and not self.is_uniform(constant):
@@ -324,14 +335,34 @@ class Reshaping(TorchFunctionMode):
         super().__init__()
         self._length, self._size, self._has_begun = length, size, has_begun
         self._slice_of = slice_of or (lambda whole: whole.narrow(1, 0, size))
+        self._written: list[weakref.ref[Tensor]] = []
+        """Whole tensors whose slices alone were written in place."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._has_begun():
-            args = reshaped(func, args, self._length, self._size)
-            args = met_by_slices(func, args, self._length, self._size, self._slice_of)
-        return func(*args, **(kwargs or {}))
+        if not self._has_begun():
+            return func(*args, **(kwargs or {}))
+        given = reshaped(func, args, self._length, self._size)
+        given = met_by_slices(func, given, self._length, self._size, self._slice_of)
+        outcome = func(*given, **(kwargs or {}))
+        if self._written and operands(outcome) and not reads_shape_alone(func):
+            self._check_unwritten(args)
+        if given is not args and given[0] is not args[0] and _writes(func):
+            self._written.append(weakref.ref(args[0]))
+        return outcome
+
+    def _check_unwritten(self, args: tuple[Any, ...]) -> None:
+        if any(one() is leaf for leaf in operands(*args) for one in self._written):
+            raise InputError(
+                "a tensor is read whole after its slices were written in place; x = x + y works, and x += y"
+            )
+
+
+def _writes(func: Any) -> bool:
+    """Return whether a function writes into its first argument, as add_ and the operator += do."""
+    name: str = getattr(func, "__name__", "")
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
 def sequence_dim(shape: torch.Size, length: int) -> int | None:

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from samestep.building import adapters
@@ -24,6 +25,7 @@ from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSu
 from samestep.tracing import cut_proof
 from samestep.tracing.cut_proof import CutProof
 from samestep.tracing.operations import Recorder
+from samestep.tracing.sequence_boundaries import state_of
 from samestep.tracing.trace import containers_of, samples_traced
 
 Plan = Mapping[str, str]
@@ -177,8 +179,8 @@ class CutCosts:
     num_samples: int
     """Number of samples of the forward; elements are those of one."""
     forward: list[PartialSum] = field(default_factory=list)
-    inputs: list[tuple[str, int, int]] = field(default_factory=list)
-    """Inputs of modules that take a gradient, in the order of leaving: path, number of the tensor, elements."""
+    inputs: list[tuple[str, tuple[int, int, bool], int]] = field(default_factory=list)
+    """Inputs of modules that take a gradient, in the order of leaving: path, the tensor and its state, elements."""
     kept_after: set[str] = field(default_factory=set)
     """Owners of forward sums after which the same block keeps a tensor for its backward, such as a mask."""
     logit_rows: int = 0
@@ -189,14 +191,14 @@ class CutCosts:
 
     def left(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         """Record the input of a module; modules with one input share the sum of its gradient."""
-        if args and isinstance(args[0], Tensor) and args[0].requires_grad:
+        if args and isinstance(args[0], Tensor) and args[0].requires_grad and torch.is_grad_enabled():
             self._given[id(args[0])] = args[0]
-            self.inputs.append((path, id(args[0]), args[0].numel() // self.num_samples))
+            self.inputs.append((path, (id(args[0]), *state_of(args[0])), args[0].numel() // self.num_samples))
 
     def copies(self, copied: Collection[str]) -> list[PartialSum]:
         """Return the sums of the gradients of these modules' inputs, in order of the forward."""
         found: list[PartialSum] = []
-        last = 0
+        last: tuple[int, int, bool] | None = None
         for path, number, elements in self.inputs:
             if path in copied and number != last:
                 found.append(PartialSum(owner=path, elements=elements))

@@ -28,7 +28,7 @@ from samestep.building.loss import target_of
 from samestep.errors import LayoutError
 from samestep.models.spec import LayerSpec, ModelSpec
 from samestep.program.program import Program
-from samestep.runtime.axes.collectives import moved
+from samestep.runtime.axes.differentiable import moved
 from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from samestep.building.families import FamilyFacts
 from samestep.building.loss import as_number, at_least_float32
 from samestep.program.program import Program
-from samestep.runtime.axes.collectives import moved
+from samestep.runtime.axes.differentiable import moved
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.tracing.expert_trial import check_experts

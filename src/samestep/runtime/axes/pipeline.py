@@ -39,7 +39,7 @@ from samestep.runtime.axes.stage_flow import Flows, StageForward, placeholder
 from samestep.runtime.axes.stage_messages import Awaited, Messages
 from samestep.runtime.axes.stage_weights import ReadWeights
 from samestep.runtime.dropout import mode as dropout
-from samestep.runtime.forward_only import has_backward
+from samestep.runtime.forward_only import is_forward_only
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.processes.messages import broadcast_from
 from samestep.schedules import Action, TaskKind
@@ -216,8 +216,9 @@ class Stage:
             """Return what crosses the boundary before the chunk."""
             found = self._received(action, awaited)
             dropout.begin_after(self._model, self._entered[action.chunk])
+            is_differentiated = torch.is_grad_enabled() or not is_forward_only()
             for tensor, value in zip(found, flow.crossing(start or 0), strict=True):
-                tensor.requires_grad_(flow.values[value].takes_gradient and torch.is_grad_enabled())
+                tensor.requires_grad_(flow.values[value].takes_gradient and is_differentiated)
             return found
 
         def send(tensors: Sequence[Tensor]) -> None:
@@ -231,7 +232,7 @@ class Stage:
         with reporting, self._weights.placed(flow, mode), mode:
             outputs = call_model(self._model, samples)
         mode.finish()
-        if layers.start > 0 and has_backward():
+        if layers.start > 0 and not is_forward_only():
             self._inputs[key] = mode.received
         return outputs
 
@@ -289,7 +290,7 @@ class Stage:
             (received,) = self._received(action, self._one_awaited(self._program.chunks[action.chunk].start, shape))
             dropout.begin_after(self._model, self._entered[action.chunk])
             received.requires_grad_(torch.is_grad_enabled())
-            if has_backward():
+            if not is_forward_only():
                 self._shapes[action.chunk, self._shapes_of(action.microbatch)] = shape
                 self._inputs[action.microbatch, action.chunk] = [received]
             return ((received, *args[1:]), kwargs) if args else (args, {**kwargs, name: received})

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from samestep.building.families import FamilyFacts
 from samestep.errors import LayoutError
 from samestep.program.program import Program
-from samestep.runtime.axes.collectives import Move, moved
+from samestep.runtime.axes.differentiable import Move, moved
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
-from samestep.tracing.sequence_boundaries import with_first, with_given
+from samestep.tracing.sequence_boundaries import state_of, with_first, with_given
 from samestep.tracing.traced_model import TracedModel
 
 # -- carrying it out -------------------------------------------------------------------------------
@@ -61,20 +61,22 @@ def _gather_given(gather: Callable[[Tensor], Tensor], facts: FamilyFacts, _: nn.
 class Shared:
     """A move made once for all modules that are given one tensor in turn, such as q, k and v.
 
-    In the backward they share one sum.
+    In the backward they share one sum. What is moved without gradients, or before the tensor is written, is moved again.
     """
 
     def __init__(self, move: Move, group: dist.ProcessGroup) -> None:
         self._move, self._group = move, group
         self._given: weakref.ref[Tensor] | None = None
+        self._state = (0, False)
         self._moved: Tensor | None = None
 
     def __call__(self, path: str, x: Tensor) -> Tensor:
         """Return x after the move, which the first module that is given x makes under its path."""
-        if self._moved is not None and self._given is not None and self._given() is x:
+        is_given = self._given is not None and self._given() is x and self._state == state_of(x)
+        if self._moved is not None and is_given:
             return self._moved
         moved = self._move(x, self._group, path)
-        self._given, self._moved = weakref.ref(x, self._forget), moved
+        self._given, self._state, self._moved = weakref.ref(x, self._forget), state_of(x), moved
         return moved
 
     def _forget(self, given: weakref.ref[Tensor]) -> None:

@@ -242,7 +242,8 @@ class StageForward(TorchFunctionMode):
                 self.received.append(tensor)
             elif value in self._written:  # a leaf of autograd cannot be written into, a copy of it can
                 stands.data = torch.empty_like(tensor)
-                stands.copy_(tensor)
+                with torch.enable_grad():  # the boundary may lie in the model's own `torch.no_grad()`
+                    stands.copy_(tensor)
                 self.received.append(tensor)
             else:
                 stands.data = tensor.detach()

@@ -22,7 +22,7 @@ from torch import Tensor
 from samestep import schedules
 from samestep.errors import LayoutError
 from samestep.program.program import Program
-from samestep.runtime.forward_only import has_backward
+from samestep.runtime.forward_only import is_forward_only
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.schedules import Action, Message, TaskKind, link_of
@@ -94,7 +94,7 @@ class Messages:
 
     def receive(self, action: Action, awaited: Sequence[Awaited]) -> list[Tensor]:
         """Wait for the message of an action, and release what its sender has received by then."""
-        link = self._links.get(self._link_of(action), _MessageQueue()) if has_backward() else _MessageQueue()
+        link = _MessageQueue() if is_forward_only() else self._links.get(self._link_of(action), _MessageQueue())
         if link.due and link.due[-1] == action:
             link.due.pop()
         pending = link.posted.pop(action) if action in link.posted else self._post(action, awaited)
@@ -102,13 +102,13 @@ class Messages:
         assert given == posted, f"{action} is given {given}, and {posted} was awaited"
         for work, _ in pending:
             work.wait()
-        for sent in self._arrivals[action] if has_backward() else ():
+        for sent in () if is_forward_only() else self._arrivals[action]:
             self._release(sent)
         return [into for _, into in pending]
 
     def post_ahead(self, awaited_by: Callable[[Action], Sequence[Awaited] | None]) -> None:
         """Post the next receive of each link, where its shapes are known."""
-        if not has_backward():
+        if is_forward_only():
             return
         for link in self._links.values():
             action = link.due[-1] if link.due else None

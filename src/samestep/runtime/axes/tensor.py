@@ -27,7 +27,7 @@ from samestep.building.loss import IGNORED_LABEL, at_least_float32, prediction_o
 from samestep.models.spec import Cut, is_below
 from samestep.program.program import Program
 from samestep.runtime.axes import sequence
-from samestep.runtime.axes.collectives import moved
+from samestep.runtime.axes.differentiable import moved
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather
 from samestep.tracing.tensor_plan import is_head

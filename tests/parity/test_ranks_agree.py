@@ -1,0 +1,81 @@
+"""Ranks that would run something else than each other are named before they wait for each other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import samestep
+from samestep.datasets import batches
+from samestep.errors import LayoutError, SamestepError
+from tests.laboratory import clipped, make_run
+from tests.models import VOCABULARY, Tokens
+from tests.pool import pool
+
+
+class Asking(nn.Module):
+    """A model whose rank 1 has one more operation, or whose ranks leave out a layer at random."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.kind = kind
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            if self.kind == "rank" and torch.distributed.get_rank() == 1:
+                x = block(x)
+            if self.kind == "draw" and float(torch.rand(())) < 0.5:
+                continue
+            x = block(x).tanh()
+        return self.head(x)
+
+
+def own_loop(rank: int, world: int, kind: str) -> str:
+    """Take the steps of a loop of one's own on ranks whose generators are in other states; return the error."""
+    torch.manual_seed(1 + rank)
+    job = clipped()
+    try:
+        run = samestep.parallelize(
+            lambda: Asking(kind), "cross_entropy", functools.partial(torch.optim.SGD, lr=0.1), layout="dp=2", job=job
+        )
+        for batch in batches(Tokens(), job):
+            run.step(batch)
+    except SamestepError as error:
+        return str(error)
+    return ""
+
+
+def started(rank: int, world: int, kind: str) -> str:
+    """Prepare a run whose rank 1 is given another layout or job; return the error."""
+    layout = "dp=2 zero=1" if kind == "layout" and rank else "dp=2"
+    job = clipped(global_batch=16) if kind == "job" and rank else clipped()
+    try:
+        make_run(rank, world, "llama", layout, job).prepare({name: one[None] for name, one in Tokens()[0].items()})
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "text"),
+    [
+        (started, "layout", "rank 1 has another layout than rank 0 ('dp=2 zero=1' and 'dp=2')"),
+        (started, "job", "rank 1 has another job than rank 0"),
+        (own_loop, "rank", "rank 1 has another traced model than rank 0"),
+        (own_loop, "draw", "took no part in the loss when the model was traced"),
+    ],
+)
+def test_ranks_that_differ_are_named_on_every_rank(function: Callable[..., str], kind: str, text: str) -> None:
+    for found in pool(2).run(function, kind):
+        assert text in found
+
+
+def test_equal_ranks_agree() -> None:
+    assert pool(2).run(own_loop, "none") == ["", ""]
