@@ -86,17 +86,6 @@ class Rescaled(nn.Module):
         return x + self.down(F.gelu(self.up(x))) * (1 + size).rsqrt()
 
 
-class RescaledPart(nn.Module):
-    """A block that calls such an MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = Rescaled()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.part(torch.tanh(x))
-
-
 MLP_PLAN = {"up": "column", "down": "row"}
 
 
@@ -411,9 +400,6 @@ def shifted(x: Tensor) -> Tensor:
 
 TOKENWISE: dict[str, Callable[[], nn.Module]] = {
     "nothing between": between(lambda m, x: x),
-    "a first pass without gradients": functools.partial(
-        Decoder, RescaledPart, {"part.up": "column", "part.down": "row"}, as_it_is
-    ),
     "a norm by hand": between(lambda m, x: x * x.square().mean(-1, keepdim=True).rsqrt() * m.scale),
     "a gate by hand": between(lambda m, x: x * torch.sigmoid(x @ torch.eye(WIDTH, device=x.device, dtype=x.dtype))),
     "a softmax of features": between(lambda m, x: x.unflatten(-1, (4, -1)).softmax(-1).flatten(2)),

@@ -13,6 +13,7 @@ from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
+from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.messages import gather_values
 
 
@@ -29,7 +30,8 @@ def check(spec: ModelSpec, layout: Layout, job: Job, world_size: int) -> None:
         "job": _digest(job.numerics, job.optimizer, job.schedule, job.train.global_batch, job.train.seed),
         "traced model": _digest(spec),
     }
-    everyone = gather_values(mine, world_size)
+    with outside_step():  # a model is prepared in its first step
+        everyone = gather_values(mine, world_size)
     for what in mine:
         apart = [rank for rank, theirs in enumerate(everyone) if theirs[what] != everyone[0][what]]
         if not apart:
