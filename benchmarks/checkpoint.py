@@ -39,7 +39,7 @@ from torch import nn
 
 import samestep
 from samestep.output import durable_files
-from samestep.runtime import tensor_file
+from samestep.runtime.checkpoints import tensor_file
 from samestep.training.saving import Saver
 
 ROWS = Path(__file__).parent / "rows" / "checkpoint.json"

@@ -28,6 +28,7 @@ PIPES = {
     "multiprocessing/connection.py": ".loads(", "multiprocessing/queues.py": ".loads(",
 }  # fmt: skip
 """Who unpickles what a process that it has started itself, or its own thread, sends it over a pipe; and the words of that line."""
+ROOT = Path(__file__).parents[1]
 COPIES = "transformers_modules"
 """Part of the path to which transformers copies code of a model's folder before it runs it."""
 
@@ -58,7 +59,8 @@ def _seen(event: str, args: tuple[Any, ...], folders: str) -> str:
         path = args[0].co_filename
     elif event == "import" and isinstance(args[1], str):
         path = args[1]
-    return f"{event} {path}" if path.startswith(f"{folders}/") or COPIES in path else ""
+    is_ours = path.startswith(f"{ROOT}/")  # a clone of the repository may itself lie in a temporary folder
+    return f"{event} {path}" if (path.startswith(f"{folders}/") and not is_ours) or COPIES in path else ""
 
 
 def _over_a_pipe() -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.output import durable_files
-from samestep.runtime import checkpoint_manifest
+from samestep.runtime.checkpoints import manifests
 
 FILES = ("flip", "truncate", "empty", "remove", "append", "swap", "exchange")
 MANIFESTS = ("version", "step", "escape", "absolute", "link", "nested", "unsigned")
@@ -23,15 +23,15 @@ def damaged(folder: Path, damage: str, drawn: random.Random) -> None:
     if damage in FILES:
         _damage_file(folder, damage, drawn)
         return
-    path = folder / checkpoint_manifest.NAME
-    manifest = checkpoint_manifest.read_manifest(folder)
+    path = folder / manifests.NAME
+    manifest = manifests.read_manifest(folder)
     _change_manifest(manifest, folder, damage, drawn)
     text = "[" * 100_000 + "]" * 100_000 if damage == "nested" else json.dumps(manifest)
     path.unlink()
     if damage in ("nested", "unsigned"):
         path.write_text(text)
     else:
-        checkpoint_manifest.write_manifest(folder, manifest)  # by somebody who signs it too
+        manifests.write_manifest(folder, manifest)  # by somebody who signs it too
 
 
 def _change_manifest(manifest: Any, folder: Path, damage: str, drawn: random.Random) -> None:

@@ -25,7 +25,7 @@ from samestep.models.spec import Cut
 from samestep.program.program import LedgerRow
 from samestep.runtime.axes.tensor import joined
 from samestep.runtime.ledger import Ledger
-from samestep.runtime.pieces import Piece
+from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run

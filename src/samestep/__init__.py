@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from samestep.planning.legality import layouts
     from samestep.planning.plan import plan
     from samestep.proof.verify import verify
-    from samestep.runtime.checkpoint_manifest import latest
+    from samestep.runtime.checkpoints.manifests import latest
     from samestep.runtime.parallelize import parallelize
     from samestep.runtime.processes.workers import launch
     from samestep.simulation.simulate import simulate
-    from samestep.tracing.dependence_rules import independent
+    from samestep.tracing.dependence.rules import independent
     from samestep.training.export import export
     from samestep.training.inspection import inspect
     from samestep.training.train import train
@@ -61,8 +61,8 @@ _LAZY = {
     "evaluate": ("samestep.training.trained", "evaluate"),
     "export": ("samestep.training.export", "export"),
     "inspect": ("samestep.training.inspection", "inspect"),
-    "independent": ("samestep.tracing.dependence_rules", "independent"),
-    "latest": ("samestep.runtime.checkpoint_manifest", "latest"),
+    "independent": ("samestep.tracing.dependence.rules", "independent"),
+    "latest": ("samestep.runtime.checkpoints.manifests", "latest"),
     "launch": ("samestep.runtime.processes.workers", "launch"),
     "layouts": ("samestep.planning.legality", "layouts"),
     "measure": ("samestep.measurement.profile", "measure"),

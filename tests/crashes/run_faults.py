@@ -28,7 +28,7 @@ import psutil
 
 from samestep.errors import CheckpointError
 from samestep.output import durable_files
-from samestep.runtime import checkpoint_manifest
+from samestep.runtime.checkpoints import manifests
 from samestep.runtime.processes import hang_watch
 from tests import small
 from tests.crashes.failing_calls import FailingCalls, killed, refused
@@ -227,12 +227,12 @@ def _failing_call(harmed: Harmed) -> tuple[str, bool]:
 
 def _damaged(harmed: Harmed) -> tuple[str, bool]:
     os.waitpid(harmed.start(), 0)
-    newest = checkpoint_manifest.latest(harmed.run / "checkpoints")
+    newest = manifests.latest(harmed.run / "checkpoints")
     assert newest is not None
     damage = harmed.drawn.choice([one for one in DAMAGES if one not in SIGNED])
     damaged(newest, damage, harmed.drawn)
     try:
-        checkpoint_manifest.check_digests(checkpoint_manifest.read_manifest(newest), newest)
+        manifests.check_digests(manifests.read_manifest(newest), newest)
     except CheckpointError:
         return damage, True
     return damage, damage in ("flip", "append")  # of a blank between two words, which says the same

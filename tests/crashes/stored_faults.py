@@ -25,7 +25,7 @@ from samestep.datasets import batches
 from samestep.errors import CheckpointError, SaveError
 from samestep.job import Job
 from samestep.output import durable_files
-from samestep.runtime import checkpoint, checkpoint_manifest
+from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.run import Run
 from tests.crashes.failing_calls import FailingCalls, killed, refused
 from tests.crashes.outcomes import Outcome
@@ -129,7 +129,7 @@ def _failing_save(drawn: random.Random, stored: Stored, folder: Path) -> Outcome
     is_past = status == 0  # there are fewer calls where none is removed
     noticed = is_past or (status == -9 if number is None else status == 3 and os.strerror(number) in said)
     began = time.monotonic()
-    newest, wrong_ones = checkpoint_manifest.newest_whole(folder)
+    newest, wrong_ones = manifests.newest_whole(folder)
     step = int(newest.name[5:]) if newest else 0
     if newest:
         stored.loads(newest)
@@ -137,7 +137,7 @@ def _failing_save(drawn: random.Random, stored: Stored, folder: Path) -> Outcome
     seconds = time.monotonic() - began
     is_tidy = number is None or not [*folder.glob(".step-*")]
     checkpoint.save(stored.saving, folder, keep)  # finds nothing in its way
-    is_tidy &= checkpoint_manifest.newest_whole(folder) == (folder / "step-000002", []) and not [*folder.glob(".*")]
+    is_tidy &= manifests.newest_whole(folder) == (folder / "step-000002", []) and not [*folder.glob(".*")]
     word = "killed" if number is None else os.strerror(number)
     about = f"call {at} of a save that keeps {keep}: {word}, status {status}: {said}"
     return Outcome(about, noticed, bool(newest) and not wrong_ones and is_tidy, 2 - step, seconds, not equal)
@@ -173,7 +173,7 @@ def _damaged(drawn: random.Random, stored: Stored, folder: Path) -> Outcome:
     except CheckpointError as error:
         what += f": {error}"
         is_line = "\n" not in str(error)
-        older, wrong_ones = checkpoint_manifest.newest_whole(folder)
+        older, wrong_ones = manifests.newest_whole(folder)
         if damage in SIGNED:  # by who means harm: a digest cannot tell, and the load refuses
             return Outcome(what, is_line, True, 0, time.monotonic() - began, False)
         recovered = older == folder / "step-000001" and len(wrong_ones) == 1

@@ -15,7 +15,7 @@ import pytest
 
 from samestep.errors import JobError, SaveError
 from samestep.output import durable_files
-from samestep.runtime import checkpoint_manifest
+from samestep.runtime.checkpoints import manifests
 from samestep.runtime.run import Run
 from samestep.training import restarts, run_folder
 from tests import small
@@ -141,7 +141,7 @@ def test_what_a_resume_may_change_is_said_and_written_down(tmp_path: Path, capfd
     assert all(line in said for line in expected)
     assert json.loads((run / "summary.json").read_text())["changes"] == expected
     newest = run / "checkpoints" / "step-000007"
-    assert checkpoint_manifest.read_manifest(newest)["changes"] == expected
+    assert manifests.read_manifest(newest)["changes"] == expected
     before, after = (small.whole(run / "checkpoints" / name) for name in ("step-000002", "step-000007"))
     values = {name for name in before if name.startswith("value/")}
     small.assert_equal({name: before[name] for name in values}, {name: after[name] for name in values})

@@ -20,7 +20,7 @@ from samestep.errors import CheckpointError, InputError, SaveError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.output import durable_files
-from samestep.runtime import checkpoint_manifest, tensor_file
+from samestep.runtime.checkpoints import manifests, tensor_file
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
@@ -68,8 +68,8 @@ def loaded(folder: Path) -> Run:
 
 def step_of(folder: Path) -> int:
     """Return the step of a checkpoint whose files are all whole."""
-    manifest = checkpoint_manifest.read_manifest(folder)
-    checkpoint_manifest.check_digests(manifest, folder)
+    manifest = manifests.read_manifest(folder)
+    manifests.check_digests(manifest, folder)
     return int(manifest["step"])
 
 
@@ -186,7 +186,7 @@ def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
 def test_the_stored_checkpoint_of_this_format_is_read() -> None:
     """Written once with format 3; a version that cannot read it needs another number, and a way for those who have one."""
     assert json.loads((STORED / "step-000002" / "manifest.json").read_text())["format_version"] == 3
-    assert checkpoint_manifest.FORMAT_VERSION == 3
+    assert manifests.FORMAT_VERSION == 3
     straight = begun()
     expected = steps(straight, 4)
     run = loaded(STORED)

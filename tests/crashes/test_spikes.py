@@ -15,7 +15,7 @@ from samestep.datasets import batches
 from samestep.errors import JobError, SpikeError
 from samestep.job import Job
 from samestep.job_tables import NumericsTable
-from samestep.runtime import checkpoint, checkpoint_manifest
+from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.loss_spikes import SpikeWatch
 from tests import small
 from tests.laboratory import job_of, largest_error, make_run, on_ranks, whole
@@ -52,7 +52,7 @@ def take(
     run = make_run(rank, world, model, layout, given, Spiked)
     run.prepare(next(batches(Spiked(), given)).samples([0]))
     if begin:
-        checkpoint.load(run, checkpoint_manifest.latest(begin) or Path())
+        checkpoint.load(run, manifests.latest(begin) or Path())
     reports = []
     for batch in batches(Spiked(), given, first_step=run.steps_taken):
         if batch.step == until:
@@ -123,7 +123,7 @@ def test_a_run_rolls_back_to_its_newest_checkpoint(tmp_path: Path, capfd: pytest
     assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
     assert [bool(row.get("skipped")) for row in rows] == [step == SPIKE for step in range(STEPS)]
     checkpoints = tmp_path / "run" / "checkpoints"
-    manifest = checkpoint_manifest.read_manifest(checkpoints / "step-000014")
+    manifest = manifests.read_manifest(checkpoints / "step-000014")
     assert (manifest["spikes"], len(manifest["losses"])) == (1, 10)
     # The two steps behind the spike, taken from that checkpoint, give the same weights; and so does a run that resumes from it.
     (checkpoints / "step-000014").rename(tmp_path / "step-000014")

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from samestep.output import durable_files
-from samestep.runtime import checkpoint_manifest
+from samestep.runtime.checkpoints import manifests
 from samestep.runtime.run import Run
 from samestep.training import metrics, train
 from tests import small
@@ -50,7 +50,7 @@ def _workers(pid: int) -> list[psutil.Process]:
 
 def _goes_on(run: Path, layout: str | None = None) -> None:
     """The run takes three more steps, and its log has every step once."""
-    newest = checkpoint_manifest.latest(run / "checkpoints")
+    newest = manifests.latest(run / "checkpoints")
     at = int(newest.name[5:]) if newest else 0
     words = ["--layout", layout] if layout else []
     assert small.main("train", "--resume", "--out", run, "--steps", str(at + 3), *words) == 0
@@ -159,13 +159,13 @@ def _within_a_log_line(patch: pytest.MonkeyPatch) -> None:
 
 def _before_the_manifest(patch: pytest.MonkeyPatch) -> None:
     """The files of step 4 are written, and nothing says that they are whole."""
-    write = checkpoint_manifest.write_manifest
+    write = manifests.write_manifest
 
     def die(folder: Path, manifest: Any) -> None:
         _die_when(lambda: manifest["step"] == 4)
         write(folder, manifest)
 
-    patch.setattr(checkpoint_manifest, "write_manifest", die)
+    patch.setattr(manifests, "write_manifest", die)
 
 
 def _while_removing(patch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_a_run_that_dies_goes_on_without_gap_or_double(
         dies(patch)
         assert small.train("--layout", "dp=2 zero=2", "--out", run, **SAVING) == 1
     assert "rank 0 of 2 died: killed by SIGKILL" in capfd.readouterr().err
-    assert checkpoint_manifest.latest(run / "checkpoints") == run / "checkpoints" / f"step-{newest:06d}"
+    assert manifests.latest(run / "checkpoints") == run / "checkpoints" / f"step-{newest:06d}"
     assert small.main("train", "--resume", "--out", run) == 0
     assert small.metrics(run) == small.metrics(undisturbed)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000006"], "nothing is left over"

@@ -20,7 +20,7 @@ from samestep.datasets import batches
 from samestep.job import Job, load
 from samestep.layout import Layout
 from samestep.program.update_rules import states_per_param
-from samestep.runtime import checkpoint
+from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.simulation.memory import during_init, during_step, saving_host_bytes

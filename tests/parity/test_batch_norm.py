@@ -19,7 +19,7 @@ from samestep.datasets import batches
 from samestep.errors import JobError, LayoutError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import checkpoint, checkpoint_manifest
+from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
@@ -257,7 +257,7 @@ def test_what_batch_norm_cannot_be_in_is_refused_by_name() -> None:
 def resumed(rank: int, world: int, layout: str, folder: str, job: Job) -> tuple[Observed, Buffers]:
     run = run_of(rank, world, layout, job)
     run.prepare(next(batches(Images(), job)).samples([0]))
-    checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(folder))[-1])
+    checkpoint.load(run, manifests.list_checkpoints(Path(folder))[-1])
     seen = Observed()
     for batch in batches(Images(), job, first_step=run.steps_taken):
         seen.losses.append(run.step(batch).loss)

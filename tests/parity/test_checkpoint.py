@@ -19,7 +19,7 @@ from samestep.datasets import Batch, batches
 from samestep.errors import CheckpointError
 from samestep.job import Job
 from samestep.proof import held_tensors
-from samestep.runtime import checkpoint, checkpoint_manifest
+from samestep.runtime.checkpoints import checkpoint, manifests
 from tests import small
 from tests.covering import daily
 from tests.laboratory import job_of, make_run, on_ranks
@@ -67,7 +67,7 @@ def _steps(
     run = make_run(rank, world, model, layout, job)
     run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
     if begin is not None:
-        checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(begin))[-1])
+        checkpoint.load(run, manifests.list_checkpoints(Path(begin))[-1])
     losses = []
     for batch in batches(Tokens(), job, first_step=run.steps_taken):
         if batch.step >= until:
@@ -85,7 +85,7 @@ def _run(layout: str, *args: Any) -> list[tuple[list[float], Any]]:
 
 
 def _newest(folder: Path) -> Path:
-    return checkpoint_manifest.list_checkpoints(folder)[-1]
+    return manifests.list_checkpoints(folder)[-1]
 
 
 EXACT = [
@@ -408,7 +408,7 @@ def _broken_and_whole(rank: int, world: int, model: str, layout: str, job: Job, 
             run = make_run(rank, world, model, layout, job)
             run.prepare(Batch(0, np.arange(1), Tokens()).samples([0]))
             if stop != stops[0]:
-                checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(folder))[-1])
+                checkpoint.load(run, manifests.list_checkpoints(Path(folder))[-1])
             for batch in batches(Tokens(), job, first_step=run.steps_taken):
                 if batch.step < stop:
                     run.step(batch)
@@ -455,8 +455,8 @@ def test_what_one_layout_saved_any_other_reads(tmp_path: Path, model: str, saved
 def test_bytes_are_written_once(tmp_path: Path, model: str, layout: str) -> None:
     job = job_of("float64", 2, optimizer={"name": "adamw", "options": {}})
     on_ranks(layout, _save_after, model, job, str(tmp_path))
-    manifest = checkpoint_manifest.read_manifest(checkpoint_manifest.latest(tmp_path))  # type: ignore[arg-type]
-    folder = checkpoint_manifest.latest(tmp_path)
+    manifest = manifests.read_manifest(manifests.latest(tmp_path))  # type: ignore[arg-type]
+    folder = manifests.latest(tmp_path)
     assert folder is not None
     held = sum(
         tensor.numel()
@@ -481,7 +481,7 @@ def _save_after(rank: int, world: int, model: str, layout: str, job: Job, folder
 def _load_and_go_on(rank: int, world: int, model: str, layout: str, job: Job, folder: str) -> tuple[Any, float]:
     run = make_run(rank, world, model, layout, job)
     run.prepare(Batch(0, np.arange(1), Tokens()).samples([0]))
-    checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(folder))[-1])
+    checkpoint.load(run, manifests.list_checkpoints(Path(folder))[-1])
     held = _held(run)
     return held, [run.step(batch).loss for batch in batches(Tokens(), job, first_step=run.steps_taken)][-1]
 

@@ -15,7 +15,7 @@ import torch
 
 from samestep.datasets import batches
 from samestep.job import Job
-from samestep.runtime import checkpoint, checkpoint_manifest
+from samestep.runtime.checkpoints import checkpoint, manifests
 from tests.laboratory import (
     TOLERANCE,
     Observed,
@@ -119,7 +119,7 @@ def test_a_run_with_graphs_resumes_one_without_and_evaluates_alike(tmp_path: Pat
     checkpoint.save(run, tmp_path, keep=1)
     resumed = make_run(0, 1, "plain", "dp=1", compiled)
     resumed.prepare(first.samples([0]))
-    checkpoint.load(resumed, checkpoint_manifest.latest(tmp_path))
+    checkpoint.load(resumed, manifests.latest(tmp_path))
     assert resumed.step(rest[0]).loss == run.step(rest[0]).loss
     assert [name for name, _ in run.model.named_parameters()] == [name for name, _ in resumed.model.named_parameters()]
     graphs = resumed.assembly.model.compiled.compiler.num_graphs

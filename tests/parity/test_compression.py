@@ -12,7 +12,7 @@ import pytest
 
 from samestep.datasets import batches
 from samestep.job import Job
-from samestep.runtime import checkpoint, checkpoint_manifest
+from samestep.runtime.checkpoints import checkpoint, manifests
 from tests.covering import daily
 from tests.laboratory import TOLERANCE, assert_ledger, assert_same, job_of, make_run, observe, on_ranks, reference
 from tests.models import Tokens
@@ -87,7 +87,7 @@ def _halves(
     run = make_run(rank, world, model, layout, job)
     run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
     if begin is not None:
-        checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(begin))[-1])
+        checkpoint.load(run, manifests.list_checkpoints(Path(begin))[-1])
     losses = [
         run.step(batch).loss for batch in batches(Tokens(), job, first_step=run.steps_taken) if batch.step < until
     ]
@@ -112,7 +112,7 @@ def test_what_codes_have_lost_is_in_a_checkpoint_for_any_layout(before: str, aft
     end = on_ranks(after, _halves, MODEL, job, first, 4, rest)[0]
     wanted = reference(MODEL, job)
     assert start + end == pytest.approx(wanted.losses, abs=TOLERANCE)
-    for part in checkpoint_manifest.read_manifest(checkpoint_manifest.list_checkpoints(tmp_path / "rest")[-1])["parts"]:
+    for part in manifests.read_manifest(manifests.list_checkpoints(tmp_path / "rest")[-1])["parts"]:
         assert any(name.startswith("lost/") for name in part["tensors"])
 
 
@@ -132,7 +132,7 @@ def test_without_them_a_run_would_go_on_otherwise(tmp_path: Path) -> None:
     on_ranks("dp=1", _halves, MODEL, job, None, 2, folder)
     run = make_run(0, 1, MODEL, "dp=1", job)
     run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
-    checkpoint.load(run, checkpoint_manifest.list_checkpoints(tmp_path)[-1])
+    checkpoint.load(run, manifests.list_checkpoints(tmp_path)[-1])
     run.assembly.weights.store.scale_given_back(0.0)
     losses = [run.step(batch).loss for batch in batches(Tokens(), job, first_step=2)]
     apart = [abs(a - b) for a, b in zip(losses, reference(MODEL, job).losses[2:], strict=True)]

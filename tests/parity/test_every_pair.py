@@ -23,7 +23,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.proof import held_tensors
 from samestep.proof.held_tensors import HeldTensor
-from samestep.runtime import checkpoint
+from samestep.runtime.checkpoints import checkpoint
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
 

@@ -14,7 +14,7 @@ from samestep.building.families import quiet
 from samestep.datasets import batches
 from samestep.errors import CheckpointError, JobError
 from samestep.job import Job
-from samestep.runtime import checkpoint
+from samestep.runtime.checkpoints import checkpoint
 from samestep.training.check import check
 from samestep.training.first_weights import FirstWeights
 from tests.folders import SIZES

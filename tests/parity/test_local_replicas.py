@@ -19,8 +19,8 @@ from samestep.datasets import batches
 from samestep.errors import InputError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import checkpoint, checkpoint_manifest
 from samestep.runtime.axes import precision
+from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.run import Run
 from samestep.strategies import program_of
 from tests.laboratory import (
@@ -170,7 +170,7 @@ def _halves(
     """Take the steps after the checkpoint `begin` up to `until`, and save."""
     run = prepared(rank, world, model, layout, job)
     if begin is not None:
-        checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(begin))[-1])
+        checkpoint.load(run, manifests.list_checkpoints(Path(begin))[-1])
     losses = [
         run.step(batch).loss for batch in batches(Tokens(), job, first_step=run.steps_taken) if batch.step < until
     ]

@@ -21,7 +21,7 @@ from samestep.building.model import model_source
 from samestep.datasets import batches
 from samestep.errors import JobError
 from samestep.job import Job
-from samestep.runtime import checkpoint
+from samestep.runtime.checkpoints import checkpoint
 from tests.folders import SIZES, saved
 from tests.laboratory import TOLERANCE, assert_ledger, assert_same, job_of
 from tests.models import Tokens

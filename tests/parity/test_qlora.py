@@ -24,7 +24,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.packing import packed_bytes
 from samestep.models.spec import ModelSpec
-from samestep.runtime import checkpoint
+from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.run import Run
 from samestep.simulation.memory import at_rest
 from samestep.strategies import program_of

@@ -21,7 +21,7 @@ from samestep.datasets import batches
 from samestep.errors import UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import checkpoint, checkpoint_manifest
+from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.first_state import digest
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
@@ -345,7 +345,7 @@ def steps(rank: int, world: int, name: str, layout: str, begin: str, until: int,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if begin:
-            checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(begin))[-1])
+            checkpoint.load(run, manifests.list_checkpoints(Path(begin))[-1])
         for batch in batches(Tokens(), run.job, first_step=run.steps_taken):
             if batch.step >= until:
                 break
@@ -388,11 +388,11 @@ def test_a_resumed_run_is_the_one_that_never_stopped(name, tmp_path):
 def test_a_checkpoint_without_these_records_is_read(tmp_path):
     run = _prepared(0, 1, "sgd", "dp=1")
     folder = checkpoint.save(run, tmp_path, keep=1)
-    manifest = checkpoint_manifest.read_manifest(folder)
+    manifest = manifests.read_manifest(folder)
     for key in ("ranks", "frozen", "nominal_count"):
         del manifest[key]
     (folder / "manifest.json").unlink()
-    checkpoint_manifest.write_manifest(folder, manifest)
+    manifests.write_manifest(folder, manifest)
     checkpoint.load(_prepared(0, 1, "sgd", "dp=1"), folder)
 
 

@@ -19,7 +19,7 @@ from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import JobError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import checkpoint, pretrained_folder
+from samestep.runtime.checkpoints import checkpoint, pretrained_folder
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.folders import FAMILIES, saved

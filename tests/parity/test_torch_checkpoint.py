@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import samestep
 from samestep.building.model import blueprint_of
 from samestep.errors import CheckpointError
-from samestep.runtime import torch_checkpoint
+from samestep.runtime.checkpoints import torch_checkpoint
 from samestep.training.first_weights import FirstWeights
 from tests import audit
 from tests.parity.test_frozen import run_of

@@ -24,8 +24,8 @@ from samestep.datasets import batches
 from samestep.errors import LayoutError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import checkpoint, checkpoint_manifest
-from samestep.runtime.optimizer_source import check_optimizer, optimizer_source
+from samestep.runtime.checkpoints import checkpoint, manifests
+from samestep.runtime.optimizers.source import check_optimizer, optimizer_source
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
@@ -375,7 +375,7 @@ def saved(rank: int, world: int, name: str, layout: str, folder: str) -> None:
 
 def resumed(rank: int, world: int, name: str, layout: str, folder: str) -> float:
     run = run_with(rank, world, name, layout)
-    found = checkpoint_manifest.latest(Path(folder))
+    found = manifests.latest(Path(folder))
     assert found is not None
     checkpoint.load(run, found)
     return run.step(next(itertools.islice(batches(Tokens(), JOB), 2, None))).loss

@@ -27,8 +27,8 @@ from samestep.datasets import batches
 from samestep.errors import InputError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import checkpoint, checkpoint_manifest
-from samestep.runtime.optimizer_source import optimizer_source
+from samestep.runtime.checkpoints import checkpoint, manifests
+from samestep.runtime.optimizers.source import optimizer_source
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import gather_values
@@ -320,7 +320,7 @@ def _resumed(rank: int, world: int, case: Reproduction, layout: str) -> Observed
     resumed = _run(rank, world, case, layout)
     later = next(batches(data, job, stop))
     resumed.prepare(later.samples(later.indices[:1]))
-    checkpoint.load(resumed, checkpoint_manifest.list_checkpoints(folder)[-1])
+    checkpoint.load(resumed, manifests.list_checkpoints(folder)[-1])
     assert resumed.steps_taken == stop
     return Observed(losses=[a - b for a, b in zip(taken(resumed, stop, case.steps), whole[stop:], strict=True)])
 

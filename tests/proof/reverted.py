@@ -24,11 +24,13 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.proof import sides, verify
 from samestep.proof.verdict import Cause, Verdict
-from samestep.runtime import assembly, checkpoint, checkpoint_state, optimizer_source, preparation
+from samestep.runtime import assembly, preparation
 from samestep.runtime.axes import expert, pipeline, recompute
+from samestep.runtime.checkpoints import checkpoint, other_state
 from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.optimizers import source
+from samestep.runtime.optimizers.update_rule import UpdateRule
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.update_rule import UpdateRule
 from samestep.schedules import Action, TaskKind
 from samestep.tracing import forward, trace
 from tests.pool import pool
@@ -107,7 +109,7 @@ def _every_rule_is_elementwise(patch: Patch) -> None:
     def read(original: Any, *args: Any) -> UpdateRule:
         return replace(original(*args), whole={}, coupled="", draws="")
 
-    around(patch, optimizer_source, "read_rule", read)
+    around(patch, source, "read_rule", read)
 
 
 @reverted("A2", "LARS of matrices alone", "dp=2 zero=3", Cause.UPDATE, is_refused=True)
@@ -122,7 +124,7 @@ def a_rule_that_starts_late_is_taken_for_elementwise(patch: Patch) -> None:
 
 @reverted("A3", "groups by size", "dp=2 zero=1", Cause.UPDATE)
 def groups_are_made_of_the_pieces_of_a_rank(patch: Patch) -> None:
-    patch.setattr(assembly.WholeWeights, "of", lambda *args: optimizer_source.ALONE)
+    patch.setattr(assembly.WholeWeights, "of", lambda *args: source.ALONE)
     around(patch, assembly, "check_optimizer", lambda check, source, model, *rest: model)
 
 
@@ -277,12 +279,12 @@ def options_of_groups_are_not_restored(patch: Patch) -> None:
 
 @resumed("A16", "teacher that follows", "dp=1")
 def frozen_weights_are_not_saved(patch: Patch) -> None:
-    patch.setattr(checkpoint_state, "changed_frozen", lambda run: [])
+    patch.setattr(other_state, "changed_frozen", lambda run: [])
 
 
 @resumed("A17", "buffers of later stages", "dp=1 pp=2 microbatch=8")
 def buffers_of_later_stages_are_not_saved(patch: Patch) -> None:
-    around(patch, checkpoint_state, "kept_buffers", lambda kept, run: {} if run.place.rank else kept(run))
+    around(patch, other_state, "kept_buffers", lambda kept, run: {} if run.place.rank else kept(run))
 
 
 @resumed("D4", "loss scale of the first sample", "dp=1")

@@ -26,7 +26,7 @@ from samestep.datasets import batches
 from samestep.errors import SamestepError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import checkpoint, checkpoint_manifest
+from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.run import Run
 from tests import small
 from tests.laboratory import job_of, make_run
@@ -135,11 +135,11 @@ def test_a_layout_is_read_or_refused(words: list[tuple[str, str, str]]) -> None:
 
 @pytest.mark.parametrize("content", RAW)
 def test_what_is_no_file_of_ours_is_refused(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "step-000001" / checkpoint_manifest.NAME
+    path = tmp_path / "step-000001" / manifests.NAME
     path.parent.mkdir()
     path.write_bytes(content)
     with pytest.raises(SamestepError):
-        checkpoint_manifest.read_manifest(path.parent)
+        manifests.read_manifest(path.parent)
     for read in (jobs.load, hardware.load):
         with contextlib.suppress(SamestepError):
             read(path)
@@ -166,7 +166,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path, dict[str
     run = make_run(0, 1, "plain", "dp=1", job)
     run.step(next(batches(Tokens(), job)))
     folder = checkpoint.save(run, tmp_path_factory.mktemp("saved"))
-    return run, folder, checkpoint_manifest.read_manifest(folder)
+    return run, folder, manifests.read_manifest(folder)
 
 
 @FUZZ
@@ -174,7 +174,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path, dict[str
 def test_a_manifest_is_read_or_refused(data: st.DataObject, saved: tuple[Run, Path, dict[str, Any]]) -> None:
     run, folder, manifest = saved
     table = data.draw(changed(manifest))
-    (folder / checkpoint_manifest.NAME).unlink(missing_ok=True)
-    checkpoint_manifest.write_manifest(folder, table)
+    (folder / manifests.NAME).unlink(missing_ok=True)
+    manifests.write_manifest(folder, table)
     with contextlib.suppress(SamestepError):
         checkpoint.load(run, folder)

@@ -23,7 +23,7 @@ ALLOWED = {
     ): "what workers that this process started tell over inherited pipes",
     ("runtime/processes/whereabouts.py", "pickle"): "the other end of these pipes",
     (
-        "runtime/torch_checkpoint.py",
+        "runtime/checkpoints/torch_checkpoint.py",
         "pickle",
     ): "an unpickler that makes records of torch's metadata, and refuses every other name",
     ("runtime/first_state.py", "pickle"): "writes only: a stream that is hashed",

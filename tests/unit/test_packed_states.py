@@ -20,8 +20,8 @@ from samestep.program.state_blocks import block_of
 from samestep.program.update_rules import states_per_param
 from samestep.proof import held_tensors, observation
 from samestep.proof.held_tensors import HeldTensor
-from samestep.runtime import checkpoint, checkpoint_manifest
-from samestep.runtime.packed_states import _numbers, quantised, random_bits, rounded_at_random
+from samestep.runtime.checkpoints import checkpoint, manifests
+from samestep.runtime.optimizers.packed_states import _numbers, quantised, random_bits, rounded_at_random
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.simulation.memory import at_rest
@@ -182,7 +182,7 @@ def fed(rank: int, world: int, layout: str, job: Job, folder: str, reads: bool =
     """Feed equal gradients to the optimizer, or read a checkpoint; return the weights and states of a rank."""
     run = opened(rank, world, layout, job)
     if reads:
-        checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(folder))[-1])
+        checkpoint.load(run, manifests.list_checkpoints(Path(folder))[-1])
     else:
         run.assembly.weights.store.begin_step()
         for _ in observation.feed(run, gradients_of(run, 3)):
@@ -240,7 +240,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(kind: str, tmp_path: Path) ->
     losses = [whole.step(batch).loss for batch in batches(dataset, job)]
     first.step(next(batches(dataset, job)))
     checkpoint.save(first, tmp_path, keep=1)
-    checkpoint.load(second, checkpoint_manifest.list_checkpoints(tmp_path)[-1])
+    checkpoint.load(second, manifests.list_checkpoints(tmp_path)[-1])
     assert [second.step(batch).loss for batch in batches(dataset, job, first_step=1)] == losses[1:]
     for ours, theirs in zip(second.updater.pieces, whole.updater.pieces, strict=True):
         assert torch.equal(ours.master(), theirs.master())

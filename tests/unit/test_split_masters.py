@@ -13,8 +13,8 @@ from torch import Tensor
 from samestep.datasets import batches
 from samestep.job import Job
 from samestep.program.step import StepSpec
-from samestep.runtime import checkpoint, checkpoint_manifest
-from samestep.runtime.split_masters import SplitMasters
+from samestep.runtime.checkpoints import checkpoint, manifests
+from samestep.runtime.optimizers.split_masters import SplitMasters
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
 
@@ -100,7 +100,7 @@ def trained(
         run = make_run(rank, world, model, layout, job)
         run.prepare(next(batches(Tokens(), job)).samples([0]))
         if read:
-            checkpoint.load(run, checkpoint_manifest.list_checkpoints(Path(read))[-1])
+            checkpoint.load(run, manifests.list_checkpoints(Path(read))[-1])
         losses = []
         for batch in batches(Tokens(), job, first_step=run.steps_taken):
             losses.append(run.step(batch).loss)

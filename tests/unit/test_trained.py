@@ -10,7 +10,7 @@ import pytest
 import samestep
 from samestep import cli
 from samestep.errors import DataError, ModelError
-from samestep.runtime.checkpoint_manifest import latest
+from samestep.runtime.checkpoints.manifests import latest
 from tests import small
 
 pytestmark = pytest.mark.usefixtures("runs_no_code")

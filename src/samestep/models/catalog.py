@@ -1,8 +1,8 @@
 """The `ModelSpec` of a job's model without importing torch: from a preset, a cache, or a subprocess that traces it.
 
-A transformers model is a function of its family, its configuration and the versions of three packages, so its spec is
-cached under a digest of these in `~/.cache/samestep`. A user's own code can change at any time, so it is traced each
-time.
+A transformers model is a function of its family, its configuration, the versions of two packages and this package's own
+code, so its spec is cached under a digest of these in `~/.cache/samestep`. A user's own code can change at any time, so it
+is traced each time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import json
 import subprocess
 import sys
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 
 import xxhash
@@ -23,33 +23,6 @@ from samestep.models import presets
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import FORMAT_VERSION, from_json
 from samestep.models.weight_files import digest_of
-
-_TRACERS = (
-    "models/spec.py",
-    "models/spec_json.py",
-    "models/packing.py",
-    "runtime/axes/pending_logits.py",
-    *(f"building/{name}.py" for name in ("adaptation", "adapters", "initial_values", "model", "nf4", "pretrained")),
-    *(
-        f"tracing/{name}.py"
-        for name in (
-            "arranging_rules",
-            "batch_norms",
-            "dependence_calls",
-            "dependence_rules",
-            "independence",
-            "operation_trial",
-            "picking_rules",
-            "prover",
-            "samples",
-            "sequence_boundaries",
-            "slices",
-            "tensor_plan",
-            "trace",
-        )
-    ),
-)
-"""Files of samestep whose contents are part of a cached spec's digest, because they determine what a trace finds."""
 
 
 def model_spec(job: Job) -> ModelSpec:
@@ -91,11 +64,11 @@ def _cache_path(job: Job) -> Path | None:
     """
     if not job.model.takes_tokens:  # others are traced on a sample of their data
         return None
-    versions = [f"{name} {_version(name)}" for name in ("samestep", "torch", "transformers")]
-    own = resources.files("samestep")
-    tracers = [xxhash.xxh3_64_hexdigest(own.joinpath(file).read_bytes()) for file in _TRACERS]
+    versions = [f"{name} {_version(name)}" for name in ("torch", "transformers")]
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    code = xxhash.xxh3_64_hexdigest(b"".join(file.read_bytes() for file in sources))
     # The sequence length shapes the sample that is traced; where samples come from does not.
-    key = [FORMAT_VERSION, versions, tracers, job.model.model_dump(mode="json"), job.data.sequence_length]
+    key = [FORMAT_VERSION, versions, code, job.model.model_dump(mode="json"), job.data.sequence_length]
     if job.model.folder is not None:
         key.append(digest_of(job.model.folder))
     digest = xxhash.xxh3_128_hexdigest(json.dumps(key, sort_keys=True).encode())

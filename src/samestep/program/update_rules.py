@@ -21,7 +21,7 @@ _MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("moment
 """Options of these classes that add one such tensor each."""
 
 UPDATED_WHOLE = ("adafactor", "muon")
-"""Classes that update a weight whole: `runtime/update_rule.py` says why."""
+"""Classes that update a weight whole: `runtime/optimizers/update_rule.py` says why."""
 
 
 def states_per_param(job: Job) -> int:

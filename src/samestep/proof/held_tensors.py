@@ -16,10 +16,10 @@ from torch import Tensor
 
 from samestep.runtime import placement
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.checkpoint_state import runs_elsewhere
-from samestep.runtime.pieces import Piece
+from samestep.runtime.checkpoints.other_state import runs_elsewhere
+from samestep.runtime.checkpoints.stored_pieces import slice_of
+from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.run import Run
-from samestep.runtime.stored_pieces import slice_of
 
 
 @dataclass(slots=True)

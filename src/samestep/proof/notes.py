@@ -14,7 +14,7 @@ from safetensors import safe_open
 from samestep.proof.held_tensors import HeldTensor
 from samestep.proof.observation import Observation, ObservedStep, Output, PlainSteps
 from samestep.proof.verdict import Check
-from samestep.runtime import tensor_file
+from samestep.runtime.checkpoints import tensor_file
 from samestep.runtime.plain_data import Packer, unpacked
 
 _CLASSES = (Observation, ObservedStep, PlainSteps, HeldTensor, Output, Check)

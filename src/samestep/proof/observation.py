@@ -42,7 +42,7 @@ from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.dropout.mode import Draw
 from samestep.runtime.expert_routes import RouteMode, Routes
 from samestep.runtime.local_replicas import set_weights
-from samestep.runtime.pieces import Piece
+from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run

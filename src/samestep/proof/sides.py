@@ -36,11 +36,11 @@ from samestep.proof.comparison import Comparison
 from samestep.proof.evidence import BatchPart, Evidence
 from samestep.proof.observation import Observation, ObservedRun
 from samestep.proof.verdict import Cause, Check
-from samestep.runtime import checkpoint, checkpoint_manifest
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.dropout import rates
-from samestep.runtime.optimizer_source import check_optimizer
+from samestep.runtime.optimizers.source import check_optimizer
 from samestep.runtime.preparation import Source, traced_for
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
@@ -220,7 +220,7 @@ def _given_back(run: Run, subject: Subject) -> tuple[Observation, str]:
     """Read the layout's checkpoint on one device; return the loaded weights and state, and the error's text if it failed."""
     refusal = ""
     try:
-        checkpoint.load(run, checkpoint_manifest.list_checkpoints(subject.folder / "checkpoints")[-1])
+        checkpoint.load(run, manifests.list_checkpoints(subject.folder / "checkpoints")[-1])
     except CheckpointError as error:
         refusal = str(error)
     loaded = Observation(0, {}, {})

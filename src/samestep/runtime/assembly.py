@@ -52,22 +52,22 @@ from samestep.runtime.compiled_blocks import CompiledBlocks, compile_blocks
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.first_state import FirstState
-from samestep.runtime.optimizer_source import (
+from samestep.runtime.optimizers.packed_states import StatePacking
+from samestep.runtime.optimizers.pieces import Piece
+from samestep.runtime.optimizers.source import (
     WholeWeights,
     check_optimizer,
     couples_weights,
     updates_in_chunks,
 )
-from samestep.runtime.optimizer_step import Updater
-from samestep.runtime.packed_states import StatePacking
+from samestep.runtime.optimizers.step import Updater
+from samestep.runtime.optimizers.update_rule import OptimizerSource
+from samestep.runtime.optimizers.weight_averages import WeightAverages
 from samestep.runtime.parameter_hooks import attributes_of, gradient_hooks
-from samestep.runtime.pieces import Piece
 from samestep.runtime.preparation import Loss, Source, prepare, with_slices
 from samestep.runtime.processes import agreement
 from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.update_rule import OptimizerSource
-from samestep.runtime.weight_averages import WeightAverages
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
 

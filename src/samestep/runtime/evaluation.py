@@ -19,10 +19,10 @@ from samestep.runtime.assembly import Assembly, set_modes
 from samestep.runtime.axes import precision, tensor
 from samestep.runtime.forward_only import forward_only
 from samestep.runtime.microbatches import StepBatch
-from samestep.runtime.pieces import Piece
+from samestep.runtime.optimizers.pieces import Piece
+from samestep.runtime.optimizers.weight_averages import WeightAverages
 from samestep.runtime.preparation import Loss
 from samestep.runtime.prepared_run import PreparedRun
-from samestep.runtime.weight_averages import WeightAverages
 from samestep.tracing.stages import mapped
 
 

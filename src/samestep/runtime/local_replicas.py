@@ -35,10 +35,10 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.ops import REPLICA_SCALARS
 from samestep.runtime.assembly import Assembly, assemble
-from samestep.runtime.pieces import Piece
+from samestep.runtime.optimizers.pieces import Piece
+from samestep.runtime.optimizers.update_rule import is_torchs_own
 from samestep.runtime.preparation import Source, prepare, with_new_blueprint
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.update_rule import is_torchs_own
 
 OF_REPLICA = ":"
 """The separator, in the keys of a checkpoint's states, between a replica and what it is of it."""

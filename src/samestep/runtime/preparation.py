@@ -36,24 +36,16 @@ from samestep.runtime.axes import (
 )
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.dropout import rates
-from samestep.runtime.update_rule import OptimizerSource
+from samestep.runtime.optimizers.update_rule import OptimizerSource
 from samestep.strategies.tensor import refuse_degree
-from samestep.tracing import (
-    cut_proof,
-    samples,
-    sequence_boundaries,
-    sequence_proof,
-    slices,
-    snapshot,
-    state,
-    tensor_plan,
-)
 from samestep.tracing import experts as experts_module
+from samestep.tracing import samples, sequence_boundaries, sequence_proof, slices, snapshot, state, tensor_plan
 from samestep.tracing.arranged_layers import spread_over_calls
 from samestep.tracing.batch_norms import with_groups, without_own_groups
+from samestep.tracing.features import cut_proof
+from samestep.tracing.features.rank_trial import DiffersError
 from samestep.tracing.forward import outputs_on_meta
 from samestep.tracing.operations import Recorder
-from samestep.tracing.rank_trial import DiffersError
 from samestep.tracing.structural_plan import structural_plan
 from samestep.tracing.trace import containers_of, samples_traced, trace
 from samestep.tracing.traced_model import TracedModel

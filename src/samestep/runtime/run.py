@@ -32,9 +32,10 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import Task
 from samestep.program.program import Program
-from samestep.runtime import checkpoint, evaluation, kept_state, whole_state
+from samestep.runtime import evaluation, kept_state, whole_state
 from samestep.runtime.assembly import Assembly, Weights, assemble, set_modes
 from samestep.runtime.axes import precision, recompute
+from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.guards import deterministic, nonfinite
 from samestep.runtime.guards.canary import Canary
@@ -46,7 +47,7 @@ from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.local_replicas import LocalReplicas
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import Microbatches, StepBatch
-from samestep.runtime.optimizer_step import Updater, clip_factor
+from samestep.runtime.optimizers.step import Updater, clip_factor
 from samestep.runtime.preparation import Loss, Source
 from samestep.runtime.processes import join
 from samestep.runtime.processes.join import RankInfo

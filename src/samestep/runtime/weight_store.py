@@ -19,8 +19,8 @@ from torch import Tensor
 
 from samestep.program.bodies import Task
 from samestep.runtime.codecs.exchange import GivenBack
+from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.parameter_hooks import GradientHooks
-from samestep.runtime.pieces import Piece
 
 Materialize = Callable[[str, torch.dtype], Tensor]
 """Returns the part of a parameter that `tp` and `ep` leave this rank, newly allocated on the device."""

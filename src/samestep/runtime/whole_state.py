@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.runtime import checkpoint_state, stored_pieces
+from samestep.runtime.checkpoints import other_state, stored_pieces
 from samestep.runtime.placement import WeightSlice, whole
 from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.processes.messages import gather_values
@@ -64,7 +64,7 @@ def _parts(run: PreparedRun) -> Iterator[tuple[_Part, Tensor]]:
         value = piece.master().flatten()
         part = _described(piece.name, lies, piece.start, value)
         yield part, value
-    for name, buffer in checkpoint_state.kept_buffers(run).items():
+    for name, buffer in other_state.kept_buffers(run).items():
         yield _described(name, whole(buffer.shape), 0, buffer), buffer.flatten()
 
 

@@ -1,7 +1,7 @@
 """Proof that the samples of a batch do not influence each other, so that ranks and micro-batches may split the batch.
 
 A forward runs on the meta device on NUM_SAMPLES copies of a sample, and is followed on which samples each value depends
-(`independence.py`). The batch may be split if every output that the loss reads has the samples in their order along one
+(`dependence/independence.py`). The batch may be split if every output that the loss reads has the samples in their order along one
 dimension. Where a rule shows that samples are mixed on the way to such an output, splitting is refused, with the module
 and the operation. What is not clear is listed to be tried on the run's first batch, whole against one sample of it:
 
@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_leaves
 from samestep.errors import ModelError
 from samestep.models.analysis import ExpertModules
 from samestep.tracing.batch_norms import OPERATIONS, InsideCalls
-from samestep.tracing.dependence_calls import Call
-from samestep.tracing.dependence_rules import assumed
+from samestep.tracing.dependence.calls import Call
+from samestep.tracing.dependence.independence import NO_DIM, Along, Dependence, Mixed
+from samestep.tracing.dependence.rules import assumed
 from samestep.tracing.forward import ValueOf, watch_forward
-from samestep.tracing.independence import NO_DIM, Along, Dependence, Mixed
 from samestep.tracing.meta_tensors import NeedsValuesError, address, operands, tensors_in
 from samestep.tracing.prover import Prover
 from samestep.tracing.trace import containers_of

@@ -2,7 +2,7 @@
 
 A forward runs on the meta device as a rank runs it: the first block is given a slice of the tokens, each cut part the
 whole sequence, and what a part returns is a slice again. Between the parts it is followed on which token each value
-depends (`independence.py`), and every part and the last block's output must have a row for each token of the slice. What
+depends (`dependence/independence.py`), and every part and the last block's output must have a row for each token of the slice. What
 the parts do with whole sequences is their own affair. A second forward, on the whole sequence, must use the same numbers.
 """
 
@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from samestep.building.families import facts_of
 from samestep.errors import InputError
 from samestep.models.analysis import ExpertModules
+from samestep.tracing.dependence.independence import Along
 from samestep.tracing.forward import ValueOf, watch_forward
-from samestep.tracing.independence import Along
 from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.sequence_boundaries import first_of, given_of, with_first, with_given
 from samestep.tracing.slices import SliceProver

@@ -2,7 +2,7 @@
 
 A forward runs on the meta device twice, once whole and once as a rank of `cp` runs it: at the first block the hidden
 states, and every other argument with a row for each token, become a slice. From there on it is followed on which token
-of the slice each value depends (`independence.py`). A fused attention returns rows of its own tokens, since the exchange
+of the slice each value depends (`dependence/independence.py`). A fused attention returns rows of its own tokens, since the exchange
 lets it see the whole sequence; and so does a module of experts, which is called with rows and computes each by itself,
 however it sorts them. Slicing is right if
 
@@ -33,8 +33,8 @@ from samestep.models.analysis import ExpertModules
 from samestep.models.spec import ModelSpec
 from samestep.tracing.attention import AttentionCall
 from samestep.tracing.crossings import with_slices_of
+from samestep.tracing.dependence.independence import Along, Dependence, Mixed
 from samestep.tracing.forward import ValueOf, watch_forward
-from samestep.tracing.independence import Along, Dependence, Mixed
 from samestep.tracing.meta_tensors import NeedsValuesError, operands
 from samestep.tracing.prover import Prover
 from samestep.tracing.stages import CannotPassError, reads_shape_alone

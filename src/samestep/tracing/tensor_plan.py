@@ -22,8 +22,8 @@ from samestep.building import adapters
 from samestep.building.families import facts_of
 from samestep.errors import ModelError
 from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, is_below
-from samestep.tracing import cut_proof
-from samestep.tracing.cut_proof import CutProof
+from samestep.tracing.features import cut_proof
+from samestep.tracing.features.cut_proof import CutProof
 from samestep.tracing.operations import Recorder
 from samestep.tracing.sequence_boundaries import state_of
 from samestep.tracing.trace import containers_of, samples_traced

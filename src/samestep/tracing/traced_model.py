@@ -11,7 +11,7 @@ from samestep.building.families import FamilyFacts
 from samestep.building.initial_values import Blueprint
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
-from samestep.tracing.cut_proof import CutProof
+from samestep.tracing.features.cut_proof import CutProof
 from samestep.tracing.stages import Flow
 
 

@@ -23,9 +23,10 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.planning import ranking, search
 from samestep.program.update_rules import states_per_param
-from samestep.runtime import checkpoint_manifest, compiled_blocks, kept_state
+from samestep.runtime import compiled_blocks, kept_state
 from samestep.runtime.axes import recompute
-from samestep.runtime.optimizer_source import check_optimizer
+from samestep.runtime.checkpoints import manifests
+from samestep.runtime.optimizers.source import check_optimizer
 from samestep.runtime.processes import workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import broadcast_value
@@ -224,7 +225,7 @@ def agreed(decide: Callable[[], T], place: RankInfo | None) -> T:
 
 def _whole_from(folder: Path, job: Job, until: int) -> tuple[Path | None, tuple[tuple[Path, str], ...]]:
     """Return the newest checkpoint of a run folder that is whole, if there is one, and what is wrong with newer ones."""
-    whole, wrong = checkpoint_manifest.newest_whole(folder / run_folder.CHECKPOINTS)
+    whole, wrong = manifests.newest_whole(folder / run_folder.CHECKPOINTS)
     if whole is not None:
         _check_resumable(whole, job, until)
     return whole, tuple(wrong)
@@ -232,7 +233,7 @@ def _whole_from(folder: Path, job: Job, until: int) -> tuple[Path | None, tuple[
 
 def _resume_from(folder: Path, job: Job, until: int) -> Path:
     """Return the newest checkpoint of a run folder, and refuse it where the job cannot resume from it."""
-    newest = checkpoint_manifest.latest(folder / run_folder.CHECKPOINTS)
+    newest = manifests.latest(folder / run_folder.CHECKPOINTS)
     if newest is None:
         raise CheckpointError(f"{folder} holds no checkpoint to resume from: another --out starts a new run")
     _check_resumable(newest, job, until)
@@ -241,8 +242,8 @@ def _resume_from(folder: Path, job: Job, until: int) -> Path:
 
 def _check_resumable(newest: Path, job: Job, until: int) -> None:
     """Refuse a checkpoint from which the job cannot resume."""
-    manifest = checkpoint_manifest.read_manifest(newest)
-    checkpoint_manifest.check_job(manifest, job, newest)
+    manifest = manifests.read_manifest(newest)
+    manifests.check_job(manifest, job, newest)
     if manifest["step"] > until:
         raise CheckpointError(
             f"{newest} was saved after step {manifest['step']}, and the run would end at step {until}: "

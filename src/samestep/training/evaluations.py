@@ -22,7 +22,7 @@ from typing import NamedTuple
 from samestep.errors import DataError
 from samestep.job import Job
 from samestep.output.output_file import write_whole
-from samestep.runtime import checkpoint
+from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.run import Run
 from samestep.training.workload import Workload, evaluated_weights, held_out_losses, said
 

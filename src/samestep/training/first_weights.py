@@ -24,10 +24,10 @@ from samestep.building.stored_weights import StoredWeights, stored_weights
 from samestep.errors import CheckpointError, JobError, ModelError
 from samestep.job import Job
 from samestep.models import weight_files
-from samestep.runtime import checkpoint, pretrained_folder, torch_checkpoint
-from samestep.runtime.checkpoint_files import OpenCheckpoint
+from samestep.runtime.checkpoints import checkpoint, pretrained_folder, torch_checkpoint
+from samestep.runtime.checkpoints.files import OpenCheckpoint
+from samestep.runtime.checkpoints.torch_checkpoint import TorchEntry
 from samestep.runtime.run import Run
-from samestep.runtime.torch_checkpoint import TorchEntry
 from samestep.training.trained import StoredRun
 
 _CPU = torch.device("cpu")

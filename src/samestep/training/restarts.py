@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from samestep.errors import WorkerError
-from samestep.runtime import checkpoint_manifest
+from samestep.runtime.checkpoints import manifests
 from samestep.training import run_folder
 from samestep.training.check import Checked
 from samestep.training.elastic import Elasticity
@@ -44,7 +44,7 @@ def restarting(
                 raise WorkerError(f"{error}\nthe same error came twice behind step {step}: no restart helps") from None
             seen.add((first, step))
             checked = fewer or checked
-        whole, wrong = checkpoint_manifest.newest_whole(checked.folder / run_folder.CHECKPOINTS)
+        whole, wrong = manifests.newest_whole(checked.folder / run_folder.CHECKPOINTS)
         run_folder.set_aside([path for path, _ in wrong])
         begin = f"from {whole}" if whole else "from the beginning, as there is no checkpoint"
         print(f"{first}\nrestart {number} of {most} in {pause_s:g} s, {begin}", flush=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from samestep.errors import SaveError
-from samestep.runtime import checkpoint, checkpoint_manifest
-from samestep.runtime.checkpoint_writing import Retention, Writing
+from samestep.runtime.checkpoints import checkpoint, manifests
+from samestep.runtime.checkpoints.writer import Retention, Writing
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
@@ -50,7 +50,7 @@ class Saver:
         """
         run = self._run
         self._try(self._finish, must=False)
-        newest = gather_values(str(checkpoint_manifest.latest(self._folder) or ""), run.layout.world_size)[0]
+        newest = gather_values(str(manifests.latest(self._folder) or ""), run.layout.world_size)[0]
         if not newest:
             return f"step {step}: there is no checkpoint to go back to"
         spikes = run.spikes.count

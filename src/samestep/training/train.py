@@ -32,8 +32,8 @@ from samestep.output.output_file import write_whole
 from samestep.proof import record
 from samestep.proof.record import ProofRecord
 from samestep.proof.verify import verify
-from samestep.runtime import checkpoint
 from samestep.runtime.assembly import store_of
+from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.processes import join, memory_kills, outside_watch, progress, workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.meeting import Meeting, Rendezvous, meet

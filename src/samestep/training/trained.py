@@ -19,8 +19,8 @@ from samestep.datasets.chat import opening
 from samestep.errors import CheckpointError, DataError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import checkpoint, checkpoint_manifest, pretrained_folder
-from samestep.runtime.checkpoint_files import OpenCheckpoint
+from samestep.runtime.checkpoints import checkpoint, manifests, pretrained_folder
+from samestep.runtime.checkpoints.files import OpenCheckpoint
 from samestep.runtime.processes.join import RankInfo, resolve_device
 from samestep.runtime.run import Run
 from samestep.training import run_folder
@@ -45,10 +45,10 @@ class StoredRun:
         """
         folder = Path(run) if run is not None else run_folder.newest()
         is_checkpoint = (folder / "manifest.json").exists()
-        found = folder if is_checkpoint else checkpoint_manifest.latest(folder / run_folder.CHECKPOINTS)
+        found = folder if is_checkpoint else manifests.latest(folder / run_folder.CHECKPOINTS)
         if found is None:
             raise CheckpointError(f"{folder} holds no checkpoint; a run folder works, and so does a checkpoint in it")
-        manifest = checkpoint_manifest.read_manifest(found)
+        manifest = manifests.read_manifest(found)
         return cls(found, manifest, Job(lambda key: str(found), **manifest["job"]))
 
     def check(self, model: nn.Module) -> None:
@@ -60,8 +60,8 @@ class StoredRun:
         trained = {
             name: list(param.shape) for name, param in model.named_parameters() if name in self.manifest["shapes"]
         }
-        checkpoint_manifest.check_shapes(self.manifest, trained, self.checkpoint)
-        checkpoint_manifest.check_digests(self.manifest, self.checkpoint)
+        manifests.check_shapes(self.manifest, trained, self.checkpoint)
+        manifests.check_digests(self.manifest, self.checkpoint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from samestep.program.units import coded_parts
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.codecs.exchange import CodedExchange, GivenBack, PlainExchange, exchange_of, of_weights
 from samestep.runtime.ledger import owned
-from samestep.runtime.pieces import Piece
+from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.processes.mesh import Mesh
 
 

@@ -3,7 +3,7 @@
 Between two boundaries within a block the sequence is cut. A child with tensor-cut modules (attention, MLP) is given
 the whole sequence by `gather`, and its row-cut modules leave a rank its tokens of their sum by `scatter`. Everything
 else in a block must work on each token by itself: norms, dropouts and plain linear layers do, and experts and routers
-where `tracing/independence.py` has shown it; the residual sums are the block's own code.
+where `tracing/dependence/independence.py` has shown it; the residual sums are the block's own code.
 `tracing/sequence_boundaries.py` finds all of it on the meta device, in the forward of one sample.
 """
 

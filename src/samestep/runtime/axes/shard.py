@@ -60,9 +60,9 @@ from samestep.runtime.codecs.exchange import GivenBack
 from samestep.runtime.forward_only import has_backward
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
-from samestep.runtime.optimizer_step import squared_norm
+from samestep.runtime.optimizers.pieces import Piece
+from samestep.runtime.optimizers.step import squared_norm
 from samestep.runtime.parameter_hooks import GradientHooks
-from samestep.runtime.pieces import Piece
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weight_store import Materialize
 from samestep.schedules import TaskKind

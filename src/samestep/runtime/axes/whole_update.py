@@ -28,8 +28,8 @@ from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.codecs.exchange import GivenBack
 from samestep.runtime.ledger import owned
+from samestep.runtime.optimizers.pieces import LiveWeights, Piece
 from samestep.runtime.parameter_hooks import GradientHooks
-from samestep.runtime.pieces import LiveWeights, Piece
 from samestep.runtime.placement import WeightSlice, part_at
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weight_store import WeightStore

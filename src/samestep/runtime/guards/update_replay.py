@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 
 from samestep.building.combined_optimizer import member_over
 from samestep.runtime.guards.model_state import unmoved_generators
-from samestep.runtime.optimizer_step import Updater
-from samestep.runtime.pieces import Piece
-from samestep.runtime.update_rule import has_hooks
+from samestep.runtime.optimizers.pieces import Piece
+from samestep.runtime.optimizers.step import Updater
+from samestep.runtime.optimizers.update_rule import has_hooks
 
 ROUNDINGS = 8
 """Roundings by which two updates may differ, in units of the largest weight: kernels for many tensors and for one."""

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from samestep.tracing import arranging_rules, picking_rules
-from samestep.tracing.dependence_calls import SUMMED, Call, Operand, Rule, along, broadcast, mapped, nothing_known
-from samestep.tracing.independence import NO_DIM, Along, Dependence, Mixed
+from samestep.tracing.dependence import arranging_rules, picking_rules
+from samestep.tracing.dependence.calls import SUMMED, Call, Operand, Rule, along, broadcast, mapped, nothing_known
+from samestep.tracing.dependence.independence import NO_DIM, Along, Dependence, Mixed
 
 _aten = torch.ops.aten
 

@@ -27,7 +27,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import SamestepError
 from samestep.output import durable_files
-from samestep.runtime import checkpoint_manifest, pretrained_folder, tensor_file
+from samestep.runtime.checkpoints import manifests, pretrained_folder, tensor_file
 
 _OF_PARTS = ("file", "tensors", "plain", "cuts", "digest")
 _LONGEST_PAUSE_S = 0.2
@@ -159,11 +159,11 @@ class Writing:
         parts = self._all("written")
         if self.form is not None:
             self._all("converted")
-        checkpoint_manifest.write_manifest(share.draft, share.manifest(parts))
+        manifests.write_manifest(share.draft, share.manifest(parts))
         durable_files.sync(share.draft)
         remove(share.final)
         durable_files.rename(share.draft, share.final)
-        for old in share.retention.outdated(checkpoint_manifest.list_checkpoints(share.final.parent)):
+        for old in share.retention.outdated(manifests.list_checkpoints(share.final.parent)):
             remove(old)
         for word, rank in itertools.product(("written", "converted"), range(share.world_size)):
             self._forget(word, rank)

@@ -2,7 +2,7 @@
 
 Weights have the shapes that the rank holds; sums over ranks are left out, and what is gathered is made whole by a
 stand-in. The forward must run the operations of the whole model, one by one, with the same numbers, each on the rank's
-part of the same tensors (`tracing/features.py` knows which part). Code that counts its heads, neurons or features by an
+part of the same tensors (`tracing/features/features.py` knows which part). Code that counts its heads, neurons or features by an
 attribute needs the rank's number there: the trial finds the attributes which make it succeed.
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from samestep.errors import ModelError
 from samestep.models.spec import is_below
-from samestep.tracing.feature_rules import FILLS
-from samestep.tracing.feature_units import State, UnitDim, UnitFlow, UnitRows, WeightCut, along, part_of
+from samestep.tracing.features.rules import FILLS
+from samestep.tracing.features.units import State, UnitDim, UnitFlow, UnitRows, WeightCut, along, part_of
 from samestep.tracing.operations import Operation, Recorder, View
 
 Forward = Callable[[Recorder], None]

@@ -15,7 +15,7 @@ from torch import Tensor
 from samestep.building import nf4
 from samestep.runtime import host_copies
 from samestep.runtime.host_copies import Reading
-from samestep.runtime.split_masters import SplitMasters
+from samestep.runtime.optimizers.split_masters import SplitMasters
 
 
 @dataclass(slots=True)

@@ -27,12 +27,12 @@ from samestep.job_tables import NumericsTable
 from samestep.program.step import update_chunks
 from samestep.runtime import host_copies
 from samestep.runtime.first_state import optimizer_digests
-from samestep.runtime.optimizer_source import ALONE, GivenOptimizer, WholeWeights, built_over, check_step
-from samestep.runtime.packed_states import StatePacking
-from samestep.runtime.pieces import LiveWeights, Piece
-from samestep.runtime.split_masters import SplitMasters
-from samestep.runtime.update_rule import OptimizerSource, has_hooks, is_torchs_own
-from samestep.runtime.weight_averages import WeightAverages
+from samestep.runtime.optimizers.packed_states import StatePacking
+from samestep.runtime.optimizers.pieces import LiveWeights, Piece
+from samestep.runtime.optimizers.source import ALONE, GivenOptimizer, WholeWeights, built_over, check_step
+from samestep.runtime.optimizers.split_masters import SplitMasters
+from samestep.runtime.optimizers.update_rule import OptimizerSource, has_hooks, is_torchs_own
+from samestep.runtime.optimizers.weight_averages import WeightAverages
 
 _ROW = 4096
 LARGEST_SUM = torch.finfo(torch.float16).max / 2

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterable
 import numpy as np
 import numpy.typing as npt
 
-from samestep.tracing.independence import Along
+from samestep.tracing.dependence.independence import Along
 
 _Numbers = npt.NDArray[np.uint64]
 _MANY = np.uint64(0x9E3779B97F4A7C15)

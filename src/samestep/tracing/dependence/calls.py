@@ -1,6 +1,6 @@
 """One operation of a traced forward as a rule sees it: its operands, their dependences, and how dimensions become others.
 
-A rule (`dependence_rules.py`) says of one call, for each result, which dimension of an operand becomes which dimension of
+A rule (`rules.py`) says of one call, for each result, which dimension of an operand becomes which dimension of
 the result. A result with an operand whose rows lie along a SUMMED dimension is mixed.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.tracing.independence import NO_DIM, Along, Dependence, Dependences, Mixed, joined
+from samestep.tracing.dependence.independence import NO_DIM, Along, Dependence, Dependences, Mixed, joined
 from samestep.tracing.meta_tensors import operands
 
 SUMMED = -2

@@ -21,7 +21,7 @@ from samestep.job import Job
 from samestep.job_tables import MayChange
 from samestep.models.weight_files import digest_of
 from samestep.output import durable_files
-from samestep.runtime.checkpoint_form import Manifest
+from samestep.runtime.checkpoints.form import Manifest
 
 NAME = "manifest.json"
 FORMAT_VERSION = 3

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from samestep.tracing.dependence_calls import Call, broadcast, mapped
-from samestep.tracing.independence import NO_DIM, Along, Dependence, Mixed, joined
+from samestep.tracing.dependence.calls import Call, broadcast, mapped
+from samestep.tracing.dependence.independence import NO_DIM, Along, Dependence, Mixed, joined
 
 
 def cat(call: Call) -> Iterator[Dependence]:

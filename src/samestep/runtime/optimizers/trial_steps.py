@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.runtime.step_code import Place, StepCode, read, write
+from samestep.runtime.optimizers.step_code import Place, StepCode, read, write
 
 _PLAIN_STEPS = 4
 _LARGEST_COUNT = 10_000

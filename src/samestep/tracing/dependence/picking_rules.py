@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.tracing.dependence_calls import SUMMED, Call, along, mapped, unknown
-from samestep.tracing.independence import NO_DIM, Along, Dependence, Mixed, Pick, identity_of, joined
+from samestep.tracing.dependence.calls import SUMMED, Call, along, mapped, unknown
+from samestep.tracing.dependence.independence import NO_DIM, Along, Dependence, Mixed, Pick, identity_of, joined
 
 
 def gather(call: Call) -> Iterator[Dependence]:

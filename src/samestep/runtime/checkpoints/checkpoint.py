@@ -5,12 +5,12 @@ checkpoints/step-000500/
     manifest.json             written last: step, loss scale, the job, shapes, which elements lie in which file; digests
     rank-0000.safetensors     runs of elements: value/NAME/START, average/NAME/START, state/NAME/START/KEY, and
                               lost/NAME/START/KEY, which codes have lost of gradients; buffers, and tensors that are kept besides
-    pretrained/               with checkpoint.save_pretrained: a folder that transformers loads (`runtime/pretrained_folder.py`)
+    pretrained/               with checkpoint.save_pretrained: a folder that transformers loads (`runtime/checkpoints/pretrained_folder.py`)
 ```
 A rank writes the pieces it updates (only the first of several replicas does), and reads the runs that overlap the
 pieces of its own layout. For a weight that is sharded over tp or ep a file holds runs of a part, NAME@0of2; the
 manifest says which intervals of the whole weight each part is, so that any other layout can read it. The folder is
-written under another name and renamed when every file is on disk (`runtime/checkpoint_writing.py`), so a run that dies
+written under another name and renamed when every file is on disk (`runtime/checkpoints/writer.py`), so a run that dies
 while saving leaves the previous checkpoint untouched. An incomplete folder under the final name has been damaged: it is
 refused, never skipped. Values are in master precision, so resuming is exact.
 """
@@ -30,10 +30,10 @@ from samestep.errors import CheckpointError, SaveError, failures_of
 from samestep.job import Job
 from samestep.models.weight_files import digest_of
 from samestep.output import durable_files
-from samestep.runtime import checkpoint_manifest, checkpoint_state, checkpoint_writing, stored_pieces
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.checkpoint_files import OpenCheckpoint, PlainValue
-from samestep.runtime.checkpoint_manifest import (
+from samestep.runtime.checkpoints import manifests, other_state, stored_pieces, writer
+from samestep.runtime.checkpoints.files import OpenCheckpoint, PlainValue
+from samestep.runtime.checkpoints.manifests import (
     FORMAT_VERSION,
     broken_files,
     check_job,
@@ -42,11 +42,11 @@ from samestep.runtime.checkpoint_manifest import (
     latest,
     read_manifest,
 )
-from samestep.runtime.checkpoint_writing import Retention, Share, Writing
+from samestep.runtime.checkpoints.writer import Retention, Share, Writing
 from samestep.runtime.local_replicas import OF_REPLICA, OUTER, WEIGHT, LocalReplicas
-from samestep.runtime.optimizer_step import Updater
-from samestep.runtime.packed_states import SCALE
-from samestep.runtime.pieces import Piece
+from samestep.runtime.optimizers.packed_states import SCALE
+from samestep.runtime.optimizers.pieces import Piece
+from samestep.runtime.optimizers.step import Updater
 from samestep.runtime.placement import Runs
 from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.processes.messages import gather_values
@@ -78,9 +78,9 @@ def begin(run: PreparedRun, folder: Path, retention: Retention) -> Writing:
     final = folder / f"step-{run.steps_taken:06d}"
     draft = folder / f".{final.name}.draft"
     is_first = run.place.rank == 0
-    number = _agree(run, final, _made(draft) if is_first else "", checkpoint_writing.next_number() if is_first else 0)
-    record, tensors = checkpoint_state.kept_values(run)
-    frozen = checkpoint_state.changed_frozen(run)
+    number = _agree(run, final, _made(draft) if is_first else "", writer.next_number() if is_first else 0)
+    record, tensors = other_state.kept_values(run)
+    frozen = other_state.changed_frozen(run)
     more, plain = _contents_of(run, frozen)
     tensors |= more
     part = {"tensors": sorted(tensors), "plain": plain, "cuts": stored_pieces.slices_of(run, frozen), "record": record}
@@ -107,10 +107,10 @@ def _made(draft: Path) -> str:
     """Make the folder of a draft, without what a run left that died while saving; return why it cannot be made."""
     try:
         durable_files.make_folder(draft.parent)
-        checkpoint_writing.remove_left_overs(draft.parent)
+        writer.remove_left_overs(draft.parent)
         durable_files.make_folder(draft)
     except OSError as error:
-        return checkpoint_writing.reason_of(error, draft)
+        return writer.reason_of(error, draft)
     return ""
 
 
@@ -145,7 +145,7 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
             f"after step {manifest['step']}: the layout is {str(run.layout)!r}, which was {manifest['layout']!r}"
         )
     check_shapes(manifest, _shapes(run), folder)
-    checkpoint_state.refuse_unsaved(run, manifest, folder)
+    other_state.refuse_unsaved(run, manifest, folder)
     _check_files(manifest, run, folder)
     with ExitStack() as stack, failures_of(f"reading {folder}", CheckpointError):
         stored = OpenCheckpoint.open(folder, manifest, stack, averaged=averaged)
@@ -163,7 +163,7 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
         updater.publish()  # else what was read looks like what somebody has written into the weights
         for assembly in assemblies_of(run):
             _load_untrained(run, assembly, stored)
-        checkpoint_state.give_back(run, manifest, lambda name: stored.kept[name].get_tensor(name).clone())
+        other_state.give_back(run, manifest, lambda name: stored.kept[name].get_tensor(name).clone())
     if manifest.get("nominal_count"):  # the power of two under a loss scale: fp16 rounds and overflows by it
         count = manifest["nominal_count"]
         run.adopt(
@@ -218,7 +218,7 @@ def found_in(folder: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    found = folder if (folder / checkpoint_manifest.NAME).exists() else latest(folder)
+    found = folder if (folder / manifests.NAME).exists() else latest(folder)
     if found is None:
         raise CheckpointError(f"{folder} holds no checkpoint: a folder that run.save was given works, or one in it")
     return found
@@ -282,7 +282,7 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
             tensors[f"value/{stored_pieces.name_of(run, piece)}/{piece.start}"] = stored_pieces.copied(
                 piece.master().flatten(), is_new=piece.is_packed
             )
-    buffers = checkpoint_state.kept_buffers(run)
+    buffers = other_state.kept_buffers(run)
     return tensors | {f"buffer/{name}": stored_pieces.copied(buffer) for name, buffer in buffers.items()}, plain
 
 

@@ -24,7 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from samestep.runtime.pieces import Piece
+from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.placement import WeightSlice
 
 SCALE = ".scale"

@@ -23,7 +23,7 @@ from samestep.building.combined_optimizer import class_names
 from samestep.errors import CheckpointError
 from samestep.program.program import Program
 from samestep.runtime.first_state import attributes_of, digest, fingerprint, optimizer_values
-from samestep.runtime.pieces import Piece
+from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.plain_data import NotPlainError, Packer, unpacked
 from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.processes.messages import gather_values

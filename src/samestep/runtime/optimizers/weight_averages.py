@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from samestep.errors import ModelError
-from samestep.runtime.pieces import Piece
+from samestep.runtime.optimizers.pieces import Piece
 
 
 class WeightAverages:

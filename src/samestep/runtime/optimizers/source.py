@@ -21,7 +21,7 @@ from samestep.errors import LayoutError, ModelError
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.update_rules import parts_of
-from samestep.runtime.update_rule import (
+from samestep.runtime.optimizers.update_rule import (
     TRIED,
     OptimizerSource,
     is_torchs_own,

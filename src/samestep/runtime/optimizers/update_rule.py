@@ -34,8 +34,8 @@ from torch.utils._pytree import tree_leaves
 
 from samestep.building.combined_optimizer import CombinedOptimizer, class_names, member_over, members_of
 from samestep.errors import ModelError
-from samestep.runtime.followed_step import CountsOnHost, Entry, FollowedStep, ReadsNumbersError, UpdateLabel
-from samestep.runtime.trial_steps import march
+from samestep.runtime.optimizers.followed_step import CountsOnHost, Entry, FollowedStep, ReadsNumbersError, UpdateLabel
+from samestep.runtime.optimizers.trial_steps import march
 
 OptimizerSource = Callable[[list[tuple[str, Tensor]]], Optimizer]
 """Builds an optimizer over named tensors: whole weights on one device, pieces of them in a layout."""
