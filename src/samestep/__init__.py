@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from samestep.runtime.parallelize import parallelize
     from samestep.runtime.processes.workers import launch
     from samestep.simulation.simulate import simulate
-    from samestep.tracing.dependence.rules import independent
+    from samestep.tracing.dependence.dependence_rules import independent
     from samestep.training.export import export
     from samestep.training.inspection import inspect
     from samestep.training.train import train
@@ -61,7 +61,7 @@ _LAZY = {
     "evaluate": ("samestep.training.trained", "evaluate"),
     "export": ("samestep.training.export", "export"),
     "inspect": ("samestep.training.inspection", "inspect"),
-    "independent": ("samestep.tracing.dependence.rules", "independent"),
+    "independent": ("samestep.tracing.dependence.dependence_rules", "independent"),
     "latest": ("samestep.runtime.checkpoints.manifests", "latest"),
     "launch": ("samestep.runtime.processes.workers", "launch"),
     "layouts": ("samestep.planning.legality", "layouts"),

@@ -17,7 +17,7 @@ from samestep.errors import RepeatError, UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.ledger import Ledger
-from samestep.runtime.optimizers.source import optimizer_source
+from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from tests import models
 from tests.covering import daily
 from tests.laboratory import job_of, make_run, on_ranks, source_of

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from samestep.job import Job
 from samestep.runtime import microbatches
-from samestep.runtime.optimizers.step import Updater
+from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.run import Run
 from tests.device.simulated_cuda import refusal
 from tests.laboratory import clipped, observe, on_ranks

@@ -20,7 +20,7 @@ from samestep.layout import Layout
 from samestep.program.ops import BYTES_OF
 from samestep.program.update_rules import states_per_param, with_whole_updates
 from samestep.runtime.checkpoints import checkpoint
-from samestep.runtime.optimizers.source import check_optimizer
+from samestep.runtime.optimizers.optimizer_source import check_optimizer
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run

@@ -25,7 +25,7 @@ from samestep.errors import LayoutError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import checkpoint, manifests
-from samestep.runtime.optimizers.source import check_optimizer, optimizer_source
+from samestep.runtime.optimizers.optimizer_source import check_optimizer, optimizer_source
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run

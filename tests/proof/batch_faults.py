@@ -20,8 +20,8 @@ from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.expert import Balance
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.dropout import mode as dropout
-from samestep.runtime.optimizers import step
-from samestep.runtime.optimizers.step import Updater
+from samestep.runtime.optimizers import optimizer_step
+from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.run import Run
 from tests.models import Tokens
 from tests.proof.planting import Patch, around, changed, fault, rank, unless
@@ -336,7 +336,7 @@ def the_norm_is_that_of_the_shard(patch: Patch) -> None:
 @fault(Cause.CLIP_NORM, "dp=1 tp=2", "attentive", optimizer={"clip_norm": 0.05})
 def the_norm_counts_whole_weights_once_a_tp_rank(patch: Patch) -> None:
     def norm(original: Any, self: Replicated) -> Tensor:
-        return step.squared_norm([piece.gradient() for piece in self.pieces], self.mesh.device)
+        return optimizer_step.squared_norm([piece.gradient() for piece in self.pieces], self.mesh.device)
 
     around(patch, Replicated, "norm_squared", norm)
 

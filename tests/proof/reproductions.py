@@ -28,7 +28,7 @@ from samestep.errors import InputError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import checkpoint, manifests
-from samestep.runtime.optimizers.source import optimizer_source
+from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import gather_values

@@ -28,7 +28,7 @@ from samestep.runtime import assembly, preparation
 from samestep.runtime.axes import expert, pipeline, recompute
 from samestep.runtime.checkpoints import checkpoint, other_state
 from samestep.runtime.dropout import mode as dropout
-from samestep.runtime.optimizers import source
+from samestep.runtime.optimizers import optimizer_source
 from samestep.runtime.optimizers.update_rule import UpdateRule
 from samestep.runtime.processes.join import RankInfo
 from samestep.schedules import Action, TaskKind
@@ -109,7 +109,7 @@ def _every_rule_is_elementwise(patch: Patch) -> None:
     def read(original: Any, *args: Any) -> UpdateRule:
         return replace(original(*args), whole={}, coupled="", draws="")
 
-    around(patch, source, "read_rule", read)
+    around(patch, optimizer_source, "read_rule", read)
 
 
 @reverted("A2", "LARS of matrices alone", "dp=2 zero=3", Cause.UPDATE, is_refused=True)
@@ -124,7 +124,7 @@ def a_rule_that_starts_late_is_taken_for_elementwise(patch: Patch) -> None:
 
 @reverted("A3", "groups by size", "dp=2 zero=1", Cause.UPDATE)
 def groups_are_made_of_the_pieces_of_a_rank(patch: Patch) -> None:
-    patch.setattr(assembly.WholeWeights, "of", lambda *args: source.ALONE)
+    patch.setattr(assembly.WholeWeights, "of", lambda *args: optimizer_source.ALONE)
     around(patch, assembly, "check_optimizer", lambda check, source, model, *rest: model)
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from samestep.models.analysis import ExpertModules
-from samestep.tracing.dependence.rules import DECLARED, independent
+from samestep.tracing.dependence.dependence_rules import DECLARED, independent
 from samestep.tracing.operation_trial import LARGEST, Given, RowsAlong, try_apart, try_sums
 from samestep.tracing.samples import NUM_SAMPLES, Findings, examine
 

@@ -24,7 +24,7 @@ from samestep.proof import sides, verify
 from samestep.proof.verdict import Cause
 from samestep.runtime import run as run_module
 from samestep.runtime.axes import pipeline
-from samestep.runtime.optimizers.step import Updater
+from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.preparation import Source, prepare
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run

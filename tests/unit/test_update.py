@@ -26,8 +26,8 @@ from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec
 from samestep.program.step import StepSpec
 from samestep.program.update_rules import UPDATED_WHOLE
 from samestep.runtime.optimizers import update_rule
-from samestep.runtime.optimizers.source import OptimizerSource, check_optimizer, optimizer_source
-from samestep.runtime.optimizers.step import (
+from samestep.runtime.optimizers.optimizer_source import OptimizerSource, check_optimizer, optimizer_source
+from samestep.runtime.optimizers.optimizer_step import (
     LossScale,
     Piece,
     Updater,

@@ -27,7 +27,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.output.output_file import write_whole
 from samestep.output.text_table import aligned
-from samestep.runtime.optimizers.source import check_optimizer
+from samestep.runtime.optimizers.optimizer_source import check_optimizer
 from samestep.runtime.processes import join, workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run

@@ -47,7 +47,7 @@ from samestep.proof.sides import Subject
 from samestep.proof.verdict import Cause, Check, Verdict
 from samestep.runtime import compiled_blocks
 from samestep.runtime.assembly import store_of
-from samestep.runtime.optimizers.source import optimizer_source
+from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.preparation import Loss, Source, traced_for, with_new_blueprint
 from samestep.runtime.processes import join
 from samestep.runtime.processes import workers as launch

@@ -52,15 +52,15 @@ from samestep.runtime.compiled_blocks import CompiledBlocks, compile_blocks
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.first_state import FirstState
-from samestep.runtime.optimizers.packed_states import StatePacking
-from samestep.runtime.optimizers.pieces import Piece
-from samestep.runtime.optimizers.source import (
+from samestep.runtime.optimizers.optimizer_source import (
     WholeWeights,
     check_optimizer,
     couples_weights,
     updates_in_chunks,
 )
-from samestep.runtime.optimizers.step import Updater
+from samestep.runtime.optimizers.optimizer_step import Updater
+from samestep.runtime.optimizers.packed_states import StatePacking
+from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.optimizers.update_rule import OptimizerSource
 from samestep.runtime.optimizers.weight_averages import WeightAverages
 from samestep.runtime.parameter_hooks import attributes_of, gradient_hooks

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from samestep.building.loss import named_loss
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.optimizers.source import optimizer_source
+from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.preparation import Loss, Source
 from samestep.runtime.processes import join
 from samestep.runtime.run import Run

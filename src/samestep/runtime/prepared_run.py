@@ -13,7 +13,7 @@ from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.local_replicas import LocalReplicas
 from samestep.runtime.loss_spikes import SpikeWatch
-from samestep.runtime.optimizers.step import Updater
+from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.processes.join import RankInfo
 
 

@@ -47,7 +47,7 @@ from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.local_replicas import LocalReplicas
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import Microbatches, StepBatch
-from samestep.runtime.optimizers.step import Updater, clip_factor
+from samestep.runtime.optimizers.optimizer_step import Updater, clip_factor
 from samestep.runtime.preparation import Loss, Source
 from samestep.runtime.processes import join
 from samestep.runtime.processes.join import RankInfo

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from samestep.models.analysis import ExpertModules
 from samestep.tracing import experts as experts_module
 from samestep.tracing.dependence.calls import Call, nothing_known
+from samestep.tracing.dependence.dependence_rules import COPIES, FILLS, assumed, attention, rule_of
 from samestep.tracing.dependence.independence import Along, Dependence, Dependences, Mixed, joined
 from samestep.tracing.dependence.row_histories import RowHistories
-from samestep.tracing.dependence.rules import COPIES, FILLS, assumed, attention, rule_of
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import address, operands, written_by
 from samestep.tracing.operation_trial import Given, Outcome, RowsAlong, try_apart, try_sums

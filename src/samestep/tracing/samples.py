@@ -27,8 +27,8 @@ from samestep.errors import ModelError
 from samestep.models.analysis import ExpertModules
 from samestep.tracing.batch_norms import OPERATIONS, InsideCalls
 from samestep.tracing.dependence.calls import Call
+from samestep.tracing.dependence.dependence_rules import assumed
 from samestep.tracing.dependence.independence import NO_DIM, Along, Dependence, Mixed
-from samestep.tracing.dependence.rules import assumed
 from samestep.tracing.forward import ValueOf, watch_forward
 from samestep.tracing.meta_tensors import NeedsValuesError, address, operands, tensors_in
 from samestep.tracing.prover import Prover

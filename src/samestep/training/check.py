@@ -26,7 +26,7 @@ from samestep.program.update_rules import states_per_param
 from samestep.runtime import compiled_blocks, kept_state
 from samestep.runtime.axes import recompute
 from samestep.runtime.checkpoints import manifests
-from samestep.runtime.optimizers.source import check_optimizer
+from samestep.runtime.optimizers.optimizer_source import check_optimizer
 from samestep.runtime.processes import workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import broadcast_value

@@ -17,7 +17,7 @@ from samestep.errors import JobError
 from samestep.job import Job
 from samestep.job_tables import Precision
 from samestep.runtime.checkpoints import pretrained_folder, torch_export
-from samestep.runtime.checkpoints.files import OpenCheckpoint
+from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
 from samestep.training.trained import StoredRun
 
 ExportForm = Literal["transformers", "dcp"]

@@ -25,7 +25,7 @@ from samestep.errors import CheckpointError, JobError, ModelError
 from samestep.job import Job
 from samestep.models import weight_files
 from samestep.runtime.checkpoints import checkpoint, pretrained_folder, torch_checkpoint
-from samestep.runtime.checkpoints.files import OpenCheckpoint
+from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
 from samestep.runtime.checkpoints.torch_checkpoint import TorchEntry
 from samestep.runtime.run import Run
 from samestep.training.trained import StoredRun

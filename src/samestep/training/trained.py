@@ -20,7 +20,7 @@ from samestep.errors import CheckpointError, DataError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import checkpoint, manifests, pretrained_folder
-from samestep.runtime.checkpoints.files import OpenCheckpoint
+from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
 from samestep.runtime.processes.join import RankInfo, resolve_device
 from samestep.runtime.run import Run
 from samestep.training import run_folder

@@ -36,8 +36,8 @@ from samestep.runtime.axes.weight_gradients import is_postponed
 from samestep.runtime.codecs.exchange import CodedExchange, GivenBack, PlainExchange, exchange_of, of_weights
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
+from samestep.runtime.optimizers.optimizer_step import squared_norm
 from samestep.runtime.optimizers.pieces import Piece
-from samestep.runtime.optimizers.step import squared_norm
 from samestep.runtime.parameter_hooks import GradientHooks
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
 from samestep.runtime.weight_store import Materialize

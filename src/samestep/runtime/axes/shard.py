@@ -60,8 +60,8 @@ from samestep.runtime.codecs.exchange import GivenBack
 from samestep.runtime.forward_only import has_backward
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
+from samestep.runtime.optimizers.optimizer_step import squared_norm
 from samestep.runtime.optimizers.pieces import Piece
-from samestep.runtime.optimizers.step import squared_norm
 from samestep.runtime.parameter_hooks import GradientHooks
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weight_store import Materialize

@@ -32,7 +32,7 @@ from samestep.models.weight_files import digest_of
 from samestep.output import durable_files
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.checkpoints import manifests, other_state, stored_pieces, writer
-from samestep.runtime.checkpoints.files import OpenCheckpoint, PlainValue
+from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint, PlainValue
 from samestep.runtime.checkpoints.manifests import (
     FORMAT_VERSION,
     broken_files,
@@ -44,9 +44,9 @@ from samestep.runtime.checkpoints.manifests import (
 )
 from samestep.runtime.checkpoints.writer import Retention, Share, Writing
 from samestep.runtime.local_replicas import OF_REPLICA, OUTER, WEIGHT, LocalReplicas
+from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.packed_states import SCALE
 from samestep.runtime.optimizers.pieces import Piece
-from samestep.runtime.optimizers.step import Updater
 from samestep.runtime.placement import Runs
 from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.processes.messages import gather_values

@@ -26,7 +26,7 @@ from samestep.building.initial_values import Blueprint
 from samestep.building.pretrained_form import PretrainedForm, SavedGroup
 from samestep.models.weight_files import INDEX
 from samestep.output import durable_files
-from samestep.runtime.checkpoints.files import OpenCheckpoint
+from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
 from samestep.runtime.placement import whole
 
 NAME = "pretrained"

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from samestep.building.combined_optimizer import member_over
 from samestep.runtime.guards.model_state import unmoved_generators
+from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.pieces import Piece
-from samestep.runtime.optimizers.step import Updater
 from samestep.runtime.optimizers.update_rule import has_hooks
 
 ROUNDINGS = 8

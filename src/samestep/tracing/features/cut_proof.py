@@ -23,10 +23,10 @@ from samestep.building.families import facts_of
 from samestep.building.loss import prediction_of
 from samestep.errors import InputError
 from samestep.models.spec import is_below
+from samestep.tracing.features.feature_units import MixesError, UnitFlow, UnitRows, WeightCut
 from samestep.tracing.features.features import data_in, follow, owners_in
 from samestep.tracing.features.partial_gradients import COPYING, PartialGradients, partial_gradients
 from samestep.tracing.features.rank_trial import Count, DiffersError, Forward, RankTrial, alike, having
-from samestep.tracing.features.units import MixesError, UnitFlow, UnitRows, WeightCut
 from samestep.tracing.forward import ForwardTracer, ValueOf, watch_forward
 from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
 from samestep.tracing.operations import Operation, Recorder, view_of

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.tracing.features.rules import COPIES, EVENTS, FILLS, RULES, pointwise, tried
-from samestep.tracing.features.units import LikeError, MixesError, UnitFlow, UnitRows, WeightCut, met_by
+from samestep.tracing.features.feature_rules import COPIES, EVENTS, FILLS, RULES, pointwise, tried
+from samestep.tracing.features.feature_units import LikeError, MixesError, UnitFlow, UnitRows, WeightCut, met_by
 from samestep.tracing.operations import Operation, View
 
 _aten = torch.ops.aten

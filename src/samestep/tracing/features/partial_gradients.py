@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from samestep.models.spec import is_below
-from samestep.tracing.features.units import MixesError, UnitFlow, UnitRows, met_by
+from samestep.tracing.features.feature_units import MixesError, UnitFlow, UnitRows, met_by
 from samestep.tracing.operations import Operation, View
 
 COPYING = ("column", "qkv", "gather", "vocab")

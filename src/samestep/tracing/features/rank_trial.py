@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from samestep.errors import ModelError
 from samestep.models.spec import is_below
-from samestep.tracing.features.rules import FILLS
-from samestep.tracing.features.units import State, UnitDim, UnitFlow, UnitRows, WeightCut, along, part_of
+from samestep.tracing.features.feature_rules import FILLS
+from samestep.tracing.features.feature_units import State, UnitDim, UnitFlow, UnitRows, WeightCut, along, part_of
 from samestep.tracing.operations import Operation, Recorder, View
 
 Forward = Callable[[Recorder], None]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from samestep.models.spec import is_below
-from samestep.tracing.features.units import MixesError, UnitDim, UnitFlow, UnitRows, met_by, named, place
+from samestep.tracing.features.feature_units import MixesError, UnitDim, UnitFlow, UnitRows, met_by, named, place
 from samestep.tracing.operation_trial import Given, RowsAlong, try_apart
 from samestep.tracing.operations import Operation, View
 

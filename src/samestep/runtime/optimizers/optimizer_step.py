@@ -27,9 +27,9 @@ from samestep.job_tables import NumericsTable
 from samestep.program.step import update_chunks
 from samestep.runtime import host_copies
 from samestep.runtime.first_state import optimizer_digests
+from samestep.runtime.optimizers.optimizer_source import ALONE, GivenOptimizer, WholeWeights, built_over, check_step
 from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.optimizers.pieces import LiveWeights, Piece
-from samestep.runtime.optimizers.source import ALONE, GivenOptimizer, WholeWeights, built_over, check_step
 from samestep.runtime.optimizers.split_masters import SplitMasters
 from samestep.runtime.optimizers.update_rule import OptimizerSource, has_hooks, is_torchs_own
 from samestep.runtime.optimizers.weight_averages import WeightAverages
