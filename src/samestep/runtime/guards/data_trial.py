@@ -21,7 +21,7 @@ _TRIED = 8
 
 
 class Reader(Protocol):
-    """What reads samples: the batch of a step."""
+    """A reader of samples: the batch of a step."""
 
     def samples(self, indices: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]) -> Any:
         """Read samples into tensors with the batch dimension first."""

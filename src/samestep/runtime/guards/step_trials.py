@@ -45,7 +45,7 @@ class StepTrials:
 
     @property
     def reading(self) -> Callable[[], AbstractContextManager[None]]:
-        """What leaves the generators out that move while samples are read inside a call."""
+        """Return a context that leaves out the generators that move while samples are read inside a call."""
         return self._generators.reading
 
     def settle(self, *, whole: bool = False) -> None:
