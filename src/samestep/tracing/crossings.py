@@ -160,8 +160,8 @@ def passes_one_tensor(
 ) -> bool:
     """Return whether embeddings come first, and each block makes one tensor of the one that the layer before has made.
 
-    Then a stage can let the layers of others return what they are given, if no code but that of modules reads weights.
-    With `dtype`, that tensor must be of it.
+    Then a stage can let the layers of others return what they are given, if no code but that of modules reads weights, and
+    none looks at the shape of what a layer behind the blocks makes. With `dtype`, that tensor must be of it.
     """
     blocks = [index for index, layer in enumerate(layers) if layer.is_block]
     if len(blocks) < 2:
@@ -177,6 +177,8 @@ def passes_one_tensor(
             return False
         if event.is_call and event.name in between and not _keeps_shape(event, flow):
             return False
+        if event.is_call and event.name not in starts | between and not _can_be_left_out(event, flow):
+            return False
         if event.writes and not event.is_call:  # what stands in for an embedding's output cannot be written into
             return False
     return all(_passes_one(layers, index, flow, dtype) for index in blocks[1:])
@@ -188,6 +190,25 @@ def _keeps_shape(event: Event, flow: Flow) -> bool:
         return False
     given, made = flow.values[event.first], flow.values[event.makes[0]]
     return given.shape == made.shape and given.dtype == made.dtype and made.takes_gradient
+
+
+def _can_be_left_out(event: Event, flow: Flow) -> bool:
+    """Return whether the code behind a call would run on the call's first argument too, since only its shape is read.
+
+    What is made elementwise of another shape, such as of logits, has that shape again.
+    """
+    if _keeps_shape(event, flow):
+        return True
+    others = {value for value in event.makes if value is not None}
+    for later in flow.events:
+        if others.isdisjoint(later.reads):
+            continue
+        made = [value for value in later.makes if value is not None]
+        shapes = {flow.values[value].shape for value in others | set(made)}
+        if later.is_call or len(shapes) > 1:
+            return False
+        others.update(made)
+    return True
 
 
 def _passes_one(layers: Sequence[LayerSpec], index: int, flow: Flow, dtype: torch.dtype | None) -> bool:
