@@ -156,14 +156,14 @@ def test_it_finds_the_largest_singular_vectors_and_sends_the_others_in_their_tur
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_columns_are_orthonormal_and_those_that_depend_on_others_are_zeros(dtype: torch.dtype) -> None:
+def test_rows_are_orthonormal_and_those_that_depend_on_others_are_zeros(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    factor = torch.randn(50, 5, generator=generator, dtype=dtype)
-    factor[:, 2] = 3 * factor[:, 0] - factor[:, 1]
-    factor[:, 3] *= 1e-20
-    orthonormalise([factor])
+    factor = torch.randn(5, 50, generator=generator, dtype=dtype)
+    factor[2] = 3 * factor[0] - factor[1]
+    factor[3] *= 1e-20
+    orthonormalise([factor[None]])
     expected = torch.diag(torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0], dtype=dtype))
-    assert torch.allclose(factor.T @ factor, expected, atol=1e-6)
+    assert torch.allclose(factor @ factor.T, expected, atol=1e-6)
 
 
 def test_first_directions_are_those_of_the_name() -> None:

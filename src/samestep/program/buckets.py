@@ -151,7 +151,7 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
 def _largest_numel(step: StepSpec) -> int:
     """Return the elements at which a bucket is closed that is no late one: stages of other sizes agree on those."""
     whole = BUCKET_BYTES // BYTES_OF[step.master_dtype]
-    if step.codec == PLAIN:
+    if step.codec == PLAIN or step.compression_rank:  # factors are small, and an all_reduce fills a link
         return whole
     part = sum(param.numel for param in step.model.params if param.trainable) // CODED_BUCKETS
     return min(whole, max(part, LEAST_CODED_BYTES // BYTES_OF[step.master_dtype]))
@@ -185,7 +185,7 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
     holding = step.holding(params[0])
     block, owners = step.gradient_block(params[0]), _owners(step, params[0])
     multiple = math.prod(map(step.ranks.size, holding.data_axes)) * block
-    params = sorted(params, key=lambda param: not step.is_factored(param))  # what is sent as it is lies together
+    params = sorted(params, key=lambda param: _shape_of_factors(step, param))
     held = owners_of([param.numel for param in params], owners)
     # A rank's chunk begins at no block's middle.
     aligned = LARGEST_BLOCK if step.optimizer_states == "8bit" and holding.num_shards > 1 else 1
@@ -211,6 +211,11 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
         padded_numel=chunk * owners,
         holding=holding,
     )
+
+
+def _shape_of_factors(step: StepSpec, param: ParamSpec) -> tuple[int, ...]:
+    """Return a key by which matrices of one shape, whose products are one operation, lie side by side, and all else behind."""
+    return (0, *param.shape) if step.is_factored(param) else (1,)
 
 
 def owners_of(sizes: Sequence[int], ranks: int) -> list[int]:

@@ -63,12 +63,12 @@ class PlainContributions:
         """Return the projection of a sum of contributions, and keep what is left of it."""
         whole = total.detach().reshape(len(total), -1) + self._lost.get((name, self.number), 0.0)
         if name not in self._directions:
-            drawn = first_directions(self._canonical[name], whole.shape[1], self._rank)
+            drawn = first_directions(self._canonical[name], self._rank, whole.shape[1])
             self._directions[name] = drawn.to(whole)
-        left = whole @ self._directions[name]
-        orthonormalise([left])
-        right = whole.T @ left
-        decoded = left @ right.T
+        left = self._directions[name] @ whole.T
+        orthonormalise([left[None]])
+        right = left @ whole
+        decoded = left.T @ right
         self._lost[name, self.number] = whole - decoded
-        next_directions([right], [self._directions[name]])
+        next_directions([right[None]], [self._directions[name][None]])
         return decoded.view_as(total)

@@ -24,20 +24,20 @@ from samestep.runtime.codecs.powersgd import first_directions, next_directions, 
 from samestep.runtime.codecs.rests import Directions, Rest
 
 
-class _Factored(NamedTuple):
-    """A matrix, and its parts of the exchange's buffers: views."""
+class _Alike(NamedTuple):
+    """Matrices of one shape, side by side, and their parts of the exchange's buffers: views."""
 
-    matrix: Matrix
+    matrices: tuple[Matrix, ...]
     left: Tensor
-    """P."""
+    """P^T [matrices, rank, rows]"""
     own: Tensor
-    """M_i^T P."""
+    """P^T M_i [matrices, rank, columns]"""
     right: Tensor
-    """Q'."""
+    """Q'^T [matrices, rank, columns]"""
     directions: Tensor
-    """Q."""
+    """Q^T [matrices, rank, columns]"""
     rest: Tensor
-    """e_i, and M_i while a step is under way."""
+    """e_i, and M_i while a step is under way [matrices, rows, columns]"""
 
 
 class FactoredExchange:
@@ -62,41 +62,44 @@ class FactoredExchange:
         self._start()
         self.begin_step()
 
-    def _views(self) -> Iterator[_Factored]:
+    def _views(self) -> Iterator[_Alike]:
         left = right = 0
-        for matrix in self._part.matrices:
-            _, offset, rows, columns, rank = matrix
-            window = slice(right, right + columns * rank)
+        for matrices in _alike(self._part.matrices):
+            _, offset, rows, columns, rank = matrices[0]
+            number = len(matrices)
+            window = slice(right, right + number * columns * rank)
             own, summed, directions = (
-                flat[window].view(columns, rank) for flat in (self._own, self._second, self._directions)
+                flat[window].view(number, rank, columns) for flat in (self._own, self._second, self._directions)
             )
-            yield _Factored(
-                matrix,
-                self._first[left : left + rows * rank].view(rows, rank),
+            yield _Alike(
+                matrices,
+                self._first[left : left + number * rows * rank].view(number, rank, rows),
                 own,
                 summed,
                 directions,
-                self._kept[offset : offset + matrix.numel].view(rows, columns),
+                self._kept[offset : offset + number * rows * columns].view(number, rows, columns),
             )
-            left, right = left + rows * rank, window.stop
+            left, right = left + number * rows * rank, window.stop
 
     @torch.no_grad()
     def _start(self) -> None:
         """Set what is kept from step to step to what it is before the first one."""
         self._kept.zero_()
-        for one in self._factored:
-            one.directions.copy_(first_directions(one.matrix.name, one.matrix.columns, one.matrix.rank))
+        for matrix, directions in self.directions():
+            directions.copy_(first_directions(matrix, *directions.shape))
 
     def rests(self, number: int) -> Iterator[Rest]:
         """Yield what this rank keeps of its contributions: views, flat."""
         each = self._made.each
-        for one in self._factored:
-            yield Rest(str(self._index * each), one.matrix.offset, one.rest.view(-1), each)
+        for alike in self._factored:
+            for matrix, rest in zip(alike.matrices, alike.rest, strict=True):
+                yield Rest(str(self._index * each), matrix.offset, rest.view(-1), each)
 
     def directions(self) -> Iterator[Directions]:
         """Yield the directions along which each weight's next gradient is projected, which all ranks have alike."""
-        for one in self._factored:
-            yield Directions(one.matrix.name, one.directions)
+        for alike in self._factored:
+            for matrix, directions in zip(alike.matrices, alike.directions, strict=True):
+                yield Directions(matrix.name, directions)
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
@@ -143,30 +146,39 @@ class FactoredExchange:
             self._project()
             self._find()
             self._keep_rest()
-        (value,) = values
-        size = value.numel() // self._made.ranks
-        first = 0 if self._gathers else self._index * size
-        stop = value.numel() if self._gathers else first + size
-        for one in self._factored:
-            offset, columns = one.matrix.offset, one.matrix.columns
-            rows = range(max(first - offset, 0) // columns, min(-(-(stop - offset) // columns), one.matrix.rows))
-            if rows:
-                decoded = value[offset + rows.start * columns : offset + rows.stop * columns].view(-1, columns)
-                torch.mm(one.left[rows.start : rows.stop], one.right.T, out=decoded)
+        self._decode(values[0])
         for run, summed in zip(self._as_it_is, self._runs(), strict=True):
-            value[run] = summed
+            values[0][run] = summed
+        # On GPUs a pass takes less time than to wait for the answer whether one is needed.
+        if self._kept.is_cuda or not self._second.sum().isfinite():
+            for alike in self._factored:
+                alike.rest.masked_fill_(~alike.right.sum((1, 2), keepdim=True).isfinite(), 0.0)
         if self._factored:
-            for one in self._factored:
-                one.rest.masked_fill_(~one.right.sum().isfinite(), 0.0)
-            next_directions([one.right for one in self._factored], [one.directions for one in self._factored])
+            next_directions([alike.right for alike in self._factored], [alike.directions for alike in self._factored])
         self.begin_step()
+
+    def _decode(self, value: Tensor) -> None:
+        """Write the sums of matrices to the buffer, at least those rows that lie in the part that is left to this rank."""
+        size = value.numel() if self._gathers else value.numel() // self._made.ranks
+        first = 0 if self._gathers else self._index * size
+        for alike in self._factored:
+            start, stop = alike.matrices[0].offset, alike.matrices[-1].offset + alike.matrices[-1].numel
+            if first <= start and stop <= first + size:
+                torch.bmm(alike.left.mT, alike.right, out=value[start:stop].view_as(alike.rest))
+                continue
+            for matrix, left, right in zip(alike.matrices, alike.left, alike.right, strict=True):
+                begin, end = first - matrix.offset, first + size - matrix.offset
+                rows = slice(max(begin, 0) // matrix.columns, min(-(-end // matrix.columns), matrix.rows))
+                if rows.start < rows.stop:
+                    whole = value[matrix.offset : matrix.offset + matrix.numel].view(matrix.rows, matrix.columns)
+                    torch.mm(left[:, rows].T, right, out=whole[rows])
 
     @torch.no_grad()
     def _project(self) -> None:
         """Make this rank's left factors, and take what is sent as it is."""
         assert self._num_added == self._made.each, "a contribution is missing"
-        for one in self._factored:
-            torch.mm(one.rest, one.directions, out=one.left)
+        for alike in self._factored:
+            torch.bmm(alike.directions, alike.rest.mT, out=alike.left)
         for run, sent in zip(self._as_it_is, self._runs(), strict=True):
             sent.copy_(self._kept[run])
             self._kept[run] = 0.0
@@ -175,20 +187,32 @@ class FactoredExchange:
     def _find(self) -> None:
         """Make this rank's right factors from the sum of the left ones."""
         if self._factored:
-            orthonormalise([one.left for one in self._factored])
-        for one in self._factored:
-            torch.mm(one.rest.T, one.left, out=one.own)
+            orthonormalise([alike.left for alike in self._factored])
+        for alike in self._factored:
+            torch.bmm(alike.left, alike.rest, out=alike.own)
         self._second.copy_(self._own)
 
     @torch.no_grad()
     def _keep_rest(self) -> None:
         """Take from this rank's contributions what its factors say of them."""
-        for one in self._factored:
-            one.rest.addmm_(one.left, one.own.T, alpha=-1.0)
+        for alike in self._factored:
+            alike.rest.baddbmm_(alike.left.mT, alike.own, alpha=-1.0)
 
     def _runs(self) -> Sequence[Tensor]:
         """Return what is sent as it is, run by run."""
         return self._plain.split([run.stop - run.start for run in self._as_it_is])
+
+
+def _alike(matrices: Sequence[Matrix]) -> Iterator[tuple[Matrix, ...]]:
+    """Yield runs of matrices of one shape that lie side by side."""
+    found: list[Matrix] = []
+    for matrix in matrices:
+        if found and (found[-1][2:] != matrix[2:] or found[-1].offset + matrix.numel != matrix.offset):
+            yield tuple(found)
+            found = []
+        found.append(matrix)
+    if found:
+        yield tuple(found)
 
 
 def _outside(part: CodedPart) -> Iterator[slice]:

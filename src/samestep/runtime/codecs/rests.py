@@ -40,7 +40,7 @@ class Directions(NamedTuple):
 
     name: str
     values: Tensor
-    """[columns, rank]"""
+    """[rank, columns]"""
 
 
 def of_weights(rest: Rest, places: Iterable[tuple[str, int, int]]) -> Iterator[GivenBack]:
