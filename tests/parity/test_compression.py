@@ -15,7 +15,17 @@ from samestep.datasets import batches
 from samestep.job import Job
 from samestep.runtime.checkpoints import checkpoint, manifests
 from tests.covering import daily
-from tests.laboratory import TOLERANCE, assert_ledger, assert_same, job_of, make_run, observe, on_ranks, reference
+from tests.laboratory import (
+    TOLERANCE,
+    assert_ledger,
+    assert_same,
+    job_of,
+    make_run,
+    observe,
+    on_ranks,
+    reference,
+    resumed_losses,
+)
 from tests.models import Tokens
 
 MODEL = "wide_llama"
@@ -87,21 +97,6 @@ def test_other_codecs_numbers_and_models(codec: str, replicas: int, layout: str,
     assert_same(ranks, reference(model, job), TOLERANCE)
 
 
-def _halves(
-    rank: int, world: int, model: str, layout: str, job: Job, begin: str | None, until: int, end: str
-) -> list[float]:
-    """Take the steps after the checkpoint `begin` up to `until`, and save."""
-    run = make_run(rank, world, model, layout, job)
-    run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
-    if begin is not None:
-        checkpoint.load(run, manifests.list_checkpoints(Path(begin))[-1])
-    losses = [
-        run.step(batch).loss for batch in batches(Tokens(), job, first_step=run.steps_taken) if batch.step < until
-    ]
-    checkpoint.save(run, Path(end), keep=1)
-    return losses
-
-
 @pytest.mark.parametrize(
     ("codec", "replicas", "before", "after"),
     [
@@ -120,8 +115,8 @@ def test_what_codes_have_lost_is_in_a_checkpoint_for_any_layout(
 ) -> None:
     job = compressed(codec, replicas, steps=4)
     first, rest = str(tmp_path / "first"), str(tmp_path / "rest")
-    start = on_ranks(before, _halves, MODEL, job, None, 2, first)[0]
-    end = on_ranks(after, _halves, MODEL, job, first, 4, rest)[0]
+    start = on_ranks(before, resumed_losses, MODEL, job, None, 2, first)[0]
+    end = on_ranks(after, resumed_losses, MODEL, job, first, 4, rest)[0]
     wanted = reference(MODEL, job)
     assert start + end == pytest.approx(wanted.losses, abs=TOLERANCE)
     for part in manifests.read_manifest(manifests.list_checkpoints(tmp_path / "rest")[-1])["parts"]:
@@ -143,7 +138,7 @@ def _scaled(rank: int, world: int, model: str, layout: str, job: Job) -> list[tu
 @pytest.mark.parametrize("codec", ["int8", "powersgd"])
 def test_without_them_a_run_would_go_on_otherwise(codec: str, tmp_path: Path) -> None:
     job, folder = compressed(codec, steps=4), str(tmp_path)
-    on_ranks("dp=1", _halves, MODEL, job, None, 2, folder)
+    on_ranks("dp=1", resumed_losses, MODEL, job, None, 2, folder)
     run = make_run(0, 1, MODEL, "dp=1", job)
     run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
     checkpoint.load(run, manifests.list_checkpoints(tmp_path)[-1])
@@ -168,7 +163,7 @@ def _directions(rank: int, world: int, model: str, layout: str, job: Job, folder
 
 def test_directions_are_in_a_checkpoint_once(tmp_path: Path) -> None:
     job = compressed("powersgd", steps=2)
-    on_ranks("dp=2", _halves, MODEL, job, None, 2, str(tmp_path))
+    on_ranks("dp=2", resumed_losses, MODEL, job, None, 2, str(tmp_path))
     parts = manifests.read_manifest(manifests.list_checkpoints(tmp_path)[-1])["parts"]
     written = [name for part in parts for name in part["tensors"] if name.startswith("directions/")]
     assert len(written) == len({*written}) > 5

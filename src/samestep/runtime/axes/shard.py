@@ -325,7 +325,7 @@ class _RunningUnit:
 
     @property
     def group(self) -> FSDPParamGroup:
-        """What FSDP2 gathers and reduces for the unit."""
+        """FSDP2's parameter group of the unit: the weights that it gathers and reduces together."""
         group = self.fsdp._get_fsdp_state()._fsdp_param_group
         assert group is not None
         return group

@@ -41,7 +41,7 @@ class Group(_Form):
 
 
 class Record(_Form):
-    """What one rank keeps besides tensors of weights."""
+    """The state that one rank keeps besides tensors of weights."""
 
     rank: NonNegativeInt
     groups: list[Group]
