@@ -13,6 +13,7 @@ import torch
 
 from samestep.datasets import batches
 from samestep.job import Job
+from samestep.job_tables import OptimizerTable
 from samestep.runtime.checkpoints import checkpoint, manifests
 from tests.covering import daily
 from tests.laboratory import (
@@ -121,6 +122,16 @@ def test_what_codes_have_lost_is_in_a_checkpoint_for_any_layout(
     assert start + end == pytest.approx(wanted.losses, abs=TOLERANCE)
     for part in manifests.read_manifest(manifests.list_checkpoints(tmp_path / "rest")[-1])["parts"]:
         assert any(name.startswith("lost/") for name in part["tensors"])
+
+
+@pytest.mark.parametrize("layout", ["dp=2 zero=1", pytest.param("dp=2", marks=NIGHTLY)])
+def test_matrices_that_ranks_update_whole_are_factored_where_they_lie(layout: str) -> None:
+    job = compressed("powersgd", steps=2)
+    muon = {"match": ["*.q_proj.weight", "*.gate_proj.weight", "*.down_proj.weight"], "name": "Muon", "lr": 0.02}
+    job = job.model_copy(update={"optimizer": OptimizerTable(name="sgd", lr=0.1, groups=[muon])})
+    ranks = on_ranks(layout, observe, MODEL, job, True)
+    assert_ledger(ranks, layout)
+    assert_same(ranks, reference(MODEL, job), TOLERANCE)
 
 
 def _scaled(rank: int, world: int, model: str, layout: str, job: Job) -> list[tuple[bool, bool, float]]:

@@ -203,14 +203,18 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
         dtype=step.working_dtype(params[0]),
         codec=step.codec,
         block=block,
-        matrices=tuple(
-            Matrix(param.name, member.offset, param.shape[0], param.numel // param.shape[0], step.compression_rank)
-            for param, member in zip(params, members, strict=True)
-            if step.is_factored(param)
-        ),
+        matrices=tuple(_matrices(step, params, members)),
         padded_numel=chunk * owners,
         holding=holding,
     )
+
+
+def _matrices(step: StepSpec, params: Sequence[ParamSpec], members: Sequence[Member]) -> Iterator[Matrix]:
+    """Yield what is sent as factors, in the order of the buffer."""
+    for param, member in sorted(zip(params, members, strict=True), key=lambda pair: pair[1].offset):
+        if step.is_factored(param):
+            rows = param.shape[0]
+            yield Matrix(param.name, member.offset, rows, param.numel // rows, step.compression_rank)
 
 
 def _shape_of_factors(step: StepSpec, param: ParamSpec) -> tuple[int, ...]:
