@@ -7,8 +7,10 @@ norms, each rank's runs of every gradient and weight. `whole` puts the runs of a
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from samestep.layout import Layout
 from samestep.models.spec import Cut
 from samestep.program.program import LedgerRow
 from samestep.runtime.axes.tensor import joined
+from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.preparation import Source
@@ -90,6 +93,32 @@ def make_run(rank: int, world: int, model: str, layout: str | Layout, job: Job, 
     place = RankInfo(rank, rank % per_node, world, per_node, device_of_ranks())
     where = Layout.parse(layout) if isinstance(layout, str) else layout
     return Run(source_of(model, where, job, dataset), where, job, place)
+
+
+def prepared_run(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
+    """A run that has its weights, before its first step."""
+    run = make_run(rank, world, model, layout, job)
+    run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
+    return run
+
+
+def resume(
+    rank: int, world: int, model: str, layout: str, job: Job, begin: str | None, until: int, end: str | None
+) -> tuple[Run, list[float]]:
+    """Take the steps after the newest checkpoint in `begin` up to `until`, and save to `end`; return the run and its losses."""
+    run = prepared_run(rank, world, model, layout, job)
+    if begin is not None:
+        checkpoint.load(run, manifests.list_checkpoints(Path(begin))[-1])
+    stream = itertools.islice(batches(Tokens(), job, first_step=run.steps_taken), until - run.steps_taken)
+    losses = [run.step(batch).loss for batch in stream]
+    if end is not None:
+        checkpoint.save(run, Path(end), keep=1)
+    return run, losses
+
+
+def resumed_losses(rank: int, world: int, *args: Any) -> list[float]:
+    """What `resume` returns without the run, which stays on its rank."""
+    return resume(rank, world, *args)[1]
 
 
 def device_of_ranks() -> torch.device:

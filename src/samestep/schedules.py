@@ -216,7 +216,7 @@ def needs(action: Action, stage: int, num_stages: int, num_chunks: int) -> Itera
 
 
 class Message(NamedTuple):
-    """What one stage sends to another: the result of an action of the sender."""
+    """A message from one stage to another: the result of an action of the sender."""
 
     sender: int
     receiver: int

@@ -22,7 +22,7 @@ from samestep.proof import held_tensors
 from samestep.runtime.checkpoints import checkpoint, manifests
 from tests import small
 from tests.covering import daily
-from tests.laboratory import job_of, make_run, on_ranks
+from tests.laboratory import job_of, make_run, on_ranks, resume
 from tests.models import Tokens
 
 pytestmark = pytest.mark.usefixtures("runs_no_code")
@@ -64,17 +64,7 @@ def _steps(
     rank: int, world: int, model: str, layout: str, job: Job, begin: str | None, until: int, end: str | None
 ) -> tuple[list[float], Any]:
     """Take the steps after the checkpoint `begin` up to `until`; save to `end`. Return losses and the loss scale."""
-    run = make_run(rank, world, model, layout, job)
-    run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
-    if begin is not None:
-        checkpoint.load(run, manifests.list_checkpoints(Path(begin))[-1])
-    losses = []
-    for batch in batches(Tokens(), job, first_step=run.steps_taken):
-        if batch.step >= until:
-            break
-        losses.append(run.step(batch).loss)
-    if end is not None:
-        checkpoint.save(run, Path(end), keep=1)
+    run, losses = resume(rank, world, model, layout, job, begin, until, end)
     scale = run.updater.loss_scale
     return losses, (scale.scale, scale.steps_since) if scale.is_dynamic else None
 

@@ -20,8 +20,7 @@ from samestep.errors import InputError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.axes import precision
-from samestep.runtime.checkpoints import checkpoint, manifests
-from samestep.runtime.run import Run
+from samestep.runtime.checkpoints import checkpoint
 from samestep.strategies import program_of
 from tests.laboratory import (
     TOLERANCE,
@@ -33,7 +32,9 @@ from tests.laboratory import (
     make_run,
     observe,
     on_ranks,
+    prepared_run,
     reference,
+    resumed_losses,
     source_of,
     whole,
 )
@@ -143,6 +144,7 @@ def test_a_layout_trains_the_replicas_of_one_device(layout: str, codec: str) -> 
     [
         pytest.param(4, "dp=2", MODEL, "none", marks=NIGHTLY),
         (4, "dp=2 microbatch=1", MODEL, "int8"),
+        (4, "dp=2 microbatch=1", MODEL, "powersgd"),
         pytest.param(4, "dp=4", MODEL, "bf16", marks=NIGHTLY),
         pytest.param(2, "dp_replicate=2 dp_shard=2 zero=3", "gpt2", "int8", marks=NIGHTLY),
         (2, "dp=2 pp=2 schedule=zero-bubble microbatch=1", "deep_tied", "none"),
@@ -164,30 +166,11 @@ def assert_losses_and_weights(ranks: list[Observed], wanted: Observed) -> None:
 # -- between two exchanges -------------------------------------------------------------------------
 
 
-def _halves(
-    rank: int, world: int, model: str, layout: str, job: Job, begin: str | None, until: int, end: str
-) -> list[float]:
-    """Take the steps after the checkpoint `begin` up to `until`, and save."""
-    run = prepared(rank, world, model, layout, job)
-    if begin is not None:
-        checkpoint.load(run, manifests.list_checkpoints(Path(begin))[-1])
-    losses = [
-        run.step(batch).loss for batch in batches(Tokens(), job, first_step=run.steps_taken) if batch.step < until
-    ]
-    checkpoint.save(run, Path(end), keep=1)
-    return losses
-
-
-def prepared(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
-    run = make_run(rank, world, model, layout, job)
-    run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
-    return run
-
-
 @pytest.mark.parametrize(
     ("before", "after", "codec"),
     [
         ("dp=2", "dp=1", "int8"),
+        ("dp=2", "dp=1", "powersgd"),
         ("dp=1", "dp_replicate=2 dp_shard=2 zero=3", "none"),
         pytest.param("dp_replicate=2 dp_shard=2 zero=1", "dp=2 tp=2", "int8", marks=NIGHTLY),
         pytest.param("dp=2 pp=2 microbatch=1", "dp=2 cp=2", "none", marks=NIGHTLY),
@@ -196,14 +179,14 @@ def prepared(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
 def test_a_run_resumes_between_two_exchanges_in_any_layout(before: str, after: str, codec: str, tmp_path: Path) -> None:
     job = apart(every=2, steps=6, numerics={"compression": codec}, optimizer=ADAM)
     first, rest = str(tmp_path / "first"), str(tmp_path / "rest")
-    start = on_ranks(before, _halves, MODEL, job, None, 3, first)[0]
-    end = on_ranks(after, _halves, MODEL, job, first, 6, rest)[0]
+    start = on_ranks(before, resumed_losses, MODEL, job, None, 3, first)[0]
+    end = on_ranks(after, resumed_losses, MODEL, job, first, 6, rest)[0]
     assert start + end == pytest.approx(reference(MODEL, job).losses, abs=TOLERANCE)
 
 
 def _outer(rank: int, world: int, model: str, layout: str, job: Job) -> tuple[float, float, float, float]:
     """Held-out losses behind an exchange and one step later, of the run and of the weights it gives away, and the next loss."""
-    run = prepared(rank, world, model, layout, job)
+    run = prepared_run(rank, world, model, layout, job)
     stream = batches(Tokens(), job)
     held_out = next(iter(batches(Tokens(), job)))
     for _ in range(2):
@@ -217,7 +200,7 @@ def _outer(rank: int, world: int, model: str, layout: str, job: Job) -> tuple[fl
 
 def _started(rank: int, world: int, model: str, layout: str, job: Job) -> list[float]:
     """Losses of a run that begins with weights that are set, and the held-out loss before its first step."""
-    run = prepared(rank, world, model, layout, job)
+    run = prepared_run(rank, world, model, layout, job)
     first = run.state_dict(on_every_rank=True)
     checkpoint.set_weights(run, lambda name: 0.5 * first[name] if name in first else None)
     held_out = run.evaluate(next(iter(batches(Tokens(), job))))[0]
@@ -234,7 +217,7 @@ def test_every_replica_begins_with_weights_that_are_set() -> None:
 
 def held_out_count(job: Job) -> float:
     """The tokens that the loss counts of the first batch."""
-    run = prepared(0, 1, MODEL, "dp=1", job)
+    run = prepared_run(0, 1, MODEL, "dp=1", job)
     return run.evaluate(next(iter(batches(Tokens(), job))))[1]
 
 

@@ -32,8 +32,8 @@ from samestep.training.first_weights import FirstWeights
 from tests.folders import SIZES, saved
 from tests.laboratory import TOLERANCE, assert_ledger, assert_same, job_of
 from tests.models import Tokens
-from tests.parity.test_frozen import bytes_of_gradients, observe, on_ranks, run_of
-from tests.parity.test_lora import loaded, logits_of, plain_model, steps, train_plainly
+from tests.parity.test_frozen import observe, on_ranks, run_of
+from tests.parity.test_lora import hold_losses, loaded, logits_of, plain_model, steps, train_plainly
 from tests.pool import pool
 
 TARGETS = ["q_proj", "k_proj", "o_proj", "down_proj"]
@@ -113,14 +113,7 @@ LAYOUTS += [pytest.param(layout, marks=pytest.mark.nightly) for layout in NIGHTL
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_are_those_of_torch_and_peft(layout: str, folder: Path) -> None:
     job = job_with(folder)
-    expected = plain_losses(folder, job.model_dump_json())
-    ranks = on_ranks(layout, job)
-    for seen in ranks:
-        assert seen.losses == pytest.approx(expected, rel=1e-6)
-    assert_ledger(ranks, layout)
-    if layout == "dp=2":
-        assert bytes_of_gradients(ranks[0]) == 4 * sum(stop - start for _, start, stop, _ in ranks[0].weights)
-        assert all("lora_" in name or "modules_to_save" in name for name, *_ in ranks[0].weights)
+    hold_losses(layout, job, plain_losses(folder, job.model_dump_json()))
 
 
 @pytest.mark.parametrize("layout", [pytest.param("dp=2 zero=3", marks=pytest.mark.nightly), "tp=2"])

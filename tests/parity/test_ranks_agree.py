@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.datasets import batches
-from samestep.errors import LayoutError, SamestepError
+from samestep.errors import LayoutError, SamestepError, UnprovenError
 from tests.laboratory import clipped, make_run
 from tests.models import VOCABULARY, Tokens
 from tests.pool import pool
@@ -35,6 +35,47 @@ class Asking(nn.Module):
                 continue
             x = block(x).tanh()
         return self.head(x)
+
+
+class Divided(Tokens):
+    """A data set that is divided among the ranks already, into parts of equal or of other lengths."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def __len__(self) -> int:
+        return super().__len__() // (2 + (self._kind == "lengths") * torch.distributed.get_rank())
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return super().__getitem__(2 * index + torch.distributed.get_rank())
+
+
+def divided(rank: int, world: int, layout: str, kind: str) -> str:
+    """Take the steps of a run whose ranks have their own parts of the data; return the error."""
+    run = make_run(rank, world, "llama", layout, clipped())
+    try:
+        for batch in batches(Divided(kind) if kind else Tokens(), clipped()):
+            run.step(batch)
+    except UnprovenError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4"])
+def test_a_data_set_that_is_divided_among_the_ranks_is_refused(layout: str) -> None:
+    for found in pool(2).run(divided, layout, "samples"):
+        assert "rank 1 reads another sample" in found
+        assert "the whole data set on every rank works" in found
+
+
+def test_parts_of_other_lengths_are_refused() -> None:
+    for found in pool(2).run(divided, "dp=2", "lengths"):
+        assert "rank 1 reads other indices of the data set than rank 0" in found
+
+
+def test_one_data_set_on_all_ranks_is_right() -> None:
+    assert pool(2).run(divided, "dp=2", "") == ["", ""]
 
 
 def own_loop(rank: int, world: int, kind: str) -> str:

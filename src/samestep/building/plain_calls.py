@@ -42,7 +42,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainCalls:
-    """What a build function returned in two plain calls with different seeds."""
+    """The tensors that a build function returned in two plain calls with different seeds."""
 
     module: nn.Module
     """The module of the first call, which had the job's own seed."""

@@ -46,7 +46,7 @@ Piece = Mapping[str, Array]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What columns are made of."""
+    """The origin of columns: a source's name, the size of its files, and a key of all that decides the columns."""
 
     name: str
     """The source, for messages."""

@@ -185,7 +185,7 @@ class _InProcesses:
 
 
 class _Asked:
-    """What a DataLoader asks for, kept until it is taken."""
+    """The samples that a DataLoader asks for, kept until they are taken."""
 
     def __init__(self, foreseen: Iterator[Wanted], asked: deque[Wanted]) -> None:
         self._foreseen, self._asked = foreseen, asked

@@ -244,7 +244,7 @@ class _Search:
         self.fallen.append(Fallen(CandidateGroup.of(layout), rule, reason, needed_bytes))
 
     def _limit_s(self) -> float:
-        """What a layout has to be faster than."""
+        """Return the seconds of a step that a layout has to stay below."""
         return self.best[-1].step_s if len(self.best) == self.top else float("inf")
 
     def _open_family(self, family: _Family) -> None:

@@ -28,7 +28,7 @@ from samestep.program.holding import REPLICAS, SHARDS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contributions:
-    """Where the contributions to a step are made and summed."""
+    """The contributions to a step: how many each rank makes, and over which ranks they are summed."""
 
     axis: str
     """Data axis over whose ranks codes are sent."""

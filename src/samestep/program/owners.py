@@ -57,7 +57,3 @@ class Owners:
     def of_rank(self, data_index: int) -> tuple[Owned, ...]:
         """Return the weights of which the ranks at a position on the data axis hold parts."""
         return tuple(member for member in self.members if member.lender in (None, data_index))
-
-    def elements_of(self, index: int, data_index: int) -> int:
-        """Return how many elements the rank at a position of each axis updates."""
-        return sum(member.numel for member in self.of_rank(data_index) if member.owner == index)

@@ -201,7 +201,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     program = program_of(
         spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica, in_chunks
     )
-    agreement.check(spec, layout, job, layout.world_size)
+    agreement.check(spec, layout, job)
     waived = kept_state.check(traced.analysis.states, program, job.run)
     _set_products(job.numerics)
     mesh = meshes.build(program, place.device, job.run.timeout_s)

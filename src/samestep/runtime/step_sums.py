@@ -35,7 +35,7 @@ SAVE = 2.0**-43
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What follows from a step's sums, as tensors on the device."""
+    """The decisions that follow from a step's sums, as tensors on the device."""
 
     factor: Tensor
     """What the gradients are multiplied by: the division by the count, and the clipping (float64 [])."""

@@ -14,7 +14,7 @@ Container = dict[Any, Any] | list[Any]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a module has made of one container among its arguments."""
+    """The change that a module has made to one container among its arguments."""
 
     place: int
     """Number of the container, in the order of `containers_in`."""

@@ -38,7 +38,7 @@ Outcome = Literal["same", "differs", "fails"]
 
 @dataclass(frozen=True, slots=True)
 class RowsAlong:
-    """Where a tensor has its rows: index k along `dim` belongs to row (k // inner) % count."""
+    """The place of the rows in a tensor: index k along `dim` belongs to row (k // inner) % count."""
 
     dim: int
     inner: int

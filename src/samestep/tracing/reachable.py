@@ -72,7 +72,7 @@ class Variable:
 
 @dataclass(slots=True)
 class Reached:
-    """What functions reach."""
+    """The objects that functions reach."""
 
     variables: list[Variable] = field(default_factory=list)
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)

@@ -235,7 +235,7 @@ class _Running:
 
 
 class _Given(NamedTuple):
-    """What a call is given."""
+    """The arguments that a call is given."""
 
     tensors: list[Tensor]
     versions: list[int]

@@ -33,7 +33,7 @@ OUTSIDE = ""
 
 @dataclass(slots=True)
 class _Flow:
-    """Which layers' outputs reach each linear layer, without another linear layer in between."""
+    """The layers whose outputs reach each linear layer without another linear layer in between."""
 
     reaching: dict[str, set[str]] = field(default_factory=dict)
     """By the path of a linear layer: linear layers, or `OUTSIDE`; in the order of the forward."""

@@ -18,7 +18,7 @@ from samestep.training.check import Checked, placed, searched
 
 @dataclass(frozen=True)
 class Elasticity:
-    """What a run may do where ranks are lost for good."""
+    """The ways in which a run may go on after it has lost ranks for good."""
 
     least: int | None
     """The smallest number of ranks to go on with; None where the run needs all."""

@@ -34,7 +34,7 @@ _STYLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What is known of a model before it is trained."""
+    """The facts about a model that are known before it is trained."""
 
     spec: ModelSpec
     words: tuple[tuple[str, str], ...]

@@ -82,7 +82,7 @@ class Workload:
 
     @property
     def analysis(self) -> ModelAnalysis:
-        """What the trace has shown of the model."""
+        """The analysis of the model, as the trace has shown it."""
         assert self.source.prepared is not None
         return self.source.prepared.analysis
 
@@ -94,7 +94,7 @@ class Workload:
 
     @property
     def counted(self) -> str:
-        """What the loss counts, as a word of the screen: tokens, or the images or other samples that have one label each."""
+        """The word on the screen for what the loss counts: tokens, or the images or other samples that have one label each."""
         leaves = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, torch.Tensor)]
         if any(leaf.dim() > 1 and not leaf.is_floating_point() for leaf in leaves):
             return "tok"
@@ -102,7 +102,7 @@ class Workload:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What a user should know of the folder from which the model's values are read."""
+        """The remarks that a user should read about the folder from which the model's values come."""
         assert self.source.prepared is not None
         stored = self.source.prepared.blueprint.stored
         return stored.remarks() if stored else ()

@@ -132,7 +132,7 @@ class Bounds:
         return _LayerTraffic(kind, number, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
 
     def _slowed_s(self, sent_s: float, exposed_s: float) -> float:
-        """How much longer compute takes beside so many seconds of what is sent over one axis.
+        """Return the seconds by which compute grows beside so many seconds of communication over one axis.
 
         Of what is sent no second costs nothing: it slows the compute beside it, or there is none beside it. Only what
         compute's own queue sends is not slowed.
@@ -239,7 +239,7 @@ class Bounds:
         return play_bodies(layout, step.num_microbatches, bodies, sends_s, large, rest)
 
     def _longer_s(self, step: StepSpec, run: tuple[int, ...]) -> float:
-        """How much longer a run's last backward takes beside the reductions of its own gradients."""
+        """Return the seconds by which a run's last backward grows beside the reductions of its own gradients."""
         kinds = self.prices.seconds(step)
         found_s = 0.0
         for stream, waiting_s in self._streams(step):
@@ -487,7 +487,7 @@ class _Sending(NamedTuple):
 
 
 class _LayerTraffic(NamedTuple):
-    """What layers of a kind send over an axis along which they are cut, seconds of one."""
+    """The communication of layers of a kind over an axis along which they are cut: seconds of one layer."""
 
     kind: int
     number: int

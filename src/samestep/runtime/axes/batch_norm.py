@@ -72,7 +72,7 @@ class _Part:
 
 
 class _Statistics(NamedTuple):
-    """What batch norm needs of each group, in the dtype in which it is merged."""
+    """The statistics of each group of samples, in the dtype in which they are merged."""
 
     counts: Tensor
     """Elements of a channel [G, 1]."""

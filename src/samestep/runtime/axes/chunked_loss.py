@@ -76,7 +76,7 @@ class Elementwise:
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """How a rank works through the logits of a micro-batch."""
+    """The division of a micro-batch's logits into chunks of tokens, as a rank works through them."""
 
     tokens: int
     """Tokens of a chunk."""
@@ -100,7 +100,7 @@ class Chunking:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How logits are made of hidden states, but for the tensors."""
+    """The linear layer that makes logits of hidden states, without its tensors."""
 
     chunking: Chunking
     functions: tuple[Elementwise, ...] = ()

@@ -35,7 +35,7 @@ WORKS = (
 
 
 class _Made(NamedTuple):
-    """What logits are made of."""
+    """The operands from which logits are made."""
 
     hidden: Tensor
     """[..., D]; its D stands where the logits have their classes."""

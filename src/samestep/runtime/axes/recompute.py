@@ -146,7 +146,7 @@ def _takes_gradient(args: tuple[Any, ...]) -> bool:
 
 @dataclass(slots=True)
 class Checkpointed:
-    """What a trace has shown of the model's own checkpoints."""
+    """The model's own checkpoints, as a trace has shown them."""
 
     entered: set[str] = field(default_factory=set)
     """Paths of the modules that ran inside of one."""

@@ -37,7 +37,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which checkpoints stay when a new one is there."""
+    """The rule by which older checkpoints stay when a new one is there."""
 
     newest: int
     """The number of newest ones."""
@@ -104,11 +104,6 @@ class Writing:
         writing.thread = threading.Thread(target=writing._write, name="checkpoint")
         writing.thread.start()
         return writing
-
-    @property
-    def is_done(self) -> bool:
-        """Whether this rank has nothing left to write."""
-        return self.thread is None or not self.thread.is_alive()
 
     def wait(self) -> str:
         """Wait until this rank has done its share, and return why it could not; empty if it could."""

@@ -73,7 +73,7 @@ _BEYOND = 1e30
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a repetition showed."""
+    """The result of a repetition."""
 
     waiver: Waiver
     """The word of `run.allow` that lets the run go on."""

@@ -1,8 +1,11 @@
-"""A data set that draws: a sample that is read twice must be the same sample.
+"""A data set tried in the first step: a sample must be the same one whenever, and on whichever rank, it is read.
 
-The samples of a step are a function of the seed and the step, and a layout only decides which rank reads which. Where
-reading a sample draws random numbers (augmentation in `__getitem__`), ranks, micro-batches and a resumed run read other
-samples than one device does. So a few samples of the first batch are read twice.
+The samples of a step are a function of the seed and the step, and a layout only decides which rank reads which. Three
+mistakes break this, and a few samples of the first batch, read more than once, show each:
+
+    reading draws random numbers, as augmentation in `__getitem__` does    a sample that is read twice is another one
+    samples are views of one buffer                                        a sample that is read alone is another one
+    the data set is divided among the ranks already                        a sample is another one on another rank
 """
 
 from __future__ import annotations
@@ -15,13 +18,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from samestep.runtime.first_state import digest
+from samestep.runtime.ledger import outside_step
+from samestep.runtime.processes.messages import gather_values
+
 _ALONE = 4
 _TRIED = 8
 """A data set that flips every other image is found with 255 of 256 chances."""
 
 
 class Reader(Protocol):
-    """What reads samples: the batch of a step."""
+    """A reader of samples: the batch of a step."""
 
     def samples(self, indices: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]) -> Any:
         """Read samples into tensors with the batch dimension first."""
@@ -63,6 +70,27 @@ def apart(batch: Reader, indices: np.ndarray[Any, np.dtype[np.int64]]) -> str:
                 "the next one overwrites, works"
             )
     return ""
+
+
+def unlike(batch: Reader, indices: np.ndarray[Any, np.dtype[np.int64]], world_size: int) -> str:
+    """Compare the indices of the global batch, and some of its samples, over all ranks; return why the data set is refused.
+
+    Collective over the world: every rank calls it with the whole batch; if one does not, the others wait until the time limit.
+    """
+    if world_size == 1:
+        return ""
+    with outside_step():
+        others = gather_values(
+            [digest(indices.tolist()), digest(tree_leaves(batch.samples(indices[:_ALONE])))], world_size
+        )
+    other = next((rank for rank, theirs in enumerate(others) if theirs != others[0]), None)
+    if other is None:
+        return ""
+    what = "other indices" if others[other][0] != others[0][0] else f"another sample {indices[0]}"
+    return (
+        f"rank {other} reads {what} of the data set than rank 0, so its ranks do not train on the samples of one device: the "
+        "whole data set on every rank works, since a step reads only its rank's share of the batch"
+    )
 
 
 def _same(once: Any, again: Any, row: int) -> bool:

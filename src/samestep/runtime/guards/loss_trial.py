@@ -65,7 +65,7 @@ class LossTrial:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """How one tensor holds the samples."""
+    """The place of the samples in one tensor."""
 
     dim: int | None = 0
     """The dimension of the samples; None for a tensor that belongs to all of them."""

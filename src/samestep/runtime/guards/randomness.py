@@ -36,7 +36,7 @@ _TORCH_FRONT, _TORCH_REST = 12, 24
 
 
 class _TorchState(NamedTuple):
-    """Where torch's generator of the CPU keeps its state."""
+    """The layout in memory of the state of torch's generator of the CPU."""
 
     address: int
     """Where it begins: (left, is seeded, next), the words, and the normal numbers that are left over."""

@@ -45,7 +45,7 @@ class StepTrials:
 
     @property
     def reading(self) -> Callable[[], AbstractContextManager[None]]:
-        """What leaves the generators out that move while samples are read inside a call."""
+        """Return a context that leaves out the generators that move while samples are read inside a call."""
         return self._generators.reading
 
     def settle(self, *, whole: bool = False) -> None:
@@ -72,13 +72,18 @@ class StepTrials:
         self._generators.settle()
 
     def try_data(self, held: Assembly, batch: StepBatch) -> None:
-        """Try once whether samples that are read twice are the same."""
+        """Try once whether a sample is the same one whenever and on whichever rank it is read.
+
+        Collective over the world: every rank calls it in its first step; if one does not, the others wait.
+        """
         if self._data_is_tried:
             return
         self._data_is_tried = True
-        mine = batch.shares(held.parallel.mesh.index("dp"), self._layout.dp, 1)[0]
+        mine, whole = batch.shares(held.parallel.mesh.index("dp"), self._layout.dp, 1)[0], batch.shares(0, 1, 1)[0]
         reason = data_trial.refusal(batch, mine) if len(mine) else ""
-        reason = reason or (data_trial.apart(batch, batch.shares(0, 1, 1)[0]) if self._is_split else "")
+        reason = reason or (data_trial.apart(batch, whole) if self._is_split else "")
+        divided = data_trial.unlike(batch, whole, self._layout.world_size)
+        reason = reason or divided
         if reason:
             self._refusals.add("data", reason)
 

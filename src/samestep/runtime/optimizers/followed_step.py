@@ -18,7 +18,7 @@ from samestep.building.dispatch_mode import DispatchMode
 
 
 class UpdateLabel(NamedTuple):
-    """What a tensor depends on."""
+    """The elements and numbers on which a tensor depends."""
 
     beside: str | None = None
     """The weight beside whose elements its own lie, each depending on the one at its place."""
@@ -81,7 +81,7 @@ _NOT_BY_ELEMENT = ("_foreach_norm", "_foreach_max")
 
 
 class _Facts(NamedTuple):
-    """What an operation's schema says of it."""
+    """The facts that an operation's schema states."""
 
     name: str
     pointwise: bool

@@ -38,7 +38,7 @@ _ODD = -0x61C88647  # 2^32 / golden ratio, as a signed number
 
 @dataclass(frozen=True, slots=True)
 class StatePacking:
-    """How the states of a run's optimizer are held between two updates."""
+    """The form in which the states of a run's optimizer are held between two updates."""
 
     kind: str
     """`bf16` or `8bit`."""

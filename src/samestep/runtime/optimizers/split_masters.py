@@ -53,7 +53,7 @@ class SplitMasters:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """What is held beside the weights: remainders (int16), and the positions of halfway masters (int64)."""
+        """The tensors that are held beside the weights: remainders (int16), and the positions of halfway masters (int64)."""
         return self._remainders, self._halfway
 
     @contextmanager

@@ -48,7 +48,7 @@ _NO_MARKS: Mapping[str, Mapping[str, Any]] = {}
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """What influences the update of an element, as an optimizer's operations show it."""
+    """The elements and numbers that influence the update of an element, as an optimizer's operations show them."""
 
     optimizer: str
     """Name of its class."""
@@ -280,7 +280,7 @@ def _like(tensor: Tensor, shape: Sequence[int], device: Any) -> Tensor:
 
 @dataclass(slots=True)
 class _Watched:
-    """What a trial has shown of the weights in it."""
+    """The findings of a trial about the weights in it."""
 
     whole: dict[str, str]
     coupled: str

@@ -17,7 +17,7 @@ from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.messages import gather_values
 
 
-def check(spec: ModelSpec, layout: Layout, job: Job, world_size: int) -> None:
+def check(spec: ModelSpec, layout: Layout, job: Job) -> None:
     """Check that all ranks have the same layout, the same numerics and update, and the same traced model.
 
     Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
@@ -31,7 +31,7 @@ def check(spec: ModelSpec, layout: Layout, job: Job, world_size: int) -> None:
         "traced model": _digest(spec),
     }
     with outside_step():  # a model is prepared in its first step
-        everyone = gather_values(mine, world_size)
+        everyone = gather_values(mine, layout.world_size)
     for what in mine:
         apart = [rank for rank, theirs in enumerate(everyone) if theirs[what] != everyone[0][what]]
         if not apart:

@@ -56,7 +56,7 @@ def watching(place: RankInfo, hang_s: float, name: str) -> Iterator[None]:
 
 
 class _Watch:
-    """What one rank knows of the others, and of itself."""
+    """The knowledge of one rank about the others and about itself."""
 
     def __init__(self, place: RankInfo, hang_s: float, store_at: str) -> None:
         self.is_over = threading.Event()

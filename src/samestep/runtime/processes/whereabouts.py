@@ -56,7 +56,7 @@ class ParentLink:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """How far a worker has come: two that are equal, some seconds apart, show that it waits."""
+    """The point that a worker has come to: two equal points, some seconds apart, show that it waits."""
 
     calls: Mapping[str, int]
     """Calls of collectives, and of sends and receives, that it has begun, by process group."""

@@ -126,7 +126,7 @@ def part_of(view: View, rows: UnitRows, degree: int) -> View | None:
 
 @dataclass(slots=True)
 class UnitFlow:
-    """Where the units are at every operation of a forward."""
+    """The places of the units at every operation of a forward."""
 
     styles: Mapping[str, str]
     """Cut style of each module, by its path."""
