@@ -20,8 +20,10 @@ from torch import Tensor
 from samestep import job as jobs
 from samestep.datasets import batches
 from samestep.layout import Layout
-from samestep.program.codecs import CODECS
+from samestep.program.codecs import CODECS, CodedPart, Matrix
+from samestep.program.contributions import Contributions
 from samestep.runtime.codecs.codec import Codec, codec_of
+from samestep.runtime.codecs.factored_exchange import FactoredExchange
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.training.workload import Workload, held_out_losses
@@ -47,6 +49,11 @@ def kernels() -> None:
     copy_s = best_s(functools.partial(other.copy_, gradient))
     print(f"a copy of 25 MiB: {copy_s * 1e3:.1f} ms")
     for name, spec in CODECS.items():
+        if spec.factors:
+            print(
+                f"{name} eager    copies: {best_s(_factoring()) / copy_s:.1f} to encode what was lost too and to decode"
+            )
+            continue
         codec = codec_of(name)
         wire = torch.zeros((1, spec.size_bytes(NUMEL, BLOCK)), dtype=torch.uint8)
         acts: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
@@ -68,6 +75,15 @@ def _as_it_is(act: Callable[..., None]) -> Callable[..., None]:
 
 def _feed_back(codec: Codec, gradient: Tensor, lost: Tensor, wire: Tensor) -> None:
     codec.encode(lost.add_(gradient), BLOCK, wire)
+
+
+def _factoring() -> Callable[[], object]:
+    """Return what one rank does for a matrix of as many elements."""
+    rows = int(NUMEL**0.5)
+    matrix = Matrix("weight", 0, rows, NUMEL // rows, 4)
+    made = Contributions(axis="dp_replicate", ranks=1, each=1)
+    exchange = FactoredExchange(CodedPart(matrix.numel, 1, (matrix,)), made, None, torch.empty(0), gathers=True)
+    return functools.partial(exchange.finish, [torch.randn(matrix.numel)])
 
 
 def loss(steps: int) -> None:

@@ -59,6 +59,7 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     "int8": ("numerics.compression=int8",),
     "int4": ("numerics.compression=int4",),
     "topk": ("numerics.compression=topk",),
+    "powersgd": ("numerics.compression=powersgd",),
     f"every {EVERY}": (f"numerics.exchange_every={EVERY}", "numerics.outer_momentum=0.5"),
     f"every {EVERY}, int8": (
         f"numerics.exchange_every={EVERY}",

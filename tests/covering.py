@@ -167,10 +167,11 @@ def daily(cases: Iterable[Any], *, beside_products: bool = False) -> list[Any]:
     params = [_param_of(case) for case in cases]
     free = [index for index, param in enumerate(params) if not param.marks]
     words = {index: set(_words_of(params[index], beside_products)) for index in free}
+    num_ranks = {index: _num_ranks(params[index]) for index in free}
     missing = set().union(*words.values())
     chosen: list[int] = []
     while missing:
-        chosen.append(max(free, key=lambda index: len(words[index] & missing) / (1 + _num_ranks(params[index]))))
+        chosen.append(max(free, key=lambda index: len(words[index] & missing) / (1 + num_ranks[index])))
         missing -= words[chosen[-1]]
     chosen = without_needless(chosen, words.__getitem__)
     return [

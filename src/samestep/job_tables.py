@@ -29,7 +29,7 @@ PRESET = "preset:"
 OnNonFinite = Literal["skip", "stop", "continue"]
 OnSpike = Literal["continue", "skip", "rollback"]
 OptimizerStates = Literal["float32", "bf16", "8bit"]
-Compression = Literal["none", "bf16", "fp16", "int8", "int4", "topk"]
+Compression = Literal["none", "bf16", "fp16", "int8", "int4", "topk", "powersgd"]
 """`none`, or the codec of a gradient: a row of `program/codecs.py`."""
 Task = Literal["causal", "masked", "seq2seq", "image", "speech", "vision-language"]
 Waiver = Literal["samples", "loss", "random", "state", "optimizer", "data", "build", "resume"]
@@ -332,8 +332,10 @@ class NumericsTable(Table):
     optimizer_states: OptimizerStates = "float32"
     """Precision in which the states of torch's own optimizers are held: bf16 rounds at random, 8bit has scales by block."""
     compression: Compression = "none"
-    """How gradients are written down where `replicas` are summed: as they are, in half precision, in scaled blocks (int8, int4), or
-    the largest sixteenth of each block alone (topk)."""
+    """How gradients are written down where `replicas` are summed: as they are, in half precision, in scaled blocks (int8, int4),
+    the largest sixteenth of each block alone (topk), or each matrix as a product of two narrow ones (powersgd)."""
+    compression_rank: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 4
+    """With `compression = "powersgd"`: the rank to which the sum of each matrix is reduced."""
     replicas: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     """With `compression` or `exchange_every`: the number of equal parts of the global batch, the gradient of each summed in full."""
     exchange_every: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 1

@@ -179,7 +179,7 @@ class Layout:
         Raises:
             LayoutError: a word is unknown, a value cannot be read, or `dp` is given with `dp_replicate` or `dp_shard`.
         """
-        hints = get_type_hints(cls)
+        hints = _types()
         known = ["dp", *hints]
         for name in words:
             if name not in known:
@@ -220,6 +220,12 @@ def check_degree(name: str, value: int) -> None:
 @functools.cache
 def _fields_with(layout: type[Any], mark: str) -> tuple[str, ...]:
     return tuple(one.name for one in fields(layout) if mark in one.metadata)
+
+
+@functools.cache
+def _types() -> dict[str, Any]:
+    """Return the type of each field of a layout; to evaluate their text takes longer than all else in reading a layout."""
+    return get_type_hints(Layout)
 
 
 def _read(name: str, value: Any, hint: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from samestep.datasets import batches
@@ -12,6 +14,7 @@ from samestep.program.ops import BYTES_OF
 from samestep.program.program import LedgerRow
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.codecs.exchange import CodedExchange
+from samestep.runtime.codecs.factored_exchange import FactoredExchange
 from samestep.simulation.memory import at_rest
 from samestep.strategies import program_of
 from tests.laboratory import Observed, job_of, make_run, observe, on_ranks
@@ -40,6 +43,24 @@ def test_a_codec_sends_so_much_of_what_float32_sends(codec: str, part: float) ->
     assert sent(coded) <= part * sent(plain)
 
 
+def test_factors_send_what_their_shapes_say() -> None:
+    job = compressed("powersgd")
+    seen = on_ranks("dp=2", observe, "wide_llama", job, True)[0]
+    assert seen.ledger == seen.predicted
+    rank, factors, plain = job.numerics.compression_rank, 0, 0
+    for _, _, _, gradient in seen.gradients[0]:
+        rows, columns = gradient.shape[0], gradient.numel() // gradient.shape[0]
+        if gradient.dim() > 1 and rank * (rows + columns) < gradient.numel():
+            factors += rank * (rows + columns)
+        else:
+            plain += gradient.numel()
+    rows_of = [row for rows in seen.ledger.values() for row in rows if row.owner != "scalars"]
+    assert {(row.kind, row.dtype) for row in rows_of} == {("all_reduce", "float32")}
+    padding = sum(row.size_bytes for row in rows_of) // 4 - factors - plain
+    assert 0 <= padding <= len({row.owner for row in rows_of})
+    assert factors > plain > 0
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama3-8b"])
 def test_a_published_model_takes_about_a_byte_an_element(name: str) -> None:
     model = presets.preset(name, 1024)
@@ -66,15 +87,25 @@ def hold(rank: int, world: int, model: str, layout: str, job: Job) -> tuple[int,
     return copies + sum(bytes_of(shard.exchange) for shard in shards), predicted
 
 
-def bytes_of(exchange: CodedExchange) -> int:
-    """Bytes of an exchange's codes, and of what they have lost."""
+def bytes_of(exchange: CodedExchange | FactoredExchange) -> int:
+    """Bytes of an exchange's codes or factors, and of what they have lost."""
+    if isinstance(exchange, FactoredExchange):
+        held = (exchange._first, exchange._own, exchange._second, exchange._directions, exchange._kept)
+        return sum(one.numel() * one.element_size() for one in held)
     codes = {one.data_ptr(): one for one in (exchange._sent, exchange._received, exchange._sums)}
     lost = [tensor for tensors in (*exchange._lost, exchange._lost_by_sum) for tensor in tensors]
     return sum(one.numel() * one.element_size() for one in (*codes.values(), *lost))
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp16", "topk"])
-@pytest.mark.parametrize("layout", ["dp=1", "dp=2", "dp=2 zero=1", "dp_replicate=2 dp_shard=2 zero=3"])
+@pytest.mark.parametrize(
+    ("layout", "codec"),
+    [
+        *itertools.product(
+            ("dp=1", "dp=2", "dp=2 zero=1", "dp_replicate=2 dp_shard=2 zero=3"), ("int8", "fp16", "topk")
+        ),
+        *itertools.product(("dp=1", "dp=2", "dp=2 zero=1"), ("powersgd",)),
+    ],
+)
 def test_memory_of_codes_is_what_is_predicted(codec: str, layout: str) -> None:
     for held, predicted in on_ranks(layout, hold, "wide_llama", compressed(codec)):
         assert held == predicted

@@ -9,9 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from samestep.datasets import batches
 from samestep.job import Job
+from samestep.job_tables import OptimizerTable
 from samestep.runtime.checkpoints import checkpoint, manifests
 from tests.covering import daily
 from tests.laboratory import (
@@ -46,6 +48,12 @@ MORE = [  # codec, replicas, layout, model
     pytest.param("topk", 4, "dp=2", MODEL, marks=NIGHTLY),
     pytest.param("topk", 2, "dp_replicate=2 dp_shard=2 zero=2 microbatch=1", MODEL, marks=NIGHTLY),
     ("fp16", 2, "dp=2 zero=1", MODEL),
+    ("powersgd", 2, "dp=2", MODEL),
+    ("powersgd", 4, "dp=2 zero=1 microbatch=1", MODEL),
+    ("powersgd", 2, "dp=2 pp=2 microbatch=1", "deep_tied"),
+    ("powersgd", 2, "dp=2 cp=2", MODEL),
+    pytest.param("powersgd", 2, "dp=2 zero=1", "gpt2", marks=NIGHTLY),
+    pytest.param("powersgd", 2, "dp=2 pp=2 schedule=zero-bubble microbatch=1", MODEL, marks=NIGHTLY),
     ("int8", 2, "dp=2 pp=2 microbatch=1", "deep_tied"),
     ("int8", 2, "dp_replicate=2 dp_shard=2 ep=2 zero=1", "mixtral"),
     ("int8", 2, "dp_replicate=2 dp_shard=2 ep=2 zero=3", "mixtral"),
@@ -91,17 +99,22 @@ def test_other_codecs_numbers_and_models(codec: str, replicas: int, layout: str,
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("codec", "replicas", "before", "after"),
     [
-        ("dp=2 zero=1", "dp=1"),
-        ("dp=1", "dp_replicate=2 dp_shard=2 zero=3"),
-        pytest.param("dp=2 tp=2", "dp=2 pp=2 microbatch=1", marks=NIGHTLY),
-        pytest.param("dp_replicate=2 dp_shard=2 zero=1", "dp=2 tp=2 sequence_parallel", marks=NIGHTLY),
-        pytest.param("dp_replicate=2 dp_shard=2 zero=3", "dp=2 cp=2", marks=NIGHTLY),
+        ("int8", 2, "dp=2 zero=1", "dp=1"),
+        ("int8", 2, "dp=1", "dp_replicate=2 dp_shard=2 zero=3"),
+        ("powersgd", 4, "dp=4", "dp=2 zero=1"),
+        ("powersgd", 4, "dp=2", "dp=4 zero=1"),
+        pytest.param("powersgd", 2, "dp=2 pp=2 microbatch=1", "dp=1", marks=NIGHTLY),
+        pytest.param("int8", 2, "dp=2 tp=2", "dp=2 pp=2 microbatch=1", marks=NIGHTLY),
+        pytest.param("int8", 2, "dp_replicate=2 dp_shard=2 zero=1", "dp=2 tp=2 sequence_parallel", marks=NIGHTLY),
+        pytest.param("int8", 2, "dp_replicate=2 dp_shard=2 zero=3", "dp=2 cp=2", marks=NIGHTLY),
     ],
 )
-def test_what_codes_have_lost_is_in_a_checkpoint_for_any_layout(before: str, after: str, tmp_path: Path) -> None:
-    job = compressed(steps=4)
+def test_what_codes_have_lost_is_in_a_checkpoint_for_any_layout(
+    codec: str, replicas: int, before: str, after: str, tmp_path: Path
+) -> None:
+    job = compressed(codec, replicas, steps=4)
     first, rest = str(tmp_path / "first"), str(tmp_path / "rest")
     start = on_ranks(before, resumed_losses, MODEL, job, None, 2, first)[0]
     end = on_ranks(after, resumed_losses, MODEL, job, first, 4, rest)[0]
@@ -111,19 +124,31 @@ def test_what_codes_have_lost_is_in_a_checkpoint_for_any_layout(before: str, aft
         assert any(name.startswith("lost/") for name in part["tensors"])
 
 
+@pytest.mark.parametrize("layout", ["dp=2 zero=1", pytest.param("dp=2", marks=NIGHTLY)])
+def test_matrices_that_ranks_update_whole_are_factored_where_they_lie(layout: str) -> None:
+    job = compressed("powersgd", steps=2)
+    muon = {"match": ["*.q_proj.weight", "*.gate_proj.weight", "*.down_proj.weight"], "name": "Muon", "lr": 0.02}
+    job = job.model_copy(update={"optimizer": OptimizerTable(name="sgd", lr=0.1, groups=[muon])})
+    ranks = on_ranks(layout, observe, MODEL, job, True)
+    assert_ledger(ranks, layout)
+    assert_same(ranks, reference(MODEL, job), TOLERANCE)
+
+
 def _scaled(rank: int, world: int, model: str, layout: str, job: Job) -> list[tuple[bool, bool, float]]:
     """Return of each step whether it was skipped, whether what is fed back is finite then, and the loss."""
     run = make_run(rank, world, model, layout, job)
     found = []
     for batch in batches(Tokens(), job):
         report = run.step(batch)
-        fed = [lost.values.isfinite().all() for lost in run.assembly.weights.store.given_back()]
+        store = run.assembly.weights.store
+        fed = [kept.values.isfinite().all() for kept in (*store.given_back(), *store.directions())]
         found.append((report.skipped, all(fed), report.loss))
     return found
 
 
-def test_without_them_a_run_would_go_on_otherwise(tmp_path: Path) -> None:
-    job, folder = compressed(steps=4), str(tmp_path)
+@pytest.mark.parametrize("codec", ["int8", "powersgd"])
+def test_without_them_a_run_would_go_on_otherwise(codec: str, tmp_path: Path) -> None:
+    job, folder = compressed(codec, steps=4), str(tmp_path)
     on_ranks("dp=1", resumed_losses, MODEL, job, None, 2, folder)
     run = make_run(0, 1, MODEL, "dp=1", job)
     run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
@@ -134,9 +159,38 @@ def test_without_them_a_run_would_go_on_otherwise(tmp_path: Path) -> None:
     assert apart[1] > 1e3 * TOLERANCE
 
 
-@pytest.mark.parametrize("layout", ["dp=2", pytest.param("dp_replicate=2 dp_shard=2 zero=3", marks=NIGHTLY)])
-def test_a_step_that_is_not_finite_leaves_nothing_behind_in_what_is_fed_back(layout: str) -> None:
-    job = compressed(precision="fp16", steps=12)
+def _directions(rank: int, world: int, model: str, layout: str, job: Job, folder: str) -> bool:
+    """Return whether a run that has read a checkpoint projects along other directions than one that begins."""
+    run = make_run(rank, world, model, layout, job)
+    run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
+    first = {name: values.clone() for name, values in run.assembly.weights.store.directions()}
+    checkpoint.load(run, manifests.list_checkpoints(Path(folder))[-1])
+    apart = [not torch.equal(first[name], values) for name, values in run.assembly.weights.store.directions()]
+    run.assembly.weights.store.scale_given_back(0.0)
+    again = dict(run.assembly.weights.store.directions())
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    return bool(apart) and all(apart)
+
+
+def test_directions_are_in_a_checkpoint_once(tmp_path: Path) -> None:
+    job = compressed("powersgd", steps=2)
+    on_ranks("dp=2", resumed_losses, MODEL, job, None, 2, str(tmp_path))
+    parts = manifests.read_manifest(manifests.list_checkpoints(tmp_path)[-1])["parts"]
+    written = [name for part in parts for name in part["tensors"] if name.startswith("directions/")]
+    assert len(written) == len({*written}) > 5
+    assert all(on_ranks("dp=2 zero=1", _directions, MODEL, job, str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "codec"),
+    [
+        ("dp=2", "int8"),
+        ("dp=2 zero=1", "powersgd"),
+        pytest.param("dp_replicate=2 dp_shard=2 zero=3", "int8", marks=NIGHTLY),
+    ],
+)
+def test_a_step_that_is_not_finite_leaves_nothing_behind_in_what_is_fed_back(layout: str, codec: str) -> None:
+    job = compressed(codec, precision="fp16", steps=12)
     job = job.model_copy(update={"numerics": job.numerics.model_copy(update={"loss_scale": 2.0**28})})
     ranks = on_ranks(layout, _scaled, MODEL, job)
     assert 0 < sum(skipped for skipped, _, _ in ranks[0]) < 12

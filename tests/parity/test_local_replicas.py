@@ -144,6 +144,7 @@ def test_a_layout_trains_the_replicas_of_one_device(layout: str, codec: str) -> 
     [
         pytest.param(4, "dp=2", MODEL, "none", marks=NIGHTLY),
         (4, "dp=2 microbatch=1", MODEL, "int8"),
+        (4, "dp=2 microbatch=1", MODEL, "powersgd"),
         pytest.param(4, "dp=4", MODEL, "bf16", marks=NIGHTLY),
         pytest.param(2, "dp_replicate=2 dp_shard=2 zero=3", "gpt2", "int8", marks=NIGHTLY),
         (2, "dp=2 pp=2 schedule=zero-bubble microbatch=1", "deep_tied", "none"),
@@ -169,6 +170,7 @@ def assert_losses_and_weights(ranks: list[Observed], wanted: Observed) -> None:
     ("before", "after", "codec"),
     [
         ("dp=2", "dp=1", "int8"),
+        ("dp=2", "dp=1", "powersgd"),
         ("dp=1", "dp_replicate=2 dp_shard=2 zero=3", "none"),
         pytest.param("dp_replicate=2 dp_shard=2 zero=1", "dp=2 tp=2", "int8", marks=NIGHTLY),
         pytest.param("dp=2 pp=2 microbatch=1", "dp=2 cp=2", "none", marks=NIGHTLY),

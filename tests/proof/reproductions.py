@@ -33,6 +33,7 @@ from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.run import Run
+from tests import traced
 from tests.laboratory import TOLERANCE, Observed, assert_same, follow, largest_error, whole
 from tests.pool import pool
 from tests.proof import odd_code as odd
@@ -66,6 +67,8 @@ class Reproduction:
     reference: str = "dp=1"
     stop: int = 3
     """The step after which a run is interrupted."""
+    is_traced_once: bool = False
+    """Whether the ranks inherit the traced model, as forked workers do: of a large one the trace takes longest."""
 
     @property
     def job(self) -> Job:
@@ -90,7 +93,7 @@ REPRODUCTIONS = (
     _case("code between blocks", "A1", 2, odd.Between, PP, names=("blocks", "pp")),
     _case("conditioning by a trained embedding", "A1", 2, odd.Conditioned, PP, names=("blocks", "pp")),
     _case("sum of all hidden states", "A1", 2, odd.SumOfStates, PP, names=("blocks", "pp")),
-    _case("Zamba2", "A1", 2, odd.zamba2, PP, names=("layers", "pp")),
+    _case("Zamba2", "A1", 2, odd.zamba2, PP, names=("layers", "pp"), is_traced_once=True),
     _case("blocks of several widths", "C", 2, odd.mlp, PP, names=("pp",), **VECTORS),
     _case("frozen first stage", "C", 2, odd.FrozenStart, PP, names=("pp", "blocks")),
     _case("blocks that give tuples", "C", 2, odd.Tuples, PP, names=("pp", "blocks")),
@@ -197,6 +200,8 @@ def outcome(case: Reproduction, layout: str) -> Outcome:
     try:
         expected = _expected(case)
         world = Layout.parse(layout).world_size
+        if case.is_traced_once:
+            _source(case, Layout.parse(layout))
         found = pool(world).run(carry_out, case.name, layout) if world > 1 else [carry_out(0, 1, case.name, layout)]
     except InputError as error:
         return Outcome(REFUSED, str(error))
@@ -245,8 +250,16 @@ def carry_out(rank: int, world: int, name: str, layout: str) -> Observed:
 
 def _run(rank: int, world: int, case: Reproduction, layout: str) -> Run:
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    where = Layout.parse(layout)
+    return Run(_source(case, where), where, case.job, place)
+
+
+def _source(case: Reproduction, layout: Layout) -> Source:
     source = Source(case.build, case.loss, optimizer_source(case.optimizer), case.name)
-    return Run(source, Layout.parse(layout), case.job, place)
+    if not case.is_traced_once:
+        return source
+    example = next(batches(case.data(), case.job)).samples([0])
+    return replace(source, prepared=traced.prepared(("reproduction", case.name), source, case.job, example, layout))
 
 
 @contextlib.contextmanager

@@ -30,7 +30,9 @@ def job(codec: str) -> Job:
     )
 
 
-@pytest.mark.parametrize(("layout", "codec"), [("dp=2", "none"), ("dp_replicate=2 dp_shard=2 zero=3", "int8")])
+@pytest.mark.parametrize(
+    ("layout", "codec"), [("dp=2", "none"), ("dp_replicate=2 dp_shard=2 zero=3", "int8"), ("dp=2", "powersgd")]
+)
 def test_a_layout_is_proven(layout: str, codec: str) -> None:
     verdict = verify(job(codec), layout=layout, precision="float64")
     assert verdict.proven, verdict.to_text()

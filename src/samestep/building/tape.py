@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from samestep.building.dispatch_mode import DispatchMode
 from samestep.errors import ModelError
 
 WAY_OUT = "pass an instance instead of a build function: it is built whole on every rank from the job's seed"
@@ -149,7 +150,7 @@ def _traits(func: Any) -> _Traits:
     )
 
 
-class Tape(TorchDispatchMode):
+class Tape(DispatchMode):
     """Runs every operation on meta and records those that write values into memory."""
 
     def __init__(self) -> None:

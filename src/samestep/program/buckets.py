@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from samestep.models.spec import ParamSpec
-from samestep.program.codecs import PLAIN, CodedPart
+from samestep.program.codecs import PLAIN, CodedPart, Matrix
 from samestep.program.contributions import Contributions
 from samestep.program.holding import Holding
 from samestep.program.ops import BYTES_OF, Op, OpKind, Ops
@@ -54,6 +54,8 @@ class Bucket:
     """Name of the codec with which its gradients are sent, one of `CODECS`; or `PLAIN`."""
     block: int = 1
     """Elements of a block of its gradients, in which the codec writes them down."""
+    matrices: tuple[Matrix, ...] = ()
+    """Gradients that the codec sends as factors."""
     padded_numel: int
     """Elements of the flat buffer, padding included."""
     holding: Holding
@@ -69,7 +71,8 @@ class Bucket:
     def coded(self, made: Contributions) -> CodedPart:
         """Return what a rank encodes of it: all, or the chunk that is left to it within a contribution."""
         is_cut_before = self.holding.data_axis != made.axis
-        return CodedPart(self.padded_numel // (self.holding.num_shards if is_cut_before else 1), self.block)
+        numel = self.padded_numel // (self.holding.num_shards if is_cut_before else 1)
+        return CodedPart(numel, self.block, self.matrices)
 
     def gathers_codes(self, made: Contributions) -> bool:
         """Return whether every rank has all sums, and not the chunk alone that ZeRO leaves it, whose weights it sends back."""
@@ -148,7 +151,7 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
 def _largest_numel(step: StepSpec) -> int:
     """Return the elements at which a bucket is closed that is no late one: stages of other sizes agree on those."""
     whole = BUCKET_BYTES // BYTES_OF[step.master_dtype]
-    if step.codec == PLAIN:
+    if step.codec == PLAIN or step.compression_rank:  # factors are small, and an all_reduce fills a link
         return whole
     part = sum(param.numel for param in step.model.params if param.trainable) // CODED_BUCKETS
     return min(whole, max(part, LEAST_CODED_BYTES // BYTES_OF[step.master_dtype]))
@@ -182,6 +185,7 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
     holding = step.holding(params[0])
     block, owners = step.gradient_block(params[0]), _owners(step, params[0])
     multiple = math.prod(map(step.ranks.size, holding.data_axes)) * block
+    params = sorted(params, key=lambda param: _shape_of_factors(step, param))
     held = owners_of([param.numel for param in params], owners)
     # A rank's chunk begins at no block's middle.
     aligned = LARGEST_BLOCK if step.optimizer_states == "8bit" and holding.num_shards > 1 else 1
@@ -199,9 +203,23 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
         dtype=step.working_dtype(params[0]),
         codec=step.codec,
         block=block,
+        matrices=tuple(_matrices(step, params, members)),
         padded_numel=chunk * owners,
         holding=holding,
     )
+
+
+def _matrices(step: StepSpec, params: Sequence[ParamSpec], members: Sequence[Member]) -> Iterator[Matrix]:
+    """Yield what is sent as factors, in the order of the buffer."""
+    for param, member in sorted(zip(params, members, strict=True), key=lambda pair: pair[1].offset):
+        if step.is_factored(param):
+            rows = param.shape[0]
+            yield Matrix(param.name, member.offset, rows, param.numel // rows, step.compression_rank)
+
+
+def _shape_of_factors(step: StepSpec, param: ParamSpec) -> tuple[int, ...]:
+    """Return a key by which matrices of one shape, whose products are one operation, lie side by side, and all else behind."""
+    return (0, *param.shape) if step.is_factored(param) else (1,)
 
 
 def owners_of(sizes: Sequence[int], ranks: int) -> list[int]:

@@ -1,7 +1,8 @@
 """Gradient codecs: how the elements of a gradient are written down where contributions are summed. No torch.
 
 A codec is one row of `CODECS` and one file with its torch part, `module`. The row says how many bytes a block of elements
-takes, so that programs, the ledger, the clock and the planner know what is sent; the file says what torch does.
+takes, or that matrices are sent as two factors, so that programs, the ledger, the clock and the planner know what is sent;
+the file says what torch does.
 
 ```
 part of a rank    │ codes of its blocks, one after the other │ what each block needs besides, such as a scale │   bytes
@@ -11,6 +12,7 @@ Blocks are those of the whole weight (`state_blocks.block_of`), whatever a layou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,6 +35,8 @@ class CodecSpec:
     """Bytes that a block takes besides its elements."""
     feeds_back: bool = False
     """Whether what a code loses is added to the gradient that is encoded next."""
+    factors: bool = False
+    """Whether a matrix is sent as two factors, which all_reduces sum, and everything else as it is, in master precision."""
 
     def size_bytes(self, numel: int, block: int) -> int:
         """Return the bytes of `numel` elements in blocks of `block` as they are sent."""
@@ -66,8 +70,33 @@ CODECS = {
         name="int4", module="samestep.runtime.codecs.int4", element_bits=4, block_bytes=1, feeds_back=True
     ),
     "topk": CodecSpec(name="topk", module="samestep.runtime.codecs.topk", element_bits=40, one_of=16, feeds_back=True),
+    "powersgd": CodecSpec(
+        name="powersgd", module="samestep.runtime.codecs.powersgd", element_bits=32, feeds_back=True, factors=True
+    ),
 }
 """All codecs, by the words of `numerics.compression`."""
+
+
+class Matrix(NamedTuple):
+    """The gradient of a weight [rows, columns] in a flat buffer, sent as factors [rows, rank] and [columns, rank]."""
+
+    name: str
+    """The weight's."""
+    offset: int
+    rows: int
+    columns: int
+    rank: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.rows * self.columns
+
+
+def is_factored(shape: Sequence[int], rank: int) -> bool:
+    """Return whether two factors of a rank have fewer elements than a weight, its first dimension against all others."""
+    numel, rows = math.prod(shape), shape[0] if len(shape) > 1 else 0
+    return rows > 0 and (rows + numel // rows) * rank < numel
 
 
 class CodedPart(NamedTuple):
@@ -75,6 +104,21 @@ class CodedPart(NamedTuple):
 
     numel: int
     block: int
+    matrices: tuple[Matrix, ...] = ()
+    """Those in it that are sent as factors, in order; what lies outside of them is sent as it is."""
+
+    @property
+    def factor_numels(self) -> tuple[int, int]:
+        """Elements of what is sent first, the left factors and what is sent as it is, and of the right factors."""
+        plain = self.numel - sum(matrix.numel for matrix in self.matrices)
+        left = sum(matrix.rows * matrix.rank for matrix in self.matrices)
+        return left + plain, sum(matrix.columns * matrix.rank for matrix in self.matrices)
+
+    @property
+    def factor_flops(self) -> tuple[int, int]:
+        """FLOPs of the left factors, and of everything that follows: three products, and what makes columns orthonormal."""
+        product = sum(2 * matrix.numel * matrix.rank for matrix in self.matrices)
+        return product, 3 * product + sum(4 * (m.rows + m.columns) * m.rank**2 for m in self.matrices)
 
 
 def coded_bytes(codec: str, parts: Sequence[CodedPart]) -> int:
@@ -88,11 +132,18 @@ def exchange(
     """Yield the collectives that sum what the ranks of an axis have encoded, `each` of them so many contributions.
 
     Every rank sums its part of the buffers, of all contributions, and encodes the sum, which all ranks gather. Buffers that
-    are sent as they are, in `dtype`, are added up by each rank first, and then by one all_reduce.
+    are sent as they are, in `dtype`, are added up by each rank first, and then by one all_reduce. Of factors the second one
+    is made from the sum of the first, so that there are two.
     """
     if codec == PLAIN:
         plain = Op(kind=OpKind.ALL_REDUCE, owner=owner, axis=axis, dtype=dtype, codec=PLAIN)
         yield plain.sized(sum(part.numel for part in parts))
+        return
+    if CODECS[codec].factors:
+        factor = Op(kind=OpKind.ALL_REDUCE, owner=owner, axis=axis, dtype=dtype, codec=codec)
+        numels = map(sum, zip(*(part.factor_numels for part in parts), strict=True))
+        flops = map(sum, zip(*(part.factor_flops for part in parts), strict=True))
+        yield from (factor.sized(numel).but(flops=work) for numel, work in zip(numels, flops, strict=True) if numel)
         return
     size = coded_bytes(codec, parts)
     sent = Op(kind=OpKind.ALL_TO_ALL, owner=owner, axis=axis, dtype="uint8", size_bytes=each * size, codec=codec)

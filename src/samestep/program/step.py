@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from samestep.job import Job
-from samestep.job_tables import Compression, OptimizerStates, Precision, Waiver
+from samestep.job_tables import Compression, NumericsTable, OptimizerStates, Precision, Waiver
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec, ParamSpec
 from samestep.program.bodies import BodyKey, ends_step
-from samestep.program.codecs import CODECS, PLAIN
+from samestep.program.codecs import CODECS, PLAIN, is_factored
 from samestep.program.contributions import Contributions
 from samestep.program.holding import WHOLE, Holding
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32
@@ -73,6 +73,8 @@ class StepSpec:
     """Steps after which replicas exchange what their weights have moved by; 1 where they exchange gradients in every step."""
     gradient_blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Elements of a block of each weight's gradient, in which the codec writes it down."""
+    compression_rank: int = 0
+    """The rank of the factors as which the codec sends matrices; 0 where it sends none."""
     allow: tuple[Waiver, ...] = ()
     """Refusals that the job waives."""
     holdings: Mapping[str, Holding] = field(default_factory=dict, hash=False)
@@ -115,6 +117,7 @@ class StepSpec:
             replicas=job.numerics.replicas,
             exchange_every=job.numerics.exchange_every,
             gradient_blocks=_gradient_blocks(model, job.numerics.compression),
+            compression_rank=_compression_rank(job.numerics),
             allow=job.run.waivers,
         )
 
@@ -193,6 +196,10 @@ class StepSpec:
     def gradient_block(self, param: ParamSpec) -> int:
         """Return the elements of a block of a weight's gradient; 1 where gradients are sent as they are."""
         return self.gradient_blocks.get(param.name, 1)
+
+    def is_factored(self, param: ParamSpec) -> bool:
+        """Return whether a weight's gradient is sent as two factors."""
+        return self.compression_rank > 0 and is_factored(param.shape, self.compression_rank)
 
     @property
     def least_reduced_bytes(self) -> int:
@@ -283,6 +290,12 @@ def _gradient_blocks(model: ModelSpec, compression: Compression) -> dict[str, in
     if compression == "none" or not CODECS[compression].has_blocks:
         return {}
     return {param.name: block_of(param.shape) or 1 for param in model.params}
+
+
+def _compression_rank(numerics: NumericsTable) -> int:
+    """Return the rank of the factors that a codec sends; 0 of one that sends none."""
+    kind = numerics.compression
+    return numerics.compression_rank if kind != "none" and CODECS[kind].factors else 0
 
 
 LARGEST_CHUNK = 2**24

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from samestep.program.codecs import CODECS
+from samestep.program.codecs import CODECS, is_factored
 from samestep.program.step import StepSpec
 from samestep.runtime.codecs.codec import codec_of
+from samestep.runtime.codecs.powersgd import first_directions, next_directions, orthonormalise
 
 
 class PlainContributions:
@@ -18,10 +19,13 @@ class PlainContributions:
     def __init__(self, step: StepSpec, canonical: Mapping[str, str]) -> None:
         """Follow the codec of a step; `canonical` gives the name in its model of each weight's name in the loop."""
         self.number = step.replicas
+        self._rank, self._canonical = step.compression_rank, canonical
         self._blocks = {name: step.gradient_blocks.get(known, 1) for name, known in canonical.items()}
-        self._codec, self._spec = codec_of(step.codec), CODECS[step.codec]
+        self._spec = CODECS[step.codec]
+        self._codec = None if self._spec.factors else codec_of(step.codec)
         self._lost: dict[tuple[str, int], Tensor] = {}
         self._sums: dict[str, Tensor] = {}
+        self._directions: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def add(self, index: int, params: Mapping[str, nn.Parameter]) -> None:
@@ -35,10 +39,14 @@ class PlainContributions:
     def finish(self, params: Mapping[str, nn.Parameter], count: float) -> None:
         """Set gradients to what their sums are decoded as, over the count."""
         for name, param in params.items():
-            param.grad = self._coded(name, self.number, self._sums.pop(name)) / count
+            total = self._sums.pop(name)
+            factors = self._rank and is_factored(total.shape, self._rank)
+            param.grad = (self._projected(name, total) if factors else self._coded(name, self.number, total)) / count
 
     def _coded(self, name: str, index: int, gradient: Tensor) -> Tensor:
         """Return what a gradient is decoded as, and keep what its code loses."""
+        if self._codec is None:
+            return gradient.detach()
         values = gradient.detach().reshape(1, -1).clone()
         if (name, index) in self._lost:
             values += self._lost[name, index]
@@ -50,3 +58,17 @@ class PlainContributions:
         decoded = torch.zeros_like(values)
         self._codec.decode(wire, self._blocks[name], decoded)
         return decoded.view_as(gradient)
+
+    def _projected(self, name: str, total: Tensor) -> Tensor:
+        """Return the projection of a sum of contributions, and keep what is left of it."""
+        whole = total.detach().reshape(len(total), -1) + self._lost.get((name, self.number), 0.0)
+        if name not in self._directions:
+            drawn = first_directions(self._canonical[name], self._rank, whole.shape[1])
+            self._directions[name] = drawn.to(whole)
+        left = self._directions[name] @ whole.T
+        orthonormalise([left[None]])
+        right = left @ whole
+        decoded = left.T @ right
+        self._lost[name, self.number] = whole - decoded
+        next_directions([right[None]], [self._directions[name][None]])
+        return decoded.view_as(total)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from samestep.building.dispatch_mode import DispatchMode
 from samestep.errors import ModelError
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
@@ -46,7 +46,7 @@ def watching(loss: Loss, model: object) -> Loss:
     return first_watched
 
 
-class _Reading(TorchDispatchMode):
+class _Reading(DispatchMode):
     """Notes the first of some memories that an operation reads."""
 
     def __init__(self, stale: dict[int, str]) -> None:

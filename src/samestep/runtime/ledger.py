@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._profiler import _RecordFunctionFast
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from samestep.building.dispatch_mode import DispatchMode
 from samestep.program.program import LedgerRow, ledger_key
 
 _KINDS = {
@@ -79,7 +79,7 @@ def outside_step() -> Iterator[None]:
         _owners.is_outside = before
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(DispatchMode):
     """Records the collectives issued while it is active: `rows[group]` in order of issue.
 
     `group_of` names a process group; collectives of kinds that no program has are listed by their torch name.

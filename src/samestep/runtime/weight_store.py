@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from samestep.program.bodies import Task
-from samestep.runtime.codecs.exchange import GivenBack
+from samestep.runtime.codecs.rests import Directions, GivenBack
 from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.parameter_hooks import GradientHooks
 
@@ -88,8 +88,18 @@ class WeightStore(Protocol):
         """
         ...
 
+    def directions(self) -> Iterator[Directions]:
+        """Yield the directions along which the next gradients of matrices are projected; it sends nothing.
+
+        All ranks with the same weights yield the same.
+        """
+        ...
+
     def scale_given_back(self, factor: float) -> None:
-        """Multiply what codes have lost, where gradients are scaled otherwise from now on; every rank calls it alike."""
+        """Multiply what codes have lost, where gradients are scaled otherwise from now on; every rank calls it alike.
+
+        By 0, all that the exchanges keep is as before the first step.
+        """
         ...
 
     def exchange(self, fill: Callable[[int], None]) -> None:

@@ -38,6 +38,8 @@ from samestep.simulation.collectives import collective_s, group_of
 
 CODING_PASSES = 4
 """Elements that a codec reads or writes for one that it encodes: gradient, what was lost before, what is lost now."""
+FACTOR_PASSES = 2
+"""How often a matrix is read or written for each of its four products with a factor, the sum with what was lost included."""
 UNPACKED_BYTES = 21
 """Bytes that are read or written to make the value of an element in 4 bits: code, index, level, product with the scale, cast."""
 UPDATE_PASSES = 7
@@ -300,15 +302,25 @@ def _collective_s(op: Op, program: Program, hardware: Hardware) -> float:
         return 0.0
     axis = op.axis or ""
     group = group_of(axis, program.axes[axis], program.step, hardware)
-    return _coding_s(op, program.step, hardware) + collective_s(op.kind, op.size_bytes, group, hardware)
+    return _coding_s(op, program, hardware) + collective_s(op.kind, op.size_bytes, group, hardware)
 
 
-def _coding_s(op: Op, step: StepSpec, hardware: Hardware) -> float:
+def _coding_s(op: Op, program: Program, hardware: Hardware) -> float:
     """Return the seconds that gradients take to be encoded, before an all_to_all, or decoded, summed and encoded again."""
     if op.codec in (None, PLAIN):
         return 0.0
+    step = program.step
+    if CODECS[op.codec].factors:
+        return _factoring_s(op, step.compression_rank, hardware)
     elements = op.size_bytes / CODECS[op.codec].element_bytes
     return CODING_PASSES * elements * BYTES_OF[step.master_dtype] / _bandwidth(hardware)
+
+
+def _factoring_s(op: Op, rank: int, hardware: Hardware) -> float:
+    """Return the seconds of products of matrices with factors, for each of which a matrix is read or written."""
+    reached = _reached_by(rank, hardware.efficiency_by_shortest_side.get(op.dtype, {}))
+    moved = FACTOR_PASSES * op.flops / (2 * rank) * BYTES_OF[op.dtype]
+    return max(op.flops / (_peak(hardware, op.dtype) * reached), moved / _bandwidth(hardware))
 
 
 # -- update ------------------------------------------------------------------------------------------------------------

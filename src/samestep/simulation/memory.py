@@ -163,6 +163,11 @@ def _coded_bytes(program: Program) -> int:
         if step.codec == PLAIN:
             found += master * numel * (made.each > 1)
             continue
+        if CODECS[step.codec].factors:
+            for part in parts:
+                first, second = part.factor_numels
+                found += master * (part.numel + first + 3 * second)  # what was lost; own, summed factors and directions
+            continue
         size = coded_bytes(step.codec, parts)
         found += made.each * size * (2 if made.ranks > 1 else 1) + size // (1 if gathers else made.ranks)
         found += master * (made.each * numel + numel // made.ranks) * CODECS[step.codec].feeds_back

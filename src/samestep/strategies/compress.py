@@ -102,6 +102,8 @@ def _reasons(step: StepSpec, made: Contributions, layout: Layout, replicas: int)
         yield f"reduce={layout.reduce} sums gradients as they are; reduce=ring works"
     if step.zero >= 2 and made.axis == SHARDS:
         yield f"zero={step.zero} sums gradients over dp_shard in full; zero=1 works, and so does dp_replicate={replicas}"
+    if name := next((param.name for param in step.model.params if param.trainable and step.is_factored(param)), ""):
+        yield from _refuse_cut_matrices(step, made, name)
     if made.axis == SHARDS and layout.cp > 1:
         yield f"zero={step.zero} divides gradients among the ranks of cp too; zero=0 works"
     if layout.ep > 1 and (step.zero == 0 or made.axis == SHARDS):
@@ -117,6 +119,22 @@ def _reasons(step: StepSpec, made: Contributions, layout: Layout, replicas: int)
         yield (
             f"{layout.dp * step.num_microbatches} micro-batches of the {step.global_batch} samples are not equal, so they are "
             "not those of equal contributions; a degree and a microbatch that divide them work"
+        )
+
+
+def _refuse_cut_matrices(step: StepSpec, made: Contributions, name: str) -> Iterator[str]:
+    """Yield which axes leave a rank no whole matrices, of which `name` is one, and what works."""
+    layout = step.layout
+    if step.zero and made.axis == REPLICAS:
+        yield (
+            f'numerics.compression = "{step.codec}" factors whole matrices, and zero={step.zero} divides the gradient of {name} '
+            f'among dp_shard={layout.dp_shard}: dp={step.replicas} zero=1 works, and so does "int8"'
+        )
+    cut = next((param.name for param in step.model.params if param.cut is not None and step.is_factored(param)), "")
+    if layout.tp > 1 and cut:
+        yield (
+            f'numerics.compression = "{step.codec}" factors whole matrices, and tp={layout.tp} divides {cut}: tp=1 works, and '
+            'so does "int8"'
         )
 
 

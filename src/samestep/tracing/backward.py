@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from samestep.building.dispatch_mode import DispatchMode
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import operands, run_on_meta, tensors_in
 
@@ -118,7 +118,7 @@ def _nodes(roots: Iterable[Tensor]) -> set[Node]:
     return seen
 
 
-class _BackwardTracer(TorchDispatchMode):
+class _BackwardTracer(DispatchMode):
     """Records the storages that each operation of a backward reads and writes."""
 
     def __init__(self, watch: ForwardTracer, found: Backward) -> None:

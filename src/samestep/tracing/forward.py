@@ -22,10 +22,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from samestep.building.dispatch_mode import DispatchMode
 from samestep.building.families import facts_of
 from samestep.building.model import call_model
 from samestep.building.named_tensors import tensors_of
@@ -73,7 +74,7 @@ class Visit:
     """When it ends."""
 
 
-class ForwardTracer(TorchDispatchMode):
+class ForwardTracer(DispatchMode):
     """Records what every operation reads, writes and costs, by region. A storage is identified by its address."""
 
     has_backward = True

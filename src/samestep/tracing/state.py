@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from samestep.building.dispatch_mode import DispatchMode
 from samestep.errors import ModelError
 from samestep.models.analysis import StateKind, StateSpec
 from samestep.models.spec import ModelSpec
@@ -64,7 +64,7 @@ def _counts_tokens(func: Any, args: tuple[Any, ...]) -> bool:
     return func in (torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default) and args[3:4] == (True,)
 
 
-class _WriteRecorder(TorchDispatchMode):
+class _WriteRecorder(DispatchMode):
     """Records the storages that operations write into."""
 
     def __init__(self) -> None:

@@ -33,7 +33,8 @@ from samestep.program.program import Program
 from samestep.runtime.axes.late_weights import LateWeights
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.weight_gradients import is_postponed
-from samestep.runtime.codecs.exchange import CodedExchange, GivenBack, PlainExchange, exchange_of, of_weights
+from samestep.runtime.codecs.exchange import Exchange, exchange_of
+from samestep.runtime.codecs.rests import Directions, GivenBack, of_weights
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
 from samestep.runtime.optimizers.optimizer_step import squared_norm
@@ -50,7 +51,7 @@ class _FlatBuffer:
 
     bucket: Bucket
     gradients: Tensor
-    exchange: CodedExchange | PlainExchange | None
+    exchange: Exchange | None
     """Sums the bucket between contributions, or replicas that are trained apart; None where gradients are all_reduced."""
     starts: list[Op]
     """The collective issued when a backward has filled the bucket; at most one."""
@@ -337,8 +338,7 @@ class Replicated:
             assert flat.exchange is not None
             _wait(flat)
             with owned(op.owner):
-                is_last = op.kind is OpKind.ALL_GATHER
-                flat.work = flat.exchange.gather() if is_last else flat.exchange.scatter([mine[op.owner]])
+                flat.work = flat.exchange.send([mine[op.owner]])
         for name, flat in flats.items():
             assert flat.exchange is not None
             _wait(flat)
@@ -356,7 +356,7 @@ class Replicated:
         if op.codec not in (None, PLAIN):
             assert flat.exchange is not None
             with owned(op.owner):
-                return flat.exchange.scatter([flat.left]) if op.kind is OpKind.ALL_TO_ALL else flat.exchange.gather()
+                return flat.exchange.send([flat.left])
         with owned(op.owner):
             work = _sent(op.kind, flat.left if op.kind is OpKind.ALL_REDUCE else whole, group)
         if op.kind is OpKind.REDUCE_SCATTER:
@@ -376,6 +376,12 @@ class Replicated:
             places = [(member.name, member.offset - first, member.numel) for member in flat.bucket.members]
             for rest in flat.exchange.rests(0):
                 yield from of_weights(rest, places)
+
+    def directions(self) -> Iterator[Directions]:
+        """Yield the directions along which the next gradients are projected."""
+        for flat in self._flats:
+            if flat.exchange is not None:
+                yield from flat.exchange.directions()
 
     def scale_given_back(self, factor: float) -> None:
         """Multiply what codes have lost."""

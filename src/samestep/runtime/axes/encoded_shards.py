@@ -18,7 +18,8 @@ from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
 from samestep.program.units import coded_parts
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.codecs.exchange import CodedExchange, GivenBack, PlainExchange, exchange_of, of_weights
+from samestep.runtime.codecs.exchange import Exchange, exchange_of
+from samestep.runtime.codecs.rests import Directions, GivenBack, of_weights
 from samestep.runtime.ledger import owned
 from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.processes.mesh import Mesh
@@ -28,7 +29,7 @@ from samestep.runtime.processes.mesh import Mesh
 class _Shard:
     """The buffers of one unit."""
 
-    exchange: CodedExchange | PlainExchange
+    exchange: Exchange
     pieces: list[list[Piece]]
     """Of each buffer the rows of weights that it holds, one behind the other."""
     buffers: list[Tensor] = field(default_factory=list)
@@ -62,12 +63,11 @@ class EncodedShards:
         """Issue one collective of a unit's exchange. Collective over `op.axis`: if a rank does not call it, the others wait."""
         shard = self._shards[op.owner]
         _wait(shard)
-        is_first = op.kind is not OpKind.ALL_GATHER
-        if is_first:
+        if op.kind is not OpKind.ALL_GATHER:
             for gradients, windows in _pairs(shard):
                 torch._foreach_copy_(windows, gradients)
         with owned(op.owner):
-            shard.work = shard.exchange.scatter(shard.buffers) if is_first else shard.exchange.gather()
+            shard.work = shard.exchange.send(shard.buffers)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -87,6 +87,11 @@ class EncodedShards:
                 for rest in shard.exchange.rests(number):
                     for one in of_weights(rest, places):
                         yield one._replace(start=starts[one.name] + one.start)
+
+    def directions(self) -> Iterator[Directions]:
+        """Yield the directions along which the next gradients are projected."""
+        for shard in self._shards.values():
+            yield from shard.exchange.directions()
 
     def scale_given_back(self, factor: float) -> None:
         """Multiply what codes have lost."""

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from samestep.building.dispatch_mode import DispatchMode
 from samestep.errors import ModelError
 from samestep.models.spec import ModelSpec
 from samestep.runtime.axes.chunked_loss import LOGITS, Chunking, Elementwise, Head, Place, row_losses
@@ -238,7 +239,7 @@ def _moved(
 # -- elementwise functions -----------------------------------------------------------------------------------------------
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(DispatchMode):
     """Whether all operations that run inside are elementwise, and whether one writes into its first operand."""
 
     def __init__(self) -> None:

@@ -56,7 +56,7 @@ from samestep.program.program import Program
 from samestep.program.units import Unit, partial_sizes
 from samestep.runtime.axes.encoded_shards import EncodedShards
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.codecs.exchange import GivenBack
+from samestep.runtime.codecs.rests import Directions, GivenBack
 from samestep.runtime.forward_only import has_backward
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
@@ -235,6 +235,10 @@ class Sharded:
     def given_back(self) -> Iterator[GivenBack]:
         """Yield what codes have lost of each weight."""
         return self._encoded.given_back()
+
+    def directions(self) -> Iterator[Directions]:
+        """Yield the directions along which the next gradients are projected."""
+        return self._encoded.directions()
 
     def scale_given_back(self, factor: float) -> None:
         """Multiply what codes have lost."""

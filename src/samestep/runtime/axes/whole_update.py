@@ -26,7 +26,7 @@ from samestep.program.bodies import Task
 from samestep.program.owners import Owned, Owners
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.codecs.exchange import GivenBack
+from samestep.runtime.codecs.rests import Directions, GivenBack
 from samestep.runtime.ledger import owned
 from samestep.runtime.optimizers.pieces import LiveWeights, Piece
 from samestep.runtime.parameter_hooks import GradientHooks
@@ -116,6 +116,10 @@ class Owning:
     def given_back(self) -> Iterator[GivenBack]:
         """Yield what codes have lost of this rank's contributions."""
         return self._store.given_back()
+
+    def directions(self) -> Iterator[Directions]:
+        """Yield the directions along which the next gradients are projected."""
+        return self._store.directions()
 
     def scale_given_back(self, factor: float) -> None:
         """Multiply what codes have lost."""

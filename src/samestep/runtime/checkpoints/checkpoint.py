@@ -4,7 +4,8 @@
 checkpoints/step-000500/
     manifest.json             written last: step, loss scale, the job, shapes, which elements lie in which file; digests
     rank-0000.safetensors     runs of elements: value/NAME/START, average/NAME/START, state/NAME/START/KEY, and
-                              lost/NAME/START/KEY, which codes have lost of gradients; buffers, and tensors that are kept besides
+                              lost/NAME/START/KEY, which codes have lost of gradients; directions/NAME, along which those of
+                              matrices are projected; buffers, and tensors that are kept besides
     pretrained/               with checkpoint.save_pretrained: a folder that transformers loads (`runtime/checkpoints/pretrained_folder.py`)
 ```
 A rank writes the pieces it updates (only the first of several replicas does), and reads the runs that overlap the
@@ -159,7 +160,9 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
             _load_replicas(run, run.replicas, stored)
         for lost in run.assembly.weights.store.given_back():
             mine = stored_pieces.slice_of_part(run, lost.name).runs(lost.start, lost.start + lost.values.numel())
-            lost.values.copy_(stored.read_lost(lost.key, lost.name, mine))
+            lost.values.copy_(stored.read_lost(lost.key, lost.name, mine, lost.summed))
+        for name, directions in run.assembly.weights.store.directions():
+            directions.copy_(stored.read_directions(name))
         updater.publish()  # else what was read looks like what somebody has written into the weights
         for assembly in assemblies_of(run):
             _load_untrained(run, assembly, stored)
@@ -276,6 +279,11 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
         f"lost/{stored_pieces.name_of_part(run, lost.name)}/{lost.start}/{lost.key}": stored_pieces.copied(lost.values)
         for lost in run.assembly.weights.store.given_back()
         if stored_pieces.encodes_first(run, lost.name)
+    }
+    tensors |= {
+        f"directions/{name}": stored_pieces.copied(directions)
+        for name, directions in run.assembly.weights.store.directions()
+        if stored_pieces.encodes_first(run, name) and not stored_pieces.index_of_contributions(run)
     }
     for piece in frozen:
         if piece.name not in elsewhere:

@@ -44,6 +44,8 @@ class OpenCheckpoint:
     """Runs of each parameter's optimizer state, by parameter and key."""
     lost: dict[str, dict[str, list[_StoredRun]]] = field(default_factory=dict)
     """Runs of what codes have lost of each parameter's gradient, by parameter and contribution."""
+    directions: dict[str, Any] = field(default_factory=dict)
+    """Files of the directions along which each parameter's gradient is projected."""
     buffers: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     """Files of the tensors in values that are kept besides, by their names."""
@@ -83,6 +85,8 @@ class OpenCheckpoint:
         kind, _, rest = name.partition("/")
         if kind == "buffer":
             self.buffers[rest] = file
+        elif kind == "directions":
+            self.directions[rest] = file
         elif kind == "kept":
             self.kept[name] = file
         elif kind in ("value", "average"):
@@ -107,13 +111,36 @@ class OpenCheckpoint:
         stored = self.states[weight][what] if known is None else known.get(weight, [])
         return self._assembled(stored, what, weight, mine, block)
 
-    def read_lost(self, key: str, weight: str, mine: Runs) -> Tensor:
+    def read_lost(self, key: str, weight: str, mine: Runs, summed: int = 0) -> Tensor:
         """Assemble what the codes of a contribution have lost of some elements of a weight's gradient.
+
+        Of sums of contributions, of the `summed` ones from `key` on, it is the sum of those that begin with one of these.
 
         Raises:
             CheckpointError: the files lack some of the elements.
         """
-        return self._assembled(self.lost.get(weight, {}).get(key, []), f"lost by contribution {key}", weight, mine, 1)
+        stored = self.lost.get(weight, {})
+        keys = [other for other in map(str, range(int(key), int(key) + summed)) if other in stored] if summed else [key]
+        if stored and not keys:
+            return torch.zeros(int(mine.lengths.sum()))
+        found = [
+            self._assembled(stored.get(one, []), f"lost by contribution {one}", weight, mine, 1)
+            for one in keys or [key]
+        ]
+        return sum(found[1:], found[0])
+
+    def read_directions(self, weight: str) -> Tensor:
+        """Read the directions along which the next gradient of a weight is projected.
+
+        Raises:
+            CheckpointError: the files lack them.
+        """
+        if weight not in self.directions:
+            raise CheckpointError(
+                f"{self.folder} lacks the directions along which the gradient of {weight} is projected"
+            )
+        found: Tensor = self.directions[weight].get_tensor(f"directions/{weight}")
+        return found
 
     def _assembled(self, stored: list[_StoredRun], what: str, weight: str, mine: Runs, block: int) -> Tensor:
         mine = mine.in_blocks(block)

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, StrictBool, S
 
 _Size = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 _Tensor = Annotated[
-    StrictStr, Field(pattern=r"(?s)^((value|average)/.+/\d+|(state|lost)/.+/\d+/[^/]+|buffer/.+|kept/\d+/\d+)$")
+    StrictStr,
+    Field(pattern=r"(?s)^((value|average)/.+/\d+|(state|lost)/.+/\d+/[^/]+|(buffer|directions)/.+|kept/\d+/\d+)$"),
 ]
 _Value = Annotated[StrictStr, Field(pattern=r"(?s)^state/.+/\d+/[^/]+$")]
 _Shapes = dict[StrictStr, list[_Size]]

@@ -70,6 +70,12 @@ def encodes_first(run: PreparedRun, name: str) -> bool:
     return not any(map(run.assembly.parallel.mesh.index, within))
 
 
+def index_of_contributions(run: PreparedRun) -> int:
+    """Return the index of this rank among those between which contributions are encoded."""
+    made = run.program.step.contributions
+    return run.assembly.parallel.mesh.index(made.axis) if made is not None and made.ranks > 1 else 0
+
+
 def copied(tensor: Tensor, *, is_new: bool = False) -> Tensor:
     """Return a copy on the host, unless nobody else holds a tensor that is there already."""
     found = tensor.detach().cpu()

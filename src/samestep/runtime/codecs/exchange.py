@@ -12,8 +12,7 @@ No sum is ever taken of codes. What is added up is float32, in the order of cont
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,39 +21,9 @@ from torch import Tensor
 from samestep.program.codecs import CODECS, PLAIN, CodedPart
 from samestep.program.contributions import Contributions
 from samestep.runtime.codecs.codec import codec_of
+from samestep.runtime.codecs.factored_exchange import FactoredExchange
+from samestep.runtime.codecs.rests import SUM, Directions, Rest
 from samestep.runtime.processes.mesh import all_gather
-
-SUM = "sum"
-
-
-class Rest(NamedTuple):
-    """What the codes of one contribution, or of the sum of all, have lost of a part's elements."""
-
-    key: str
-    """The number of the contribution; `SUM` of their sum."""
-    start: int
-    """First element in the part's buffer."""
-    values: Tensor
-
-
-class GivenBack(NamedTuple):
-    """What codes have lost of a run of a weight's elements."""
-
-    name: str
-    key: str
-    """The number of the contribution; `SUM` of their sum."""
-    start: int
-    """First element in the flattened weight, or in the part of it that `tp` and `ep` leave this rank."""
-    values: Tensor
-
-
-def of_weights(rest: Rest, places: Iterable[tuple[str, int, int]]) -> Iterator[GivenBack]:
-    """Yield the runs of weights in a rest, of weights at (name, first element in the part's buffer, elements)."""
-    end = rest.start + rest.values.numel()
-    for name, first, numel in places:
-        start, stop = max(first, rest.start), min(first + numel, end)
-        if start < stop:
-            yield GivenBack(name, rest.key, start - first, rest.values[start - rest.start : stop - rest.start])
 
 
 class PlainExchange:
@@ -67,6 +36,10 @@ class PlainExchange:
 
     def rests(self, number: int) -> Iterator[Rest]:
         """Yield nothing, since nothing is lost."""
+        yield from ()
+
+    def directions(self) -> Iterator[Directions]:
+        """Yield nothing, since nothing is projected."""
         yield from ()
 
     def scale(self, factor: float) -> None:
@@ -85,7 +58,7 @@ class PlainExchange:
         else:
             self._total = value.clone() if self._made.each > 1 else value
 
-    def scatter(self, values: Sequence[Tensor]) -> dist.Work:
+    def send(self, values: Sequence[Tensor]) -> dist.Work:
         """Add the last contribution, and start to sum those of all ranks.
 
         Collective over the group: if a rank does not call it, the others wait for it.
@@ -94,10 +67,6 @@ class PlainExchange:
         work = dist.all_reduce(self._total, group=self._group, async_op=True)
         assert work is not None
         return work
-
-    def gather(self) -> dist.Work:
-        """Fail: an all_reduce leaves every rank the sum."""
-        raise AssertionError("what is summed as it is needs no all_gather")
 
     @torch.no_grad()
     def finish(self, values: Sequence[Tensor]) -> None:
@@ -160,6 +129,10 @@ class CodedExchange:
             mine = self._lost_by_sum[number]
             yield Rest(SUM, self._index * mine.numel(), mine.view(-1))
 
+    def directions(self) -> Iterator[Directions]:
+        """Yield nothing, since nothing is projected."""
+        yield from ()
+
     @torch.no_grad()
     def scale(self, factor: float) -> None:
         """Multiply all that is to be given back, as the gradients will be from now on."""
@@ -181,26 +154,21 @@ class CodedExchange:
             self._codec.encode(rows, part.block, self._sent[:, self._num_added, window])
         self._num_added += 1
 
-    def scatter(self, values: Sequence[Tensor]) -> dist.Work:
-        """Encode the last contribution, and start to send every rank its chunk of all of them.
+    def send(self, values: Sequence[Tensor]) -> dist.Work:
+        """Encode the last contribution and start to send every rank its chunk of all of them, or, called again when that is
+        over, sum this rank's chunk and start to gather the sums.
 
         Collective over the group: if a rank does not call it, the others wait for it.
         """
         assert self._group is not None
-        self.add(values)
-        work = dist.all_to_all_single(self._received, self._sent, group=self._group, async_op=True)
-        assert work is not None
-        return work
-
-    def gather(self) -> dist.Work:
-        """Sum this rank's chunk, and start to gather the sums; called when `scatter` is over.
-
-        Collective over the group: if a rank does not call it, the others wait for it.
-        """
-        assert self._group is not None
+        if self._num_added < self._made.each:
+            self.add(values)
+            work = dist.all_to_all_single(self._received, self._sent, group=self._group, async_op=True)
+            assert work is not None
+            return work
         self._sum()
-        work: dist.Work = all_gather(self._sums.view(-1), self._sums[self._index], group=self._group, async_op=True)
-        return work
+        gathered: dist.Work = all_gather(self._sums.view(-1), self._sums[self._index], group=self._group, async_op=True)
+        return gathered
 
     @torch.no_grad()
     def finish(self, values: Sequence[Tensor]) -> None:
@@ -229,6 +197,9 @@ class CodedExchange:
         self._is_summed = True
 
 
+Exchange = CodedExchange | FactoredExchange | PlainExchange
+
+
 def exchange_of(
     name: str,
     parts: Sequence[CodedPart],
@@ -237,8 +208,11 @@ def exchange_of(
     like: Tensor,
     *,
     gathers: bool,
-) -> CodedExchange | PlainExchange:
+) -> Exchange:
     """Return the exchange of buffers as a codec writes them down, or as they are where `name` is `PLAIN`."""
     if name == PLAIN:
         return PlainExchange(made, group)
+    if CODECS[name].factors:
+        (part,) = parts
+        return FactoredExchange(part, made, group, like, gathers=gathers)
     return CodedExchange(name, parts, made, group, like, gathers=gathers)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from samestep.building.dispatch_mode import DispatchMode
 
 
 class UpdateLabel(NamedTuple):
@@ -182,7 +183,7 @@ class ReadsNumbersError(RuntimeError):
     """The code reads a number of its data."""
 
 
-class FollowedStep(TorchDispatchMode):
+class FollowedStep(DispatchMode):
     """Labels every tensor, and lists the operations."""
 
     def __init__(self) -> None:
@@ -192,11 +193,6 @@ class FollowedStep(TorchDispatchMode):
         self.where: dict[str, str] = {}
         """The first operation in which a weight's elements, or other weights, entered its own."""
         self.draws = ""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Spare the import of the compiler, which takes seconds, and a wrapper around each operation."""
-        return False
 
     def mark(self, tensor: Tensor, label: UpdateLabel) -> None:
         """Label a tensor's memory."""

@@ -1,0 +1,226 @@
+"""The exchange of matrices as two factors: what a rank sends and keeps of one buffer (`powersgd.py` has the formulas).
+
+With N ranks, each of them with M_i and all with one Q:
+
+```
+rank i      G_i + e_i ─ times Q ─► P_i and what is sent as it is ─ all_reduce ─► P ─ orthonormal ─►
+            M_i^T P ─ all_reduce ─► Q' ─► D = P Q'^T            (meanwhile e_i = M_i - P (M_i^T P)^T)
+```
+A rank that makes several contributions sends the factors of their sum, of which it keeps what is left as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.program.codecs import CodedPart, Matrix
+from samestep.program.contributions import Contributions
+from samestep.runtime.codecs.powersgd import first_directions, next_directions, orthonormalise
+from samestep.runtime.codecs.rests import Directions, Rest
+
+
+class _Alike(NamedTuple):
+    """Matrices of one shape, side by side, and their parts of the exchange's buffers: views."""
+
+    matrices: tuple[Matrix, ...]
+    left: Tensor
+    """P^T [matrices, rank, rows]"""
+    own: Tensor
+    """P^T M_i [matrices, rank, columns]"""
+    right: Tensor
+    """Q'^T [matrices, rank, columns]"""
+    directions: Tensor
+    """Q^T [matrices, rank, columns]"""
+    rest: Tensor
+    """e_i, and M_i while a step is under way [matrices, rows, columns]"""
+
+
+class FactoredExchange:
+    """The exchange of one buffer, through all steps of a run."""
+
+    def __init__(
+        self, part: CodedPart, made: Contributions, group: dist.ProcessGroup | None, like: Tensor, *, gathers: bool
+    ) -> None:
+        """Make an exchange over `group`, None of a single rank, of a buffer in the dtype and on the device of `like`.
+
+        Unless it `gathers`, each rank is left its own chunk of the sum alone.
+        """
+        self._part, self._made, self._group = part, made, group
+        self._index = dist.get_rank(group) if group is not None else 0
+        self._gathers = gathers or made.ranks == 1
+        first, second = part.factor_numels
+        self._first, self._own, self._second, self._directions = map(like.new_zeros, (first, second, second, second))
+        self._kept = like.new_zeros(part.numel)
+        self._factored = [*self._views()]
+        self._as_it_is = [*_outside(part)]
+        self._plain = self._first[first - sum(run.stop - run.start for run in self._as_it_is) :]
+        self._start()
+        self.begin_step()
+
+    def _views(self) -> Iterator[_Alike]:
+        left = right = 0
+        for matrices in _alike(self._part.matrices):
+            _, offset, rows, columns, rank = matrices[0]
+            number = len(matrices)
+            window = slice(right, right + number * columns * rank)
+            own, summed, directions = (
+                flat[window].view(number, rank, columns) for flat in (self._own, self._second, self._directions)
+            )
+            yield _Alike(
+                matrices,
+                self._first[left : left + number * rows * rank].view(number, rank, rows),
+                own,
+                summed,
+                directions,
+                self._kept[offset : offset + number * rows * columns].view(number, rows, columns),
+            )
+            left, right = left + number * rows * rank, window.stop
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        """Set what is kept from step to step to what it is before the first one."""
+        self._kept.zero_()
+        for matrix, directions in self.directions():
+            directions.copy_(first_directions(matrix, *directions.shape))
+
+    def rests(self, number: int) -> Iterator[Rest]:
+        """Yield what this rank keeps of its contributions: views, flat."""
+        each = self._made.each
+        for alike in self._factored:
+            for matrix, rest in zip(alike.matrices, alike.rest, strict=True):
+                yield Rest(str(self._index * each), matrix.offset, rest.view(-1), each)
+
+    def directions(self) -> Iterator[Directions]:
+        """Yield the directions along which each weight's next gradient is projected, which all ranks have alike."""
+        for alike in self._factored:
+            for matrix, directions in zip(alike.matrices, alike.directions, strict=True):
+                yield Directions(matrix.name, directions)
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Multiply all that is kept of contributions, as the gradients will be from now on; by 0 all is as before a run."""
+        if factor == 0.0:
+            self._start()
+        else:
+            self._kept.mul_(factor)
+
+    def begin_step(self) -> None:
+        """Forget the contributions of the previous step."""
+        self._num_added = self._num_sent = 0
+
+    @torch.no_grad()
+    def add(self, values: Sequence[Tensor]) -> None:
+        """Add this rank's next contribution, a flat buffer."""
+        self._kept += values[0]
+        self._num_added += 1
+
+    def send(self, values: Sequence[Tensor]) -> dist.Work:
+        """Add the last contribution and start to sum the left factors, or after them the right ones.
+
+        Collective over the group: if a rank does not call it, the others wait for it.
+        """
+        assert self._group is not None
+        if self._num_sent == 0:
+            self.add(values)
+            self._project()
+        else:
+            self._find()
+        sent = self._second if self._num_sent else self._first
+        work = dist.all_reduce(sent, group=self._group, async_op=True)
+        assert work is not None
+        if self._num_sent:
+            self._keep_rest()
+        self._num_sent += 1
+        return work
+
+    @torch.no_grad()
+    def finish(self, values: Sequence[Tensor]) -> None:
+        """Leave the sums in the buffer, or this rank's own chunk; called when what it sends is there."""
+        if self._made.ranks == 1:
+            self.add(values)
+            self._project()
+            self._find()
+            self._keep_rest()
+        self._decode(values[0])
+        for run, summed in zip(self._as_it_is, self._runs(), strict=True):
+            values[0][run] = summed
+        # On GPUs a pass takes less time than to wait for the answer whether one is needed.
+        if self._kept.is_cuda or not self._second.sum().isfinite():
+            for alike in self._factored:
+                alike.rest.masked_fill_(~alike.right.sum((1, 2), keepdim=True).isfinite(), 0.0)
+        if self._factored:
+            next_directions([alike.right for alike in self._factored], [alike.directions for alike in self._factored])
+        self.begin_step()
+
+    def _decode(self, value: Tensor) -> None:
+        """Write the sums of matrices to the buffer, at least those rows that lie in the part that is left to this rank."""
+        size = value.numel() if self._gathers else value.numel() // self._made.ranks
+        first = 0 if self._gathers else self._index * size
+        for alike in self._factored:
+            start, stop = alike.matrices[0].offset, alike.matrices[-1].offset + alike.matrices[-1].numel
+            if first <= start and stop <= first + size:
+                torch.bmm(alike.left.mT, alike.right, out=value[start:stop].view_as(alike.rest))
+                continue
+            for matrix, left, right in zip(alike.matrices, alike.left, alike.right, strict=True):
+                begin, end = first - matrix.offset, first + size - matrix.offset
+                rows = slice(max(begin, 0) // matrix.columns, min(-(-end // matrix.columns), matrix.rows))
+                if rows.start < rows.stop:
+                    whole = value[matrix.offset : matrix.offset + matrix.numel].view(matrix.rows, matrix.columns)
+                    torch.mm(left[:, rows].T, right, out=whole[rows])
+
+    @torch.no_grad()
+    def _project(self) -> None:
+        """Make this rank's left factors, and take what is sent as it is."""
+        assert self._num_added == self._made.each, "a contribution is missing"
+        for alike in self._factored:
+            torch.bmm(alike.directions, alike.rest.mT, out=alike.left)
+        for run, sent in zip(self._as_it_is, self._runs(), strict=True):
+            sent.copy_(self._kept[run])
+            self._kept[run] = 0.0
+
+    @torch.no_grad()
+    def _find(self) -> None:
+        """Make this rank's right factors from the sum of the left ones."""
+        if self._factored:
+            orthonormalise([alike.left for alike in self._factored])
+        for alike in self._factored:
+            torch.bmm(alike.left, alike.rest, out=alike.own)
+        self._second.copy_(self._own)
+
+    @torch.no_grad()
+    def _keep_rest(self) -> None:
+        """Take from this rank's contributions what its factors say of them."""
+        for alike in self._factored:
+            alike.rest.baddbmm_(alike.left.mT, alike.own, alpha=-1.0)
+
+    def _runs(self) -> Sequence[Tensor]:
+        """Return what is sent as it is, run by run."""
+        return self._plain.split([run.stop - run.start for run in self._as_it_is])
+
+
+def _alike(matrices: Sequence[Matrix]) -> Iterator[tuple[Matrix, ...]]:
+    """Yield runs of matrices of one shape that lie side by side."""
+    found: list[Matrix] = []
+    for matrix in matrices:
+        if found and (found[-1][2:] != matrix[2:] or found[-1].offset + matrix.numel != matrix.offset):
+            yield tuple(found)
+            found = []
+        found.append(matrix)
+    if found:
+        yield tuple(found)
+
+
+def _outside(part: CodedPart) -> Iterator[slice]:
+    """Yield the runs of a buffer that lie outside of its matrices."""
+    stop = 0
+    for matrix in part.matrices:
+        if matrix.offset > stop:
+            yield slice(stop, matrix.offset)
+        stop = matrix.offset + matrix.numel
+    if part.numel > stop:
+        yield slice(stop, part.numel)
