@@ -69,6 +69,28 @@ class FixedPoint(Language):
 # -- more than one tensor --------------------------------------------------------------------------
 
 
+class MixtureOfSoftmaxes(Language):
+    """Code behind the blocks that looks at the shape of what a layer there makes (Yang et al. 2017)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prior, self.latent = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        parts = self.head(torch.tanh(self.latent(x)).view(*x.shape[:2], 3, WIDTH)).softmax(-1)
+        return torch.log((self.prior(x).softmax(-1).unsqueeze(-1) * parts).sum(2) + 1e-8)
+
+
+class Capped(Language):
+    """Elementwise code behind the head, which needs no recorded flow."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return 5 * torch.tanh(super().forward(input_ids) / 5)
+
+
 class FirstResidual(Language):
     """The embeddings are added in front of every block (modded-nanogpt, Zamba2)."""
 

@@ -56,6 +56,8 @@ EQUAL = {
     "plain": Case(models.Language),
     "without_gradients": Case(models.WithoutGradients),
     "fixed_point": Case(models.FixedPoint),
+    "mixture_of_softmaxes": Case(models.MixtureOfSoftmaxes),
+    "capped": Case(models.Capped),
     "first_residual": Case(models.FirstResidual),
     "skips": Case(models.Skips),
     "between": Case(models.Between),

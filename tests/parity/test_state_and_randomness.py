@@ -938,6 +938,19 @@ def test_padding_that_counts_is_refused_and_masked_padding_is_equal() -> None:
     assert_equal(MeanOverWords, "dp=2", "dp=2 zero=3", "dp=1 microbatch=1", **given)
 
 
+class ByNumber(Net):
+    """The number of samples in a micro-batch is a number of the forward."""
+
+    def between(self, h: Tensor) -> Tensor:
+        return h / len(h)
+
+
+def test_the_number_of_samples_is_refused_where_the_batch_is_split_whatever_is_watched() -> None:
+    for job in (JOB, job_of(steps=3, train={"watch_every": 0})):
+        assert_refused("step 1, .*samples influence each other", "samples", ByNumber, *DATA, job=job)
+        in_layout(ByNumber, "dp=1", job=job)
+
+
 @pytest.mark.parametrize("build", [OwnMean, OwnMeanByData, ReplacedMean, DataInit])
 def test_statistics_of_the_batch_run_on_one_device_alone(build: type[Net]) -> None:
     """Samples influence each other through them in the same step already; allowing that leaves the state."""

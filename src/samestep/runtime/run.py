@@ -344,10 +344,11 @@ class Run:
     def _is_watched_early(self) -> bool:
         """Return whether samples are run again in this step, the first, second, fourth, eighth and so on of this process.
 
-        What code begins to do after a while is found within twice that time, until the regular checks begin.
+        What code begins to do after a while is found within twice that time, until the regular checks begin; what it does from
+        the beginning, such as divide by the number of samples in a micro-batch, is found whether there are regular checks or not.
         """
         taken, every = self._num_taken, self.job.train.watch_every
-        return taken & (taken - 1) == 0 and taken < every and is_split(self.program)
+        return taken & (taken - 1) == 0 and (taken == 1 or taken < every) and is_split(self.program)
 
     @functools.cached_property
     def _drift_monitor(self) -> DriftMonitor:

@@ -174,7 +174,7 @@ def _refused(mode: MaskSource, func: Callable[..., Any], /, *args: Any, **kwargs
     name = "fractional_max_pool" if func.__name__ == "fn" else func.__name__
     raise mode.refuse(
         f"{name}: random numbers in a forward would differ between layouts; nn.Dropout, torch.nn.functional.dropout* "
-        "and the dropout_p of attention work"
+        "and the dropout_p of attention work, and so does noise that the data set's sample(index, generator) draws"
     )
 
 
