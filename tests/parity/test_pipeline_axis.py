@@ -10,13 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from samestep.building.loss import loss_of
+from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
-from samestep.errors import LayoutError
+from samestep.errors import LayoutError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.runtime.preparation import Source
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
 from tests.covering import daily
 from tests.laboratory import clipped, combinations, job_of, make_run, observe, on_ranks, prove, prove_ledger
 from tests.models import Tokens
+from tests.parity import pipeline_models as models
 from tests.pool import pool
 
 MODELS = [
@@ -122,3 +128,37 @@ def test_samples_may_be_drawn_where_a_stage_asks_for_their_shapes():
     job = job_of(train={"global_batch": 8})
     found = on_ranks("dp=1 pp=2 microbatch=1", losses, "dropping_llama", job)
     assert found[0] == pytest.approx(losses(0, 1, "dropping_llama", "dp=1", job), rel=1e-12)
+
+
+class Shaken(models.Language):
+    """Something is added in front of every block: numbers that are drawn, which stages refuse in the middle of a step."""
+
+    draws = True
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x + (torch.randn_like(x) if self.draws else torch.ones_like(x)))
+        return self.head(x)
+
+
+class Steady(Shaken):
+    draws = False
+
+
+def losses_of(rank: int, world: int, build: type[Shaken], layout: str, job: Job) -> list[float]:
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    run = Run(Source(build, loss_of(job), optimizer_of(job), build.__name__), Layout.parse(layout), job, place)
+    return [run.step(batch).loss for batch in batches(Tokens(), job)]
+
+
+def losses_behind_a_refusal(rank: int, world: int, layout: str, job: Job) -> list[float]:
+    with pytest.raises(ModelError, match="random numbers in a forward"):
+        losses_of(rank, world, Shaken, layout, job)
+    return losses_of(rank, world, Steady, layout, job)
+
+
+def test_a_run_behind_one_that_was_refused_in_the_middle_of_a_step_gets_its_own_messages() -> None:
+    job = job_of(run={"timeout_s": 20})
+    found = pool(2).run(losses_behind_a_refusal, "pp=2 microbatch=4", job)
+    assert found[0] == pytest.approx(losses_of(0, 1, Steady, "dp=1", job), rel=1e-12)

@@ -51,6 +51,7 @@ from samestep.runtime.optimizers.optimizer_step import Updater, clip_factor
 from samestep.runtime.preparation import Loss, Source
 from samestep.runtime.processes import join
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.processes.mesh import forget_groups
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.runtime.step_report import StepReport, forget_peak, peak_memory_bytes, peak_reserved_bytes
@@ -260,8 +261,13 @@ class Run:
         """
         self._refuse_averaged("step")
         self._prepare_from(batch)
-        with self._kernels():
-            report = self._checked_step(batch)
+        try:
+            with self._kernels():
+                report = self._checked_step(batch)
+        except BaseException:
+            if self.layout.pp > 1:  # messages that nobody has received would meet those of the next run of this process
+                forget_groups()
+            raise
         if self.replicas is not None:
             self.replicas.is_fresh = False
             if self.replicas.is_due(self.steps_taken):

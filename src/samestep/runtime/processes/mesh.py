@@ -146,7 +146,7 @@ def _can_be_split(world: dist.ProcessGroup) -> bool:
 
 
 def forget_groups() -> None:
-    """Forget all groups, after the world was destroyed; their threads end with them."""
+    """Forget all groups, so that the next run makes its own: after the world was destroyed, or a step failed among messages."""
     _made.clear()
 
 
