@@ -193,21 +193,22 @@ def _keeps_shape(event: Event, flow: Flow) -> bool:
 
 
 def _can_be_left_out(event: Event, flow: Flow) -> bool:
-    """Return whether the code behind a call would run on the call's first argument too, since only its shape is read.
-
-    What is made elementwise of another shape, such as of logits, has that shape again.
-    """
-    if _keeps_shape(event, flow):
+    """Return whether the code behind a call would run on the call's first argument too: it makes one tensor, of that shape,
+    or of another one, such as logits, of which code makes tensors of that other shape alone, element by element."""
+    given = event.reads[0] if event.first is None and len(event.reads) == 1 else event.first  # a cast copy of it, say
+    if not isinstance(event.outcome, Tensor) or given is None:
+        return False
+    shape = tuple(event.outcome.shape)
+    if shape == flow.values[given].shape:
         return True
-    others = {value for value in event.makes if value is not None}
+    made = {value for value in event.makes if value is not None}
     for later in flow.events:
-        if others.isdisjoint(later.reads):
+        if made.isdisjoint(later.reads):
             continue
-        made = [value for value in later.makes if value is not None]
-        shapes = {flow.values[value].shape for value in others | set(made)}
-        if later.is_call or len(shapes) > 1:
+        results = {value for value in later.makes if value is not None}
+        if later.is_call or any(flow.values[value].shape != shape for value in results):
             return False
-        others.update(made)
+        made |= results
     return True
 
 
