@@ -116,7 +116,7 @@ class Layout:
         return self.num_shards if self.num_shards > 1 else self.num_replicas
 
     def _fields_with(self, mark: str) -> tuple[str, ...]:
-        kind: Any = type(self)  # which mypy does not take for hashable, since its objects are hashed by their fields
+        kind: Any = type(self)  # hashable, as in `of`
         return _fields_with(kind, mark)
 
     @property
@@ -179,7 +179,8 @@ class Layout:
         Raises:
             LayoutError: a word is unknown, a value cannot be read, or `dp` is given with `dp_replicate` or `dp_shard`.
         """
-        hints = _types()
+        kind: Any = cls  # which mypy does not take for hashable, since its objects are hashed by their fields
+        hints = _types_of(kind)
         known = ["dp", *hints]
         for name in words:
             if name not in known:
@@ -223,9 +224,9 @@ def _fields_with(layout: type[Any], mark: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def _types() -> dict[str, Any]:
+def _types_of(layout: type[Any]) -> dict[str, Any]:
     """Return the type of each field of a layout; to evaluate their text takes longer than all else in reading a layout."""
-    return get_type_hints(Layout)
+    return get_type_hints(layout)
 
 
 def _read(name: str, value: Any, hint: Any) -> Any:
