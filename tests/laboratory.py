@@ -98,7 +98,7 @@ def make_run(rank: int, world: int, model: str, layout: str | Layout, job: Job, 
 def prepared_run(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
     """A run that has its weights, before its first step."""
     run = make_run(rank, world, model, layout, job)
-    run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
+    run.prepare(next(batches(Tokens(), job)).samples([0]))
     return run
 
 

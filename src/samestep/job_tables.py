@@ -234,8 +234,8 @@ class TrainTable(Table):
     sample_temperature: Annotated[float, Field(ge=0.0, le=MOST_SCALE)] = 0.8
     """Temperature of sampling; 0 takes the most likely token."""
     watch_every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 100
-    """Steps between checks: ranks agree, and a sample's forward and a weight's update, done again, are the same; 0: in
-    the first step alone."""
+    """Steps between checks: ranks agree, and a sample's forward and a weight's update, done again, are the same; 0: none but
+    that of samples in the first step."""
 
 
 class GroupTable(Table):

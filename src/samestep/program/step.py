@@ -177,7 +177,7 @@ class StepSpec:
 
     @cached_property
     def contributions(self) -> Contributions | None:
-        """Where contributions are encoded and summed: to a gradient, or to the move of weights where replicas are trained
+        """The contributions that are encoded and summed: to a gradient, or to the move of weights where replicas are trained
         apart; None where gradients are summed as they are."""
         if self.codec == PLAIN and not self.trains_apart:
             return None

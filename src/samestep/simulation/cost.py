@@ -302,14 +302,13 @@ def _collective_s(op: Op, program: Program, hardware: Hardware) -> float:
         return 0.0
     axis = op.axis or ""
     group = group_of(axis, program.axes[axis], program.step, hardware)
-    return _coding_s(op, program, hardware) + collective_s(op.kind, op.size_bytes, group, hardware)
+    return _coding_s(op, program.step, hardware) + collective_s(op.kind, op.size_bytes, group, hardware)
 
 
-def _coding_s(op: Op, program: Program, hardware: Hardware) -> float:
+def _coding_s(op: Op, step: StepSpec, hardware: Hardware) -> float:
     """Return the seconds that gradients take to be encoded, before an all_to_all, or decoded, summed and encoded again."""
     if op.codec in (None, PLAIN):
         return 0.0
-    step = program.step
     if CODECS[op.codec].factors:
         return _factoring_s(op, step.compression_rank, hardware)
     elements = op.size_bytes / CODECS[op.codec].element_bytes

@@ -11,7 +11,7 @@ SUM = "sum"
 
 
 class Rest(NamedTuple):
-    """What the codes of one contribution, or of the sum of all, have lost of a part's elements."""
+    """The loss of the codes of one contribution, or of the sum of all, in a run of a part's elements."""
 
     key: str
     """The number of the contribution; `SUM` of their sum."""
@@ -23,7 +23,7 @@ class Rest(NamedTuple):
 
 
 class GivenBack(NamedTuple):
-    """What codes have lost of a run of a weight's elements."""
+    """The loss of codes in a run of a weight's elements, which is added to the gradient of the next step."""
 
     name: str
     key: str

@@ -22,6 +22,8 @@ from samestep.runtime.first_state import digest
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.messages import gather_values
 
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+
 _ALONE = 4
 _TRIED = 8
 """A data set that flips every other image is found with 255 of 256 chances."""
@@ -30,14 +32,29 @@ _TRIED = 8
 class Reader(Protocol):
     """A reader of samples: the batch of a step."""
 
-    def samples(self, indices: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+    def samples(self, indices: Sequence[int] | Integers) -> Any:
         """Read samples into tensors with the batch dimension first."""
         ...
 
 
-def refusal(batch: Reader, indices: np.ndarray[Any, np.dtype[np.int64]]) -> str:
-    """Read some of the samples twice; return why the data set is refused, or nothing."""
-    tried = indices[:_TRIED]
+def refusal(batch: Reader, mine: Integers, whole: Integers, world_size: int, *, is_split: bool) -> str:
+    """Read some samples of the first batch more than once; return why the data set is refused, or nothing.
+
+    `mine` are the indices of this rank's share, `whole` those of the global batch.
+
+    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+    """
+    drawn = _drawn(batch, mine[:_TRIED]) if len(mine) else ""
+    if world_size == 1 and not is_split:
+        return drawn
+    tried = whole[:_ALONE]
+    together = tree_leaves(batch.samples(tried))
+    divided = _divided(whole, together, world_size)
+    return drawn or (_shared(batch, tried, together) if is_split else "") or divided
+
+
+def _drawn(batch: Reader, tried: Integers) -> str:
+    """Read samples twice; return why the data set is refused, or nothing."""
     once, again = tree_leaves(batch.samples(tried)), tree_leaves(batch.samples(tried))
     pairs = list(zip(once, again, strict=False))
     rows = [row for row in range(len(tried)) if not all(_same(first, second, row) for first, second in pairs)]
@@ -50,13 +67,11 @@ def refusal(batch: Reader, indices: np.ndarray[Any, np.dtype[np.int64]]) -> str:
     )
 
 
-def apart(batch: Reader, indices: np.ndarray[Any, np.dtype[np.int64]]) -> str:
-    """Read some of the samples alone; return why the data set is refused where the batch is split, or nothing.
+def _shared(batch: Reader, tried: Integers, together: Sequence[Any]) -> str:
+    """Read samples alone that were read together; return why the data set is refused where the batch is split, or nothing.
 
     Samples that are padded together have other shapes alone, which the canary looks at.
     """
-    tried = indices[:_ALONE]
-    together = tree_leaves(batch.samples(tried))
     for row, index in enumerate(tried):
         alone = tree_leaves(batch.samples(tried[row : row + 1]))
         pairs = [(one, all_) for one, all_ in zip(alone, together, strict=False) if isinstance(one, Tensor)]
@@ -72,21 +87,16 @@ def apart(batch: Reader, indices: np.ndarray[Any, np.dtype[np.int64]]) -> str:
     return ""
 
 
-def unlike(batch: Reader, indices: np.ndarray[Any, np.dtype[np.int64]], world_size: int) -> str:
-    """Compare the indices of the global batch, and some of its samples, over all ranks; return why the data set is refused.
-
-    Collective over the world: every rank calls it with the whole batch; if one does not, the others wait until the time limit.
-    """
+def _divided(whole: Integers, together: Sequence[Any], world_size: int) -> str:
+    """Compare the indices of the global batch, and samples of it, over all ranks; return why the data set is refused."""
     if world_size == 1:
         return ""
     with outside_step():
-        others = gather_values(
-            [digest(indices.tolist()), digest(tree_leaves(batch.samples(indices[:_ALONE])))], world_size
-        )
+        others = gather_values([digest(whole.tolist()), digest(together)], world_size)
     other = next((rank for rank, theirs in enumerate(others) if theirs != others[0]), None)
     if other is None:
         return ""
-    what = "other indices" if others[other][0] != others[0][0] else f"another sample {indices[0]}"
+    what = "other indices" if others[other][0] != others[0][0] else f"another sample {whole[0]}"
     return (
         f"rank {other} reads {what} of the data set than rank 0, so its ranks do not train on the samples of one device: the "
         "whole data set on every rank works, since a step reads only its rank's share of the batch"

@@ -80,10 +80,7 @@ class StepTrials:
             return
         self._data_is_tried = True
         mine, whole = batch.shares(held.parallel.mesh.index("dp"), self._layout.dp, 1)[0], batch.shares(0, 1, 1)[0]
-        reason = data_trial.refusal(batch, mine) if len(mine) else ""
-        reason = reason or (data_trial.apart(batch, whole) if self._is_split else "")
-        divided = data_trial.unlike(batch, whole, self._layout.world_size)
-        reason = reason or divided
+        reason = data_trial.refusal(batch, mine, whole, self._layout.world_size, is_split=self._is_split)
         if reason:
             self._refusals.add("data", reason)
 
