@@ -258,6 +258,7 @@ TECHNIQUES = (
     ("mixtures of experts", "tracing/experts.py building/families.py"),
     ("expert parallelism", "strategies/expert.py runtime/axes/expert.py"),
     ("dropout", "runtime/dropout/mode.py runtime/dropout/replacements.py runtime/dropout/masks.py"),
+    ("random numbers", "runtime/dropout/distributions.py runtime/dropout/recording.py"),
     ("resume", "runtime/checkpoints/checkpoint.py runtime/checkpoints/writer.py runtime/checkpoints/manifests.py"),
     ("samestep verify", "proof/verify.py proof/sides.py proof/comparison.py proof/causes.py proof/gradient_causes.py"),
     ("samestep plan", "planning/search.py planning/candidates.py planning/ranking.py planning/bounds/step_time.py"),

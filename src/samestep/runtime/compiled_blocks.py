@@ -39,7 +39,7 @@ from samestep.errors import JobError, ModelError, did_you_mean
 from samestep.job_tables import RunTable
 from samestep.program.program import Program
 from samestep.runtime.axes import precision
-from samestep.runtime.dropout.replacements import MaskSource
+from samestep.runtime.dropout.mask_source import MaskSource
 from samestep.tracing.traced_model import TracedModel
 
 _ISLAND = "samestep keeps it outside of the graph"
@@ -249,7 +249,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     blocks = CompiledBlocks(settings.compile_backend)
     model, layers = traced.module, program.step.model.layers
     experts = traced.analysis.experts.counts
-    uncompiled = {mask.owner: "it draws dropout masks" for mask in program.step.model.masks}
+    uncompiled = {mask.owner: f"it draws {mask.name}" for mask in program.step.model.masks}
     uncompiled |= dict.fromkeys(experts, "its shapes depend on values")
     units = {path for unit in program.units for path in unit.modules}
     in_graph: set[nn.Module] = set()

@@ -34,8 +34,8 @@ from samestep.runtime.axes import (
     precision,
     recompute,
 )
-from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.dropout import rates
+from samestep.runtime.dropout.recording import Placing, record_masks
 from samestep.runtime.optimizers.update_rule import OptimizerSource
 from samestep.strategies.tensor import refuse_degree
 from samestep.tracing import experts as experts_module
@@ -86,7 +86,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         stack.enter_context(cut_proof.record_ends(plan.module, planned.styles, recorder))
         seen = stack.enter_context(tensor_plan.record_cuts(plan.module, planned))
         calls = stack.enter_context(sequence_boundaries.record_calls(plan.module))
-        masks = stack.enter_context(dropout.record_masks(plan.module, samples_traced(plan.module)))
+        drawn = stack.enter_context(record_masks(plan.module, samples_traced(plan.module)))
         dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts, expert_calls))
         checkpointed = stack.enter_context(recompute.record_checkpointed(plan.module))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss)
@@ -112,10 +112,11 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
     placed: list[MaskSpec] = []
 
     @contextmanager
-    def placing(rows_of: samples.RowsOf) -> Iterator[None]:
-        with dropout.record_masks(plan.module, samples.NUM_SAMPLES, rows_of) as found:
+    def placing(rows_of: samples.RowsOf, place: samples.Place) -> Iterator[None]:
+        beside = Placing(rows_of, place, drawn)
+        with record_masks(plan.module, samples.NUM_SAMPLES, beside) as found:
             yield
-        placed.extend(found)
+        placed.extend(found.masks)
 
     with _once_more(plan.module, experts):
         run_on_meta = functools.partial(
@@ -129,7 +130,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         )  # fmt: skip
     spec = replace(with_groups(spec, found.batch_norms), mixes_samples=found.refusal, tried=found.tried)
     analysis = ModelAnalysis(
-        spec=replace(spec, masks=dropout.with_constants(masks, placed, samples.NUM_SAMPLES)),
+        spec=replace(spec, masks=tuple(placed if len(placed) == len(drawn.masks) else drawn.masks)),
         cut_styles=planned.styles,
         gathered=planned.gathered,
         copied=proof.copied,
@@ -157,7 +158,7 @@ def _once_more(module: nn.Module, experts: ExpertModules) -> Iterator[None]:
     with (
         snapshot.preserved(module),
         recompute.record_checkpointed(module),
-        dropout.record_masks(module, samples_traced(module)),
+        record_masks(module, samples_traced(module)),
         experts_module.record_dispatches(module, experts),
     ):
         yield

@@ -62,9 +62,10 @@ def _coupling(step: StepSpec) -> str | None:
         where, _, operation = model.mixes_samples.rpartition(" by ")
         waiver = 'run.allow = ["samples"] lets it run unproven'
         return f"{where} lets the samples of a batch influence each other by {operation}, {works}; {waiver}"
-    unclear = next((mask.owner for mask in model.masks if mask.rows is None), None)
+    unclear = next((mask for mask in model.masks if mask.rows is None), None)
     if unclear is not None:
-        return f"{unclear or model.name} drops elements of a tensor in which samples cannot be told apart, {works}"
+        where = unclear.owner or model.name
+        return f"{where} draws {unclear.name} for a tensor in which samples cannot be told apart, {works}"
     return None
 
 

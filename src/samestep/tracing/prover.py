@@ -235,6 +235,8 @@ class Prover(ForwardTracer):
     def _moved(self, constant: Tensor) -> Tensor:
         """Return a constant that the forward made on the CPU on the meta device."""
         moved = self.to_meta(constant)
+        if (found := self.known.of(constant)) is not None:  # random numbers that belong to samples
+            self.learn(moved, found)
         if not constant.is_meta and constant.numel():
             with _disable_current_modes():
                 if bool((constant == constant.flatten()[0]).all()):

@@ -168,6 +168,7 @@ COPIES = {
     _aten.clone, _aten._to_copy, _aten.lift_fresh_copy, _aten.dropout, _aten.native_dropout, _aten.masked_fill,
     _aten.masked_fill_, _aten.tril, _aten.triu, _aten.contiguous, _aten.bucketize, _aten.lerp, _aten.lerp_,
     _aten.isin, _aten._prelu_kernel, _aten.log_sigmoid_forward, _aten.addcmul, _aten.addcdiv, _aten._conj_physical,
+    _aten.bernoulli,
 }  # fmt: skip
 """Elementwise operations that torch does not tag as such."""
 RULES: dict[Any, Rule] = {

@@ -409,7 +409,12 @@ FILLS = {
     _aten.new_empty_strided, _aten.scalar_tensor, _aten.fill_, _aten.zero_,
 }  # fmt: skip
 """Operations that make a tensor of equal elements, or of uninitialised ones."""
-COPIES = {_aten.clone, _aten._to_copy, _aten.copy_, _aten.lift_fresh_copy, _aten.native_dropout, _aten.bernoulli_}
+COPIES = {
+    _aten.clone, _aten._to_copy, _aten.copy_, _aten.lift_fresh_copy, _aten.native_dropout, _aten.bernoulli_,
+    _aten.bernoulli, _aten.rand_like, _aten.randn_like, _aten.randint_like, _aten.uniform_, _aten.normal_,
+    _aten.exponential_, _aten.log_normal_, _aten.cauchy_, _aten.geometric_, _aten.random_,
+}  # fmt: skip
+"""Operations element by element that torch does not tag as such; what is random is drawn as a part of the whole."""
 _LINEAR = {_aten.mul, _aten.mul_, _aten.div, _aten.div_, _aten.neg, _aten.clone, _aten._to_copy}
 """Operations that may come before a sum over ranks as well as after it."""
 RULES: dict[Any, _Rule] = {
