@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import Categorical, Normal
+from torch.distributions import Categorical, Gumbel, Normal
 
 from samestep.datasets import Batch
-from samestep.errors import LayoutError, ModelError
+from samestep.errors import InputError, ModelError
 from samestep.layout import Layout
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
@@ -82,7 +82,7 @@ class Choices(Net):
         again = torch.multinomial(chances, 3, replacement=True)
         soft = F.gumbel_softmax(h, tau=2.0)
         one = F.one_hot(Categorical(logits=h.detach()).sample(), 8).to(h.dtype)
-        h = h * soft + h * one + Normal(h, torch.ones_like(h)).rsample()
+        h = h * soft + h * one + Normal(h, torch.ones_like(h)).rsample() + Gumbel(h, 1.0).rsample()
         return h + F.pad(h.gather(1, picks), (0, 6)) + F.pad(h.gather(1, again), (0, 5))
 
 
@@ -138,6 +138,15 @@ class OtherRows(Net):
 class OwnGenerator(Net):
     def between(self, h: Tensor) -> Tensor:
         return h + torch.randn(h.shape, generator=torch.Generator().manual_seed(1), dtype=h.dtype)
+
+
+class Seeded(Net):
+    """The same numbers at every step: constants of the code."""
+
+    def between(self, h: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return h + torch.randn(8, dtype=h.dtype)
 
 
 class Poisson(Net):
@@ -213,11 +222,12 @@ def test_numbers_of_hidden_neurons_are_cut_as_they_are() -> None:
         (Mixup, "influence each other|dimension 0 must|an order of samples"),
         (OtherRows, "samples influence each other"),
         (OwnGenerator, "randn draws from a generator of its own"),
+        (Seeded, "randn: the forward seeds the generator itself, .* as a buffer, work"),
         (Poisson, "poisson: its random numbers would differ between layouts"),
     ],
 )
 def test_what_would_differ_is_refused_by_name(build: type[nn.Module], words: str) -> None:
-    with pytest.raises((LayoutError, ModelError), match=words):
+    with pytest.raises(InputError, match=words):
         in_layout(build, "dp=2")
 
 

@@ -234,6 +234,9 @@ class DropoutMode(MaskSource):
         ]  # for draws outside every module, as in a loss; the model itself is entry 0 of ""
         self._entries: dict[str, int] = {}
         self._sample_keys: dict[torch.device, Tensor] = {}
+        self._generator = (
+            torch.default_generator.get_state() if any(draw < 0 for *_, draw in self._tracker.rows) else None
+        )
         self._hashed_positions: dict[tuple[tuple[int, ...], MaskCuts, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __enter__(self) -> DropoutMode:
@@ -317,6 +320,11 @@ class DropoutMode(MaskSource):
         Raises:
             ModelError: no trace has shown where these numbers have their samples, or they are not there.
         """
+        if self._generator is not None and not torch.equal(torch.default_generator.get_state(), self._generator):
+            raise self.refuse(
+                f"{what}: the forward seeds the generator itself, so these numbers are constants; constants that __init__ "
+                "makes, as a buffer, work, and without torch.manual_seed numbers are functions of seed, step and sample"
+            )
         if len(self._frames) == 1:
             raise self.refuse(
                 f"{what}: random numbers in the loss; numbers that the model's forward draws and returns work"
