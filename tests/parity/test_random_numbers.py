@@ -202,6 +202,7 @@ def test_numbers_are_those_of_one_device(build: type[nn.Module]) -> None:
         "pp=2 microbatch=4",
         "pp=2 microbatch=2 schedule=zero-bubble",
         "tp=2",
+        "cp=2",
         "dp=2 zero=3 recompute=full microbatch=2",
     ],
 )

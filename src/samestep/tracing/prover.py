@@ -310,9 +310,9 @@ class Prover(ForwardTracer):
                 self.histories.ran(found, size, self.key(result), keys, what, text, writes=writes)
 
     def _record_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the numbers that code gave to an operation; the sizes of the tensors it fills are not among them."""
+        """Record the numbers that code gave to an operation; the sizes of the tensors it fills or draws are not."""
         given = [*args, *kwargs.values()]
-        if func.overloadpacket not in FILLS:
+        if func.overloadpacket not in FILLS and torch.Tag.nondeterministic_seeded not in func.tags:
             given = tree_flatten(given)[0]
         numbers = [repr(one) for one in given if isinstance(one, int | float | complex)]
         numbers += [
