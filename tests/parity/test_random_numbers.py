@@ -23,6 +23,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.parity.test_state_and_randomness import (
     JOB,
+    VOCABULARY,
     WIDTH,
     Blocks,
     Net,
@@ -203,6 +204,31 @@ class NoisyBlocks(Blocks):
         return self.head(x)
 
 
+class SequenceFirst(Blocks):
+    """torch's own transformer, which has the tokens in dimension 0 and the samples in dimension 1, with dropout."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.both = nn.Transformer(WIDTH, 2, 1, 1, 8, dropout=0.2)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids).transpose(0, 1)
+        return self.head(self.both(x, x.roll(1, 0)).transpose(0, 1))
+
+
+class Recurrent(Blocks):
+    """Recurrent layers with dropout between them."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(2 * WIDTH, VOCABULARY)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.3, bidirectional=True)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embed(input_ids).transpose(0, 1))[0].transpose(0, 1))
+
+
 EQUAL = [
     *(Autoencoder, Diffusion, StochasticDepth, MaskedParts, NoisyWeights, Choices, Distributions, Behind, TwoViews),
     OneOrder,
@@ -211,6 +237,12 @@ EQUAL = [
 
 @pytest.mark.parametrize("build", EQUAL)
 def test_numbers_are_those_of_one_device(build: type[nn.Module]) -> None:
+    assert_equal(build, *SPLIT)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("build", [SequenceFirst, Recurrent])
+def test_torchs_layers_drop_the_elements_of_their_samples(build: type[nn.Module]) -> None:
     assert_equal(build, *SPLIT)
 
 

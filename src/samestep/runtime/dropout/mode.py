@@ -162,11 +162,7 @@ def track_modules(model: nn.Module) -> None:
 
     The first `DropoutMode` of a model does it. Call it again after modules were added or replaced: a module without
     hooks would draw in the name of its parent. Without an active mode the hooks do nothing.
-
-    Raises:
-        ModelError: a transformer layer with dropout has the sequence in dimension 0.
     """
-    _refuse_sequence_first(model)
     tracker = _TRACKERS.setdefault(model, _Tracker())
     for name, module in named_modules(model).items():
         if module in tracker.in_graph:
@@ -432,19 +428,3 @@ def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager[Any], A
     if tracker is None or not tracker.modes:
         return nullcontext(), nullcontext()
     return nullcontext(), _Recompute(tracker.modes[-1])
-
-
-def _refuse_sequence_first(model: nn.Module) -> None:
-    """Refuse torch's transformer layers that put the sequence in dimension 0: their dropout cannot see the samples.
-
-    Raises:
-        ModelError: such a layer has dropout.
-    """
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-            continue
-        if not module.self_attn.batch_first and module.dropout.p > 0:
-            raise ModelError(
-                f"{name or 'the model itself'}: dropout in a {type(module).__name__} with batch_first=False, whose "
-                "tensors hold no batch in dimension 0; batch_first=True works"
-            )

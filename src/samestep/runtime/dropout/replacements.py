@@ -120,16 +120,31 @@ def _multi_head_attention(mode: MaskSource, func: Callable[..., Any], *args: Any
 
 
 def _recurrent(mode: MaskSource, func: Callable[..., Any], /, *args: Any) -> Any:
-    """Handle torch's recurrent layers: refuse those with dropout, which draw inside one native operation."""
+    """Handle torch's recurrent layers: with dropout, run one layer at a time, and drop what one hands to the next."""
     # (input, [batch_sizes,] hx, weights, has_biases, num_layers, dropout, train, ...): has_biases is the first bool.
     first = next(i for i, arg in enumerate(args) if isinstance(arg, bool))
-    num_layers, dropout, train = args[first + 1 : first + 4]
-    if train and dropout > 0 and num_layers > 1 and not mode.allows_random:
+    has_biases, num_layers, dropout, train, *form = args[first:]
+    if not (train and dropout > 0 and num_layers > 1):
+        return func(*args)
+    if first > 3:
+        if mode.allows_random:
+            return func(*args)
         raise mode.refuse(
-            f"torch's {func.__name__} draws its dropout={dropout} inside one native operation, so its masks would "
-            "differ between layouts; dropout=0, or single layers with nn.Dropout between them, work"
+            f"torch's {func.__name__} with dropout={dropout} on a packed sequence, in which it is not seen which row is whose; "
+            "padded sequences work, and so does dropout=0"
         )
-    return func(*args)
+    x, state, weights = args[:first]
+    states = state if isinstance(state, list | tuple) else (state,)  # those of an lstm are two
+    ends = []
+    for layer in range(num_layers):
+        own = [part.chunk(num_layers)[layer] for part in states]
+        given = own if isinstance(state, list | tuple) else own[0]
+        each = len(weights) // num_layers
+        x, *end = func(x, given, weights[layer * each :][:each], has_biases, 1, 0.0, train, *form)
+        ends.append(end)
+        if layer + 1 < num_layers:
+            x = _dropped(mode, func.__name__, _DropoutKind(), x, dropout, inplace=False)
+    return (x, *map(torch.cat, zip(*ends, strict=True)))
 
 
 def _refused(mode: MaskSource, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
