@@ -178,6 +178,15 @@ class Even(Pairs):
         self.ids = self.ids[:, :4]
 
 
+class Seeding(Even):
+    """Tokens some of which are replaced, by a generator that each sample seeds."""
+
+    def __getitem__(self, index: int) -> Any:
+        torch.manual_seed(index)
+        sample = super().__getitem__(index)
+        return sample | {"input_ids": torch.where(torch.rand(4) < 0.3, 0, sample["input_ids"])}
+
+
 class Noisy(nn.Module):
     """A block with noise on the sequence and on its hidden neurons."""
 
@@ -266,6 +275,11 @@ def test_numbers_of_hidden_neurons_are_cut_as_they_are() -> None:
     prepared = source(NoisyBlocks, Layout.parse("tp=2"), data_of(NoisyBlocks)).prepared
     assert prepared is not None
     assert prepared.analysis.gathered == {}
+
+
+def test_a_data_set_that_seeds_the_generator_of_the_process_disturbs_no_numbers() -> None:
+    """A pipeline's stage reads samples inside a forward."""
+    assert_equal(NoisyBlocks, "pp=2 microbatch=4", loss=cross_entropy, dataset=Seeding(True))
 
 
 @pytest.mark.parametrize(

@@ -230,9 +230,8 @@ class DropoutMode(MaskSource):
         ]  # for draws outside every module, as in a loss; the model itself is entry 0 of ""
         self._entries: dict[str, int] = {}
         self._sample_keys: dict[torch.device, Tensor] = {}
-        self._generator = (
-            torch.default_generator.get_state() if any(draw < 0 for *_, draw in self._tracker.rows) else None
-        )
+        self._generator: Tensor | None = None
+        self.settle()
         self._hashed_positions: dict[tuple[tuple[int, ...], MaskCuts, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __enter__(self) -> DropoutMode:
@@ -256,6 +255,11 @@ class DropoutMode(MaskSource):
                 "before or behind torch.vmap works"
             )
         return handler(self, func, *args, **(kwargs or {}))
+
+    def settle(self) -> None:
+        """Take the present state of the process's generator as that before the forward, where numbers are drawn at all."""
+        if any(draw < 0 for *_, draw in self._tracker.rows):
+            self._generator = torch.default_generator.get_state()
 
     def _enter_module(self, name: str) -> None:
         entry = self._entries.get(name, 0)
@@ -389,6 +393,13 @@ def begin_after(model: nn.Module, entries: Mapping[str, int]) -> None:
     tracker = _TRACKERS.get(model)
     if tracker is not None and tracker.modes:
         tracker.modes[-1].count_entries(entries)
+
+
+def after_reading(model: nn.Module) -> None:
+    """Let the active mode of a model, if there is one, know that samples were read, which may move the generator."""
+    tracker = _TRACKERS.get(model)
+    if tracker is not None and tracker.modes:
+        tracker.modes[-1].settle()
 
 
 def place_samples(model: nn.Module, masks: tuple[MaskSpec, ...]) -> None:
