@@ -158,8 +158,7 @@ def _recorded(run: Any, batch: Any) -> float:
 
     with Ledger() as ledger:
         _ = run.step(batch).loss
-    is_due = run.replicas is not None and run.replicas.is_due(run.steps_taken)
-    program = run.program.exchanging() if is_due else run.program
+    program = run.program if run.replicas is None else run.replicas.program_behind(run.steps_taken)
     listed = program.ledger(group_of=run.assembly.parallel.mesh.group_of)
     if run.place.world_size == 1:
         return 0.0

@@ -194,8 +194,7 @@ def follow(
             with Ledger() as ledger:
                 report = run.step(batch)
             seen.ledger = ledger.rows
-            exchanges = run.replicas is not None and run.replicas.is_due(run.steps_taken)
-            program = run.program.exchanging() if exchanges else run.program
+            program = run.program if run.replicas is None else run.replicas.program_behind(run.steps_taken)
             seen.predicted = program.ledger(group_of=run.assembly.parallel.mesh.group_of)
         else:
             report = run.step(batch)

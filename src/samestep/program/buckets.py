@@ -60,6 +60,8 @@ class Bucket:
     """Elements of the flat buffer, padding included."""
     holding: Holding
     """The holding that all its weights have in common."""
+    part: int = 0
+    """The part of the weights that it belongs to, where replicas that are trained apart exchange one after the other."""
     is_late: bool = False
     """Whether it is reduced behind the step's last backward, as weights that several stages or virtual stages use."""
 
@@ -121,6 +123,7 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
             step.holding(param).sort_key,
             param.is_updated_whole,
             -step.gradient_block(param),
+            step.exchange_part(param.name),
             -param.layer if chunk_of(param) >= 0 else 0,
         ),
     )
@@ -173,7 +176,8 @@ def is_in_several(param: ParamSpec, chunks: tuple[range, ...]) -> bool:
 
 def _kind(step: StepSpec, param: ParamSpec) -> tuple[object, ...]:
     """Return what weights of one bucket have in common."""
-    return step.working_dtype(param), step.holding(param), param.is_updated_whole, step.gradient_block(param)
+    block, part = step.gradient_block(param), step.exchange_part(param.name)
+    return step.working_dtype(param), step.holding(param), param.is_updated_whole, block, part
 
 
 def _owners(step: StepSpec, param: ParamSpec) -> int:
@@ -206,6 +210,7 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
         matrices=tuple(_matrices(step, params, members)),
         padded_numel=chunk * owners,
         holding=holding,
+        part=step.exchange_part(params[0].name),
     )
 
 

@@ -18,6 +18,7 @@ from samestep.models.spec import ModelSpec, ParamSpec
 from samestep.program.bodies import BodyKey, ends_step
 from samestep.program.codecs import CODECS, PLAIN, is_factored
 from samestep.program.contributions import Contributions
+from samestep.program.exchange_times import parts_of
 from samestep.program.holding import WHOLE, Holding
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node
@@ -71,6 +72,12 @@ class StepSpec:
     """The number of contributions that are encoded, or of replicas that are trained apart."""
     exchange_every: int = 1
     """Steps after which replicas exchange what their weights have moved by; 1 where they exchange gradients in every step."""
+    exchange_parts: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """The part of each weight, where replicas exchange parts of their weights at different times (`exchange_times.py`)."""
+    num_exchange_parts: int = 1
+    """The number of these parts."""
+    exchange_delay: int = 0
+    """Steps between the start of an exchange and the outer step that uses it."""
     gradient_blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Elements of a block of each weight's gradient, in which the codec writes it down."""
     compression_rank: int = 0
@@ -116,6 +123,9 @@ class StepSpec:
             codec=PLAIN if job.numerics.compression == "none" else job.numerics.compression,
             replicas=job.numerics.replicas,
             exchange_every=job.numerics.exchange_every,
+            exchange_parts=parts_of(model, job.numerics.exchange_parts),
+            num_exchange_parts=job.numerics.exchange_parts,
+            exchange_delay=job.numerics.exchange_delay,
             gradient_blocks=_gradient_blocks(model, job.numerics.compression),
             compression_rank=_compression_rank(job.numerics),
             allow=job.run.waivers,
@@ -181,7 +191,7 @@ class StepSpec:
         apart; None where gradients are summed as they are."""
         if self.codec == PLAIN and not self.trains_apart:
             return None
-        return Contributions.of(self.layout, self.zero, self.replicas)
+        return Contributions.of(self.layout, self.zero, self.replicas, is_hidden=self.exchange_delay > 0)
 
     @property
     def trains_apart(self) -> bool:
@@ -192,6 +202,10 @@ class StepSpec:
     def replicas_each(self) -> int:
         """The number of replicas that a rank trains one after the other, each with weights and states of its own."""
         return self.contributions.each if self.trains_apart and self.contributions is not None else 1
+
+    def exchange_part(self, name: str) -> int:
+        """Return the part of the weights that a weight is exchanged with, where replicas are trained apart."""
+        return self.exchange_parts.get(name, 0)
 
     def gradient_block(self, param: ParamSpec) -> int:
         """Return the elements of a block of a weight's gradient; 1 where gradients are sent as they are."""

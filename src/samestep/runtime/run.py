@@ -269,9 +269,7 @@ class Run:
                 forget_groups()
             raise
         if self.replicas is not None:
-            self.replicas.is_fresh = False
-            if self.replicas.is_due(self.steps_taken):
-                self.replicas.exchange()
+            self.replicas.exchange(self.steps_taken)
         return report
 
     def _checked_step(self, batch: StepBatch) -> StepReport:

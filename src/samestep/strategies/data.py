@@ -81,7 +81,7 @@ def apply(program: Program) -> Program:
     if step.zero == 1 or (step.zero == 0 and (sums or step.is_mixed or made is not None)):
         buckets = make_buckets(step, program.chunks)  # mixed precision and codecs need their buffers on one rank too
     if made is not None:
-        axes |= {made.axis: made.ranks} if made.ranks > 1 else {}
+        axes |= {made.sent_over: made.ranks} if made.ranks > 1 else {}
     elif step.layout.num_replicas > 1:
         axes |= _axes(step)
     program = program.with_bodies(lambda key, ops: _reduced(key, ops, program, buckets))

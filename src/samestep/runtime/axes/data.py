@@ -28,6 +28,7 @@ from samestep.building import nf4
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.buckets import Bucket, Member
 from samestep.program.codecs import PLAIN
+from samestep.program.exchange_times import Phase
 from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
 from samestep.runtime.axes.late_weights import LateWeights
@@ -64,6 +65,10 @@ class _FlatBuffer:
     work: dist.Work | None = None
     chunk: Tensor | None = None
     """This rank's chunk of the bucket, between its reduce_scatter and its all_gather."""
+    moves: Tensor | None = None
+    """What is exchanged of it while steps go on, where replicas are trained apart: of all, or of this rank's chunk."""
+    exchanging: dist.Work | None = None
+    """What is sent of these."""
 
     @property
     def left(self) -> Tensor:
@@ -124,7 +129,7 @@ class Replicated:
         gradients = torch.zeros(bucket.padded_numel, dtype=DTYPES[step.master_dtype], device=device)
         made, exchange = step.contributions, None
         if made is not None:
-            group = self.mesh.groups[made.axis] if made.ranks > 1 else None
+            group = self.mesh.groups[made.sent_over] if made.ranks > 1 else None
             parts, gathers = [bucket.coded(made)], bucket.gathers_codes(made)
             exchange = exchange_of(bucket.codec, parts, made, group, gradients, gathers=gathers)
         return _FlatBuffer(
@@ -213,7 +218,7 @@ class Replicated:
             names = {member.name for member in flat.bucket.members}
             flat.missing, flat.untouched = set(names), set(names)
             flat.work = flat.chunk = None
-            if flat.exchange is not None:
+            if flat.exchange is not None and not self.program.step.trains_apart:
                 flat.exchange.begin_step()
         self._next = 0
 
@@ -322,27 +327,58 @@ class Replicated:
             if flat.exchange is not None and not self.program.step.trains_apart:
                 flat.exchange.finish([flat.left])
 
-    def exchange(self, fill: Callable[[int], None]) -> None:
-        """Sum over all replicas what `fill` writes into the gradients; collective as `WeightStore.exchange` says."""
-        each, flats = self.program.step.replicas_each, {flat.bucket.name: flat for flat in self._flats}
-        mine = {name: self._own_chunk(flat) for name, flat in flats.items()}
+    def start_exchange(self, part: int, fill: Callable[[int], None]) -> None:
+        """Start to sum over all replicas what `fill` writes into the gradients; collective as `WeightStore` says."""
+        each, flats = self.program.step.replicas_each, self._flats_of(part)
+        chunks = [self._own_chunk(flat) for flat in flats]
+        is_hidden = self.program.step.exchange_delay > 0
+        kept = [chunk.clone() for chunk in chunks] if is_hidden else []
+        for flat in flats:
+            assert flat.exchange is not None
+            flat.exchange.begin_step()
         for index in range(each):
             fill(index)
-            for name, flat in flats.items() if index < each - 1 else ():
+            for flat, chunk in zip(flats, chunks, strict=True) if index < each - 1 else ():
                 assert flat.exchange is not None
-                flat.exchange.add([mine[name]])
-        for op in self.program.exchange:
-            if op.codec is None:  # a gather of weights, which `publish` sends
+                flat.exchange.add([chunk])
+        for flat, chunk in zip(flats, chunks, strict=True):
+            flat.moves = chunk.clone() if is_hidden else chunk
+        for chunk, before in zip(chunks, kept, strict=False):
+            chunk.copy_(before)
+        self._send_moves(part, Phase.START)
+
+    def sum_exchange(self, part: int) -> None:
+        """Issue the collectives that follow an exchange's first; collective as `WeightStore` says."""
+        self._send_moves(part, Phase.SUM)
+
+    def end_exchange(self, part: int) -> None:
+        """Wait for an exchange, and set the gradients to its sums."""
+        for flat in self._flats_of(part):
+            assert flat.exchange is not None
+            assert flat.moves is not None
+            _wait_for_moves(flat)
+            flat.exchange.finish([flat.moves])
+            if self.program.step.exchange_delay:
+                self._own_chunk(flat).copy_(flat.moves)
+            flat.moves = None
+
+    def _send_moves(self, part: int, phase: Phase) -> None:
+        """Issue the collectives of one phase of an exchange."""
+        flats = {flat.bucket.name: flat for flat in self._flats_of(part)}
+        sent = self.program.exchanges[part][phase] if self.program.exchanges else ()
+        for op in sent:
+            if op.axis is None:
                 continue
             flat = flats[op.owner]
             assert flat.exchange is not None
-            _wait(flat)
+            assert flat.moves is not None
+            _wait_for_moves(flat)
             with owned(op.owner):
-                flat.work = flat.exchange.send([mine[op.owner]])
-        for name, flat in flats.items():
-            assert flat.exchange is not None
-            _wait(flat)
-            flat.exchange.finish([mine[name]])
+                flat.exchanging = flat.exchange.send([flat.moves])
+
+    def _flats_of(self, part: int) -> list[_FlatBuffer]:
+        """Return the buffers of a part of the weights, where replicas exchange one part after the other."""
+        return [flat for flat in self._flats if flat.bucket.part == part]
 
     def _own_chunk(self, flat: _FlatBuffer) -> Tensor:
         """Return the gradients of a bucket that this rank updates: all, or its chunk of them under zero=1."""
@@ -415,14 +451,14 @@ class Replicated:
             others = []
         return self.mesh.size(innermost), self.mesh.index(innermost), math.prod(map(self.mesh.size, others))
 
-    def publish(self, *, waits: bool = True) -> None:
+    def publish(self, *, waits: bool = True, part: int | None = None) -> None:
         """Gather every rank's chunk of the updated weights under zero=1, those that the next forward needs first in front.
 
         Collective over `dp_shard`: every rank of the group calls it; if one does not, the others wait until the time
         limit.
         """
         self.settle()
-        for flat in reversed(self._flats):
+        for flat in reversed(self._flats if part is None else self._flats_of(part)):
             for op in flat.gathers:
                 assert flat.weights is not None
                 self._late.hold(flat.bucket.name, self._send(flat, op, flat.weights).wait)
@@ -467,6 +503,12 @@ def _wait(flat: _FlatBuffer) -> None:
     if flat.work is not None:
         flat.work.wait()
         flat.work = None
+
+
+def _wait_for_moves(flat: _FlatBuffer) -> None:
+    if flat.exchanging is not None:
+        flat.exchanging.wait()
+        flat.exchanging = None
 
 
 def _gradient_or_zero(param: nn.Parameter) -> Tensor:

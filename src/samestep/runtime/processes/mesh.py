@@ -2,7 +2,8 @@
 
 `program/ranks.py` gives the order of ranks. Axes over the same ranks share one group, so that a communicator is never
 made twice. `cp` has a group of its own: compute waits for its exchanges, which must not wait for gradients or weights
-sent meanwhile; so has `dp`, over which batch norm takes statistics, and so has each link between two stages of a pipeline (`schedules.link_of`).
+sent meanwhile; so have `dp`, over which batch norm takes statistics, the axes of exchanges that whole steps hide, and each link between two stages
+of a pipeline (`schedules.link_of`).
 
 On NCCL all groups of an axis are made by one split of the world, in which every rank takes part; gloo makes each by itself.
 """
