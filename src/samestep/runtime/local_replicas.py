@@ -216,6 +216,7 @@ class LocalReplicas:
         indices = self.indices_of(part)
         for assembly in self.assemblies:
             updater = assembly.weights.updater
+            assembly.weights.store.settle()  # a gather of the step still sends what is written over here
             for index in indices:
                 piece, outer = updater.pieces[index], self.weights[index]
                 piece.set_master(outer if kept == 0.0 else torch.lerp(outer, piece.master().view_as(outer), kept))
