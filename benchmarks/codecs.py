@@ -1,83 +1,47 @@
-"""What gradient codecs cost and change: seconds of their kernels against a copy, and held-out loss against float32.
+"""What the kernels of gradient codecs cost: seconds for 25 MiB of gradients on one core, against a copy of the same gradients.
 
-    python benchmarks/codecs.py            25 MiB of gradients on one core, eager and compiled
-    python benchmarks/codecs.py --loss     the default job for 300 steps on three seeds, two contributions a step
+    python benchmarks/codecs.py [--rounds 25] [--rows benchmarks/rows/codecs.json]
 
-Seconds are the best of some repetitions. What a codec is compared with is a copy of the same gradients.
+Copies and kernels take turns, and of each the fastest turn counts. *Fused* are those that `torch.compile` makes (inductor), which a job
+with run.compile = "blocks" uses; they give the same codes (`tests/laws/test_codecs.py`). On GPUs inductor writes them in Triton, which
+has not been tried.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from samestep import job as jobs
-from samestep.datasets import batches
-from samestep.layout import Layout
 from samestep.program.codecs import CODECS, CodedPart, Matrix
 from samestep.program.contributions import Contributions
 from samestep.runtime.codecs.codec import Codec, codec_of
 from samestep.runtime.codecs.factored_exchange import FactoredExchange
-from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.run import Run
-from samestep.training.workload import Workload, held_out_losses
 
-NUMEL, BLOCK, REPETITIONS = 25 * 2**18, 256, 15
-
-
-def best_s(act: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of some calls."""
-    act()
-    found = []
-    for _ in range(REPETITIONS):
-        began = time.perf_counter()
-        act()
-        found.append(time.perf_counter() - began)
-    return min(found)
+ROWS = Path(__file__).parent / "rows" / "codecs.json"
+NUMEL, BLOCK = 25 * 2**18, 256
+ENCODE, FEED_BACK, DECODE = "encode", "encode with what was lost", "decode"
+AIMS = {("int8", "eager"): {ENCODE: 8, FEED_BACK: 8}, ("int8", "fused"): {ENCODE: 2, FEED_BACK: 3}}
+"""The most copies that a kernel may take."""
 
 
-def kernels() -> None:
-    """Print, for each codec, how many copies its encoding and its decoding take."""
-    torch.set_num_threads(1)
-    gradient, other = torch.randn(1, NUMEL), torch.zeros(1, NUMEL)
-    copy_s = best_s(functools.partial(other.copy_, gradient))
-    print(f"a copy of 25 MiB: {copy_s * 1e3:.1f} ms")
-    for name, spec in CODECS.items():
-        if spec.factors:
-            print(
-                f"{name} eager    copies: {best_s(_factoring()) / copy_s:.1f} to encode what was lost too and to decode"
-            )
-            continue
-        codec = codec_of(name)
-        wire = torch.zeros((1, spec.size_bytes(NUMEL, BLOCK)), dtype=torch.uint8)
-        acts: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
-            "encode": (codec.encode, (gradient.clone(), BLOCK, wire)),
-            "encode what was lost too": (functools.partial(_feed_back, codec), (gradient, other.clone(), wire)),
-            "decode": (codec.decode, (wire, BLOCK, other)),
-        }
-        for how, made in (("eager", _as_it_is), ("compiled", torch.compile)):
-            said = [
-                f"{what} {best_s(functools.partial(made(act), *given)) / copy_s:.1f}"
-                for what, (act, given) in acts.items()
-            ]
-            print(f"{name:5} {how:8} copies: {', '.join(said)}")
+def acts_of(codec: Codec, name: str, gradient: Tensor, other: Tensor) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield what a codec does with a gradient."""
+    spec = CODECS[name]
+    wire = torch.zeros((1, spec.size_bytes(NUMEL, BLOCK)), dtype=torch.uint8)
+    yield ENCODE, functools.partial(codec.encode, gradient, BLOCK, wire)
+    if spec.feeds_back:
+        yield FEED_BACK, functools.partial(codec.encode, gradient, BLOCK, wire, torch.zeros_like(gradient))
+    yield DECODE, functools.partial(codec.decode, wire, BLOCK, other)
 
 
-def _as_it_is(act: Callable[..., None]) -> Callable[..., None]:
-    return act
-
-
-def _feed_back(codec: Codec, gradient: Tensor, lost: Tensor, wire: Tensor) -> None:
-    codec.encode(lost.add_(gradient), BLOCK, wire)
-
-
-def _factoring() -> Callable[[], object]:
+def factoring() -> Callable[[], object]:
     """Return what one rank does for a matrix of as many elements."""
     rows = int(NUMEL**0.5)
     matrix = Matrix("weight", 0, rows, NUMEL // rows, 4)
@@ -86,30 +50,66 @@ def _factoring() -> Callable[[], object]:
     return functools.partial(exchange.finish, [torch.randn(matrix.numel)])
 
 
-def loss(steps: int) -> None:
-    """Print held-out losses of the default job, as it is and with each codec."""
-    for seed in range(3):
-        found = {name: _held_out(name, seed, steps) for name in ("none", *CODECS)}
-        plain = found["none"]
-        print(f"seed {seed}: " + ", ".join(f"{name} {one:.4f} ({one / plain - 1:+.2%})" for name, one in found.items()))
+def fastest_s(acts: Mapping[tuple[str, ...], Callable[[], object]], rounds: int) -> dict[tuple[str, ...], float]:
+    """Return the seconds of the fastest call of each of some acts, which take turns."""
+    found = dict.fromkeys(acts, float("inf"))
+    for act in acts.values():
+        act()
+    for _ in range(rounds):
+        for name, act in acts.items():
+            began = time.perf_counter()
+            act()
+            found[name] = min(found[name], time.perf_counter() - began)
+    return found
 
 
-def _held_out(name: str, seed: int, steps: int) -> float:
-    settings = [f"train.steps={steps}", f"train.seed={seed}", f'numerics.compression="{name}"', "train.watch_every=0"]
-    job = jobs.default([*settings, f"numerics.replicas={1 if name == 'none' else 2}"])
-    work = Workload(job)
-    run = Run(work.source, Layout(), job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
-    for batch in batches(work.dataset, job):
-        run.step(batch)
-    return held_out_losses(run, work)["held_out"]
+def measured(rounds: int) -> list[dict[str, object]]:
+    """Return a row for each kernel: how many copies it takes."""
+    torch.set_num_threads(1)
+    gradient, other = torch.randn(1, NUMEL), torch.zeros(1, NUMEL)
+    acts: dict[tuple[str, ...], Callable[[], object]] = {("copy",): functools.partial(other.copy_, gradient)}
+    for name, spec in CODECS.items():
+        if spec.factors:
+            acts[name, "eager", "encode with what was lost, and decode"] = factoring()
+            continue
+        for how in ("eager", "fused") if spec.can_be_fused else ("eager",):
+            for what, act in acts_of(codec_of(name, compiles=how == "fused"), name, gradient, other):
+                acts[name, how, what] = act
+    found = fastest_s(acts, rounds)
+    copy_s = found.pop(("copy",))
+    return [
+        {"codec": key[0], "how": key[1], "what": key[2], "copies": took_s / copy_s} for key, took_s in found.items()
+    ]
+
+
+def markdown(path: Path = ROWS) -> str:
+    """Return the table of the kept rows."""
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    whats = list(dict.fromkeys(row["what"] for row in rows))
+    lines = [
+        f"| codec | kernels | {' | '.join(f'copies to {what}' for what in whats)} |",
+        "| --- | --- |" + " ---: |" * len(whats),
+    ]
+    for name, how in dict.fromkeys((row["codec"], row["how"]) for row in rows):
+        mine = {row["what"]: row["copies"] for row in rows if (row["codec"], row["how"]) == (name, how)}
+        aims = AIMS.get((name, how), {})
+        cells = [f"{mine[what]:.1f}{f' (aim {aims[what]})' * (what in aims)}" if what in mine else "" for what in whats]
+        lines.append(f"| {name} | {how} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure, and print a line for each kernel."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="keep the figures")
+    given = parser.parse_args(words)
+    rows = measured(given.rounds)
+    for row in rows:
+        print("{codec:9} {how:6} {what:40} {copies:6.1f} copies".format(**row))
+    if given.rows:
+        given.rows.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--loss", action="store_true", help="compare held-out losses")
-    parser.add_argument("--steps", type=int, default=300)
-    given = parser.parse_args()
-    if given.loss:
-        loss(given.steps)
-    else:
-        kernels()
+    main()

@@ -131,7 +131,9 @@ class Replicated:
         if made is not None:
             group = self.mesh.groups[made.sent_over] if made.ranks > 1 else None
             parts, gathers = [bucket.coded(made)], bucket.gathers_codes(made)
-            exchange = exchange_of(bucket.codec, parts, made, group, gradients, gathers=gathers)
+            exchange = exchange_of(
+                bucket.codec, parts, made, group, gradients, gathers=gathers, compiles=step.compiles_blocks
+            )
         return _FlatBuffer(
             bucket=bucket,
             gradients=gradients,

@@ -51,7 +51,9 @@ class EncodedShards:
         for unit in program.units:
             for exchanged in exchanged_parts(step, unit):
                 parts = coded_parts(step, made, unit, exchanged)
-                exchange = exchange_of(unit.codec, [*parts], made, group, like, gathers=True)
+                exchange = exchange_of(
+                    unit.codec, [*parts], made, group, like, gathers=True, compiles=step.compiles_blocks
+                )
                 held = [[of_name[name] for name in names if name in of_name] for names in parts.values()]
                 buffers = [like.new_zeros(part.numel) for part in parts]
                 self._shards[exchanged, unit.name] = _Shard(exchange, held, buffers)

@@ -18,7 +18,7 @@ class Half:
 
     dtype: torch.dtype
 
-    def encode(self, values: Tensor, block: int, wire: Tensor) -> None:
+    def encode(self, values: Tensor, block: int, wire: Tensor, lost: Tensor | None = None) -> None:
         """Write values [rows, n] to `wire`, uint8 [rows, 2 n]."""
         wire.view(self.dtype).copy_(values)
 
