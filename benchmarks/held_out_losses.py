@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,32 +52,40 @@ class Way:
     """The way whose loss its own is held against."""
 
 
-def _apart(*settings: str, beside: str = "synchronous") -> Way:
-    return Way(("numerics.replicas=2", f"numerics.exchange_every={EVERY}", *settings), beside=beside)
+def _apart(warmup: int, *settings: str) -> Way:
+    """Return replicas that are trained apart, beside a synchronous run with as many steps of warm-up."""
+    beside = f"synchronous, warm-up {warmup}"
+    return Way((*_warmed(warmup), "numerics.replicas=2", f"numerics.exchange_every={EVERY}", *settings), beside=beside)
+
+
+def _warmed(warmup: int) -> tuple[str, ...]:
+    return (f"schedule.warmup_steps={warmup}",)
 
 
 CODED: Mapping[str, Way] = {
-    "float32": Way(),
+    "float32": Way(beside=""),
     "float32, one weight rounded another way": Way(is_rounded=True),
     "float32, two micro-batches": Way(layout="dp=1 microbatch=16"),
     **{name: Way(("numerics.replicas=2", f"numerics.compression={name}")) for name in CODECS},
 }
 """What is compared at an exchange in every step."""
+PARTS = "numerics.exchange_parts=5"
 APART: Mapping[str, Way] = {
-    "synchronous": Way(beside=""),
-    "synchronous, warm-up 150": Way(("schedule.warmup_steps=150",)),
-    "a .7 .5": _apart("numerics.outer_momentum=0.5", "schedule.warmup_steps=150"),
-    "c .7 .5 P5": _apart("numerics.outer_momentum=0.5", "schedule.warmup_steps=150", "numerics.exchange_parts=5"),
-    "b 1 .3": _apart("numerics.outer_lr=1.0", "numerics.outer_momentum=0.3", "schedule.warmup_steps=150"),
-    "d .7 .5 P5 D1": _apart(
-        "numerics.outer_momentum=0.5",
-        "schedule.warmup_steps=150",
-        "numerics.exchange_parts=5",
-        "numerics.exchange_delay=1",
+    **{f"synchronous, warm-up {steps}": Way(_warmed(steps), beside="") for steps in (50, 150, 300)},
+    "warm-up 300": _apart(300),
+    "warm-up 300, int8": _apart(300, "numerics.compression=int8"),
+    "warm-up 300, int8, 5 parts, 2 steps later": _apart(
+        300, "numerics.compression=int8", PARTS, "numerics.exchange_delay=2"
     ),
-    "e .8 .3 P5": _apart(
-        "numerics.outer_lr=0.8", "numerics.outer_momentum=0.3", "schedule.warmup_steps=150", "numerics.exchange_parts=5"
+    "warm-up 300, outer_momentum 0.9": _apart(300, "numerics.outer_momentum=0.9"),
+    "warm-up 150": _apart(150),
+    "warm-up 150, 5 parts": _apart(150, PARTS),
+    "warm-up 150, 5 parts, 1 step later": _apart(150, PARTS, "numerics.exchange_delay=1"),
+    "warm-up 150, outer_lr 1, outer_momentum 0.3": _apart(150, "numerics.outer_lr=1.0", "numerics.outer_momentum=0.3"),
+    "warm-up 150, outer_lr 0.8, outer_momentum 0.3, 5 parts": _apart(
+        150, "numerics.outer_lr=0.8", "numerics.outer_momentum=0.3", PARTS
     ),
+    "warm-up 50": _apart(50),
 }
 """What is compared where replicas are trained apart."""
 TABLES: Mapping[str, tuple[int, Mapping[str, Way]]] = {"codecs": (300, CODED), "exchanges": (700, APART)}
@@ -109,6 +118,32 @@ def missing(table: str, seeds: Sequence[int], ways: Sequence[str], steps: int, r
         for name in ways:
             if (table, name, seed, steps) not in made:
                 yield name, seed
+
+
+def markdown(table: str, path: Path = ROWS) -> str:
+    """Return a table of the kept rows: each way's held-out losses, beside those of the way that it is held against."""
+    steps, ways = TABLES[table]
+    rows = [row for row in json.loads(path.read_text(encoding="utf-8")) if row["table"] == table]
+    losses = {(row["way"], row["seed"]): row["held_out"] for row in rows if row["steps"] == steps}
+    seeds = sorted({seed for _, seed in losses})
+    head = [f"{steps} steps", *(f"seed {seed}" for seed in seeds), "mean"]
+    lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
+    for name, way in ways.items():
+        mine = {seed: losses[name, seed] for seed in seeds if (name, seed) in losses}
+        beside = {seed: losses[way.beside, seed] for seed in mine if (way.beside, seed) in losses}
+        cells = [_cell(mine[seed], beside.get(seed)) if seed in mine else "" for seed in seeds]
+        is_whole = len(mine) == len(seeds) and len(mine) > 1
+        mean = _cell(_mean(mine), _mean(beside) if len(beside) == len(mine) else None) if is_whole else ""
+        lines += [f"| {name} | {' | '.join(cells)} | {mean} |"] if mine else []
+    return "\n".join(lines)
+
+
+def _mean(losses: Mapping[int, float]) -> float:
+    return statistics.fmean(losses.values())
+
+
+def _cell(loss: float, beside: float | None) -> str:
+    return f"{loss:.3f}" if beside is None else f"{loss:.3f} ({loss / beside - 1:+.1%})"
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -203,6 +203,30 @@ def slow_links() -> str:
     return str(importlib.import_module("slow_links").markdown())
 
 
+def powersgd() -> str:
+    """PowerSGD beside PyTorch's hook, as `benchmarks/powersgd.py` has measured it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(importlib.import_module("powersgd").markdown())
+
+
+def coded_losses() -> str:
+    """Held-out losses with codecs, as `benchmarks/held_out_losses.py` has found them."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(importlib.import_module("held_out_losses").markdown("codecs"))
+
+
+def apart_losses() -> str:
+    """Held-out losses of replicas that are trained apart, as `benchmarks/held_out_losses.py` has found them."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(importlib.import_module("held_out_losses").markdown("exchanges"))
+
+
+def codec_kernels() -> str:
+    """What the kernels of codecs take, as `benchmarks/codec_kernels.py` has measured it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(importlib.import_module("codec_kernels").markdown())
+
+
 def plans() -> str:
     """What `plan` recommends for well-known models beside published recipes, as `benchmarks/plans.py` has found it."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -415,6 +439,10 @@ TABLES = {
     "checkpoint_costs": checkpoint_costs,
     "crashes": crashes,
     "slow_links": slow_links,
+    "powersgd": powersgd,
+    "coded_losses": coded_losses,
+    "apart_losses": apart_losses,
+    "codec_kernels": codec_kernels,
     "plans": plans,
     "sharded": sharded,
     "gpu": gpu,

@@ -82,11 +82,11 @@ def packet(to: int, size: int = 1000) -> bytes:
 
 def test_a_packet_waits_for_its_turn_and_for_the_latency(monkeypatch: pytest.MonkeyPatch) -> None:
     files = Files(monkeypatch)
-    relay = Relay(files.addresses, latency_s=0.1, loss=0.0, bits_per_s=80_000.0)  # 0.1 s for each packet
+    relay = Relay(files.addresses, latency_s=0.1, loss=0.0, bits_per_s=100_000.0)  # 0.08 s for each packet
     for _ in range(4):
         relay.take(packet(2), now=1.0)
     relay.take(packet(9), now=1.0)  # to nobody
-    assert [len(files.written) for now in (1.15, 1.25, 1.35, 1.45) if relay.give(now) >= 0.0] == [0, 1, 2, 3]
+    assert [len(files.written) for now in (1.17, 1.19, 1.27, 1.35) if relay.give(now) >= 0.0] == [0, 1, 2, 3]
     relay.give(9.0)
     assert files.written == [8, 8, 8]  # the fourth would have waited longer than a switch keeps packets
 

@@ -119,10 +119,10 @@ def _reasons(step: StepSpec, made: Contributions, layout: Layout, replicas: int)
     if made.axis == SHARDS and layout.cp > 1:
         yield f"zero={step.zero} divides gradients among the ranks of cp too; zero=0 works"
     if layout.ep > 1 and (step.zero == 0 or made.axis == SHARDS):
-        yield (
-            f"ep={layout.ep} mixes the samples of data ranks, which then make no contributions of their own; "
-            f"dp_replicate={replicas} dp_shard={layout.ep} works"
-        )
+        works = f"dp_replicate={replicas} dp_shard={layout.ep} works"
+        if step.compression_rank:  # which is refused there
+            works = f'ep=1 works, and so does "int8" with dp_replicate={replicas} dp_shard={layout.ep}'
+        yield f"ep={layout.ep} mixes the samples of data ranks, which then make no contributions of their own; {works}"
     if step.trains_apart and (reason := _refuse_apart(step, made)):
         yield reason
     if made.each > 1 and (reason := _refuse_several(step, made)):

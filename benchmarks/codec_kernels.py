@@ -1,6 +1,6 @@
 """What the kernels of gradient codecs cost: seconds for 25 MiB of gradients on one core, against a copy of the same gradients.
 
-    python benchmarks/codecs.py [--rounds 25] [--rows benchmarks/rows/codecs.json]
+    python benchmarks/codec_kernels.py [--rounds 25] [--rows benchmarks/rows/codec_kernels.json]
 
 Copies and kernels take turns, and of each the fastest turn counts. *Fused* are those that `torch.compile` makes (inductor), which a job
 with run.compile = "blocks" uses; they give the same codes (`tests/laws/test_codecs.py`). On GPUs inductor writes them in Triton, which
@@ -24,7 +24,7 @@ from samestep.program.contributions import Contributions
 from samestep.runtime.codecs.codec import Codec, codec_of
 from samestep.runtime.codecs.factored_exchange import FactoredExchange
 
-ROWS = Path(__file__).parent / "rows" / "codecs.json"
+ROWS = Path(__file__).parent / "rows" / "codec_kernels.json"
 NUMEL, BLOCK = 25 * 2**18, 256
 ENCODE, FEED_BACK, DECODE = "encode", "encode with what was lost", "decode"
 AIMS = {("int8", "eager"): {ENCODE: 8, FEED_BACK: 8}, ("int8", "fused"): {ENCODE: 2, FEED_BACK: 3}}
@@ -92,8 +92,8 @@ def markdown(path: Path = ROWS) -> str:
     ]
     for name, how in dict.fromkeys((row["codec"], row["how"]) for row in rows):
         mine = {row["what"]: row["copies"] for row in rows if (row["codec"], row["how"]) == (name, how)}
-        aims = AIMS.get((name, how), {})
-        cells = [f"{mine[what]:.1f}{f' (aim {aims[what]})' * (what in aims)}" if what in mine else "" for what in whats]
+        aimed = {what: f" (aim {most})" for what, most in AIMS.get((name, how), {}).items()}
+        cells = [f"{mine[what]:.1f}{aimed.get(what, '')}" if what in mine else "" for what in whats]
         lines.append(f"| {name} | {how} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
