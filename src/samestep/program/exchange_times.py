@@ -37,7 +37,7 @@ class Phase(StrEnum):
     """The outer step is taken, and replicas go on with its weights."""
 
 
-class Event(NamedTuple):
+class ExchangeEvent(NamedTuple):
     """One phase of the exchange of a part."""
 
     phase: Phase
@@ -59,7 +59,7 @@ class ExchangeTimes:
         """Return the times of a job of so many steps."""
         return cls(numerics.exchange_every, numerics.exchange_parts, numerics.exchange_delay, steps)
 
-    def behind(self, step: int) -> tuple[Event, ...]:
+    def behind(self, step: int) -> tuple[ExchangeEvent, ...]:
         """Return what is done behind a step, counted from 1, in order."""
         before = [part for part in range(self.parts) if self._last_start(part, step - 1) + self.delay >= step]
         if step == self.last:
@@ -67,17 +67,17 @@ class ExchangeTimes:
             return (*ended, *at_once(range(self.parts)))
         found = [event for part in before for event in self._events(part, step)]
         starting = [part for part in range(self.parts) if self._last_start(part, step) == step]
-        started = [Event(Phase.START, part) for part in starting]
+        started = [ExchangeEvent(Phase.START, part) for part in starting]
         return (*found, *started) if self.delay else at_once(starting)
 
-    def _events(self, part: int, step: int, rest: bool = False) -> Iterable[Event]:
+    def _events(self, part: int, step: int, rest: bool = False) -> Iterable[ExchangeEvent]:
         """Yield the phases behind a step of an exchange that is under way, or all that are left of it."""
         age = step - self._last_start(part, step - 1)
         is_last = rest or age == self.delay
         if age == max(1, self.delay // 2) or (rest and age < max(1, self.delay // 2)):
-            yield Event(Phase.SUM, part)
+            yield ExchangeEvent(Phase.SUM, part)
         if is_last:
-            yield Event(Phase.END, part)
+            yield ExchangeEvent(Phase.END, part)
 
     def _last_start(self, part: int, step: int) -> int:
         """Return the last step up to a given one behind which a part's exchange starts; far below 0 if none does."""
@@ -86,10 +86,10 @@ class ExchangeTimes:
         return start if start > 0 else -self.every - self.delay
 
 
-def at_once(parts: Iterable[int]) -> tuple[Event, ...]:
+def at_once(parts: Iterable[int]) -> tuple[ExchangeEvent, ...]:
     """Return all phases of the exchange of some parts, behind one step."""
     found = [*parts]
-    return tuple(Event(phase, part) for phase in Phase for part in found)
+    return tuple(ExchangeEvent(phase, part) for phase in Phase for part in found)
 
 
 def parts_of(model: ModelSpec, number: int) -> dict[str, int]:

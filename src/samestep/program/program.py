@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from samestep.program.bodies import UPDATE_BODY, BodyKey, Task
 from samestep.program.buckets import Bucket
-from samestep.program.exchange_times import Event, ExchangeTimes, Phase
+from samestep.program.exchange_times import ExchangeEvent, ExchangeTimes, Phase
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.owners import Owners
 from samestep.program.step import StepSpec
@@ -77,11 +77,11 @@ class Program:
         bodies = {key: rewrite(key, ops) for key, ops in self.bodies.items()}
         return replace(self, bodies=bodies, **changes)
 
-    def ending_with(self, events: Sequence[Event]) -> Program:
+    def ending_with(self, events: Sequence[ExchangeEvent]) -> Program:
         """Return the program of a step behind which phases of exchanges follow."""
         return replace(self, bodies={**self.bodies, UPDATE_BODY: self._update_with(events)})
 
-    def _update_with(self, events: Sequence[Event]) -> Ops:
+    def _update_with(self, events: Sequence[ExchangeEvent]) -> Ops:
         sent = [op for phase, part in events if self.exchanges for op in self.exchanges[part][phase]]
         return (*self.bodies[UPDATE_BODY], *sent)
 
