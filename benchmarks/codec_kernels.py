@@ -73,7 +73,7 @@ def measured(rounds: int) -> list[dict[str, object]]:
             acts[name, "eager", "encode with what was lost, and decode"] = factoring()
             continue
         for how in ("eager", "fused") if spec.can_be_fused else ("eager",):
-            for what, act in acts_of(codec_of(name, compiles=how == "fused"), name, gradient, other):
+            for what, act in acts_of(codec_of(name, "inductor" if how == "fused" else ""), name, gradient, other):
                 acts[name, how, what] = act
     found = fastest_s(acts, rounds)
     copy_s = found.pop(("copy",))

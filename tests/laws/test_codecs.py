@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -104,6 +104,26 @@ def test_fused_kernels_give_the_same_codes(bits: int, drawn: tuple[Tensor, int],
     found = [_codes_of(one, rows, feeds_back) for one in (usual, Kernels(fused, scaled._add_scaled_at_once))]
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("name", "backend"), [("int8", "aot_eager"), ("int4", "no_compiler_here")])
+def test_compiled_codecs_send_the_same_bytes(name: str, backend: str) -> None:
+    torch._dynamo.register_backend(_no_compiler, name="no_compiler_here")
+    for block, ranks, dtype in ((64, 2, torch.float32), (16, 1, torch.float32)):
+        values = torch.randn(ranks, 4 * block, dtype=dtype)
+        found = []
+        for codec in (codec_of(name), codec_of(name, backend)):
+            wire = torch.zeros((ranks, CODECS[name].size_bytes(4 * block, block)), dtype=torch.uint8)
+            lost, decoded = torch.ones_like(values), torch.ones_like(values)
+            codec.encode(values, block, wire, lost)
+            codec.decode(wire, block, decoded)
+            found.append((wire, lost, decoded))
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other)
+
+
+def _no_compiler(*_: Any) -> Any:
+    raise RuntimeError("no compiler here")
 
 
 def _codes_of(kernels: Kernels, rows: Tensor, feeds_back: bool) -> tuple[Tensor, ...]:

@@ -36,7 +36,7 @@ class CodecSpec:
     feeds_back: bool = False
     """Whether what a code loses is added to the gradient that is encoded next."""
     can_be_fused: bool = False
-    """Whether its module also has `fused()`, the same codec with kernels that are compiled as one loop."""
+    """Whether its module also has `fused(backend)`, the same codec with kernels that are compiled as one loop."""
     factors: bool = False
     """Whether a matrix is sent as two factors, which all_reduces sum, and everything else as it is, in master precision."""
 

@@ -54,6 +54,8 @@ class StepSpec:
     """Whether the loss works on logits that are cut by vocabulary; if not, they are gathered for it."""
     compiles_blocks: bool = False
     """Whether blocks run as graphs of `torch.compile`."""
+    codec_backend: str = ""
+    """Backend of `torch.compile` that makes the kernels of a codec one loop; empty where they are not compiled."""
     tf32: bool = False
     """Whether float32 matrix products may run in `TF32`."""
     updates_in_chunks: bool = False
@@ -112,6 +114,7 @@ class StepSpec:
             replica=replica,
             cuts_loss=job.train.loss == "cross_entropy" if cuts_loss is None else cuts_loss,
             compiles_blocks=job.run.compile == "blocks",
+            codec_backend=job.run.compile_backend if job.run.compile == "blocks" else "",
             tf32=job.numerics.tf32,
             updates_in_chunks=":" not in job.optimizer.name if updates_in_chunks is None else updates_in_chunks,
             optimizer_states=job.numerics.optimizer_states,

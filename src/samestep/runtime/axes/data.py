@@ -132,7 +132,7 @@ class Replicated:
             group = self.mesh.groups[made.sent_over] if made.ranks > 1 else None
             parts, gathers = [bucket.coded(made)], bucket.gathers_codes(made)
             exchange = exchange_of(
-                bucket.codec, parts, made, group, gradients, gathers=gathers, compiles=step.compiles_blocks
+                bucket.codec, parts, made, group, gradients, gathers=gathers, backend=step.codec_backend
             )
         return _FlatBuffer(
             bucket=bucket,

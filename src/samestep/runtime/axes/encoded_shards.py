@@ -52,7 +52,7 @@ class EncodedShards:
             for exchanged in exchanged_parts(step, unit):
                 parts = coded_parts(step, made, unit, exchanged)
                 exchange = exchange_of(
-                    unit.codec, [*parts], made, group, like, gathers=True, compiles=step.compiles_blocks
+                    unit.codec, [*parts], made, group, like, gathers=True, backend=step.codec_backend
                 )
                 held = [[of_name[name] for name in names if name in of_name] for names in parts.values()]
                 buffers = [like.new_zeros(part.numel) for part in parts]

@@ -26,8 +26,9 @@ class Codec(Protocol):
         ...
 
 
-def codec_of(name: str, *, compiles: bool = False) -> Codec:
-    """Return the codec of a row of `CODECS`; if it `compiles`, with kernels that `torch.compile` makes, of the same codes."""
+def codec_of(name: str, backend: str = "") -> Codec:
+    """Return the codec of a row of `CODECS`; if a `backend` of `torch.compile` is given, with kernels that it makes, where there are
+    any, of the same codes."""
     module = importlib.import_module(CODECS[name].module)
-    made: Codec = module.fused() if compiles and CODECS[name].can_be_fused else module.codec()
+    made: Codec = module.fused(backend) if backend and CODECS[name].can_be_fused else module.codec()
     return made

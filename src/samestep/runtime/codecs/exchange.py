@@ -91,15 +91,15 @@ class CodedExchange:
         like: Tensor,
         *,
         gathers: bool,
-        compiles: bool = False,
+        backend: str = "",
     ) -> None:
         """Make an exchange over `group`, None of a single rank, of buffers in the dtype and on the device of `like`.
 
-        Unless it `gathers`, each rank is left its own chunk of the sum alone. If it `compiles`, kernels are fused.
+        Unless it `gathers`, each rank is left its own chunk of the sum alone. A `backend` of `torch.compile` makes fused kernels.
         """
         spec = CODECS[name]
         self._like = like.new_empty(0)
-        self._codec, self._parts, self._made, self._group = codec_of(name, compiles=compiles), parts, made, group
+        self._codec, self._parts, self._made, self._group = codec_of(name, backend), parts, made, group
         self._index = dist.get_rank(group) if group is not None else 0
         self._gathers = gathers or made.ranks == 1
         sizes = [spec.size_bytes(self._chunk(part), part.block) for part in parts]
@@ -207,13 +207,13 @@ def exchange_of(
     like: Tensor,
     *,
     gathers: bool,
-    compiles: bool,
+    backend: str,
 ) -> Exchange:
-    """Return the exchange of buffers as a codec writes them down, or as they are where `name` is `PLAIN`; if it `compiles`,
-    with fused kernels where there are any."""
+    """Return the exchange of buffers as a codec writes them down, or as they are where `name` is `PLAIN`; with
+    fused kernels, where there are any, if there is a `backend` of `torch.compile`."""
     if name == PLAIN:
         return PlainExchange(made, group)
     if CODECS[name].factors:
         (part,) = parts
         return FactoredExchange(part, made, group, like, gathers=gathers)
-    return CodedExchange(name, parts, made, group, like, gathers=gathers, compiles=compiles)
+    return CodedExchange(name, parts, made, group, like, gathers=gathers, backend=backend)

@@ -57,6 +57,6 @@ def codec() -> Codec:
     return Int4(kernels(4))
 
 
-def fused() -> Codec:
-    """Return the codec with kernels that `torch.compile` makes."""
-    return Int4(fused_kernels(4))
+def fused(backend: str) -> Codec:
+    """Return the codec with kernels that a backend of `torch.compile` makes."""
+    return Int4(fused_kernels(4, backend))

@@ -44,6 +44,6 @@ def codec() -> Codec:
     return Int8(kernels(8))
 
 
-def fused() -> Codec:
-    """Return the codec with kernels that `torch.compile` makes."""
-    return Int8(fused_kernels(8))
+def fused(backend: str) -> Codec:
+    """Return the codec with kernels that a backend of `torch.compile` makes."""
+    return Int8(fused_kernels(8, backend))

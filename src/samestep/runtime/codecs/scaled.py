@@ -49,10 +49,26 @@ def kernels(bits: int) -> Kernels:
 
 
 @functools.cache
-def fused_kernels(bits: int) -> Kernels:
-    """Return the kernels as `torch.compile` makes them, by inductor: on GPUs in Triton."""
+def fused_kernels(bits: int, backend: str) -> Kernels:
+    """Return the kernels as `torch.compile` makes them with a backend; inductor's are in C++, and on GPUs in Triton."""
     quantise = {8: _quantise_8_at_once, 4: _quantise_4_at_once}[bits]
-    return Kernels(torch.compile(quantise, dynamic=True), torch.compile(_add_scaled_at_once, dynamic=True))
+    usual = kernels(bits)
+    return Kernels(_Fused(quantise, usual.quantise, backend), _Fused(_add_scaled_at_once, usual.add_scaled, backend))
+
+
+class _Fused:
+    """A kernel that is compiled, or the usual one where the backend fails, as it does without a compiler."""
+
+    def __init__(self, kernel: Callable[..., None], usual: Callable[..., None], backend: str) -> None:
+        self._kernel: Callable[..., None] = torch.compile(kernel, dynamic=True, backend=backend)
+        self._usual = usual
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        try:
+            self._kernel(*tensors)
+        except torch._dynamo.exc.TorchDynamoException:  # before anything is written
+            self._kernel = self._usual
+            self._usual(*tensors)
 
 
 def _quantise(bits: int, rows: Tensor, lost: Tensor | None, codes: Tensor, exponents: Tensor) -> None:
