@@ -31,6 +31,7 @@ from samestep.program.codecs import PLAIN
 from samestep.program.exchange_times import Phase
 from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
+from samestep.runtime.axes.exchanged_moves import ExchangedMoves
 from samestep.runtime.axes.late_weights import LateWeights
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.weight_gradients import is_postponed
@@ -65,10 +66,6 @@ class _FlatBuffer:
     work: dist.Work | None = None
     chunk: Tensor | None = None
     """This rank's chunk of the bucket, between its reduce_scatter and its all_gather."""
-    moves: Tensor | None = None
-    """What is exchanged of it while steps go on, where replicas are trained apart: of all, or of this rank's chunk."""
-    exchanging: dist.Work | None = None
-    """What is sent of these."""
 
     @property
     def left(self) -> Tensor:
@@ -108,6 +105,9 @@ class Replicated:
         self._next = 0
         self._postponed = {param.name for param in program.step.model.params if is_postponed(model, param.name)}
         self._flats = [self._flat(bucket) for bucket in program.buckets]
+        self._moves = ExchangedMoves(
+            program, [(flat.bucket, flat.exchange, self._own_chunk(flat)) for flat in self._flats if flat.exchange]
+        )
         self._separate = program.step.layout.offload
         self.pieces: list[Piece] = []
         self.frozen: list[Piece] = []
@@ -331,56 +331,15 @@ class Replicated:
 
     def start_exchange(self, part: int, fill: Callable[[int], None]) -> None:
         """Start to sum over all replicas what `fill` writes into the gradients; collective as `WeightStore` says."""
-        each, flats = self.program.step.replicas_each, self._flats_of(part)
-        chunks = [self._own_chunk(flat) for flat in flats]
-        is_hidden = self.program.step.exchange_delay > 0
-        kept = [chunk.clone() for chunk in chunks] if is_hidden else []
-        for flat in flats:
-            assert flat.exchange is not None
-            flat.exchange.begin_step()
-        for index in range(each):
-            fill(index)
-            for flat, chunk in zip(flats, chunks, strict=True) if index < each - 1 else ():
-                assert flat.exchange is not None
-                flat.exchange.add([chunk])
-        for flat, chunk in zip(flats, chunks, strict=True):
-            flat.moves = chunk.clone() if is_hidden else chunk
-        for chunk, before in zip(chunks, kept, strict=False):
-            chunk.copy_(before)
-        self._send_moves(part, Phase.START)
+        self._moves.start(part, fill)
 
     def sum_exchange(self, part: int) -> None:
         """Issue the collectives that follow an exchange's first; collective as `WeightStore` says."""
-        self._send_moves(part, Phase.SUM)
+        self._moves.send(part, Phase.SUM)
 
     def end_exchange(self, part: int) -> None:
         """Wait for an exchange, and set the gradients to its sums."""
-        for flat in self._flats_of(part):
-            assert flat.exchange is not None
-            assert flat.moves is not None
-            _wait_for_moves(flat)
-            flat.exchange.finish([flat.moves])
-            if self.program.step.exchange_delay:
-                self._own_chunk(flat).copy_(flat.moves)
-            flat.moves = None
-
-    def _send_moves(self, part: int, phase: Phase) -> None:
-        """Issue the collectives of one phase of an exchange."""
-        flats = {flat.bucket.name: flat for flat in self._flats_of(part)}
-        sent = self.program.exchanges[part][phase] if self.program.exchanges else ()
-        for op in sent:
-            if op.axis is None:
-                continue
-            flat = flats[op.owner]
-            assert flat.exchange is not None
-            assert flat.moves is not None
-            _wait_for_moves(flat)
-            with owned(op.owner):
-                flat.exchanging = flat.exchange.send([flat.moves])
-
-    def _flats_of(self, part: int) -> list[_FlatBuffer]:
-        """Return the buffers of a part of the weights, where replicas exchange one part after the other."""
-        return [flat for flat in self._flats if flat.bucket.part == part]
+        self._moves.end(part)
 
     def _own_chunk(self, flat: _FlatBuffer) -> Tensor:
         """Return the gradients of a bucket that this rank updates: all, or its chunk of them under zero=1."""
@@ -460,8 +419,8 @@ class Replicated:
         limit.
         """
         self.settle()
-        for flat in reversed(self._flats if part is None else self._flats_of(part)):
-            for op in flat.gathers:
+        for flat in reversed(self._flats):
+            for op in flat.gathers if part in (None, flat.bucket.part) else ():
                 assert flat.weights is not None
                 self._late.hold(flat.bucket.name, self._send(flat, op, flat.weights).wait)
         if waits:
@@ -505,12 +464,6 @@ def _wait(flat: _FlatBuffer) -> None:
     if flat.work is not None:
         flat.work.wait()
         flat.work = None
-
-
-def _wait_for_moves(flat: _FlatBuffer) -> None:
-    if flat.exchanging is not None:
-        flat.exchanging.wait()
-        flat.exchanging = None
 
 
 def _gradient_or_zero(param: nn.Parameter) -> Tensor:

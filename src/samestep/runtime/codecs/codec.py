@@ -9,6 +9,9 @@ from torch import Tensor
 
 from samestep.program.codecs import CODECS
 
+RUN_NUMEL = 2**20
+"""Elements that are taken at once on a CPU: a run of them stays in its cache, and Python's part is small."""
+
 
 class Codec(Protocol):
     """Encodes and decodes; it keeps nothing between two calls, and equal values have equal codes wherever they lie."""

@@ -24,12 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from samestep.runtime.codecs.codec import RUN_NUMEL
+
 _SMALLEST_SCALE = -126
 """Exponent of the smallest scale that float32 holds with its inverse."""
 _NOT_FINITE = 127
 """What stands for the exponent of a block with a value that is not finite."""
-_RUN_NUMEL = 2**20
-"""Elements that are taken at once on a CPU: a run of them stays in its cache, and Python's part is small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def _add_scaled_at_once(rows: Tensor, codes: Tensor, exponents: Tensor) -> None:
 
 def _runs(rows: Tensor) -> Iterator[slice]:
     """Yield runs of blocks [blocks, block] that are taken at once; on a GPU all."""
-    size = len(rows) if rows.is_cuda else max(1, _RUN_NUMEL // rows.shape[1])
+    size = len(rows) if rows.is_cuda else max(1, RUN_NUMEL // rows.shape[1])
     for first in range(0, len(rows), max(size, 1)):
         yield slice(first, first + size)
 
