@@ -77,6 +77,13 @@ APART: Mapping[str, Way] = {
     "warm-up 300, int8, 5 parts, 2 steps later": _apart(
         300, "numerics.compression=int8", PARTS, "numerics.exchange_delay=2"
     ),
+    "warm-up 300, outer_lr 0.5": _apart(300, "numerics.outer_lr=0.5"),
+    "warm-up 300, outer_lr 0.6, outer_momentum 0.6": _apart(
+        300, "numerics.outer_lr=0.6", "numerics.outer_momentum=0.6"
+    ),
+    "warm-up 300, outer_lr 0.9, outer_momentum 0.4": _apart(
+        300, "numerics.outer_lr=0.9", "numerics.outer_momentum=0.4"
+    ),
     "warm-up 300, outer_momentum 0.9": _apart(300, "numerics.outer_momentum=0.9"),
     "warm-up 150": _apart(150),
     "warm-up 150, 5 parts": _apart(150, PARTS),
