@@ -139,8 +139,7 @@ def markdown(table: str, path: Path = ROWS) -> str:
         mine = {seed: losses[name, seed] for seed in seeds if (name, seed) in losses}
         beside = {seed: losses[way.beside, seed] for seed in mine if (way.beside, seed) in losses}
         cells = [_cell(mine[seed], beside.get(seed)) if seed in mine else "" for seed in seeds]
-        is_whole = len(mine) == len(seeds) and len(mine) > 1
-        mean = _cell(_mean(mine), _mean(beside) if len(beside) == len(mine) else None) if is_whole else ""
+        mean = _cell(_mean(mine), _mean(beside) if len(beside) == len(mine) else None) if len(mine) > 1 else ""
         lines += [f"| {name} | {' | '.join(cells)} | {mean} |"] if mine else []
     return "\n".join(lines)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from samestep.runtime.codecs.codec import Codec
-from samestep.runtime.codecs.scaled import Kernels, fused_kernels, kernels
+from samestep.runtime.codecs.scaled import Kernels, fused_kernels, kernels, runs
 
 _ZERO = 8
 """What stands for 0, so that codes are not negative."""
@@ -32,24 +32,28 @@ class Int4:
 
     def encode(self, values: Tensor, block: int, wire: Tensor, lost: Tensor | None = None) -> None:
         """Write values [rows, n], plus what was lost, to `wire`, uint8 [rows, n / 2 + n / block]."""
-        codes = torch.empty((values.shape[1] // block, block), dtype=torch.int8, device=values.device)
+        signed, width = wire.view(torch.int8), -(-block // 2)
+        end = values.shape[1] // block * width
         for index, row in enumerate(values):
-            end = len(codes) * -(-block // 2)
-            rest = None if lost is None else lost[index].view(-1, block)
-            self.kernels.quantise(row.view(-1, block), rest, codes, wire.view(torch.int8)[index, end:])
-            # What is not finite has no code, and must not touch that of its neighbour.
-            halves = pad(codes.clamp_(-7, 7).add_(_ZERO).view(torch.uint8), (0, block % 2))
-            torch.bitwise_or(halves[:, 0::2], halves[:, 1::2] << 4, out=wire[index, :end].view(len(codes), -1))
+            rows, rest = row.view(-1, block), None if lost is None else lost[index].view(-1, block)
+            packed, exponents = wire[index, :end].view(-1, width), signed[index, end:]
+            for run in runs(rows):
+                codes = torch.empty(rows[run].shape, dtype=torch.int8, device=values.device)
+                self.kernels.quantise(rows[run], None if rest is None else rest[run], codes, exponents[run])
+                # What is not finite has no code, and must not touch that of its neighbour.
+                halves = pad(codes.clamp_(-7, 7).add_(_ZERO).view(torch.uint8), (0, block % 2))
+                torch.bitwise_or(halves[:, 0::2], halves[:, 1::2] << 4, out=packed[run])
 
     def decode(self, wire: Tensor, block: int, values: Tensor) -> None:
         """Add what `wire` stands for to values [rows, n]."""
         width = -(-block // 2)
         end = values.shape[1] // block * width
         for index, row in enumerate(values):
-            packed = wire[index, :end].view(-1, width)
-            codes = torch.stack([packed & 15, packed >> 4], dim=2).view(-1, 2 * width)[:, :block]
-            signed = codes.view(torch.int8) - _ZERO
-            self.kernels.add_scaled(row.view(-1, block), signed, wire.view(torch.int8)[index, end:])
+            rows, packed = row.view(-1, block), wire[index, :end].view(-1, width)
+            exponents = wire.view(torch.int8)[index, end:]
+            for run in runs(rows):
+                codes = torch.stack([packed[run] & 15, packed[run] >> 4], dim=2).view(-1, 2 * width)[:, :block]
+                self.kernels.add_scaled(rows[run], codes.view(torch.int8) - _ZERO, exponents[run])
 
 
 def codec() -> Codec:

@@ -72,7 +72,7 @@ class _Fused:
 
 
 def _quantise(bits: int, rows: Tensor, lost: Tensor | None, codes: Tensor, exponents: Tensor) -> None:
-    for run in _runs(rows):
+    for run in runs(rows):
         values = rows[run] if lost is None else lost[run].add_(rows[run])
         found, is_finite = _exponents(values, bits)
         scaled = torch.mul(values, _power_of_two(-found, rows)[:, None]).round_()
@@ -85,7 +85,7 @@ def _quantise(bits: int, rows: Tensor, lost: Tensor | None, codes: Tensor, expon
 
 
 def _add_scaled(rows: Tensor, codes: Tensor, exponents: Tensor) -> None:
-    for run in _runs(rows):
+    for run in runs(rows):
         rows[run].addcmul_(codes[run].to(rows.dtype), _scales(exponents[run], rows)[:, None])
 
 
@@ -112,7 +112,7 @@ def _add_scaled_at_once(rows: Tensor, codes: Tensor, exponents: Tensor) -> None:
     rows.add_(codes * _scales(exponents, rows)[:, None])
 
 
-def _runs(rows: Tensor) -> Iterator[slice]:
+def runs(rows: Tensor) -> Iterator[slice]:
     """Yield runs of blocks [blocks, block] that are taken at once; on a GPU all."""
     size = len(rows) if rows.is_cuda else max(1, RUN_NUMEL // rows.shape[1])
     for first in range(0, len(rows), max(size, 1)):
