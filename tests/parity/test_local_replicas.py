@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from samestep.building.loss import loss_of
 from samestep.building.model import call_model
 from samestep.datasets import batches
-from samestep.errors import InputError
+from samestep.errors import CheckpointError, InputError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.axes import precision
-from samestep.runtime.checkpoints import checkpoint
+from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.run import Run
 from samestep.strategies import program_of
@@ -330,6 +330,17 @@ def test_a_step_of_one_replica_that_overflows_is_skipped_by_all(layout: str) -> 
     for steps in on_ranks(layout, _rounded, MODEL, job):
         assert 0 < sum(skipped for skipped, _ in steps) < 12
         assert all(skipped or loss < 5.0 for skipped, loss in steps)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_only_exchanges_read_makes_no_other_job_without_them(every: int, tmp_path: Path) -> None:
+    before, now = (apart(2, every, numerics={"outer_momentum": value, "compression": "int8"}) for value in (0.9, 0.5))
+    manifest = {"job": before.model_dump(mode="json"), "step": 3, "folder": ""}
+    if every == 1:
+        assert manifests.check_job(manifest, now, tmp_path) == ()
+        return
+    with pytest.raises(CheckpointError, match=r"another numerics\.outer_momentum"):
+        manifests.check_job(manifest, now, tmp_path)
 
 
 # -- what is sent, and what is refused -------------------------------------------------------------
