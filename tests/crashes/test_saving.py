@@ -27,8 +27,6 @@ from samestep.runtime.run import Run
 from tests.crashes.failing_calls import FailingCalls, refused
 from tests.damage import DAMAGES, damaged
 
-pytestmark = pytest.mark.usefixtures("runs_no_code")
-
 JOB = Job(train={"global_batch": 4, "steps": 8}, checkpoint={"keep": 2})
 STORED = Path(__file__).parent / "stored_checkpoint"
 
