@@ -30,7 +30,7 @@ def _watch(
     history: Any, until_s: float, hang_s: float = 120.0, ranks: int = 2
 ) -> tuple[list[tuple[float, str]], tuple[float, str] | None]:
     """Let ranks answer every second what `history(rank, second)` is; return when each warning came, and the end."""
-    watch, said = HangWatch(ranks, hang_s), []
+    watch, said = HangWatch(ranks, hang_s, apart_s=600.0), []
     for second in range(int(until_s)):
         for rank in range(ranks):
             if (answer := history(rank, second)) is not None:
@@ -96,6 +96,23 @@ def test_a_rank_that_stopped_before_it_answered_or_in_a_phase_of_its_own_is_name
         assert said[0][0] == 10
         assert said[0][1].startswith("rank 1 of 2 does not answer")
         assert end is not None
+
+
+@pytest.mark.parametrize(("step", "after_s"), [(7, 122), (0, 602)])  # in a step, and in a save
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_of_which_no_rank_answers_is_ended(step: int, after_s: int, ranks: int) -> None:
+    said, end = _watch(lambda rank, second: _at(second, step=step) if second < 3 else None, 1500, ranks=ranks)
+    assert said == []
+    assert end is not None
+    assert end[0] == after_s
+    assert end[1].startswith("rank 0 of 1 does not answer" if ranks == 1 else "ranks 0, 1 of 2 does not answer")
+
+
+def test_a_run_that_was_stopped_as_a_whole_goes_on() -> None:
+    watch = HangWatch(1, 120.0, apart_s=600.0)
+    for second in (*range(9), *range(5000, 5009)):  # as a cluster suspends it
+        watch.check([0], second)
+        watch.hear(0, _at(second), second)
 
 
 def test_who_moves_again_is_not_ended_and_named_anew() -> None:
