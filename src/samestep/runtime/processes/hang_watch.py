@@ -75,7 +75,7 @@ class HangWatch:
     def _wake(self, now_s: float) -> None:
         """Where this process was stopped itself, and its ranks with it, let the time begin anew."""
         if now_s - self._awake_s > _SILENT_S:
-            self._moved_s, self._answered_s = ({rank: now_s for rank in self._last} for _ in range(2))
+            self._moved_s, self._answered_s = (dict.fromkeys(self._last, now_s) for _ in range(2))
             self._began_s = now_s
         self._awake_s = now_s
 
