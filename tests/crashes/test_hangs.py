@@ -98,6 +98,14 @@ def test_a_rank_that_stopped_before_it_answered_or_in_a_phase_of_its_own_is_name
         assert end is not None
 
 
+def test_a_rank_that_does_not_answer_while_others_save_is_named() -> None:
+    said, end = _watch(lambda rank, second: _at(0, step=0) if rank == 0 or second < 3 else None, 1500)
+    assert end is None, "the time limit of the collective ends it"
+    ((when, text),) = said
+    assert when == 12
+    assert text.startswith("rank 1 of 2 does not answer, and was last seen in a save, an evaluation or the first step")
+
+
 @pytest.mark.parametrize(("step", "after_s"), [(7, 122), (0, 602)])  # in a step, and in a save
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_of_which_no_rank_answers_is_ended(step: int, after_s: int, ranks: int) -> None:

@@ -57,9 +57,10 @@ class HangWatch:
         self._began_s = now_s if self._began_s is None else self._began_s
         # A rank that was stopped before it ever answered, or in a phase of its own, says nothing; the others do.
         answering = [rank for rank in working if rank in self._last and not self._is_silent(rank, now_s)]
-        if self._hang_s and not answering:
-            self._check_silent(working, now_s)
-        if not self._hang_s or not answering or not all(self._last[rank].step for rank in answering):
+        if not self._hang_s:
+            return
+        if not answering or not all(self._last[rank].step for rank in answering):
+            self._check_silent(working, now_s, says and bool(answering), ends=not answering)
             return
         still_s = now_s - max(self._moved_s[rank] for rank in answering)
         steps_s = _STEPS * max(at.median_step_s for at in self._last.values())
@@ -79,17 +80,22 @@ class HangWatch:
             self._began_s = now_s
         self._awake_s = now_s
 
-    def _check_silent(self, working: Sequence[int], now_s: float) -> None:
-        """End a run of which no rank answers.
+    def _check_silent(self, working: Sequence[int], now_s: float, says: bool, *, ends: bool) -> None:
+        """Warn of ranks that do not answer while others are apart from steps, and with `ends` end a run of which none does.
 
         Raises:
             WorkerError: none has answered for too long.
         """
-        silent_s = now_s - max((self._answered_s.get(rank, self._began_s or 0.0) for rank in working), default=now_s)
+        quiet_s = [now_s - self._answered_s.get(rank, self._began_s or 0.0) for rank in working]
         are_in_steps = all(rank in self._last and self._last[rank].step for rank in working)
         steps_s = _STEPS * max((at.median_step_s for at in self._last.values()), default=0.0)
-        if silent_s >= max(self._hang_s, steps_s if are_in_steps else self._apart_s):
-            raise WorkerError(f"{self._text(working, silent_s, now_s)}; run.hang_s = {self._hang_s:g}")
+        if ends and min(quiet_s, default=0.0) >= max(self._hang_s, steps_s if are_in_steps else self._apart_s):
+            raise WorkerError(f"{self._text(working, min(quiet_s), now_s)}; run.hang_s = {self._hang_s:g}")
+        longest_s = max((s for s, rank in zip(quiet_s, working, strict=True) if rank in self._last), default=0.0)
+        is_late = longest_s >= max(_NAMED_AFTER_S, steps_s)
+        if says and is_late and not self._is_named:
+            warnings.warn(self._text(working, longest_s, now_s), stacklevel=3)
+        self._is_named = is_late and (says or self._is_named)
 
     def _text(self, working: Sequence[int], still_s: float, now_s: float) -> str:
         guilty = self._guilty(working, now_s)
@@ -123,4 +129,5 @@ def _place(at: Whereabouts) -> str:
     """Return where a rank is, as text."""
     call = f"in {at.call}, " if at.call else ""
     task = f"in the {at.task} of " if at.task else "in "
-    return f"{call}{task}step {at.step}{f' ({at.where})' if at.where else ''}"
+    step = f"step {at.step}" if at.step else "a save, an evaluation or the first step"
+    return f"{call}{task}{step}{f' ({at.where})' if at.where else ''}"
