@@ -54,6 +54,8 @@ class LocalWorkers:
         self._over: set[int] = set()
         """Ranks whose failure or death was heard, or that may leave."""
         self._leaving: set[int] = set()
+        self._asked: set[int] = set()
+        """Ranks that have not answered yet how far they have come."""
         self._memory_kills = memory_kills.count()
 
     def start(self) -> None:
@@ -113,6 +115,8 @@ class LocalWorkers:
                 yield self._heard(rank, "failed", Failure(rank, time.monotonic(), _death(exit_code) + shortage))
 
     def _heard(self, rank: int, word: str, value: Any) -> tuple[int, str, Any]:
+        if word == "at":
+            self._asked.discard(rank)
         if word == "failed":
             self._over.add(rank)
             value = dataclasses.replace(value, lines=_tail_of(value, self._folder))
@@ -123,6 +127,12 @@ class LocalWorkers:
         if word == "leave":
             self._over.add(rank)
             self._leaving.add(rank)
+        if word == "at":
+            if (
+                rank in self._asked
+            ):  # the pipe to a worker that reads nothing would be full one day, and hold this process
+                return
+            self._asked.add(rank)
         with contextlib.suppress(OSError):
             self._pipes[rank - self.ranks.start].send_bytes(word.encode())
 
