@@ -190,6 +190,12 @@ def checkpoint_costs() -> str:
     return str(importlib.import_module("benchmarks.checkpoint").kept())
 
 
+def recovery() -> str:
+    """How long runs of 4 workers stand still after a fault, as `benchmarks/recovery.py` has measured it."""
+    sys.path.insert(0, str(ROOT))
+    return str(importlib.import_module("benchmarks.recovery").kept())
+
+
 def crashes() -> str:
     """The sums of all calls of `make crashes`."""
     sys.path.insert(0, str(ROOT))
@@ -438,6 +444,7 @@ TABLES = {
     "resharding": resharding,
     "checkpoint_costs": checkpoint_costs,
     "crashes": crashes,
+    "recovery": recovery,
     "slow_links": slow_links,
     "powersgd": powersgd,
     "coded_losses": coded_losses,

@@ -18,11 +18,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -40,6 +37,7 @@ from samestep.errors import InputError, JobError, ModelError, WorkerError
 from samestep.job import Job
 from samestep.job_tables import RunTable, ScheduleTable
 from samestep.layout import Layout
+from samestep.output import temporary_folder
 from samestep.output.byte_sizes import readable
 from samestep.planning import legality
 from samestep.proof import notes, record, sides
@@ -99,7 +97,7 @@ def verify(
         notes = (f"run on {join.resolve_device(device)}",)
     where = Layout.parse(layout) if isinstance(layout, str) else layout
     compiled_blocks.check(job.run)
-    folder = Path(tempfile.mkdtemp(prefix="samestep-proof-"))
+    folder = temporary_folder.make()
     try:
         proving = _proving(job, steps)
         try:
@@ -127,7 +125,7 @@ def verify(
             record.keep(record.record_of(job, verdict))
         return verdict
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        temporary_folder.remove(folder)
 
 
 def verify_all(

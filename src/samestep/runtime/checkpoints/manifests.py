@@ -40,7 +40,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """Return the newest checkpoint below `folder`, whole or damaged; None where there is none."""
+    """Return the newest checkpoint below `folder`, whole or damaged; None where there is none.
+
+    Raises:
+        InputError: `folder` is the address of an object store.
+    """
+    durable_files.refuse_remote(Path(folder))
     found = list_checkpoints(Path(folder))
     return found[-1] if found else None
 

@@ -146,9 +146,27 @@ def _can_be_split(world: dist.ProcessGroup) -> bool:
     return dist.get_backend(world) == "nccl" and world.bound_device_id is not None
 
 
+_num_forgotten = 0
+
+
 def forget_groups() -> None:
     """Forget all groups, so that the next run makes its own: after the world was destroyed, or a step failed among messages."""
+    global _num_forgotten
     _made.clear()
+    _num_forgotten += 1
+
+
+def num_forgotten() -> int:
+    """Return how often this process has forgotten its groups."""
+    return _num_forgotten
+
+
+def forget_as_often(most: int) -> None:
+    """Forget all groups, where another rank did so more often: a group is made by all of its ranks or by none."""
+    global _num_forgotten
+    if _num_forgotten < most:
+        _made.clear()
+        _num_forgotten = most
 
 
 def _named(ranks: Sequence[int]) -> str:
