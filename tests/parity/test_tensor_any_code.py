@@ -289,6 +289,12 @@ def halves(h: Tensor) -> Tensor:
     return F.silu(a) * b
 
 
+def cleared(h: Tensor, where: Tensor) -> Tensor:
+    h = h.clone()
+    h[where] = 0.5
+    return h
+
+
 LEGAL: dict[str, Callable[[], nn.Module]] = {
     "glu": mlp(lambda m, h, x: halves(h), 2),
     "glu of torch": mlp(lambda m, h, x: F.glu(h), 2),
@@ -298,6 +304,8 @@ LEGAL: dict[str, Callable[[], nn.Module]] = {
     "a sum over tokens": mlp(lambda m, h, x: h.cumsum(1) / 8),
     "a gate of the whole input": mlp(lambda m, h, x: h * m.gate(x).sigmoid(), gate=(WIDTH, 1)),
     "a low-rank sum that is cut alike": mlp(lambda m, h, x: h + m.high(m.low(x)), plan={"high": "column"}, low=(WIDTH, 4), high=(4, NEURONS)),
+    "tokens written by a mask": mlp(lambda m, h, x: cleared(h, x.mean(-1) > 0)),
+    "neurons written by a mask of their own": mlp(lambda m, h, x: cleared(h, h < 0)),
     "neurons in groups": mlp(lambda m, h, x: h.unflatten(-1, (-1, 4)).softmax(-1).flatten(2)),
     "n_head": heads(count="n_head"),
     "any other name": heads(count="viewpoints", shape="view"),
@@ -329,6 +337,7 @@ GATHERED: dict[str, Callable[[], nn.Module]] = {
     "neighbours": mlp(lambda m, h, x: h + h.roll(1, -1)),
     "the number of neurons": mlp(lambda m, h, x: h.relu() / h.shape[-1]),
     "the whole input": mlp(lambda m, h, x: h * x.mean(-1, keepdim=True)),
+    "neurons written by a whole mask": mlp(lambda m, h, x: cleared(h, (x > 0).repeat(1, 1, 2))),
     "a mean by an operation without a rule": mlp(lambda m, h, x: h * torch.ops.samestep_cut.centred(h)),
     "a gradient of all neurons": mlp(lambda m, h, x: Clipped.apply(h)),
     "heads side by side in a list": heads(count="h", shape="stack"),
