@@ -378,6 +378,53 @@ class Between(nn.Module):
         return x + self.second(x)
 
 
+class Normed(nn.Module):
+    """An attention and an MLP, with norms, in this order or at once."""
+
+    def __init__(self, order: str, attention: Callable[[], nn.Module], *last: nn.Module) -> None:
+        super().__init__()
+        self.order, self.norms = order, nn.ModuleList(nn.LayerNorm(WIDTH) for _ in "12")
+        self.attention, self.mlp = attention(), nn.Sequential(*_feed_forward(), *last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.order == "at once":
+            x = self.norms[0](x)
+            return x + self.attention(x) + self.mlp(x)
+        parts = [self.attention, self.mlp]
+        for norm, part in zip(self.norms, reversed(parts) if self.order == "MLP first" else parts, strict=True):
+            x = x + part(norm(x))
+        return x
+
+
+def _feed_forward() -> list[nn.Module]:
+    return [nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)]
+
+
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+def normed(order: str, attention: Callable[[], nn.Module], *last: nn.Module, **plan: str) -> Callable[[], nn.Module]:
+    cuts = {f"attention.{path}": style for path, style in plan.items()} | {"mlp.0": "column", "mlp.2": "row"}
+    return functools.partial(Decoder, functools.partial(Normed, order, attention, *last), cuts, as_it_is)
+
+
+class Apart(nn.Module):
+    """Each cut of an MLP is in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, _, self.down = (nn.Sequential(one) for one in _feed_forward())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+FUSED = functools.partial(FusedHeads, True)
+LATENT_PLAN = {"q": "column", "b": "column", "o": "row"}
+
+
 class LinearAttention(nn.Linear):
     """It mixes no tokens, whatever its name says."""
 
@@ -415,6 +462,10 @@ TOKENWISE: dict[str, Callable[[], nn.Module]] = {
     "an odd name": between(lambda m, x: m.mix(x), mix=functools.partial(LinearAttention, WIDTH, WIDTH)),
     "an operation without a rule": between(lambda m, x: torch.ops.samestep_cut.sine(x)),
     "a part that never runs": between(lambda m, x: x, idle=lambda: nn.Sequential(nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH))),
+    "a fused projection that is gathered": normed("", FUSED, qkv="gather", o="row"),
+    "latent attention behind the MLP": normed("MLP first", Latent, **LATENT_PLAN),
+    "two parts of one input": normed("at once", Latent, **LATENT_PLAN),
+    "a norm behind a cut": normed("", Heads, nn.LayerNorm(WIDTH), **ATTENTION_PLAN),
     "a convolution of single tokens": between(lambda m, x: m.mix(x.mT).mT, mix=functools.partial(nn.Conv1d, WIDTH, WIDTH, 1)),
 }  # fmt: skip
 MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -434,6 +485,11 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
         between(lambda m, x: Clipped.apply(x.mT).mT),
         "by the gradient of Clipped mixes tokens",
     ),
+    "a mean over tokens behind a cut": (normed("", Heads, Centred(), **ATTENTION_PLAN), "mixes tokens by mean"),
+    "each cut in a module of its own": (
+        functools.partial(Decoder, Apart, {"up.0": "column", "down.0": "row"}, as_it_is),
+        "returns, what tp cuts",
+    ),
     "an attention": (
         between(lambda m, x: F.scaled_dot_product_attention(*[x[:, None]] * 3)[:, 0]),
         "the attention in blocks.0 stands outside",
@@ -444,6 +500,29 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize("name", TOKENWISE)
 def test_blocks_that_work_token_by_token_are_equal_on_slices(name: str) -> None:
     prove("tp=2 sequence_parallel", f"between: {name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        ("latent attention behind the MLP", "full"),
+        *(
+            pytest.param(name, recompute, marks=pytest.mark.nightly)
+            for name in ("a fused projection that is gathered", "two parts of one input")
+            for recompute in ("full", "selective")
+        ),
+    ],
+)
+def test_parts_that_compute_on_whole_sequences_are_repeated(name: str, recompute: str) -> None:
+    prove(f"tp=2 sequence_parallel recompute={recompute}", f"between: {name}")
+
+
+def test_what_is_kept_behind_the_last_sum_of_a_whole_part_is_not_repeated() -> None:
+    layout = Layout.parse("tp=2 sequence_parallel recompute=full")
+    found = source_of("between: a norm behind a cut", layout, clipped()).prepared
+    assert found is not None
+    with pytest.raises(LayoutError, match="keeps something for its backward behind its last sum"):
+        program_of(found.spec, clipped(), layout)
 
 
 @pytest.mark.parametrize("name", MIXING)
