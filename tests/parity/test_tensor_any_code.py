@@ -304,6 +304,7 @@ LEGAL: dict[str, Callable[[], nn.Module]] = {
     "a sum over tokens": mlp(lambda m, h, x: h.cumsum(1) / 8),
     "a gate of the whole input": mlp(lambda m, h, x: h * m.gate(x).sigmoid(), gate=(WIDTH, 1)),
     "a low-rank sum that is cut alike": mlp(lambda m, h, x: h + m.high(m.low(x)), plan={"high": "column"}, low=(WIDTH, 4), high=(4, NEURONS)),
+    "nothing beside groups of neurons": mlp(lambda m, h, x: torch.cat([(y := h.unflatten(-1, (-1, 4))), y[..., 4:]], -1).flatten(2)),
     "tokens written by a mask": mlp(lambda m, h, x: cleared(h, x.mean(-1) > 0)),
     "neurons written by a mask of their own": mlp(lambda m, h, x: cleared(h, h < 0)),
     "neurons in groups": mlp(lambda m, h, x: h.unflatten(-1, (-1, 4)).softmax(-1).flatten(2)),
