@@ -105,9 +105,9 @@ def _cut(model: ModelSpec, degree: int) -> ModelSpec:
 
 def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
     """Return one rank's part of a block; the output of the last block is gathered."""
-    kinds = {boundary.kind for boundary in layer.sequence_boundaries}
+    whole_parts = [boundary.owner for boundary in layer.sequence_boundaries if boundary.kind == "leave"]
     gathered = sum(boundary.elements for boundary in layer.sequence_boundaries if boundary.kind == "gather")
-    if "enter" in kinds:  # it is not told apart what a part that computes on whole sequences keeps of them
+    if whole_parts:  # it is not told apart what a part that computes on whole sequences keeps of them
         gathered = layer.saved_elements
     kept = layer.saved_cut_elements + min(gathered, layer.saved_elements - layer.saved_cut_elements)
     selective = layer.saved_selective_cut_elements
@@ -118,7 +118,12 @@ def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
         layer,
         forward_flops=layer.forward_flops * mine // whole if whole else layer.forward_flops,
         products=products,
-        dispatches=tuple(replace(part, rows=-(-part.rows // degree)) for part in layer.dispatches),
+        dispatches=tuple(
+            part
+            if any(is_below(part.owner, one) for one in whole_parts)
+            else replace(part, rows=-(-part.rows // degree))
+            for part in layer.dispatches
+        ),
         input_elements=layer.input_elements - passed + passed // degree,
         output_elements=passed if is_last else passed // degree,
         saved_elements=kept + (layer.saved_elements - kept) // degree,
