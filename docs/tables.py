@@ -281,7 +281,7 @@ TECHNIQUES = (
     ("context parallelism", "strategies/context.py runtime/axes/context.py tracing/slices.py"),
     (
         "proof of independence",
-        "tracing/dependence/independence.py tracing/dependence/dependence_rules.py tracing/samples.py tracing/slices.py",
+        "tracing/dependence/dimension_maps.py tracing/dependence/independence.py tracing/features/features.py tracing/samples.py tracing/slices.py",
     ),
     ("watching", "runtime/guards/canary.py runtime/guards/drift.py"),
     ("packed documents", "datasets/documents.py"),

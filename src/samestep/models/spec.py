@@ -107,18 +107,20 @@ Partial = Literal["", "cut", "sequence"]
 """Why the gradient of a replicated weight is partial: cut, it works on activations that a tensor cut divides, such as
 the norm of each head; sequence, it works on a rank's tokens under sequence parallelism."""
 
-BoundaryKind = Literal["gather", "scatter"]
+BoundaryKind = Literal["gather", "scatter", "enter", "leave"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
     """A boundary of a tensor-cut part of a block, at which the sequence is gathered or a sum is scattered.
 
-    `elements` are those of the whole sequence of one sample.
+    A part that computes on whole sequences as under tp alone, its sums included, is entered and left. `elements` are those
+    of the whole sequence of one sample.
     """
 
     owner: str
-    """Path of the module that takes the gathered sequence (gather) or returns the sum (scatter)."""
+    """Path of the module that takes the gathered sequence (gather, enter), or returns the sum (scatter) or the whole
+    sequence (leave)."""
     elements: int
     kind: BoundaryKind
     has_gradient: bool = True

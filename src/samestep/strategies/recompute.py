@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from samestep.models.spec import LayerSpec
+from samestep.models.spec import LayerSpec, is_below
 from samestep.program.bodies import BodyKey, is_backward
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
@@ -63,7 +63,11 @@ def apply(program: Program) -> Program:
                 last = None if layers[op.layer].repeats_last_sum or not tensor_sums else tensor_sums[-1]
                 # The backward of a gathered output sends nothing: what it asks for next, its module has saved.
                 sends = last is not None and last.kind is not OpKind.ALL_GATHER
-                early = [part for part in _following(ops, number) if sends and last and part.owner == last.owner]
+                early = [
+                    part
+                    for part in _following(ops, number)
+                    if last and _is_before(part, last, layers[op.layer], sends=sends)
+                ]
                 yield from (part.but(layer=op.layer, after=op.after) for part in early)
                 yield repeated
                 yield from (part.but(after=(repeated.name,)) for part in sums if part is not last)
@@ -71,6 +75,17 @@ def apply(program: Program) -> Program:
                 yield op
 
     return program.with_bodies(rewrite)
+
+
+def _is_before(part: Op, last: Op, layer: LayerSpec, *, sends: bool) -> bool:
+    """Return whether a collective of a backward runs before that of the forward's last sum, or is its own.
+
+    So does the all_gather by which the part of a block around that sum is left, under sequence parallelism.
+    """
+    if part.owner == last.owner:
+        return sends
+    is_around = part.owner not in layer.modules and is_below(last.owner, part.owner)
+    return part.kind is OpKind.ALL_GATHER and is_around
 
 
 def _following(ops: Ops, number: int) -> Iterator[Op]:

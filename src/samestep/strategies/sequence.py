@@ -9,7 +9,9 @@ has 1/tp of the sequence there, and the two boundaries of a tensor-cut part beco
    entry     nothing     ◄ all_reduce         all_gather      ◄ reduce_scatter
    exit      all_reduce  ◄ nothing            reduce_scatter  ◄ all_gather
 ```
-which moves the same bytes. A weight between the parts (of a norm, or the bias of a row-cut product) sees a rank's
+which moves the same bytes. A part that gathers a fused projection, or has whole weights, computes on the whole sequence as
+under tp alone, with the same sums: it is entered by an all_gather of its input, whose gradient each rank has whole, and left
+with a rank's tokens of what it returns, whose gradient an all_gather makes whole. A weight between the parts (of a norm, or the bias of a row-cut product) sees a rank's
 tokens only, so its gradient is summed over `tp` once a step, with its bucket or unit. The first block takes a rank's
 tokens out of the whole sequence, and the whole sequence is gathered after the last block, so that code before and after
 the blocks is unchanged.
@@ -23,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, remembered
+from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, is_below, remembered
 from samestep.program.bodies import BodyKey, is_backward, is_forward
 from samestep.program.holding import Holding
 from samestep.program.ops import Op, OpKind, Ops
@@ -39,7 +41,18 @@ def refusal(step: StepSpec) -> str | None:
         return None
     if step.layout.tp == 1:
         return "sequence_parallel cuts the sequence between tensor-cut parts, and tp=1 cuts none: tp=2 works, or leave it out"
+    if step.layout.recompute != "none" and (unclear := next(filter(_keeps_behind, step.model.layers), None)):
+        return (
+            f"sequence_parallel: {unclear.name} keeps something for its backward behind its last sum, in a part that computes on "
+            f"whole sequences, with which recompute={step.layout.recompute} is not supported: recompute=none works, and so does "
+            f"tp={step.layout.tp} alone"
+        )
     return refuse_model(step.model, step.layout.tp)
+
+
+def _keeps_behind(layer: LayerSpec) -> bool:
+    """Return whether a block keeps something after the last sum of a part that is left at its end."""
+    return layer.repeats_last_sum and any(one.kind == "leave" for one in layer.sequence_boundaries[-1:])
 
 
 def refuse_model(model: ModelSpec, degree: int) -> str | None:
@@ -92,7 +105,10 @@ def _cut(model: ModelSpec, degree: int) -> ModelSpec:
 
 def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
     """Return one rank's part of a block; the output of the last block is gathered."""
+    whole_parts = [boundary.owner for boundary in layer.sequence_boundaries if boundary.kind == "leave"]
     gathered = sum(boundary.elements for boundary in layer.sequence_boundaries if boundary.kind == "gather")
+    if whole_parts:  # it is not told apart what a part that computes on whole sequences keeps of them
+        gathered = layer.saved_elements
     kept = layer.saved_cut_elements + min(gathered, layer.saved_elements - layer.saved_cut_elements)
     selective = layer.saved_selective_cut_elements
     passed = layer.output_elements  # as large as the sequence in its input; positions and masks stay whole
@@ -102,7 +118,12 @@ def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
         layer,
         forward_flops=layer.forward_flops * mine // whole if whole else layer.forward_flops,
         products=products,
-        dispatches=tuple(replace(part, rows=-(-part.rows // degree)) for part in layer.dispatches),
+        dispatches=tuple(
+            part
+            if any(is_below(part.owner, one) for one in whole_parts)
+            else replace(part, rows=-(-part.rows // degree))
+            for part in layer.dispatches
+        ),
         input_elements=layer.input_elements - passed + passed // degree,
         output_elements=passed if is_last else passed // degree,
         saved_elements=kept + (layer.saved_elements - kept) // degree,
@@ -121,31 +142,46 @@ def _with_boundaries(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
     layers = step.model.layers
     blocks = [index for index, layer in enumerate(layers) if layer.is_block]
     boundaries = _forward if is_forward(key) else _backward
-    here = 0
-    for op in ops:
-        here = here if op.layer is None else op.layer
-        if op.axis == AXIS and layers[here].is_block:
+    here, sums = 0, list[Op]()
+    block: Op | None = None
+    for op in (*ops, None):
+        here = here if op is None or op.layer is None else op.layer
+        if op is not None and op.axis == AXIS and layers[here].is_block:
+            sums.append(op)
             continue
-        yield op
-        if op.layer in blocks:
-            yield from boundaries(step, layers[here], op, first=here == blocks[0], last=here == blocks[-1])
+        if block is not None and block.layer is not None:
+            is_first, is_last = block.layer == blocks[0], block.layer == blocks[-1]
+            yield from boundaries(step, layers[block.layer], block, sums, first=is_first, last=is_last)
+        if op is not None:
+            yield op
+        block, sums = op if op is not None and op.layer in blocks else None, []
 
 
-def _forward(step: StepSpec, layer: LayerSpec, after: Op, *, first: bool, last: bool) -> Iterator[Op]:
-    """Yield the collectives of a block's boundaries in its forward."""
+def _within(part: str, sums: list[Op]) -> Iterator[Op]:
+    """Yield the sums of a part that computes as under tp alone."""
+    return (op for op in sums if is_below(op.owner, part))
+
+
+def _forward(step: StepSpec, layer: LayerSpec, after: Op, sums: list[Op], *, first: bool, last: bool) -> Iterator[Op]:
+    """Yield the collectives of a block's boundaries in its forward; `sums` are those under tp alone."""
     for boundary in layer.sequence_boundaries:
-        kind = OpKind.ALL_GATHER if boundary.kind == "gather" else OpKind.REDUCE_SCATTER
+        if boundary.kind == "leave":
+            yield from _within(boundary.owner, sums)
+            continue
+        kind = OpKind.REDUCE_SCATTER if boundary.kind == "scatter" else OpKind.ALL_GATHER
         yield _exchange(kind, boundary.owner, boundary.elements, step, after)
     if last:
         yield _exchange(OpKind.ALL_GATHER, layer.modules[0], layer.output_elements, step, after)
 
 
-def _backward(step: StepSpec, layer: LayerSpec, after: Op, *, first: bool, last: bool) -> Iterator[Op]:
-    """Yield the collectives of a block's boundaries in its backward."""
+def _backward(step: StepSpec, layer: LayerSpec, after: Op, sums: list[Op], *, first: bool, last: bool) -> Iterator[Op]:
+    """Yield the collectives of a block's boundaries in its backward; `sums` are those under tp alone."""
     for boundary in reversed(layer.sequence_boundaries):
-        if boundary.has_gradient:
+        if boundary.has_gradient and boundary.kind != "enter":
             kind = OpKind.REDUCE_SCATTER if boundary.kind == "gather" else OpKind.ALL_GATHER
             yield _exchange(kind, boundary.owner, boundary.elements, step, after)
+        if boundary.kind == "leave":
+            yield from _within(boundary.owner, sums)
     if first and any(param.trainable for param in _before_blocks(step)):
         whole = layer.output_elements * (1 if last else step.layout.tp)
         yield _exchange(OpKind.ALL_GATHER, layer.modules[0], whole, step, after)

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from samestep.models.analysis import ExpertModules
 from samestep.tracing import experts as experts_module
 from samestep.tracing.dependence.calls import Call, nothing_known
-from samestep.tracing.dependence.dependence_rules import COPIES, FILLS, assumed, attention, rule_of
+from samestep.tracing.dependence.dependence_rules import assumed, by_map, rule_of
+from samestep.tracing.dependence.dimension_maps import FILLS, TRIANGLES, attention, is_elementwise
 from samestep.tracing.dependence.independence import Along, Dependence, Dependences, Mixed, joined
 from samestep.tracing.dependence.row_histories import RowHistories
 from samestep.tracing.forward import ForwardTracer
@@ -110,7 +111,7 @@ class Prover(ForwardTracer):
         """Set the dependence of the output of an attention."""
         if self.is_following:
             given = (query, key, value, *([] if mask is None else [mask]))
-            for result in attention(self._call(None, given, {}, [output])):
+            for result in by_map(attention, self._call(None, given, {}, [output])):
                 self.learn(output, result)
 
     def __torch_dispatch__(
@@ -260,7 +261,7 @@ class Prover(ForwardTracer):
             if writes:
                 self._note_rows(func, args, kwargs, results)
             return
-        elementwise = torch.Tag.pointwise in func.tags or packet in COPIES
+        elementwise = is_elementwise(func)
         if not met:
             if given and elementwise and all(self.key(tensor) in self._uniform for tensor in given):
                 self._uniform |= {self.key(tensor) for tensor in results}
@@ -268,7 +269,7 @@ class Prover(ForwardTracer):
                 self._uniform -= {self.key(tensor) for tensor in results}
             self._learn_constants(results if writes else [])
         elif writes or not all(address(result) in {address(t) for t in given} for result in results):  # no views
-            if elementwise:
+            if elementwise or packet in TRIANGLES:
                 self._record_numbers(func, args, kwargs)
             self._follow(self._call(func, args, kwargs, results))
 

@@ -28,6 +28,7 @@ from samestep.models.analysis import ExpertModules
 from samestep.tracing.batch_norms import OPERATIONS, InsideCalls
 from samestep.tracing.dependence.calls import Call
 from samestep.tracing.dependence.dependence_rules import assumed
+from samestep.tracing.dependence.dimension_maps import named
 from samestep.tracing.dependence.independence import NO_DIM, Along, Dependence, Mixed
 from samestep.tracing.forward import ValueOf, watch_forward
 from samestep.tracing.meta_tensors import NeedsValuesError, address, operands, tensors_in
@@ -149,10 +150,10 @@ class _SampleProver(Prover):
     def _follow(self, call: Call) -> None:
         """Take batch norm to keep samples apart: a layout computes its statistics over the same groups of samples."""
         is_one = self.calls_of_batch_norm.is_inside and call.func.overloadpacket in OPERATIONS
-        if not is_one or not call.named().get("training", True):
+        if not is_one or not named(call).get("training", True):
             super()._follow(call)
             return
-        x, owner = call.named()["input"], self.batch_norms[-1][1].owner
+        x, owner = named(call)["input"], self.batch_norms[-1][1].owner
         rows = self.known.of(x) if self.known.is_ordered(x) else None
         if not isinstance(rows, Along) or rows.dim != 0 or len(x) != NUM_SAMPLES * rows.inner:
             self.otherwise_called.add(owner)

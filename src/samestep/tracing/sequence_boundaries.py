@@ -1,9 +1,15 @@
-"""Boundaries within a block, between which sequence parallelism cuts the sequence."""
+"""Boundaries within a block, between which sequence parallelism cuts the sequence.
+
+A part of a block that tp cuts is given the whole sequence. Where its column cuts read what it is given, and its sums are
+what it returns, these become all_gathers and reduce_scatters. Any other part is entered and left: it computes on the whole
+sequence as under tp alone, with the same sums, as one does with a fused projection whose output is gathered, with
+latent attention, or with a norm of its own.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts, facts_of
-from samestep.models.spec import Boundary, LayerSpec, ModelSpec, is_below
+from samestep.models.spec import Boundary, BoundaryKind, LayerSpec, ModelSpec, is_below
+from samestep.tracing.meta_tensors import address
+from samestep.tracing.operations import Operation
 
 Styles = Mapping[str, str]
 """Cut style of each module, by its path."""
@@ -33,6 +41,12 @@ class Calls:
     left: dict[str, list[Tensor | None]] = field(default_factory=dict)
     states: dict[str, tuple[int, bool]] = field(default_factory=dict)
     """`state_of` the tensor that a module is given in its first call."""
+    copied: frozenset[str] = frozenset()
+    """Modules at whose input `copy` sums a gradient under a tensor cut, by their paths."""
+    cut: frozenset[int] = frozenset()
+    """Storages that hold a part, or a summand, on each rank."""
+    readers: Mapping[int, set[str]] = field(default_factory=dict)
+    """Modules whose code reads each storage."""
 
 
 @contextmanager
@@ -54,6 +68,15 @@ def record_calls(model: nn.Module) -> Iterator[Calls]:
             hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, path), with_kwargs=True))
             hooks.enter_context(module.register_forward_hook(functools.partial(leave, path)))
         yield calls
+
+
+def readers_of(operations: Sequence[Operation]) -> dict[int, set[str]]:
+    """Return the modules whose code reads each storage of a recorded forward."""
+    found: dict[int, set[str]] = {}
+    for op in operations:
+        for view in op.given if op.func not in ("left", "outputs") else ():
+            found.setdefault(view.storage, set()).add(op.where)
+    return found
 
 
 def with_sequence(spec: ModelSpec, model: nn.Module, styles: Styles, calls: Calls) -> tuple[ModelSpec, Parts]:
@@ -111,33 +134,53 @@ def _check_row(spec: ModelSpec, blocks: list[LayerSpec], calls: Calls) -> None:
 
 
 def _with_boundaries(
-    layer: LayerSpec, model: nn.Module, spec: ModelSpec, styles: Styles, calls: Calls, parts: tuple[str, ...]
+    layer: LayerSpec,
+    model: nn.Module,
+    spec: ModelSpec,
+    styles: Styles,
+    calls: Calls,
+    parts: tuple[str, ...],
 ) -> tuple[LayerSpec, set[str]]:
     """Return a block with its boundaries, and the names of the weights used between its cut parts."""
     path = layer.modules[0]
     ran = [module for module in calls.entered if module in parts]
+    given = {part: _one_call(part, calls, calls.entered[path][0]) for part in ran}
+    inner = {part: _inner_boundaries(part, model, styles, given[part], calls) for part in ran}
+    whole = {part for part in ran if any(inner[one] is None for one in ran if given[one] is given[part])}
+    if whole and (
+        outer := next((o for o in calls.copied if is_below(o, path) and not any(is_below(o, p) for p in parts)), "")
+    ):
+        raise _CannotCutError(
+            f"the gradient of the input of {outer} is summed, and {min(whole)} computes below it as a whole"
+        )
     boundaries: list[Boundary] = []
-    last: tuple[Tensor, tuple[int, bool]] | None = None
+    last: dict[bool, tuple[Tensor, tuple[int, bool]]] = {}
     for part in ran:
-        given, state = _one_call(part, calls, calls.entered[path][0]), calls.states[part]
-        if last is None or given is not last[0] or state != last[1]:
-            _, takes_gradients = state
-            has_gradient = given.requires_grad and takes_gradients
-            boundaries.append(Boundary(owner=part, elements=given.numel(), kind="gather", has_gradient=has_gradient))
-        last = given, state
-        for inner in calls.entered:
-            if is_below(inner, part) and inner in styles:
-                boundaries += _inner_boundary(inner, styles[inner], given, calls)
-    _check_weights(model, ran, styles)
+        is_whole, now = part in whole, (given[part], calls.states[part])
+        before = last.get(is_whole)
+        if before is None or before[0] is not now[0] or before[1] != now[1]:
+            kind: BoundaryKind = "enter" if is_whole else "gather"
+            boundaries.append(_boundary(part, kind, now[0], has_gradient=now[0].requires_grad and now[1][1]))
+        last[is_whole] = now
+        if is_whole:
+            gave = calls.left[part][0]
+            assert gave is not None
+            boundaries.append(_boundary(part, "leave", gave, has_gradient=gave.requires_grad))
+        else:
+            boundaries += inner[part] or ()
     between = [
         param
         for param in spec.params
-        if param.trainable and is_below(param.name, path) and _stands_between(param.name, parts, styles)
+        if param.trainable and is_below(param.name, path) and _stands_between(param.name, parts, whole, styles)
     ]
     if shared := next((param.name for param in between if param.shared), None):
         raise _CannotCutError(f"{shared} is shared, and would be used on a part of the sequence")
     products = tuple(replace(p, is_between=not any(is_below(p.owner, part) for part in parts)) for p in layer.products)
     return replace(layer, products=products, sequence_boundaries=tuple(boundaries)), {param.name for param in between}
+
+
+def _boundary(owner: str, kind: BoundaryKind, tensor: Tensor, *, has_gradient: bool) -> Boundary:
+    return Boundary(owner=owner, elements=tensor.numel(), kind=kind, has_gradient=has_gradient)
 
 
 def _parts(block: str, model: nn.Module, styles: Styles) -> tuple[str, ...]:
@@ -164,36 +207,40 @@ def _one_call(part: str, calls: Calls, block: Tensor | None) -> Tensor:
     if not is_one or given.shape[:2] != block.shape[:2] or gave.shape[:2] != block.shape[:2]:  # type: ignore[union-attr]
         raise _CannotCutError(f"{part} is not called once, with a tensor [batch, sequence, features]")
     assert given is not None
+    assert gave is not None
+    if {address(given), address(gave)} & calls.cut:
+        raise _CannotCutError(f"{part} is given, or returns, what tp cuts: put both cuts into one module")
     return given
 
 
-def _inner_boundary(path: str, style: str, given: Tensor, calls: Calls) -> list[Boundary]:
-    if style in _COLUMN and any(tensor is not given for tensor in calls.entered[path]):
-        raise _CannotCutError(f"{path} does not get the input of the part of the block around it")
-    if style == "gather":
-        raise _CannotCutError(f"the output of {path} is gathered within the part of the block around it")
-    if style != "row":
-        return []
-    output = calls.left[path][0]
-    assert output is not None
-    return [Boundary(owner=path, elements=output.numel(), kind="scatter", has_gradient=output.requires_grad)]
+def _inner_boundaries(
+    part: str, model: nn.Module, styles: Styles, given: Tensor, calls: Calls
+) -> list[Boundary] | None:
+    """Return the sums of a part of a block that leave a rank its tokens; None for a part that computes as under tp alone."""
+    found: list[Boundary] = []
+    for path, module in model.get_submodule(part).named_modules(prefix=part):
+        if path not in styles and any(True for _ in module.parameters(recurse=False)):
+            return None  # the gradient of a whole weight would be that of one rank's tokens alone
+    by_columns = [path for path, style in styles.items() if style in _COLUMN]
+    for where in calls.readers.get(address(given), ()):
+        if is_below(where, part) and not any(is_below(where, path) for path in by_columns):
+            return None  # as where a part adds what it is given to what it returns
+    for path in calls.entered:
+        style = styles.get(path) if is_below(path, part) else None
+        if style == "gather" or (style in _COLUMN and any(tensor is not given for tensor in calls.entered[path])):
+            return None
+        if style == "row":
+            output = calls.left[path][0]
+            assert output is not None
+            found.append(_boundary(path, "scatter", output, has_gradient=output.requires_grad))
+    return found
 
 
-def _check_weights(model: nn.Module, parts: Sequence[str], styles: Styles) -> None:
-    """Refuse a weight that is whole within a cut part: its gradient would be that of one rank alone.
-
-    Raises:
-        _CannotCutError: there is one.
-    """
-    for part in parts:
-        for path, module in model.get_submodule(part).named_modules(prefix=part):
-            if path not in styles and any(True for _ in module.parameters(recurse=False)):
-                raise _CannotCutError(f"{path} stays whole within {part}")
-
-
-def _stands_between(name: str, parts: tuple[str, ...], styles: Styles) -> bool:
-    """Return whether a weight is used on a rank's tokens alone: outside the cut parts, or a row cut's bias."""
+def _stands_between(name: str, parts: tuple[str, ...], whole: Collection[str], styles: Styles) -> bool:
+    """Return whether a weight is used on a rank's tokens alone: outside the cut parts, or the bias of a scattered sum."""
     owner, _, leaf = name.rpartition(".")
+    if any(is_below(name, part) for part in whole):
+        return False
     return not any(is_below(name, part) for part in parts) or (styles.get(owner) == "row" and leaf == "bias")
 
 

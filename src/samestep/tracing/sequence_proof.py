@@ -9,7 +9,7 @@ the parts do with whole sequences is their own affair. A second forward, on the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from samestep.building.families import facts_of
 from samestep.errors import InputError
 from samestep.models.analysis import ExpertModules
-from samestep.tracing.dependence.independence import Along
+from samestep.models.spec import ModelSpec, is_below
+from samestep.tracing.dependence.independence import Along, Mixed
 from samestep.tracing.forward import ValueOf, watch_forward
-from samestep.tracing.meta_tensors import NeedsValuesError
+from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
 from samestep.tracing.sequence_boundaries import first_of, given_of, with_first, with_given
 from samestep.tracing.slices import SliceProver
 from samestep.tracing.trace import containers_of
@@ -31,7 +32,7 @@ def refuse_slices(
     module: nn.Module,
     sample: Any,
     parts: Mapping[str, tuple[str, ...]],
-    tokens: int,
+    spec: ModelSpec,
     degree: int,
     value_of: ValueOf,
     experts: ExpertModules,
@@ -41,7 +42,9 @@ def refuse_slices(
 
     `parts` are the cut parts of each block, in the order of the blocks.
     """
-    watches = [_TokenProver(module, parts, size, tokens) for size in (tokens, tokens // degree)]
+    sums = {one.owner for layer in spec.layers for one in layer.sequence_boundaries if one.kind == "scatter"}
+    sizes = (spec.sequence, spec.sequence // degree)
+    watches = [_TokenProver(module, parts, sums, size, spec.sequence) for size in sizes]
     for watch in watches:
         if refusal := _refusal_of(watch, module, sample, value_of, experts):
             return refusal, []
@@ -70,9 +73,11 @@ class _TokenProver(SliceProver):
 
     between = "and between cut parts a rank has its own tokens alone"
 
-    def __init__(self, module: nn.Module, parts: Mapping[str, tuple[str, ...]], size: int, whole: int) -> None:
+    def __init__(
+        self, module: nn.Module, parts: Mapping[str, tuple[str, ...]], sums: Collection[str], size: int, whole: int
+    ) -> None:
         super().__init__(module, list(parts), size, whole)
-        self.parts, self._facts = parts, facts_of(module)
+        self.parts, self.sums, self._facts = parts, sums, facts_of(module)
 
     def placed(self, module: nn.Module) -> ExitStack:
         """Return a context in which blocks and cut parts are given what a rank gives them."""
@@ -82,7 +87,9 @@ class _TokenProver(SliceProver):
         for path in (path for of_block in self.parts.values() for path in of_block):
             part = module.get_submodule(path)
             hooks.enter_context(part.register_forward_pre_hook(functools.partial(self._gather, path), with_kwargs=True))
-            hooks.enter_context(part.register_forward_hook(self._scatter))
+            hooks.enter_context(part.register_forward_hook(functools.partial(self._left, path)))
+        for path in self.sums:
+            hooks.enter_context(module.get_submodule(path).register_forward_hook(self._scatter))
         hooks.enter_context(last.register_forward_hook(self._join))
         return hooks
 
@@ -110,6 +117,19 @@ class _TokenProver(SliceProver):
     def _scatter(self, _: nn.Module, args: Any, output: Any) -> Any:
         output = with_first(output, self._slice)
         self.is_following = not self.refusal
+        return output
+
+    def _left(self, path: str, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return what a part returns, of which a rank has its tokens; what else it returns is whole, and is no constant."""
+        first, *others = tensors_in(output)
+        with _disable_current_modes():
+            for other in others:
+                if other is not first and other.requires_grad and self.known.of(other) is None:
+                    self.known.learn(other, Mixed(f"{path} by what else it returns", shown=False))
+        if not any(is_below(one, path) for one in self.sums):
+            return self._scatter(module, args, output)
+        with _disable_current_modes():
+            self._check(first, f"{path} does not return the sums of its row cuts, with a row for each token")
         return output
 
     def _join(self, _: nn.Module, args: Any, output: Any) -> Any:

@@ -1,7 +1,8 @@
 """Sequence parallelism on real modules (twin of `strategies/sequence.py`).
 
 Between two boundaries within a block the sequence is cut. A child with tensor-cut modules (attention, MLP) is given
-the whole sequence by `gather`, and its row-cut modules leave a rank its tokens of their sum by `scatter`. Everything
+the whole sequence by `gather`, and its row-cut modules leave a rank its tokens of their sum by `scatter`; or it is given
+the whole sequence by `enter`, computes as under tp alone, and keeps a rank's tokens by `leave`. Everything
 else in a block must work on each token by itself: norms, dropouts and plain linear layers do, and experts and routers
 where `tracing/dependence/independence.py` has shown it; the residual sums are the block's own code.
 `tracing/sequence_boundaries.py` finds all of it on the meta device, in the forward of one sample.
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts
 from samestep.errors import LayoutError
+from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.runtime.axes.differentiable import Move, moved
 from samestep.runtime.ledger import owned
@@ -44,14 +46,22 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     split = functools.partial(_split, group=group, owner=blocks[0])
     first.register_forward_pre_hook(lambda _, args, kwargs: with_given(args, kwargs, split, facts), with_kwargs=True)
     for path in blocks:
-        gathered = Shared(gather, group)
+        gathered, entered = Shared(gather, group), Shared(enter, group)
         for part in traced.analysis.sequence_parts[path]:
-            once = functools.partial(gathered, part)
-            model.get_submodule(part).register_forward_pre_hook(
-                functools.partial(_gather_given, once, facts), with_kwargs=True
-            )
-    join = functools.partial(_join, group=group, owner=blocks[-1])
+            module, is_whole = model.get_submodule(part), part in whole_parts(step.model)
+            once = functools.partial(entered if is_whole else gathered, part)
+            given = functools.partial(_gather_given, once, facts)
+            module.register_forward_pre_hook(given, with_kwargs=True, prepend=True)  # before its input is copied
+            if is_whole:
+                left = functools.partial(leave, group=group, owner=part)
+                module.register_forward_hook(lambda _, args, output, left=left: with_first(output, left))
+    join = functools.partial(enter, group=group, owner=blocks[-1])
     last.register_forward_hook(lambda _, args, output: with_first(output, join))
+
+
+def whole_parts(model: ModelSpec) -> set[str]:
+    """Return the parts of blocks that compute on whole sequences as under tp alone, by their paths."""
+    return {one.owner for layer in model.layers for one in layer.sequence_boundaries if one.kind == "leave"}
 
 
 def _gather_given(gather: Callable[[Tensor], Tensor], facts: FamilyFacts, _: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -112,11 +122,22 @@ def _split(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
             f"sequence_parallel: tp={degree} does not divide the {x.shape[1]} tokens of this batch; "
             f"{x.shape[1] // degree * degree} tokens work, and so does tp={degree} alone"
         )
+    return leave(x, group, owner)
+
+
+def leave(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Return this rank's tokens of a sequence that all ranks hold, [B, T, D] -> [B, T/N, D]; the backward gathers the gradient.
+
+    Collective over `group` in the backward: if a rank does not run it, the others wait until the time limit.
+    """
     return moved(x, group, owner, _own, _all_gathered)
 
 
-def _join(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Return the sequence gathered from all ranks; the backward keeps this rank's part of the gradient."""
+def enter(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Return the sequence gathered from all ranks, [B, T/N, D] -> [B, T, D]; the backward keeps this rank's part of the gradient.
+
+    Collective over `group`: every rank of the group calls it; if one does not, the others wait until the time limit.
+    """
     return moved(x, group, owner, _all_gathered, _own)
 
 
