@@ -63,7 +63,7 @@ def families_once() -> Iterator[None]:
     """Let the command line trace a model of a family (`hf:llama`) once in all its runs of this process."""
 
     def once(source: Source, job: Job, example: Any, planned: Cuts | None = None) -> TracedModel:
-        if planned or not job.model.source.startswith("hf:") or source.name != job.model.source:
+        if (planned and planned.styles) or not job.model.source.startswith("hf:") or source.name != job.model.source:
             return prepare(source, job, example, planned)
         shapes = str(tree_map_only(Tensor, lambda tensor: (tensor.dtype, tensor.shape), example))
         return prepared((job.model.model_dump_json(), shapes), source, job, example, Layout())
