@@ -456,7 +456,7 @@ def step_figures(section: str, times: dict[str, list[Turn]]) -> list[Figure]:
 
     def add(what: str, values: Iterable[float], unit: str = "x", limit: float | None = None) -> None:
         numbers = tuple(values)
-        aim, met = ("", None) if limit is None else (f"<= {limit:.3g}", statistics.median(numbers) <= limit)
+        aim, met = ("", None) if limit is None else (f"<= {limit:.4g}", statistics.median(numbers) <= limit)
         figures.append(Figure(section, what, numbers, unit, aim, met))
 
     def ratios(ours: str, theirs: str, of: Callable[[Turn], float]) -> Iterator[float]:
