@@ -77,7 +77,9 @@ class _Compiler:
         self.num_again += code in self._codes
         self._codes.add(code)
         try:
-            made: Callable[..., Any] = backend(graph, inputs)
+            with warnings.catch_warnings():  # of torch's own code, which inductor imports when it compiles
+                warnings.simplefilter("ignore", DeprecationWarning)
+                made: Callable[..., Any] = backend(graph, inputs)
         except torch._dynamo.exc.TorchDynamoException:
             raise  # by which the compiler begins anew
         except Exception as error:

@@ -47,7 +47,7 @@ from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly, assemble
 from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.optimizers.update_rule import is_torchs_own
-from samestep.runtime.preparation import Source, prepare, with_new_blueprint
+from samestep.runtime.preparation import Source, prepared_for, with_new_blueprint
 from samestep.runtime.processes.join import RankInfo
 
 OF_REPLICA = ":"
@@ -109,7 +109,7 @@ class LocalReplicas:
         Raises:
             InputError: the model, the optimizer or the number of processes does not fit the layout or the job.
         """
-        source = replace(source, prepared=source.prepared or prepare(source, job, example))
+        source = replace(source, prepared=prepared_for(source, job, example, layout))
         found = [assemble(source, layout, job, place, example)]
         while len(found) < found[0].parallel.program.step.replicas_each:
             another = replace(source, prepared=with_new_blueprint(source, job))

@@ -68,7 +68,8 @@ class Source:
 def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | None = None) -> TracedModel:
     """Build the model on the meta device and trace it on one sample of `example`; nothing else examines it.
 
-    `planned` is the plan of tensor parallelism, if not the one that is found for the model.
+    `planned` is the plan of tensor parallelism, if not the one that is found for the model. To prove a plan takes a third of
+    the time, so a model that is to run without tp is given one that is refused (`prepared_for`).
 
     Raises:
         ModelError: the model cannot be built or traced.
@@ -277,13 +278,29 @@ def _with_loss(spec: ModelSpec) -> ModelSpec:
     return replace(spec, layers=(*others, last))
 
 
+UNEXAMINED = "its plan of tensor parallelism was not examined"
+"""The refusal of a model that was traced for layouts without tp, which need no proof of a plan."""
+
+
+def prepared_for(source: Source, job: Job, example: Any, layout: Layout | None) -> TracedModel:
+    """Return the model of a source, traced for a layout with or without tp, or for any; what is known already is not traced again.
+
+    Raises:
+        ModelError: the model cannot be built or traced.
+    """
+    traced, is_cut = source.prepared, layout is None or layout.tp > 1
+    if traced is not None and not (is_cut and traced.spec.cut_refusal == UNEXAMINED):
+        return traced
+    return prepare(source, job, example, None if is_cut else tensor_plan.Cuts(refusal=UNEXAMINED))
+
+
 def traced_for(source: Source, layout: Layout, job: Job, example: Any) -> TracedModel:
     """Return the model of a source with what a layout needs to know; what is known already is not traced again.
 
     Raises:
         LayoutError: the forward of a rank of this layout does not compute its part of the whole model's.
     """
-    traced = with_slices(source.prepared or prepare(source, job, example), layout, example)
+    traced = with_slices(prepared_for(source, job, example, layout), layout, example)
     recorded = pipeline.with_flows(traced, layout, job, example, source.loss)[0].flows
     return traced if len(recorded) == len(traced.flows) else replace(traced, flows=recorded)
 

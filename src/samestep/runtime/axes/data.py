@@ -298,7 +298,7 @@ class Replicated:
         flat.untouched.discard(name)
         if self._last and (self._is_weight_task or not slot.is_postponed):
             flat.missing.discard(name)
-        if self._starts:
+        if self._starts and not flat.missing:
             self._start_ready()
 
     def _start_ready(self) -> None:
