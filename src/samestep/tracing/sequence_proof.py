@@ -1,7 +1,7 @@
 """Proof that a block works token by token between its tensor-cut parts, as sequence parallelism needs it.
 
 A forward runs on the meta device as a rank runs it: the first block is given a slice of the tokens, each cut part the
-whole sequence, and what a part returns is a slice again. Between the parts it is followed on which token each value
+whole sequence; the sums of a part are slices again, or what it returns, where it computes on whole sequences. Between the parts it is followed on which token each value
 depends (`dependence/independence.py`), and every part and the last block's output must have a row for each token of the slice. What
 the parts do with whole sequences is their own affair. A second forward, on the whole sequence, must use the same numbers.
 """
@@ -44,6 +44,8 @@ def refuse_slices(
     """
     sums = {one.owner for layer in spec.layers for one in layer.sequence_boundaries if one.kind == "scatter"}
     sizes = (spec.sequence, spec.sequence // degree)
+    if sizes[1] < 2:  # a single token would be broadcast to whole sequences
+        return f"a rank would have {sizes[1]} of the {spec.sequence} tokens of a sample, and 2 are needed", []
     watches = [_TokenProver(module, parts, sums, size, spec.sequence) for size in sizes]
     for watch in watches:
         if refusal := _refusal_of(watch, module, sample, value_of, experts):
