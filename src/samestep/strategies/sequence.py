@@ -9,21 +9,23 @@ has 1/tp of the sequence there, and the two boundaries of a tensor-cut part beco
    entry     nothing     ◄ all_reduce         all_gather      ◄ reduce_scatter
    exit      all_reduce  ◄ nothing            reduce_scatter  ◄ all_gather
 ```
-which moves the same bytes. A weight between the parts (of a norm, or the bias of a row-cut product) sees a rank's
+which moves the same bytes. A part with more than cut weights, or whose code gathers features within it, computes the whole
+sequence as under tp alone, sums included: it is gathered before (the backward keeps a rank's tokens of the gradient, which
+every rank has whole), and a rank keeps its tokens of what the part returns (the backward gathers). A weight between the parts (of a norm, or the bias of a row-cut product) sees a rank's
 tokens only, so its gradient is summed over `tp` once a step, with its bucket or unit. The first block takes a rank's
 tokens out of the whole sequence, and the whole sequence is gathered after the last block, so that code before and after
 the blocks is unchanged.
 
-Experts and their routers are between the tensor-cut parts too: under tp alone every rank computes all rows, here only
-its own.
+Experts and their routers that no such part holds are between them too: under tp alone every rank computes all rows, here
+only its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, remembered
+from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, is_below, remembered
 from samestep.program.bodies import BodyKey, is_backward, is_forward
 from samestep.program.holding import Holding
 from samestep.program.ops import Op, OpKind, Ops
@@ -94,17 +96,27 @@ def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
     """Return one rank's part of a block; the output of the last block is gathered."""
     gathered = sum(boundary.elements for boundary in layer.sequence_boundaries if boundary.kind == "gather")
     kept = layer.saved_cut_elements + min(gathered, layer.saved_elements - layer.saved_cut_elements)
+    whole_parts = layer.whole_parts
     selective = layer.saved_selective_cut_elements
     passed = layer.output_elements  # as large as the sequence in its input; positions and masks stay whole
     products = tuple(p.sliced_by(degree) if p.is_between else p for p in layer.products)
     whole, mine = (sum(product.flops for product in parts) for parts in (layer.products, products))
-    return replace(
+    dispatches = tuple(
+        part if _is_within(part.owner, whole_parts) else replace(part, rows=-(-part.rows // degree))
+        for part in layer.dispatches
+    )
+    passing = replace(
         layer,
         forward_flops=layer.forward_flops * mine // whole if whole else layer.forward_flops,
         products=products,
-        dispatches=tuple(replace(part, rows=-(-part.rows // degree)) for part in layer.dispatches),
+        dispatches=dispatches,
         input_elements=layer.input_elements - passed + passed // degree,
         output_elements=passed if is_last else passed // degree,
+    )
+    if whole_parts:  # at most what tp alone keeps and moves: how much of it these parts do is not known
+        return passing
+    return replace(
+        passing,
         saved_elements=kept + (layer.saved_elements - kept) // degree,
         saved_norm_elements=layer.saved_norm_elements // degree,
         working_elements=layer.working_cut_elements + (layer.working_elements - layer.working_cut_elements) // degree,
@@ -121,6 +133,7 @@ def _with_boundaries(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
     layers = step.model.layers
     blocks = [index for index, layer in enumerate(layers) if layer.is_block]
     boundaries = _forward if is_forward(key) else _backward
+    sums = _sums_of(ops)
     here = 0
     for op in ops:
         here = here if op.layer is None else op.layer
@@ -128,24 +141,45 @@ def _with_boundaries(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
             continue
         yield op
         if op.layer in blocks:
-            yield from boundaries(step, layers[here], op, first=here == blocks[0], last=here == blocks[-1])
+            ends = (here == blocks[0], here == blocks[-1])
+            yield from boundaries(step, layers[here], op, sums.get(here, []), first=ends[0], last=ends[1])
 
 
-def _forward(step: StepSpec, layer: LayerSpec, after: Op, *, first: bool, last: bool) -> Iterator[Op]:
-    """Yield the collectives of a block's boundaries in its forward."""
+def _sums_of(ops: Ops) -> dict[int, list[Op]]:
+    """Return the collectives over `tp` that follow each layer's compute op."""
+    found: dict[int, list[Op]] = {}
+    here = 0
+    for op in ops:
+        here = here if op.layer is None else op.layer
+        if op.axis == AXIS:
+            found.setdefault(here, []).append(op)
+    return found
+
+
+def _is_within(path: str, parts: Collection[str]) -> bool:
+    return any(is_below(path, part) for part in parts)
+
+
+def _forward(step: StepSpec, layer: LayerSpec, after: Op, sums: list[Op], *, first: bool, last: bool) -> Iterator[Op]:
+    """Yield the collectives of a block's boundaries in its forward, and of its parts that compute as under tp alone."""
     for boundary in layer.sequence_boundaries:
-        kind = OpKind.ALL_GATHER if boundary.kind == "gather" else OpKind.REDUCE_SCATTER
+        if boundary.kind == "split":
+            yield from (op for op in sums if is_below(op.owner, boundary.owner))
+            continue
+        kind = OpKind.REDUCE_SCATTER if boundary.kind == "scatter" else OpKind.ALL_GATHER
         yield _exchange(kind, boundary.owner, boundary.elements, step, after)
     if last:
         yield _exchange(OpKind.ALL_GATHER, layer.modules[0], layer.output_elements, step, after)
 
 
-def _backward(step: StepSpec, layer: LayerSpec, after: Op, *, first: bool, last: bool) -> Iterator[Op]:
-    """Yield the collectives of a block's boundaries in its backward."""
+def _backward(step: StepSpec, layer: LayerSpec, after: Op, sums: list[Op], *, first: bool, last: bool) -> Iterator[Op]:
+    """Yield the collectives of a block's boundaries in its backward, and of its parts that compute as under tp alone."""
     for boundary in reversed(layer.sequence_boundaries):
-        if boundary.has_gradient:
+        if boundary.has_gradient and boundary.kind != "join":
             kind = OpKind.REDUCE_SCATTER if boundary.kind == "gather" else OpKind.ALL_GATHER
             yield _exchange(kind, boundary.owner, boundary.elements, step, after)
+        if boundary.kind == "split":
+            yield from (op for op in sums if is_below(op.owner, boundary.owner))
     if first and any(param.trainable for param in _before_blocks(step)):
         whole = layer.output_elements * (1 if last else step.layout.tp)
         yield _exchange(OpKind.ALL_GATHER, layer.modules[0], whole, step, after)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts, facts_of
-from samestep.models.spec import Boundary, LayerSpec, ModelSpec, is_below
+from samestep.models.spec import Boundary, BoundaryKind, LayerSpec, ModelSpec, is_below
 
 Styles = Mapping[str, str]
 """Cut style of each module, by its path."""
@@ -56,8 +56,14 @@ def record_calls(model: nn.Module) -> Iterator[Calls]:
         yield calls
 
 
-def with_sequence(spec: ModelSpec, model: nn.Module, styles: Styles, calls: Calls) -> tuple[ModelSpec, Parts]:
-    """Return the spec with the boundaries of its sequence, or a refusal; and with it each block's cut parts."""
+def with_sequence(
+    spec: ModelSpec, model: nn.Module, styles: Styles, copied: Collection[str], calls: Calls
+) -> tuple[ModelSpec, Parts]:
+    """Return the spec with the boundaries of its sequence, or a refusal; and with it each block's cut parts.
+
+    The inputs of `copied` modules have partial gradients under tp alone.
+    """
+    seen = _Seen(model, styles, copied, calls)
     if spec.cut_refusal:
         return replace(spec, sequence_refusal=f"{spec.name} cannot be cut, {spec.cut_refusal}"), {}
     blocks = [layer for layer in spec.layers if layer.is_block]
@@ -73,7 +79,7 @@ def with_sequence(spec: ModelSpec, model: nn.Module, styles: Styles, calls: Call
                 continue
             path = layer.modules[0]
             parts[path] = _parts(path, model, styles)
-            found.append(_with_boundaries(layer, model, spec, styles, calls, parts[path]))
+            found.append(_with_boundaries(layer, spec, seen, parts[path]))
     except _CannotCutError as reason:
         return replace(spec, sequence_refusal=str(reason)), {}
     given = calls.entered[blocks[0].modules[0]][0]
@@ -110,52 +116,133 @@ def _check_row(spec: ModelSpec, blocks: list[LayerSpec], calls: Calls) -> None:
         handed = gave
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A model, the cut styles of its modules, and their calls in a forward."""
+
+    model: nn.Module
+    styles: Styles
+    copied: Collection[str]
+    """Modules whose inputs have partial gradients under tp alone."""
+    calls: Calls
+
+    def rows_in(self, part: str) -> list[str]:
+        """Return the modules of a part that are cut by rows, in order of the forward."""
+        return [path for path in self.calls.entered if is_below(path, part) and self.styles.get(path) == "row"]
+
+    def leaves_features_cut(self, part: str) -> bool:
+        """Return whether modules of a part are cut by columns, and none by rows."""
+        by_columns = (is_below(path, part) and style in ("column", "qkv") for path, style in self.styles.items())
+        return any(by_columns) and not self.rows_in(part)
+
+    def has_weights(self, path: str) -> bool:
+        """Return whether a module has weights of its own."""
+        return any(True for _ in self.model.get_submodule(path).parameters(recurse=False))
+
+
 def _with_boundaries(
-    layer: LayerSpec, model: nn.Module, spec: ModelSpec, styles: Styles, calls: Calls, parts: tuple[str, ...]
+    layer: LayerSpec, spec: ModelSpec, seen: _Seen, parts: tuple[str, ...]
 ) -> tuple[LayerSpec, set[str]]:
     """Return a block with its boundaries, and the names of the weights used between its cut parts."""
-    path = layer.modules[0]
+    path, calls, styles = layer.modules[0], seen.calls, seen.styles
     ran = [module for module in calls.entered if module in parts]
+    whole = _whole_parts(path, ran, seen)
     boundaries: list[Boundary] = []
-    last: tuple[Tensor, tuple[int, bool]] | None = None
-    for part in ran:
-        given, state = _one_call(part, calls, calls.entered[path][0]), calls.states[part]
-        if last is None or given is not last[0] or state != last[1]:
-            _, takes_gradients = state
-            has_gradient = given.requires_grad and takes_gradients
-            boundaries.append(Boundary(owner=part, elements=given.numel(), kind="gather", has_gradient=has_gradient))
-        last = given, state
-        for inner in calls.entered:
-            if is_below(inner, part) and inner in styles:
-                boundaries += _inner_boundary(inner, styles[inner], given, calls)
-    _check_weights(model, ran, styles)
+    last: dict[bool, tuple[Tensor, tuple[int, bool]]] = {}
+    for part in calls.entered:
+        if part in ran:
+            given, state = _one_call(part, calls, calls.entered[path][0]), calls.states[part]
+            known = last.get(part in whole)
+            if known is None or given is not known[0] or state != known[1]:
+                kind: BoundaryKind = "join" if part in whole else "gather"
+                has_gradient = given.requires_grad and state[1]
+                boundaries.append(Boundary(owner=part, elements=given.numel(), kind=kind, has_gradient=has_gradient))
+            last[part in whole] = given, state
+        if part in whole:
+            boundaries.append(_end(part, "split", calls))
+        elif styles.get(part) == "row" and is_below(part, path) and not any(is_below(part, one) for one in whole):
+            boundaries.append(_end(part, "scatter", calls))
     between = [
         param
         for param in spec.params
-        if param.trainable and is_below(param.name, path) and _stands_between(param.name, parts, styles)
+        if param.trainable
+        and param.cut is None
+        and is_below(param.name, path)
+        and _stands_between(param.name, parts, whole, styles)
     ]
     if shared := next((param.name for param in between if param.shared), None):
         raise _CannotCutError(f"{shared} is shared, and would be used on a part of the sequence")
-    products = tuple(replace(p, is_between=not any(is_below(p.owner, part) for part in parts)) for p in layer.products)
+    products = tuple(
+        replace(p, is_between=p.owner not in styles and not any(is_below(p.owner, part) for part in parts))
+        for p in layer.products
+    )
     return replace(layer, products=products, sequence_boundaries=tuple(boundaries)), {param.name for param in between}
 
 
+def _end(path: str, kind: BoundaryKind, calls: Calls) -> Boundary:
+    output = calls.left[path][0]
+    if output is None or len(calls.left[path]) > 1:
+        raise _CannotCutError(f"{path} is not called once, with a tensor [batch, sequence, features]")
+    return Boundary(owner=path, elements=output.numel(), kind=kind, has_gradient=output.requires_grad)
+
+
 def _parts(block: str, model: nn.Module, styles: Styles) -> tuple[str, ...]:
-    """Return the children of a block that hold cut modules; `sequence_proof` shows what the rest of the block does.
+    """Return the children of a block that are given whole sequences: those that are cut by columns, or hold such modules;
+    `sequence_proof` shows what the rest of the block does.
 
     Raises:
-        _CannotCutError: the block's own code uses a cut module.
+        _CannotCutError: the output of a child is gathered.
     """
     parts: list[str] = []
     for name in dict(model.get_submodule(block).named_children()):
         path = f"{block}.{name}"
-        if path in styles:
-            raise _CannotCutError(
-                f"{path} is cut in the block's own code: put attention and MLP into modules of their own"
-            )
-        if any(is_below(inner, path) for inner in styles):
+        if styles.get(path) in ("gather", "vocab"):
+            raise _CannotCutError(f"the block's own code uses {path}, whose output is gathered")
+        if any(is_below(inner, path) and style in _COLUMN for inner, style in styles.items()):
             parts.append(path)
     return tuple(parts)
+
+
+def _whole_parts(block: str, ran: list[str], seen: _Seen) -> set[str]:
+    """Return the parts that compute whole sequences as under tp alone: those with gradients that are whole on every rank
+    beside partial ones, so that what they are given takes neither their sum nor one of them alone.
+
+    Parts that are given one tensor are alike.
+
+    Raises:
+        _CannotCutError: such a part leaves features cut, or weights that are not cut stand before the module that sums them.
+    """
+    entered = seen.calls.entered
+    partial = {part for part in ran if len(seen.rows_in(part)) < 2 and _has_partial_gradients(part, seen)}
+    given = {id(entered[part][0]) for part in ran if part not in partial}
+    whole = {part for part in ran if id(entered[part][0]) in given}
+    opens = ""
+    for path in (path for path in entered if is_below(path, block) and path != block):
+        around = next((part for part in ran if is_below(path, part)), "")
+        if not around and seen.styles.get(path) == "row":
+            opens = ""
+        elif path == around and seen.leaves_features_cut(path):
+            opens = path
+            if path in whole:
+                raise _CannotCutError(f"{path} leaves features cut, and has weights or inputs that are not")
+        elif opens and (path == around or (not around and seen.has_weights(path) and path not in seen.styles)):
+            raise _CannotCutError(f"{path} is not cut, and stands behind {opens} and before what is cut by rows")
+    if opens:
+        raise _CannotCutError(f"nothing that is cut by rows follows {opens} in its block")
+    return whole
+
+
+def _has_partial_gradients(part: str, seen: _Seen) -> bool:
+    """Return whether all that a part is made of is cut, and reads what the part is given: its gradients are partial then."""
+    given = seen.calls.entered[part][0]
+    for path, _ in seen.model.get_submodule(part).named_modules(prefix=part):
+        style = seen.styles.get(path)
+        if style == "gather" or (style is None and seen.has_weights(path)):
+            return False
+        takes_input = style in _COLUMN or path in seen.copied
+        if takes_input and any(tensor is not given for tensor in seen.calls.entered.get(path, ())):
+            return False
+    return True
 
 
 def _one_call(part: str, calls: Calls, block: Tensor | None) -> Tensor:
@@ -167,34 +254,14 @@ def _one_call(part: str, calls: Calls, block: Tensor | None) -> Tensor:
     return given
 
 
-def _inner_boundary(path: str, style: str, given: Tensor, calls: Calls) -> list[Boundary]:
-    if style in _COLUMN and any(tensor is not given for tensor in calls.entered[path]):
-        raise _CannotCutError(f"{path} does not get the input of the part of the block around it")
-    if style == "gather":
-        raise _CannotCutError(f"the output of {path} is gathered within the part of the block around it")
-    if style != "row":
-        return []
-    output = calls.left[path][0]
-    assert output is not None
-    return [Boundary(owner=path, elements=output.numel(), kind="scatter", has_gradient=output.requires_grad)]
-
-
-def _check_weights(model: nn.Module, parts: Sequence[str], styles: Styles) -> None:
-    """Refuse a weight that is whole within a cut part: its gradient would be that of one rank alone.
-
-    Raises:
-        _CannotCutError: there is one.
-    """
-    for part in parts:
-        for path, module in model.get_submodule(part).named_modules(prefix=part):
-            if path not in styles and any(True for _ in module.parameters(recurse=False)):
-                raise _CannotCutError(f"{path} stays whole within {part}")
-
-
-def _stands_between(name: str, parts: tuple[str, ...], styles: Styles) -> bool:
+def _stands_between(name: str, parts: tuple[str, ...], whole: set[str], styles: Styles) -> bool:
     """Return whether a weight is used on a rank's tokens alone: outside the cut parts, or a row cut's bias."""
     owner, _, leaf = name.rpartition(".")
-    return not any(is_below(name, part) for part in parts) or (styles.get(owner) == "row" and leaf == "bias")
+    if any(is_below(name, part) for part in whole):
+        return False
+    if styles.get(owner, "sum") != "sum":
+        return styles[owner] == "row" and leaf == "bias"
+    return not any(is_below(name, part) for part in parts)
 
 
 def state_of(given: Tensor) -> tuple[int, bool]:

@@ -3,7 +3,8 @@
 Between two boundaries within a block the sequence is cut. A child with tensor-cut modules (attention, MLP) is given
 the whole sequence by `gather`, and its row-cut modules leave a rank its tokens of their sum by `scatter`. Everything
 else in a block must work on each token by itself: norms, dropouts and plain linear layers do, and experts and routers
-where `tracing/dependence/independence.py` has shown it; the residual sums are the block's own code.
+where `tracing/dependence/independence.py` has shown it; the residual sums are the block's own code. A part that computes
+whole sequences as under tp alone is given them by `_join`, and `_split` leaves a rank its tokens of what it returns.
 `tracing/sequence_boundaries.py` finds all of it on the meta device, in the forward of one sample.
 """
 
@@ -43,19 +44,28 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
     split = functools.partial(_split, group=group, owner=blocks[0])
     first.register_forward_pre_hook(lambda _, args, kwargs: with_given(args, kwargs, split, facts), with_kwargs=True)
+    whole_parts = {part for layer in step.model.layers for part in layer.whole_parts}
     for path in blocks:
-        gathered = Shared(gather, group)
+        gathered, joined = Shared(gather, group), Shared(_join, group)
         for part in traced.analysis.sequence_parts[path]:
-            once = functools.partial(gathered, part)
-            model.get_submodule(part).register_forward_pre_hook(
-                functools.partial(_gather_given, once, facts), with_kwargs=True
+            module = model.get_submodule(part)
+            once = functools.partial(joined if part in whole_parts else gathered, part)
+            module.register_forward_pre_hook(
+                functools.partial(_gather_given, once, facts), with_kwargs=True, prepend=True
             )
+            if part in whole_parts:
+                own = functools.partial(_split, group=group, owner=part)
+                module.register_forward_hook(functools.partial(_leave, own))
     join = functools.partial(_join, group=group, owner=blocks[-1])
     last.register_forward_hook(lambda _, args, output: with_first(output, join))
 
 
 def _gather_given(gather: Callable[[Tensor], Tensor], facts: FamilyFacts, _: nn.Module, args: Any, kwargs: Any) -> Any:
     return with_given(args, kwargs, gather, facts)
+
+
+def _leave(change: Callable[[Tensor], Tensor], _: nn.Module, args: Any, output: Any) -> Any:
+    return with_first(output, change)
 
 
 class Shared:
