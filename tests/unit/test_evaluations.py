@@ -29,6 +29,9 @@ def test_the_best_checkpoint_is_kept_and_a_resume_goes_on(tmp_path: Path) -> Non
     assert small.train("--layout", "dp=2 zero=1", "--out", run, "--steps", "4", **settings) == 0
     assert small.train("--layout", "dp=2 zero=1", "--out", run, "--resume", **settings) == 0
     assert rows(run) == rows(whole)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["held_out"]["held_out"]) for row in lines if "held_out" in row] == rows(run)
+    assert [row["step"] for row in lines] == [*range(1, 7)]
     step, least = min(rows(run), key=lambda row: row[1])
     (best,) = (run / evaluations.BEST).iterdir()
     found = samestep.evaluate(best)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +49,8 @@ class StepReport(_Late):
     """Whether some rank was asked, by SIGUSR1, to save a checkpoint and go on."""
     note: str = ""
     """Why the step is not finite or its loss a spike, or what a repetition of it showed that `run.allow` waives; mostly empty."""
+    held_out: Mapping[str, float] = field(default_factory=dict)
+    """The held-out loss of each set, by name, where `samestep train` evaluates after the step (`train.evaluate_every`)."""
     remarks: tuple[str, ...] = ()
     """What this rank noticed in this step and did not refuse: refusals that `run.allow` waives, a loss that couples samples."""
 
@@ -62,8 +64,8 @@ class StepReport(_Late):
 
     def fill(self, known: StepReport) -> None:
         """Complete a late report with the values of another one."""
-        for field in fields(self):
-            object.__setattr__(self, field.name, getattr(known, field.name))
+        for one in fields(self):
+            object.__setattr__(self, one.name, getattr(known, one.name))
         object.__delattr__(self, "_complete")
 
     def fail(self, error: BaseException) -> None:

@@ -103,10 +103,13 @@ class Evaluations:
         every = self.run.job.train.evaluate_every
         return every > 0 and step % every == 0
 
-    def add(self, step: int) -> str:
-        """Evaluate after a step, log it and save a best checkpoint; return a line for the screen. Every rank must call it."""
+    def losses(self) -> dict[str, float]:
+        """Return the held-out loss of each set. Every rank must call it."""
         with evaluated_weights(self.run):
-            losses = held_out_losses(self.run, self.workload)
+            return held_out_losses(self.run, self.workload)
+
+    def add(self, step: int, losses: Mapping[str, float]) -> str:
+        """Log the losses after a step and save a best checkpoint; return a line for the screen. Every rank must call it."""
         judge = self.run.job.judge
         assert judge is not None, "check has refused it"
         self.rows.append(EvaluatedStep(step, losses[judge], losses))

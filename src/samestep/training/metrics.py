@@ -2,7 +2,8 @@
 
 `metrics.jsonl` has one JSON object for each logged step; a number that is not finite is written as null, since JSON has no
 word for it. When a run resumes, the lines after the resumed step are removed first, so that every step has at most one line.
-Every step is logged, or those that `run.log_every` divides, the first and the last; a step with a note always is.
+Every step is logged, or those that `run.log_every` divides, the first and the last; a step with a note, or after which held-out
+losses are taken (`train.evaluate_every`), always is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,7 @@ def scalars_of(report: StepReport, speed: Speed | None) -> dict[str, float]:
         "perf/step_ms": report.step_s * 1e3,
         "perf/data_wait_ms": report.data_wait_s * 1e3,
         "memory/peak_bytes": report.memory_bytes,
+        **{f"held_out/{name}": loss for name, loss in report.held_out.items()},
     }
     if report.reserved_bytes is not None:
         scalars["memory/reserved_bytes"] = report.reserved_bytes
@@ -157,7 +159,7 @@ class Metrics:
     def write(self, report: StepReport, is_last: bool = False) -> None:
         """Append one step, unless `log_every` leaves it out."""
         is_due = is_last or report.step == self._first or report.step % self._every == 0
-        if not is_due and not report.note:
+        if not is_due and not report.note and not report.held_out:
             return
         row: dict[str, Any] = {
             "step": report.step,
@@ -174,7 +176,9 @@ class Metrics:
             row["reserved_bytes"] = report.reserved_bytes
         scalars = scalars_of(report, self._speed)
         row |= {name: scalars[f"perf/{name}"] for name in ("tflops_per_device", "mfu") if f"perf/{name}" in scalars}
-        row = {key: value if math.isfinite(value) else None for key, value in row.items()}
+        row = _finite(row)
+        if report.held_out:
+            row["held_out"] = _finite(report.held_out)
         if report.skipped:
             row["skipped"] = True
         if report.note:
@@ -214,6 +218,10 @@ class Metrics:
         self._file.close()
         for tracker in self._trackers:
             tracker.close()
+
+
+def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    return {key: value if math.isfinite(value) else None for key, value in numbers.items()}
 
 
 def last_step(path: Path) -> int:

@@ -415,11 +415,14 @@ def _loop(
     saver = Saver(run, folder / run_folder.CHECKPOINTS, screen.say if screen else lambda text: None)
     with screen.live() if screen else contextlib.nullcontext():
         for report in steps_of(run, workload.dataset, until, profiler):
-            if screen is not None and metrics is not None:
-                metrics.write(report, is_last=report.stop or report.step == until)
-                screen.show(report)
             with progress.apart():
-                line = evaluated.add(report.step) if evaluated.is_due(report.step) and not report.stop else ""
+                losses = evaluated.losses() if evaluated.is_due(report.step) and not report.stop else {}
+            if screen is not None and metrics is not None:
+                logged = dataclasses.replace(report, held_out=losses) if losses else report
+                metrics.write(logged, is_last=report.stop or report.step == until)
+                screen.show(logged)
+            with progress.apart():
+                line = evaluated.add(report.step, losses) if losses else ""
             if screen is not None and line:
                 screen.say(line)
             if run.job.numerics.on_spike == "rollback" and report.spike:
