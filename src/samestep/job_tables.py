@@ -244,7 +244,8 @@ class GroupTable(Table):
     match: Annotated[tuple[str, ...], Field(min_length=1)]
     """Patterns of the names of the parameters, of which an earlier group has none."""
     name: str | None = None
-    """A class of torch.optim that updates them, such as muon; without it `optimizer.name`, with `optimizer.options`."""
+    """A class of torch.optim that updates them, such as muon, or `module:function` of (parameters), which sets all of it; without it
+    `optimizer.name`, with `optimizer.options`."""
     lr: Annotated[float, Field(ge=0.0, le=MOST_SCALE)] | None = None
     """Their learning rate after warm-up; without it `optimizer.lr`."""
     weight_decay: Annotated[float, Field(ge=0.0, le=MOST_SCALE)] | None = None
@@ -252,12 +253,12 @@ class GroupTable(Table):
     options: dict[str, Any] = {}
     """Further keyword arguments of the class for them, such as betas."""
 
-    @field_validator("name")
-    @classmethod
-    def _name_is_a_class(cls, name: str | None) -> str | None:
-        if name is not None and ":" in name:
-            raise ValueError(f"{name} is a function, and a group has a class of torch.optim, such as muon")
-        return name
+    @model_validator(mode="after")
+    def _function_sets_its_own(self) -> GroupTable:
+        given = [key for key in ("lr", "weight_decay", "options") if getattr(self, key) not in (None, {})]
+        if given and ":" in (self.name or ""):
+            raise ValueError(f"{given[0]} is set by the function {self.name} itself: leave it out")
+        return self
 
 
 class OptimizerTable(Table):

@@ -123,6 +123,23 @@ def train_plainly(model: nn.Module) -> list[float]:
     return losses
 
 
+def own_muon(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Muon(params, lr=0.02, weight_decay=0.05, momentum=0.9)
+
+
+def losses_with_a_function(rank: int, world: int, layout: str) -> list[float]:
+    group = {"match": MATRICES, "name": f"{own_muon.__module__}:own_muon"}
+    job = Job(**{**JOB.model_dump(), "optimizer": {**OPTIMIZER, "groups": [group]}})
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    return follow(Run(source_of(job), Layout.parse(layout), job, place), Tokens(), job).losses
+
+
+@pytest.mark.parametrize("layout", ["dp=2 zero=3", "tp=2"])
+def test_a_function_makes_the_optimizer_of_a_group(layout: str) -> None:
+    for losses in pool(2).run(losses_with_a_function, layout):
+        assert losses == pytest.approx(alone().losses, rel=1e-9)
+
+
 LAYOUTS = ["dp=2 zero=1", "dp=2 zero=3", "tp=2", "pp=2 microbatch=2"]
 NIGHTLY = ["dp=2", "dp=2 zero=2", "dp=2 tp=2 zero=3", "dp=2 tp=2 zero=1", "pp=2 tp=2 microbatch=2"]
 

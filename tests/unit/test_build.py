@@ -477,14 +477,15 @@ def test_members_go_on_from_what_the_combined_optimizer_loads() -> None:
             [MUON | {"match": ["a.*"]}],
             r'Muon refuses a.bias: Muon only supports 2D .*match = \["a.bias"\], name = "adamw" \} as the first',
         ),
-        ([MUON | {"name": "muo"}], r"optimizer.groups.0.name = 'muo' is none of .*did you mean 'muon'\?\)$"),
+        ([MUON | {"name": "muo"}], r"optimizer.groups.0.name = 'muo' is none of .*did you mean 'muon'\?\), nor module:function$"),
         ([MUON | {"name": "lbfgs"}], "optimizer.groups.0.name = 'lbfgs' cannot be used"),
         ([MUON | {"options": {"betas": [0.5, 0.6]}}], "optimizer.groups.0.options.betas: Muon takes momentum"),
         (
             [MUON | {"name": "rprop", "options": {}, "weight_decay": 0.1}],
             "optimizer.groups.0.weight_decay: Rprop has none",
         ),
-        ([MUON | {"name": "a:b"}], r"groups.0.name: a:b is a function, and a group has a class of torch.optim"),
+        ([{"match": ["*"], "name": "absent_module:b"}], "optimizer.groups.0.name: there is no module 'absent_module'"),
+        ([MUON | {"name": "a:b"}], r"groups.0: lr is set by the function a:b itself: leave it out"),
     ],
 )
 def test_a_wrong_optimizer_of_a_group_is_named(groups: list[dict[str, Any]], message: str) -> None:

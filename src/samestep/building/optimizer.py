@@ -50,6 +50,9 @@ def _check_settings(table: OptimizerTable, kind: type[Optimizer]) -> None:
     given = [("optimizer", kind, table.options, table.weight_decay)]
     for index, group in enumerate(table.groups):
         own = f"optimizer.groups.{index}"
+        if ":" in (group.name or ""):
+            imported(group.name, f"{own}.name", JobError)
+            continue
         of_group = kind if group.name is None else _optimizer_class(group.name, f"{own}.name")
         decay = table.weight_decay if group.weight_decay is None else group.weight_decay
         given.append((own, of_group, group.options, decay))
@@ -74,25 +77,25 @@ def _optimizer_class(name: str, key: str) -> type[Optimizer]:
     if kind is None:
         usable = sorted(set(classes) - set(_UNFIT))
         hint = did_you_mean(name.lower(), usable)
-        function = ", nor module:function" if key == "optimizer.name" else ""
-        raise JobError(f"{key} = {name!r} is none of {', '.join(usable)}{hint}{function}")
+        raise JobError(f"{key} = {name!r} is none of {', '.join(usable)}{hint}, nor module:function")
     if name.lower() in _UNFIT:
         raise JobError(f"{key} = {name!r} cannot be used: {_UNFIT[name.lower()]}; adamw works")
     return kind
 
 
 def _from_function(function: Callable[..., Any], source: str, named: list[tuple[str, Tensor]]) -> Optimizer:
-    with failures_of(f"optimizer.name: {source}", JobError):
-        optimizer = function([tensor for _, tensor in named])
+    with failures_of(f"optimizer: {source}", JobError):
+        # A rank may have nothing to update; torch takes an empty group, though not an empty list.
+        optimizer = function([tensor for _, tensor in named] or [{"params": []}])
     if isinstance(optimizer, Optimizer):
         return optimizer
-    raise JobError(f"optimizer.name: {source} returned a {type(optimizer).__name__}, not a torch optimizer")
+    raise JobError(f"optimizer: {source} returned a {type(optimizer).__name__}, not a torch optimizer")
 
 
 def _make_optimizer(table: OptimizerTable, named: list[tuple[str, Tensor]]) -> Optimizer:
     """Return the optimizer over the parameters, in groups with weight decay and without, and in those of the job.
 
-    Groups that name a class have an optimizer of that class, with none of the options of the job's own.
+    Groups that name a class or a function have an optimizer of that class, or the function's, with none of the job's options.
 
     Raises:
         JobError: a class refuses its settings, or one of its parameters.
@@ -101,13 +104,15 @@ def _make_optimizer(table: OptimizerTable, named: list[tuple[str, Tensor]]) -> O
     for name, tensor in named:
         number = table.group_number(name)
         own = (number and table.groups[number - 1].name) or ""
-        members.setdefault(own.lower(), []).append((name, tensor))
+        members.setdefault(own if ":" in own else own.lower(), []).append((name, tensor))
     made = [_member_of(own, table, members.get(own, [])) for own in sorted(members) or [""]]
     return made[0] if len(made) == 1 else CombinedOptimizer(made)
 
 
 def _member_of(own: str, table: OptimizerTable, named: list[tuple[str, Tensor]]) -> Optimizer:
-    """Return the optimizer of one class over its parameters; "" is the job's own class."""
+    """Return the optimizer of one class, or of a function, over its parameters; "" is the job's own class."""
+    if ":" in own:
+        return _from_function(imported(own, "optimizer.groups", JobError), own, named)
     kind = _optimizer_class(own or table.name, "optimizer.name")
     accepted = inspect.signature(kind).parameters
     options = _options({} if own else table.options)

@@ -30,8 +30,7 @@ def states_per_param(job: Job) -> int:
     Raises:
         JobError: torch.optim has no such class, or none that can be used.
     """
-    name = job.optimizer.name
-    return 2 if ":" in name else _states_of(name, job.optimizer.options, "optimizer.name", ", nor module:function")
+    return _states_of_any(job.optimizer.name, job.optimizer.options, "optimizer.name")
 
 
 def own_states(model: ModelSpec, job: Job) -> dict[str, int]:
@@ -44,17 +43,20 @@ def own_states(model: ModelSpec, job: Job) -> dict[str, int]:
     for number, group in enumerate(table.groups, 1):
         if group.name is not None or group.options:
             options = {**({} if group.name else table.options), **group.options}
-            counts[number] = _states_of(group.name or table.name, options, f"optimizer.groups.{number - 1}.name")
+            counts[number] = _states_of_any(group.name or table.name, options, f"optimizer.groups.{number - 1}.name")
     if not counts:
         return {}
     numbers = {param.name: table.group_number(param.name) for param in model.params if param.trainable}
     return {name: counts[number] for name, number in numbers.items() if number in counts}
 
 
-def _states_of(name: str, options: Mapping[str, Any], key: str, more: str = "") -> int:
+def _states_of_any(name: str, options: Mapping[str, Any], key: str) -> int:
+    if ":" in name:
+        return 2
     kind = name.lower()
     if kind not in _STATES:
-        raise JobError(f"{key} = {name!r} is none of {', '.join(_STATES)}{did_you_mean(kind, _STATES)}{more}")
+        hint = did_you_mean(kind, _STATES)
+        raise JobError(f"{key} = {name!r} is none of {', '.join(_STATES)}{hint}, nor module:function")
     return _STATES[kind] + sum(bool(options.get(option)) for option in _MORE_STATES.get(kind, ()))
 
 
