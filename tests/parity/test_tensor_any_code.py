@@ -503,6 +503,18 @@ def parts(code: Any, around: Any = in_turn, **modules: Callable[[], nn.Module]) 
     return functools.partial(Decoder, lambda: OfParts(code, around, modules), plan, as_it_is)
 
 
+class Mixer(nn.Module):
+    """A convolution and an attention whose features are not cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.qkv = nn.Conv1d(WIDTH, WIDTH, 3), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.mix(F.pad(x.mT, (2, 0))).mT)[:, None].chunk(3, dim=-1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+
+
 class InTwo(nn.Module):
     """A block whose columns are in one module and whose rows are in another, with the sum that follows."""
 
@@ -522,6 +534,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "a norm at the end": parts(lambda m, x: m.norm(m.down(F.gelu(m.up(x)))), norm=functools.partial(nn.LayerNorm, WIDTH)),
     "beside another": parts(lambda m, x: m.down(F.gelu(m.up(m.low(x)))), side_by_side, low=WHOLE),
     "the block's own code": mlp(lambda m, h, x: F.gelu(h) * m.scale, scale=(NEURONS,)),
+    "an attention that is not cut": between(lambda m, x: x + m.mix(x), mix=Mixer),
     "two modules": functools.partial(Decoder, InTwo, {"inner.0": "column", "outer.down": "row"}, as_it_is),
 }  # fmt: skip
 """Parts that compute whole sequences, and parts that are no module."""

@@ -477,7 +477,10 @@ def test_members_go_on_from_what_the_combined_optimizer_loads() -> None:
             [MUON | {"match": ["a.*"]}],
             r'Muon refuses a.bias: Muon only supports 2D .*match = \["a.bias"\], name = "adamw" \} as the first',
         ),
-        ([MUON | {"name": "muo"}], r"optimizer.groups.0.name = 'muo' is none of .*did you mean 'muon'\?\), nor module:function$"),
+        (
+            [MUON | {"name": "muo"}],
+            r"optimizer.groups.0.name = 'muo' is none of .*did you mean 'muon'\?\), nor module:function$",
+        ),
         ([MUON | {"name": "lbfgs"}], "optimizer.groups.0.name = 'lbfgs' cannot be used"),
         ([MUON | {"options": {"betas": [0.5, 0.6]}}], "optimizer.groups.0.options.betas: Muon takes momentum"),
         (

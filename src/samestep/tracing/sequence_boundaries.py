@@ -78,7 +78,7 @@ def with_sequence(
                 found.append((layer, set()))
                 continue
             path = layer.modules[0]
-            parts[path] = _parts(path, model, styles)
+            parts[path] = _parts(layer, seen)
             found.append(_with_boundaries(layer, spec, seen, parts[path]))
     except _CannotCutError as reason:
         return replace(spec, sequence_refusal=str(reason)), {}
@@ -186,19 +186,22 @@ def _end(path: str, kind: BoundaryKind, calls: Calls) -> Boundary:
     return Boundary(owner=path, elements=output.numel(), kind=kind, has_gradient=output.requires_grad)
 
 
-def _parts(block: str, model: nn.Module, styles: Styles) -> tuple[str, ...]:
-    """Return the children of a block that are given whole sequences: those that are cut by columns, or hold such modules;
-    `sequence_proof` shows what the rest of the block does.
+def _parts(layer: LayerSpec, seen: _Seen) -> tuple[str, ...]:
+    """Return the children of a block that are given whole sequences: those that are cut by columns, or hold such modules, and
+    uncut ones that attend or convolve; `sequence_proof` shows what the rest of the block does.
 
     Raises:
         _CannotCutError: the output of a child is gathered.
     """
-    parts: list[str] = []
-    for name in dict(model.get_submodule(block).named_children()):
+    block, parts = layer.modules[0], []
+    mixing = [p.owner for p in layer.products if p.taps > 1 or p.factors in ("attention", "causal", "pair")]
+    for name in dict(seen.model.get_submodule(block).named_children()):
         path = f"{block}.{name}"
-        if styles.get(path) in ("gather", "vocab"):
+        if seen.styles.get(path) in ("gather", "vocab"):
             raise _CannotCutError(f"the block's own code uses {path}, whose output is gathered")
-        if any(is_below(inner, path) and style in _COLUMN for inner, style in styles.items()):
+        styles = {style for inner, style in seen.styles.items() if is_below(inner, path)}
+        mixes = not styles and any(is_below(owner, path) for owner in mixing)
+        if styles & {*_COLUMN} or (mixes and _is_one_call(path, seen.calls, seen.calls.entered[block][0])):
             parts.append(path)
     return tuple(parts)
 
@@ -246,12 +249,19 @@ def _has_partial_gradients(part: str, seen: _Seen) -> bool:
 
 
 def _one_call(part: str, calls: Calls, block: Tensor | None) -> Tensor:
-    given, gave = calls.entered[part][0], calls.left[part][0]
-    is_one = len(calls.entered[part]) == 1 and given is not None and gave is not None and block is not None
-    if not is_one or given.shape[:2] != block.shape[:2] or gave.shape[:2] != block.shape[:2]:  # type: ignore[union-attr]
+    if not _is_one_call(part, calls, block):
         raise _CannotCutError(f"{part} is not called once, with a tensor [batch, sequence, features]")
+    given = calls.entered[part][0]
     assert given is not None
     return given
+
+
+def _is_one_call(part: str, calls: Calls, block: Tensor | None) -> bool:
+    """Return whether a module is called once, with a tensor [batch, sequence, features] as the block around it, and returns one."""
+    if len(calls.entered.get(part, ())) != 1 or block is None:
+        return False
+    first = (calls.entered[part][0], calls.left[part][0])
+    return all(tensor is not None and tensor.shape[:2] == block.shape[:2] for tensor in first)
 
 
 def _stands_between(name: str, parts: tuple[str, ...], whole: set[str], styles: Styles) -> bool:

@@ -67,7 +67,9 @@ class Workload:
             _check_fit(of_held_out(job, name), prepared.module, self.held_out[name], self.example)
         check_groups(job.optimizer, [param.name for param in prepared.spec.params if param.trainable])
         names = (job.optimizer.name, *(group.name or "" for group in job.optimizer.groups))
-        if not any(":" in name for name in names):  # constructing a class of torch.optim checks its settings and the shapes
+        if not any(
+            ":" in name for name in names
+        ):  # constructing a class of torch.optim checks its settings and the shapes
             trained = [param for param in prepared.spec.params if param.trainable]
             shapes = [(param.name, torch.empty(param.shape, device="meta")) for param in trained]
             optimizer([(name, torch.nn.Parameter(weight)) for name, weight in shapes])
