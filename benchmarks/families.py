@@ -14,6 +14,9 @@ call continues:
     absent      the family has nothing that the layout distributes
     unbuilt     transformers does not build the family from small sizes, or not without a configuration of its own
 
+A column beside the layouts, `folder`, is whether a folder that transformers has saved of the family, and that a run reads and
+writes, is the same to the bit (`family_folders.py`).
+
 The rows are then kept in `benchmarks/rows/families.json`, from which `docs/tables.py` writes `docs/families.md`. Exits 1 if a
 row is `different` or `failed`.
 """
@@ -43,9 +46,10 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: a fork with a used pool of threads hangs
 
+import family_folders
 import family_table
 import torch
-from family_table import LAYOUTS, OUTCOMES
+from family_table import COLUMNS, FOLDER, OUTCOMES
 from torch import Tensor, nn
 
 import samestep
@@ -213,6 +217,11 @@ def rows_of(family: str, layouts: Sequence[str], folder: Path) -> Iterator[Row]:
     except Exception as error:
         yield from (Row(family, layout, "unbuilt", _line(error)) for layout in layouts)
         return
+    if FOLDER in layouts:
+        yield _tried(family, FOLDER, lambda: family_folders.difference(shifted(build), data, folder))
+        layouts = [layout for layout in layouts if layout != FOLDER]
+    if not layouts:
+        return
     source = Source(shifted(build), cross_entropy, optimizer_of(job), family)
     try:
         traced = prepare(source, job, example)
@@ -284,6 +293,8 @@ def _tried(family: str, layout: str, prove: Callable[[], str | None]) -> Row:
         kind, text = ("different", found) if found else ("proven", "")
     except InputError as error:
         kind, text = "refused", str(error)
+    except family_folders.NotStoredError as error:
+        kind, text = "unbuilt", str(error)
     except Exception as error:
         kind, text = "failed", _line(error)
     return Row(family, layout, kind, text, time.perf_counter() - began)
@@ -308,7 +319,7 @@ def families() -> list[str]:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", nargs="*", help="only these")
-    parser.add_argument("--layout", action="append", choices=LAYOUTS, help="only this layout; may be given again")
+    parser.add_argument("--layout", action="append", choices=COLUMNS, help="only this column; may be given again")
     parser.add_argument("--rows", type=Path, default=ROWS, help="the file of rows, which is continued")
     parser.add_argument("--again", action="store_true", help="prove the chosen families anew")
     chosen = parser.parse_args(words)
@@ -317,7 +328,7 @@ def main(words: Sequence[str] | None = None) -> int:
     chosen.rows.parent.mkdir(parents=True, exist_ok=True)
     known = {} if chosen.again else read(chosen.rows)
     for family in chosen.family or families():
-        layouts = [one for one in chosen.layout or LAYOUTS if (family, one) not in known]
+        layouts = [one for one in chosen.layout or COLUMNS if (family, one) not in known]
         if layouts:
             _in_a_process(family, layouts, chosen.rows)
     rows = read(chosen.rows)
@@ -380,7 +391,7 @@ def read(path: Path) -> dict[tuple[str, str], Row]:
 def summary(rows: Sequence[Row]) -> str:
     """Return how many families came to which outcome in each layout."""
     counts = Counter((row.layout, row.outcome) for row in rows)
-    lines = [[layout, *(str(counts[layout, kind]) for kind in OUTCOMES)] for layout in LAYOUTS]
+    lines = [[layout, *(str(counts[layout, kind]) for kind in OUTCOMES)] for layout in COLUMNS]
     return aligned([["layout", *OUTCOMES], *lines])
 
 

@@ -16,6 +16,9 @@ KEPT = Path(__file__).parent / "rows" / "families.json"
 LAYOUTS = (
     "dp=2", "dp=2 zero=3", "dp=1 tp=2", "dp=1 tp=2 sequence_parallel", "dp=1 pp=2 microbatch=4", "dp=1 cp=2", "dp=2 ep=2",
 )  # fmt: skip
+FOLDER = "folder"
+"""A column beside the layouts: whether a folder of the family that is read and written is the same to the bit."""
+COLUMNS = (*LAYOUTS, FOLDER)
 OUTCOMES = ("proven", "refused", "different", "failed", "absent", "unbuilt")
 SHOWN = {"proven": "equal", "absent": "", "different": "**different**", "failed": "**failed**", "": "not tried"}
 
@@ -45,14 +48,23 @@ def counts() -> str:
     lines.append("| --- |" + " ---: |" * len(OUTCOMES))
     lines += [
         f"| `{_short(layout)}` | " + " | ".join(str(found[layout, kind]) for kind in OUTCOMES) + " |"
-        for layout in LAYOUTS
+        for layout in COLUMNS
     ]
     codes = Counter(code for _, _, code in kept().values()).most_common()
+    everywhere = [family for family in {name for name, _ in kept()} if _is_everywhere(family)]
     lines += [
+        "",
+        f"Equal in every layout that applies: {len(everywhere)}.",
         "",
         "States of the code that found them: " + ", ".join(f"`{code}` {count} rows" for code, count in codes) + ".",
     ]
     return "\n".join(lines)
+
+
+def _is_everywhere(family: str) -> bool:
+    """Return whether a family is equal to one device in every layout that it has something for."""
+    outcomes = [kept().get((family, layout), ("", "", ""))[0] for layout in LAYOUTS]
+    return set(outcomes) <= {"proven", "absent"}
 
 
 def table() -> str:
@@ -61,12 +73,12 @@ def table() -> str:
     reasons = Counter(_reason(family, text) for (family, _), (kind, text, _) in found.items() if kind == "refused")
     numbers = {reason: number for number, (reason, _) in enumerate(reasons.most_common(), 1)}
     lines = [
-        "| family | " + " | ".join(f"`{_short(layout)}`" for layout in LAYOUTS) + " |",
-        "| --- |" + " --- |" * len(LAYOUTS),
+        "| family | " + " | ".join(f"`{_short(layout)}`" for layout in COLUMNS) + " |",
+        "| --- |" + " --- |" * len(COLUMNS),
     ]
     unbuilt = []
     for family in sorted({family for family, _ in found}):
-        row = [found.get((family, layout), ("", "", "")) for layout in LAYOUTS]
+        row = [found.get((family, layout), ("", "", "")) for layout in COLUMNS]
         if all(kind == "unbuilt" for kind, _, _ in row):
             unbuilt.append(family)
             continue
