@@ -155,6 +155,13 @@ def test_stages_of_equal_blocks_have_equal_numbers_but_the_one_with_the_head(
     assert last - 1 <= min(others, default=count) + 1
 
 
+def test_of_equal_stages_those_are_chosen_between_which_little_is_sent() -> None:
+    costs, begins = (1, *(10,) * 8, 1), (False, *(True,) * 8, False)
+    assert [run.start for run in balanced(costs, begins, 3)] == [0, 3, 6]
+    assert [run.start for run in balanced(costs, begins, 3, (0, 9, 9, 9, 2, 9, 2, 9, 9, 0))] == [0, 4, 6]
+    assert [run.start for run in balanced(costs, begins, 3, (0, 9, 9, 2, 9, 9, 2, 9, 9, 0))] == [0, 3, 6]
+
+
 @pytest.mark.parametrize(
     ("schedule", "held"), [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]), ("zero-bubble", [4, 4, 4, 4])]
 )

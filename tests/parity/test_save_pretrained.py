@@ -16,7 +16,7 @@ from samestep.building.families import quiet
 from samestep.building.initial_values import blueprint
 from samestep.building.model import model_source
 from samestep.building.pretrained_form import PretrainedForm
-from samestep.errors import JobError, ModelError
+from samestep.errors import JobError, ModelError, SaveError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import checkpoint, pretrained_folder
@@ -72,6 +72,9 @@ def steps(rank: int, world: int, layout: str, job: Job, out: Path) -> None:
     run = Run(source_of(job, where), where, job, RankInfo(rank, rank, world, world, torch.device("cpu")))
     follow(run, Tokens(), job)
     checkpoint.save(run, out / "checkpoints", 1)
+    run.save_pretrained(out / "own")
+    with pytest.raises(SaveError, match="own cannot be written: rank 0: it exists, and a new"):
+        run.save_pretrained(out / "own")
 
 
 @pytest.mark.parametrize(("family", "layout"), [("mixtral", "dp=2 ep=2 zero=1"), ("qwen3", "pp=2 microbatch=4")])
@@ -89,6 +92,8 @@ def test_a_checkpoint_has_a_folder_for_transformers(family: str, layout: str, tm
     for name, tensor in alone.items():
         assert torch.allclose(written[name], tensor, rtol=1e-5, atol=1e-6), name
         assert not torch.equal(tensor, before[name]), name
+    assert_equal(loaded(tmp_path / "run" / "own"), written)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "own"]
     exported = samestep.export(tmp_path / "run", tmp_path / "out")
     assert exported.step == 2
     assert_equal(loaded(tmp_path / "out"), written)

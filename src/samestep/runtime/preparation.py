@@ -73,7 +73,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
     Raises:
         ModelError: the model cannot be built or traced.
     """
-    plan = _built(source, job)
+    plan = built(source, job)
     dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
     one = _first_of(example, dtype)
     experts = experts_module.experts_of(plan.module)
@@ -242,10 +242,11 @@ def _tried(
 def with_new_blueprint(source: Source, job: Job) -> TracedModel:
     """Return the source's traced model with a blueprint of its own, for another run; the analysis is shared."""
     assert source.prepared is not None
-    return replace(source.prepared, blueprint=_built(source, job))
+    return replace(source.prepared, blueprint=built(source, job))
 
 
-def _built(source: Source, job: Job) -> Blueprint:
+def built(source: Source, job: Job) -> Blueprint:
+    """Return the source's model on the meta device, in training mode, with how each of its values is made."""
     # Whoever calls from Python wants the exceptions of their own function as they are.
     named = isinstance(source.model, JobModel)
     with failures_of(f"model.source: {source.name}", ModelError) if named else nullcontext():

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.building.loss import as_number, with_graph
+from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import DataError, LayoutError, NonFiniteError, SpikeError
 from samestep.job import Job
 from samestep.layout import Layout
@@ -48,7 +49,7 @@ from samestep.runtime.local_replicas import LocalReplicas
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import Microbatches, StepBatch
 from samestep.runtime.optimizers.optimizer_step import Updater, clip_factor
-from samestep.runtime.preparation import Loss, Source
+from samestep.runtime.preparation import Loss, Source, built
 from samestep.runtime.processes import join
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.mesh import forget_groups
@@ -211,6 +212,23 @@ class Run:
         """
         self._refuse_averaged("save")
         return checkpoint.save(self, Path(folder), self.job.checkpoint.keep)
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write the model as a new folder that transformers' `from_pretrained` loads as it is, and return it.
+
+        The folder must lie where all ranks can write; each of them writes files of its own.
+
+        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+
+        Raises:
+            LayoutError: the run is not prepared yet.
+            ModelError: the model is none of transformers.
+            SaveError: the folder exists, or the file system does not allow it.
+        """
+        self._refuse_averaged("save_pretrained")
+        form = self._held.model.form or PretrainedForm.of(built(self._source, self.job), self.job)
+        checkpoint.save_pretrained(self, form, Path(folder))
+        return Path(folder)
 
     def load(self, folder: str | Path) -> None:
         """Continue from a checkpoint that any layout has saved; of a folder of checkpoints, from the newest.

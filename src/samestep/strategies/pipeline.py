@@ -210,24 +210,37 @@ def _used_on(param: ParamSpec, uses: tuple[Use, ...], stages: tuple[int, ...]) -
 
 
 def chunks_of(model: ModelSpec, count: int) -> tuple[range, ...]:
-    """Return the layers in `count` chunks, of which the costliest costs as little as possible.
+    """Return the layers in `count` chunks, of which the costliest costs as little as possible, and few elements are sent.
 
     Layers that are no blocks stay with a neighbour. The cost of a layer is its forward FLOPs plus one, so that layers
     without FLOPs are spread too.
     """
     costs = tuple(layer.forward_flops + 1 for layer in model.layers)
-    return balanced(costs, starts(model), count)
+    return balanced(costs, starts(model), count, sent_before(model))
+
+
+def sent_before(model: ModelSpec) -> tuple[int, ...]:
+    """Return the elements of a sample that cross the boundary before each layer, 0 where no stage can begin."""
+    return tuple(
+        sum(one.elements + one.fixed_elements for one in crossings_at(model, index)) if index and may_begin else 0
+        for index, may_begin in enumerate(starts(model))
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def balanced(costs: tuple[int, ...], begins: tuple[bool, ...], count: int) -> tuple[range, ...]:
+def balanced(
+    costs: tuple[int, ...], begins: tuple[bool, ...], count: int, sent: tuple[int, ...] = ()
+) -> tuple[range, ...]:
     """Return layers of these costs in `count` chunks, of which the costliest costs as little as possible.
 
-    `begins` says for each layer whether a chunk may begin with it; what stands before the first such layer is in chunk 0.
+    `begins` says for each layer whether a chunk may begin with it, and `sent` how many elements cross the boundary before it;
+    what stands before the first such layer is in chunk 0.
 
-    A binary search finds that cost. Then, from the end, each chunk gets an equal share of the cost that remains,
-    rounded up to whole blocks as far as the limit allows, because the first stages hold the most activations.
+    A binary search finds that cost. Then, from the end, each chunk begins where the fewest elements are sent, as far as the limit
+    allows; of boundaries that are alike in that, where it gets an equal share of the cost that remains, rounded up to whole blocks,
+    because the first stages hold the most activations.
     """
+    sent = sent or (0,) * len(costs)
     before = (0, *itertools.accumulate(costs))
     blocks = [index for index, may_begin in enumerate(begins) if may_begin]
 
@@ -252,7 +265,7 @@ def balanced(costs: tuple[int, ...], begins: tuple[bool, ...], count: int) -> tu
             n for n in range(last - 1, left - 1, -1) if needed[n] <= left and before[end] - before[blocks[n]] <= high
         )
         rest = before[end] * left / (left + 1)
-        last = min(may, key=lambda n: (before[blocks[n]] > rest, abs(before[blocks[n]] - rest)))
+        last = min(may, key=lambda n: (sent[blocks[n]], before[blocks[n]] > rest, abs(before[blocks[n]] - rest)))
         end = blocks[last]
         boundaries.append(end)
     return tuple(range(a, b) for a, b in itertools.pairwise((0, *reversed(boundaries))))

@@ -31,7 +31,7 @@ from samestep.datasets import (
     open_tokenizer,
     sample_indices,
 )
-from samestep.errors import DataError, ModelError, SamestepError
+from samestep.errors import DataError, LayoutError, ModelError, SamestepError
 from samestep.job import Job
 from samestep.job_tables import HELD_OUT
 from samestep.layout import Layout
@@ -208,20 +208,27 @@ def write_spec(job_json: str) -> None:
 
 
 def traced_model(job: Job) -> TracedModel:
-    """Return the traced model of a job; a language model of transformers is traced without opening the data.
+    """Return the traced model of a job, with what `cp=2` and `tp=2 sequence_parallel` need to know of it.
+
+    A language model of transformers is traced without opening the data.
 
     Raises:
         InputError: the data cannot be read, or the model cannot be built or traced.
     """
-    if not job.model.takes_tokens:
-        prepared = Workload(job).source.prepared
+    if job.model.takes_tokens:
+        tokens = torch.zeros(1, job.data.sequence_length, dtype=torch.int64)
+        source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)
+        example = {"input_ids": tokens, "labels": tokens}
+        traced = prepare(source, job, example)
+    else:
+        workload = Workload(job)
+        example, prepared = workload.example, workload.source.prepared
         assert prepared is not None
-        return prepared
-    tokens = torch.zeros(1, job.data.sequence_length, dtype=torch.int64)
-    source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)
-    example = {"input_ids": tokens, "labels": tokens}
-    traced = with_slices(prepare(source, job, example), Layout(cp=2), example)
-    return with_slices(traced, Layout(tp=2, sequence_parallel=True), example)
+        traced = prepared
+    for layout in (Layout(cp=2), Layout(tp=2, sequence_parallel=True)):
+        with contextlib.suppress(LayoutError):  # whoever asks for the layout is told why it is refused
+            traced = with_slices(traced, layout, example)
+    return traced
 
 
 def step_samples(job: Job, layout: Layout, dataset: Dataset, num_microbatches: int) -> Sequence[np.ndarray[Any, Any]]:

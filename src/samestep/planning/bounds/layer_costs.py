@@ -42,7 +42,7 @@ from samestep.simulation.cost import seconds
 from samestep.simulation.layer_memory import saved_bytes
 from samestep.simulation.timeline import COMPUTE
 from samestep.strategies import ProgramBuilder
-from samestep.strategies.pipeline import balanced, deferred_gradients, starts
+from samestep.strategies.pipeline import balanced, deferred_gradients, sent_before, starts
 
 
 class Chunks(NamedTuple):
@@ -95,7 +95,7 @@ class Prices:
         self.few, self.kind_of = one_of_each(model)
         self._builder = ProgramBuilder(self.few, job, hardware.devices_per_node)
         self._numbers = sorted(Counter(self.kind_of).items())
-        self._begins = starts(model)
+        self._begins, self._sent = starts(model), sent_before(model)
         self._known_cuts: dict[tuple[object, ...], _Cut] = {}
         self._known_parts: dict[tuple[object, ...], tuple[Program, list[_PricedOp]]] = {}
         self._known_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
@@ -253,7 +253,7 @@ class Prices:
         key = (flops, layout.pp, layout.virtual_stages)
         if key not in self._known_runs:
             costs = tuple(flops[kind] + 1 for kind in self.kind_of)
-            runs = balanced(costs, self._begins, layout.pp * layout.virtual_stages)
+            runs = balanced(costs, self._begins, layout.pp * layout.virtual_stages, self._sent)
             kinds = tuple(tuple(self.kind_of[layer] for layer in run) for run in runs)
             known = {run: tuple(sorted(Counter(run).items())) for run in set(kinds)}
             counts = tuple(known[run] for run in kinds)

@@ -19,6 +19,7 @@ refused, never skipped. Values are in master precision, so resuming is exact.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,12 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import CheckpointError, SaveError, failures_of
 from samestep.job import Job
 from samestep.models.weight_files import digest_of
 from samestep.output import durable_files
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.checkpoints import manifests, other_state, stored_pieces, writer
+from samestep.runtime.checkpoints import manifests, other_state, pretrained_folder, stored_pieces, writer
 from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint, PlainValue
 from samestep.runtime.checkpoints.manifests import (
     FORMAT_VERSION,
@@ -65,8 +67,32 @@ def save(run: PreparedRun, folder: Path, keep: int = 2) -> Path:
     return finish(run, begin(run, folder, Retention(keep)))
 
 
-def begin(run: PreparedRun, folder: Path, retention: Retention) -> Writing:
+def save_pretrained(run: PreparedRun, form: PretrainedForm, folder: Path) -> None:
+    """Write the model as a new folder for transformers, from a checkpoint beside it that is removed then.
+
+    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+
+    Raises:
+        SaveError: the folder exists, or the file system does not allow it.
+    """
+    is_first = run.place.rank == 0
+    _agree(run, folder, "it exists, and a new folder works" if is_first and folder.exists() else "")
+    beside = folder.with_name(f".{folder.name}.checkpoint")
+    written = finish(run, begin(run, beside, Retention(1), form))
+    reason = ""
+    if is_first:
+        try:
+            durable_files.rename(written / pretrained_folder.NAME, folder)
+            durable_files.remove_folder(beside)
+        except OSError as error:
+            reason = writer.reason_of(error, folder)
+    _agree(run, folder, reason)
+
+
+def begin(run: PreparedRun, folder: Path, retention: Retention, form: PretrainedForm | None = None) -> Writing:
     """Copy what a checkpoint holds, and begin to write it below `folder` in a thread; the run may go on meanwhile.
+
+    With a form it has a folder for transformers, as every checkpoint has of a job that says so.
 
     Collective over the world: every rank calls it, and `finish` before its next call; if one does not, the others wait
     until the time limit.
@@ -88,7 +114,7 @@ def begin(run: PreparedRun, folder: Path, retention: Retention) -> Writing:
     part["frozen"] = sorted({piece.name for piece in frozen})
     who = (run.place.rank, run.layout.world_size)
     share = Share(draft, final, *who, tensors, part, _head(run), retention, number, run.job.run.timeout_s)
-    return Writing.begin(share, run.assembly.model.form)
+    return Writing.begin(share, form or run.assembly.model.form)
 
 
 def finish(run: PreparedRun, writing: Writing) -> Path:
@@ -125,6 +151,8 @@ def _agree(run: PreparedRun, final: Path, reason: str, number: int = 0) -> int:
     found = [(rank, text) for rank, (text, _) in enumerate(told) if text]
     if found:
         rank, text = found[0]
+        if not re.fullmatch(r"step-\d+", final.name):
+            raise SaveError(f"{final} cannot be written: rank {rank}: {text}")
         newest = latest(final.parent)
         left = f"the newest whole checkpoint is {newest}" if newest else "there is no older checkpoint"
         raise SaveError(f"the checkpoint of step {int(final.name[5:])} cannot be written: rank {rank}: {text}; {left}")
