@@ -1,4 +1,4 @@
-"""Every causal family of transformers, tiny, proven in each layout as `samestep verify` proves a job in float64.
+"""Every causal family of transformers, and some by another task, tiny, proven in each layout as `samestep verify` proves a job in float64.
 
     python benchmarks/families.py [NAME ...] [--layout TEXT] [--rows FILE] [--again]     or    make families [FAMILY=NAME]
 
@@ -48,6 +48,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: a for
 
 import family_folders
 import family_table
+import family_tasks
 import torch
 from family_table import COLUMNS, FOLDER, OUTCOMES
 from torch import Tensor, nn
@@ -59,6 +60,7 @@ from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import InputError
 from samestep.job import Job
+from samestep.job_tables import Task
 from samestep.layout import Layout
 from samestep.output.text_table import aligned
 from samestep.proof import sides
@@ -210,15 +212,18 @@ def rows_of(family: str, layouts: Sequence[str], folder: Path) -> Iterator[Row]:
         optimizer={"name": "adamw", "clip_norm": 0.5},
         run={"device": "cpu", "timeout_s": LIMIT_S},
     )
-    data = Tokens()
+    of_task = family_tasks.FAMILIES.get(family)
+    data = Tokens() if of_task is None else family_tasks.Samples(of_task.sample)
     example = next(batches(data, job)).samples([0])
+    task: Task = "causal" if of_task is None else of_task.task
     try:
-        build = family_source(family, fields_of(family))
+        name = family if of_task is None else of_task.family
+        build = family_source(name, {**fields_of(name), **(of_task.fields if of_task else {})}, task)
     except Exception as error:
         yield from (Row(family, layout, "unbuilt", _line(error)) for layout in layouts)
         return
     if FOLDER in layouts:
-        yield _tried(family, FOLDER, lambda: family_folders.difference(shifted(build), data, folder))
+        yield _tried(family, FOLDER, lambda: family_folders.difference(shifted(build), data, folder, task))
         layouts = [layout for layout in layouts if layout != FOLDER]
     if not layouts:
         return
@@ -257,7 +262,7 @@ def rows_of(family: str, layouts: Sequence[str], folder: Path) -> Iterator[Row]:
 def _reason_without_us(build: Callable[[], nn.Module], example: Any) -> str:
     """Return why the model does not train in plain torch either; nothing if it does."""
     try:
-        build()(input_ids=example["input_ids"]).logits.sum().backward()
+        build()(**{name: value for name, value in example.items() if name != "labels"}).logits.sum().backward()
     except Exception as error:
         return _line(error)
     return ""
@@ -313,7 +318,7 @@ def _in_transformers(error: Exception) -> bool:
 
 def families() -> list[str]:
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
-    return sorted(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return [*sorted(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *family_tasks.FAMILIES]
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -1,8 +1,10 @@
-"""A folder of a family that a run reads, trains on without moving a weight, and writes: the same to the bit, or what differs."""
+"""A folder of a family that a run reads, trains on without moving a weight, and writes: the same to the bit, or what differs.
+
+A model with batch norm takes no step, which would count its running statistics on.
+"""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from samestep.building.families import quiet
+from samestep.building.families import auto_class, quiet
 from samestep.building.loss import cross_entropy
 from samestep.building.model import model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.job import Job
+from samestep.job_tables import Task
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import checkpoint, pretrained_folder
 from samestep.runtime.preparation import Source, prepare
@@ -29,7 +32,7 @@ class NotStoredError(Exception):
     """Transformers itself does not load what it has saved."""
 
 
-def difference(build: Callable[[], nn.Module], data: Any, folder: Path) -> str:
+def difference(build: Callable[[], nn.Module], data: Any, folder: Path, task: Task = "causal") -> str:
     """Save a model as transformers does, take one step from it at a learning rate of 0, and save it as a run does.
 
     Returns what the two folders, or the models that transformers loads from them, do not have in common; nothing if all is equal
@@ -42,18 +45,18 @@ def difference(build: Callable[[], nn.Module], data: Any, folder: Path) -> str:
     try:
         with quiet():
             build().float().save_pretrained(first)  # type: ignore[operator]
-        before = _loaded(first)
+        before = _loaded(first, task)
     except Exception as error:
         raise NotStoredError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
-    written = _written(first, data, folder / "run")
+    written = _written(first, data, folder / "run", task)
     stored = (_stored(first), _stored(written))
-    return _unequal("the files", *stored) or _unequal("the loaded model", before, _loaded(written))
+    return _unequal("the files", *stored) or _unequal("the loaded model", before, _loaded(written, task))
 
 
-def _written(first: Path, data: Any, out: Path) -> Path:
+def _written(first: Path, data: Any, out: Path, task: Task) -> Path:
     """Return the folder that a run writes, which has read another one."""
     job = Job(
-        model={"source": f"hf:{first}"},
+        model={"source": f"hf:{first}", "task": task},
         train={"global_batch": 4, "steps": 1, "watch_every": 0},
         optimizer={"name": "sgd", "lr": 0.0},
         checkpoint={"save_pretrained": True},
@@ -63,8 +66,10 @@ def _written(first: Path, data: Any, out: Path) -> Path:
     example = next(batches(data, job)).samples([0])
     source = replace(source, prepared=prepare(source, job, example))
     run = Run(source, Layout(), job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
-    for batch in batches(data, job):
-        run.step(batch)
+    run.prepare(example)
+    if not any(name.endswith("num_batches_tracked") for name, _ in run.model.named_buffers()):  # which a step counts
+        for batch in batches(data, job):
+            run.step(batch)
     return checkpoint.save(run, out, 1) / pretrained_folder.NAME
 
 
@@ -72,10 +77,9 @@ def _stored(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def _loaded(folder: Path) -> dict[str, Tensor]:
-    auto = importlib.import_module("transformers").AutoModelForCausalLM
+def _loaded(folder: Path, task: Task) -> dict[str, Tensor]:
     with quiet():
-        return dict(auto.from_pretrained(folder, dtype=torch.float32).state_dict())
+        return dict(auto_class(task).from_pretrained(folder, dtype=torch.float32).state_dict())
 
 
 def _unequal(what: str, before: dict[str, Tensor], after: dict[str, Tensor]) -> str:
