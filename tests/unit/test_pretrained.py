@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from samestep.building.model import model_source
 from samestep.building.stored_weights import StoredWeights
 from samestep.errors import ModelError
 from samestep.job import Job
-from samestep.models.weight_files import digest_of
+from samestep.models.weight_files import configuration, digest_of
 from tests import small
 from tests.folders import FAMILIES, saved
 
@@ -209,3 +210,9 @@ def test_a_run_trains_resumes_and_notices_another_folder(tmp_path: Path, capsys:
     assert digest_of(folder) != before
     assert small.main("train", "--resume", "--out", run) == 2
     assert "are others since" in capsys.readouterr().err
+
+
+def test_numbers_without_a_word_in_json_are_read_from_a_configuration(tmp_path: Path) -> None:
+    """Bamba limits its time steps by infinity, which transformers writes as a table."""
+    (tmp_path / "config.json").write_text('{"limits": [0.0, {"__float__": "Infinity"}], "other": {"__float__": "1"}}')
+    assert configuration(tmp_path) == {"limits": [0.0, math.inf], "other": {"__float__": "1"}}

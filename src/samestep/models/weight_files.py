@@ -36,6 +36,12 @@ class StoredTensor:
     """The dtype in the words of safetensors, such as BF16."""
 
 
+def _with_number(fields: dict[str, Any]) -> Any:
+    """Return the number that JSON has no word for where fields stand for one, as `{"__float__": "Infinity"}` does; else the fields."""
+    is_number = fields.keys() == {"__float__"} and fields["__float__"] in ("Infinity", "-Infinity", "NaN")
+    return float(fields["__float__"]) if is_number else fields
+
+
 def configuration(folder: Path) -> dict[str, Any]:
     """Return the fields in the configuration of a folder.
 
@@ -49,7 +55,7 @@ def configuration(folder: Path) -> dict[str, Any]:
         )
     path = folder / CONFIG
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"), object_hook=_with_number)
     except FileNotFoundError:
         adapter = (
             " but an adapter, to be merged into its model first" if (folder / "adapter_config.json").exists() else ""
