@@ -22,6 +22,12 @@ _LLAMA = {
 }  # fmt: skip
 
 
+_QWEN = {
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]},
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class TaskFamily:
     """A family, what its model is for, and one sample of its data."""
@@ -104,7 +110,13 @@ FAMILIES: Mapping[str, TaskFamily] = {
                 "vision_config": {"model_type": "clip_vision_model", "projection_dim": 16, **_VISION},
             },
         ),
-        TaskFamily("qwen2_vl", "vision-language", _text, {}),  # its images are patches without a dimension of samples
+        TaskFamily(
+            "qwen2_vl", "vision-language", _text,
+            {
+                "text_config": {**_LLAMA, "model_type": "qwen2_vl_text", **_QWEN},
+                "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2},
+            },
+        ),  # its images are patches without a dimension of samples
     )
 }  # fmt: skip
 """By the name in the table."""

@@ -50,7 +50,7 @@ def _check_settings(table: OptimizerTable, kind: type[Optimizer]) -> None:
     given = [("optimizer", kind, table.options, table.weight_decay)]
     for index, group in enumerate(table.groups):
         own = f"optimizer.groups.{index}"
-        if ":" in (group.name or ""):
+        if group.name is not None and ":" in group.name:
             imported(group.name, f"{own}.name", JobError)
             continue
         of_group = kind if group.name is None else _optimizer_class(group.name, f"{own}.name")

@@ -220,7 +220,8 @@ class Metrics:
             tracker.close()
 
 
-def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
+def _finite(numbers: Mapping[str, float]) -> dict[str, Any]:
+    """Return the numbers, of which those that are not finite are None."""
     return {key: value if math.isfinite(value) else None for key, value in numbers.items()}
 
 

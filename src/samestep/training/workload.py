@@ -215,6 +215,7 @@ def traced_model(job: Job) -> TracedModel:
     Raises:
         InputError: the data cannot be read, or the model cannot be built or traced.
     """
+    example: Any
     if job.model.takes_tokens:
         tokens = torch.zeros(1, job.data.sequence_length, dtype=torch.int64)
         source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)
