@@ -10,18 +10,21 @@
 
 Everything is in namespaces, so that nothing is left on the machine when they are deleted: at the end of `network`, on an
 error and on Ctrl-C; those of a process that was killed are deleted by the next one. It needs root, `ip` and `tc`
-(iproute2). A rate is kept by a token bucket (tc-tbf(8)); a delay and losses need netem (tc-netem(8)), which not every kernel
-has: `lacking` says what this machine lacks.
+(iproute2). A rate is kept by a token bucket (tc-tbf(8)). Where packets are to take time, or to be lost, a process takes the place of
+the switch (`tun_relay.py`), which needs /dev/net/tun: `lacking` says what this machine lacks.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 _NAME = re.compile(r"samestep-(\d+)-\w+")
 """The name of a namespace: of which process it is, and which it is of its namespaces."""
@@ -77,51 +80,65 @@ def network(
     Raises:
         NetworkError: this machine cannot make it.
     """
-    missing = lacking(needs_netem=bool(latency_s or loss))
+    is_carried = bool(latency_s or loss)
+    missing = lacking(carries=is_carried)
     if missing:
         raise NetworkError(missing)
     _delete(_left_behind())
     of_ours = f"samestep-{os.getpid()}"
     switch = f"{of_ours}-switch"
     hosts = [Host(f"{of_ours}-{index}", f"10.77.0.{index + 1}") for index in range(num_hosts)]
-    try:
-        _run("ip", "netns", "add", switch)
-        _run("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "switch", "up")
+    with ExitStack() as stack:
+        stack.callback(lambda: _delete([host.name for host in hosts] + [switch]))
+        for host in hosts:
+            _run("ip", "netns", "add", host.name)
+            _run("ip", "-n", host.name, "link", "set", "lo", "up")
+        if is_carried:
+            stack.enter_context(_carried(hosts, bits_per_s, latency_s, loss))
+        else:
+            _run("ip", "netns", "add", switch)
+            _run("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
+            _run("ip", "-n", switch, "link", "set", "switch", "up")
         for index, host in enumerate(hosts):
-            _join(host, switch, f"port{index}")
-            _shape(host.name, "eth0", bits_per_s, latency_s, loss)
-            _shape(switch, f"port{index}", bits_per_s)
+            if not is_carried:
+                _join(host, switch, f"port{index}")
+                _shape(switch, f"port{index}", bits_per_s)
+            _shape(host.name, "eth0", bits_per_s)
         yield hosts
-    finally:
-        _delete([host.name for host in hosts] + [switch])
 
 
-def lacking(needs_netem: bool = False) -> str:
-    """Return what this machine lacks for such a network, as text; empty where it lacks nothing."""
+@contextmanager
+def _carried(hosts: Sequence[Host], bits_per_s: float | None, latency_s: float, loss: float) -> Iterator[None]:
+    """Let a process carry the packets of some hosts, inside.
+
+    Raises:
+        NetworkError: it cannot make their interfaces.
+    """
+    given = {"latency_s": latency_s, "loss": loss, "bits_per_s": bits_per_s}
+    words = json.dumps({**given, "hosts": {host.name: host.address for host in hosts}})
+    command = (sys.executable, str(Path(__file__).with_name("tun_relay.py")), words)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as relay:
+        assert relay.stdin is not None
+        assert relay.stdout is not None
+        assert relay.stderr is not None
+        try:
+            if not relay.stdout.readline():
+                raise NetworkError(f"no relay of packets: {(relay.stderr.read().strip().splitlines() or [''])[-1]}")
+            yield
+        finally:
+            relay.stdin.close()
+
+
+def lacking(carries: bool = False) -> str:
+    """Return what this machine lacks for such a network, with a relay if it `carries` packets; empty where it lacks nothing."""
     probe = f"samestep-{os.getpid()}-probe"
     try:
         _run("ip", "netns", "add", probe)
         _run("ip", "-n", probe, "link", "set", "lo", "up")
-        _run(
-            "tc",
-            "-n",
-            probe,
-            "qdisc",
-            "add",
-            "dev",
-            "lo",
-            "root",
-            "tbf",
-            "rate",
-            "1gbit",
-            "burst",
-            "64kb",
-            "latency",
-            "1s",
-        )
-        if needs_netem:
-            _run("tc", "-n", probe, "qdisc", "replace", "dev", "lo", "root", "netem", "delay", "1ms")
+        _shape(probe, "lo", 1e9)
+        if carries and not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+            return "no packets can be delayed or lost on this machine: /dev/net/tun is not there, or not for this user"
     except NetworkError as error:
         return f"no network of namespaces on this machine: {error}"
     finally:
@@ -130,36 +147,19 @@ def lacking(needs_netem: bool = False) -> str:
 
 
 def _join(host: Host, switch: str, port: str) -> None:
-    """Make a host, and the cable between its eth0 and a port of the switch."""
-    _run("ip", "netns", "add", host.name)
+    """Make the cable between a host's eth0 and a port of the switch."""
     _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.name)
     _run("ip", "-n", switch, "link", "set", port, "master", "switch", "up")
     _run("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
-    for interface in ("eth0", "lo"):
-        _run("ip", "-n", host.name, "link", "set", interface, "up")
+    _run("ip", "-n", host.name, "link", "set", "eth0", "up")
 
 
-def _shape(namespace: str, interface: str, bits_per_s: float | None, latency_s: float = 0.0, loss: float = 0.0) -> None:
-    """Limit what an interface sends; packets are delayed and lost before they wait for their turn."""
-    add, at = ("tc", "-n", namespace, "qdisc", "add", "dev", interface), ("root",)
-    if latency_s or loss:
-        _run(
-            *add,
-            *at,
-            "handle",
-            "1:",
-            "netem",
-            "delay",
-            f"{latency_s * 1e6:.0f}us",
-            "loss",
-            f"{loss:.4%}",
-            "limit",
-            "100000",
-        )
-        at = ("parent", "1:")
+def _shape(namespace: str, interface: str, bits_per_s: float | None) -> None:
+    """Limit what an interface sends."""
     if bits_per_s is not None:
-        bucket = max(int(bits_per_s / 8 * _BUCKET_S), _LEAST_BUCKET_BYTES)
-        _run(*add, *at, "tbf", "rate", f"{bits_per_s:.0f}bit", "burst", str(bucket), "latency", _QUEUED)
+        bucket = str(max(int(bits_per_s / 8 * _BUCKET_S), _LEAST_BUCKET_BYTES))
+        shaper = ("tbf", "rate", f"{bits_per_s:.0f}bit", "burst", bucket, "latency", _QUEUED)
+        _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *shaper)
 
 
 def _left_behind() -> list[str]:

@@ -1,11 +1,12 @@
 """PowerSGD beside PyTorch's own hook, `powerSGD_hook` of DistributedDataParallel: milliseconds a step and held-out loss, in one run.
 
     python benchmarks/powersgd.py                        the default job on two ranks of one thread each, rank 4, 300 steps
+    python benchmarks/powersgd.py --rows benchmarks/rows/powersgd.json
     python benchmarks/powersgd.py --rank 2 --steps 100 --set model.config.hidden_size=192 --set train.seed=1
 
 Both train from equal weights, on the same samples with the same optimizer, schedule and clipping, and take turns of three steps
 in the same two processes, each turn begun by the other one; so do both without compression. Seconds are the medians of the turns,
-ratios the medians of those of one turn, with their quartiles. The hook is told to factor the same matrices as samestep does
+ratios the medians of those of one turn, with their quartiles; with --rows FILE they are kept, for the table of docs/slow-links.md. The hook is told to factor the same matrices as samestep does
 (min_compression_rate = 1), and to begin as soon as it may, in its third step; error feedback and warm start are on, as they
 are by default.
 """
@@ -13,11 +14,13 @@ are by default.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,6 +40,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.training.workload import Workload, held_out_losses
 
+ROWS = Path(__file__).parent / "rows" / "powersgd.json"
 RANKS, TURN, WARM = 2, 3, 2
 """Ranks; steps of a turn; turns that are not timed."""
 
@@ -107,8 +111,8 @@ def turn_s(step: Callable[[Batch], None], steps: Sequence[Batch]) -> float:
     return (time.perf_counter() - began) / len(steps)
 
 
-def compare(place: RankInfo, job: Job) -> None:
-    """Train all contestants, turn by turn, and print what was measured; every rank must call it."""
+def compare(place: RankInfo, job: Job, settings: Sequence[str], rows: Path | None) -> None:
+    """Train all contestants, turn by turn, and print and keep what was measured; every rank must call it."""
     ours, plain = (Ours(job, place, compression) for compression in ("powersgd", "none"))
     steps: dict[str, Any] = {
         "samestep": ours.step,
@@ -125,12 +129,36 @@ def compare(place: RankInfo, job: Job) -> None:
                 taken[name].append(took_s)
     losses = [ours.held_out(), hook.held_out(ours), plain.held_out(), ddp.held_out(plain)]
     if place.rank == 0:
-        for (name, found), loss in zip(taken.items(), losses, strict=True):
-            print(f"{name:15} {statistics.median(found) * 1e3:7.1f} ms a step, held-out loss {loss:.4f}")
-        for name, other in (("samestep", "torch hook"), ("samestep, none", "DDP, none")):
-            ratios = [a / b for a, b in zip(taken[name], taken[other], strict=True)]
-            low, middle, high = statistics.quantiles(ratios)
-            print(f"{name} / {other}: {middle:.3f} ({low:.3f} to {high:.3f}), {len(ratios)} turns of {TURN} steps")
+        row = row_of(taken, losses, settings)
+        print(json.dumps(row))
+        if rows is not None:
+            kept = json.loads(rows.read_text()) if rows.exists() else []
+            kept = [one for one in kept if one["settings"] != row["settings"]]
+            rows.write_text(json.dumps([*kept, row], indent=1) + "\n", encoding="utf-8")
+
+
+def row_of(taken: Mapping[str, Sequence[float]], losses: Sequence[float], settings: Sequence[str]) -> dict[str, Any]:
+    """Return what was measured as plain data."""
+    ratios = [a / b for a, b in zip(taken["samestep"], taken["torch hook"], strict=True)]
+    ways = {
+        name: {"step_ms": statistics.median(found) * 1e3, "held_out": loss}
+        for (name, found), loss in zip(taken.items(), losses, strict=True)
+    }
+    return {"settings": [*settings], "ways": ways, "ratio": statistics.quantiles(ratios)}
+
+
+def markdown(path: Path = ROWS) -> str:
+    """Return the table of the kept rows."""
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    names = [*rows[0]["ways"]]
+    lines = [f"| the default job with | {' | '.join(names)} | samestep / torch hook |"]
+    lines.append("| --- |" + " ---: |" * (len(names) + 1))
+    for row in rows:
+        cells = [f"{way['step_ms']:.1f} ms, loss {way['held_out']:.3f}" for way in row["ways"].values()]
+        low, middle, high = row["ratio"]
+        said = ", ".join(f"`{setting}`" for setting in row["settings"])
+        lines.append(f"| {said} | {' | '.join(cells)} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
+    return "\n".join(lines)
 
 
 def _turns(stream: Iterator[Batch]) -> Iterator[list[Batch]]:
@@ -144,9 +172,11 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--set", action="append", default=[], help="a setting of the job")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="keep the figures")
     given = parser.parse_args()
-    settings = [f"train.steps={given.steps}", f"numerics.compression_rank={given.rank}", "train.watch_every=0"]
-    launch(compare, (jobs.default([*settings, *given.set]),), ranks=RANKS)
+    settings = [f"train.steps={given.steps}", f"numerics.compression_rank={given.rank}", *given.set]
+    job = jobs.default([*settings, "train.watch_every=0"])
+    launch(compare, (job, settings, given.rows), ranks=RANKS)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/slow_links.py                            the default job on two hosts, 100 Mbit/s, every codec
     python benchmarks/slow_links.py --mbit 10 --steps 60 --hosts 4 --ways none int8
     python benchmarks/slow_links.py --job wide --mbit 50 --steps 12
-    python benchmarks/slow_links.py --latency-ms 20 --loss 0.001                    where the kernel has netem
+    python benchmarks/slow_links.py --latency-ms 20 --loss 0.001                    packets go through a relay (`tun_relay.py`)
     python benchmarks/slow_links.py --rows benchmarks/rows/slow_links.json          besides, keeps the figures as rows
 
 Hosts are network namespaces of this machine (`network_namespaces.py`, which removes them): root and iproute2 are needed, and where
@@ -52,6 +52,9 @@ PORT = 29400
 PAYLOAD = 1448 / 1514
 """Bytes of a packet that are data, over all of them: Ethernet, IP and TCP with timestamps take 66 bytes of 1,514."""
 EVERY = 20
+PARTS, DELAY = 5, 2
+APART = (f"numerics.exchange_every={EVERY}",)
+STREAMED = (*APART, f"numerics.exchange_parts={PARTS}", f"numerics.exchange_delay={DELAY}")
 WAYS: Mapping[str, tuple[str, ...]] = {
     "none": (),
     "bf16": ("numerics.compression=bf16",),
@@ -60,12 +63,10 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     "int4": ("numerics.compression=int4",),
     "topk": ("numerics.compression=topk",),
     "powersgd": ("numerics.compression=powersgd",),
-    f"every {EVERY}": (f"numerics.exchange_every={EVERY}", "numerics.outer_momentum=0.5"),
-    f"every {EVERY}, int8": (
-        f"numerics.exchange_every={EVERY}",
-        "numerics.outer_momentum=0.5",
-        "numerics.compression=int8",
-    ),
+    f"every {EVERY}": APART,
+    f"every {EVERY}, int8": (*APART, "numerics.compression=int8"),
+    f"every {EVERY}, {PARTS} parts, {DELAY} steps later": STREAMED,
+    f"every {EVERY}, {PARTS} parts, {DELAY} steps later, int8": (*STREAMED, "numerics.compression=int8"),
 }
 """What is compared, as settings of a job."""
 JOBS: Mapping[str, tuple[str, ...]] = {
@@ -158,8 +159,7 @@ def _recorded(run: Any, batch: Any) -> float:
 
     with Ledger() as ledger:
         _ = run.step(batch).loss
-    is_due = run.replicas is not None and run.replicas.is_due(run.steps_taken)
-    program = run.program.exchanging() if is_due else run.program
+    program = run.program if run.replicas is None else run.replicas.program_behind(run.steps_taken)
     listed = program.ledger(group_of=run.assembly.parallel.mesh.group_of)
     if run.place.world_size == 1:
         return 0.0
@@ -325,8 +325,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--job", choices=JOBS, default="default")
     parser.add_argument("--hosts", type=int, default=2, help="2 to 4; default: 2")
     parser.add_argument("--mbit", type=float, default=100.0, help="rate of each link, Mbit/s each way; default: 100")
-    parser.add_argument("--latency-ms", type=float, default=0.0, help="time that a packet takes; needs netem")
-    parser.add_argument("--loss", type=float, default=0.0, help="fraction of packets that are lost; needs netem")
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="time that a packet takes; needs /dev/net/tun")
+    parser.add_argument("--loss", type=float, default=0.0, help="fraction of packets that are lost; needs /dev/net/tun")
     parser.add_argument("--steps", type=int, default=300, help=f"at least 3 periods, of {EVERY} steps; default: 300")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--hardware", metavar="NAME|FILE", help="do not measure the machine")

@@ -190,6 +190,12 @@ def checkpoint_costs() -> str:
     return str(importlib.import_module("benchmarks.checkpoint").kept())
 
 
+def recovery() -> str:
+    """How long runs of 4 workers stand still after a fault, as `benchmarks/recovery.py` has measured it."""
+    sys.path.insert(0, str(ROOT))
+    return str(importlib.import_module("benchmarks.recovery").kept())
+
+
 def crashes() -> str:
     """The sums of all calls of `make crashes`."""
     sys.path.insert(0, str(ROOT))
@@ -201,6 +207,30 @@ def slow_links() -> str:
     """What each codec sends and saves on a slow link, as `benchmarks/slow_links.py` has measured it."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     return str(importlib.import_module("slow_links").markdown())
+
+
+def powersgd() -> str:
+    """PowerSGD beside PyTorch's hook, as `benchmarks/powersgd.py` has measured it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(importlib.import_module("powersgd").markdown())
+
+
+def coded_losses() -> str:
+    """Held-out losses with codecs, as `benchmarks/held_out_losses.py` has found them."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(importlib.import_module("held_out_losses").markdown("codecs"))
+
+
+def apart_losses() -> str:
+    """Held-out losses of replicas that are trained apart, as `benchmarks/held_out_losses.py` has found them."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(importlib.import_module("held_out_losses").markdown("exchanges"))
+
+
+def codec_kernels() -> str:
+    """What the kernels of codecs take, as `benchmarks/codec_kernels.py` has measured it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    return str(importlib.import_module("codec_kernels").markdown())
 
 
 def plans() -> str:
@@ -251,13 +281,14 @@ TECHNIQUES = (
     ("context parallelism", "strategies/context.py runtime/axes/context.py tracing/slices.py"),
     (
         "proof of independence",
-        "tracing/dependence/independence.py tracing/dependence/dependence_rules.py tracing/samples.py tracing/slices.py",
+        "tracing/dependence/dimension_maps.py tracing/dependence/independence.py tracing/features/features.py tracing/samples.py tracing/slices.py",
     ),
     ("watching", "runtime/guards/canary.py runtime/guards/drift.py"),
     ("packed documents", "datasets/documents.py"),
     ("mixtures of experts", "tracing/experts.py building/families.py"),
     ("expert parallelism", "strategies/expert.py runtime/axes/expert.py"),
     ("dropout", "runtime/dropout/mode.py runtime/dropout/replacements.py runtime/dropout/masks.py"),
+    ("random numbers", "runtime/dropout/distributions.py runtime/dropout/recording.py"),
     ("resume", "runtime/checkpoints/checkpoint.py runtime/checkpoints/writer.py runtime/checkpoints/manifests.py"),
     ("samestep verify", "proof/verify.py proof/sides.py proof/comparison.py proof/causes.py proof/gradient_causes.py"),
     ("samestep plan", "planning/search.py planning/candidates.py planning/ranking.py planning/bounds/step_time.py"),
@@ -413,7 +444,12 @@ TABLES = {
     "resharding": resharding,
     "checkpoint_costs": checkpoint_costs,
     "crashes": crashes,
+    "recovery": recovery,
     "slow_links": slow_links,
+    "powersgd": powersgd,
+    "coded_losses": coded_losses,
+    "apart_losses": apart_losses,
+    "codec_kernels": codec_kernels,
     "plans": plans,
     "sharded": sharded,
     "gpu": gpu,

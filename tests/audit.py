@@ -4,12 +4,16 @@
     subprocess.Popen, os.system, os.exec...  a process is started
     exec, import                             code of a file below a temporary folder runs: a checkpoint's, a data set's, a model's
 
-A hook cannot be removed, so it is installed once, before the first rank is forked, and looks only while a test says so: the
-word that says it lies in memory that all these processes share, and what they find they append to one file.
+Every test fails in which samestep causes one (`by_samestep`; `MAY` names who may): the innermost file of the repository on
+the stack is one of samestep. A test that says so (`watched`) finds those that any code causes.
+
+A hook cannot be removed, so it is installed once, before the first rank is forked. The word that says whether a test watches
+lies in memory that all these processes share, and what they find they append to one of two files.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import linecache
 import mmap
@@ -18,9 +22,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+
+import samestep
 
 STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
 PIPES = {
@@ -29,23 +36,57 @@ PIPES = {
 }  # fmt: skip
 """Who unpickles what a process that it has started itself, or its own thread, sends it over a pipe; and the words of that line."""
 ROOT = Path(__file__).parents[1]
+PACKAGE, TESTS = f"{Path(samestep.__file__).parent}/", f"{ROOT}/tests/"
 COPIES = "transformers_modules"
 """Part of the path to which transformers copies code of a model's folder before it runs it."""
 
 
+MAY = {
+    "building/imported.py": ("exec", "import"), "datasets/function.py": ("exec", "import"),
+    "runtime/processes/local_workers.py": ("exec", "import"), "models/catalog.py": ("subprocess.Popen",),
+    "training/ssh.py": ("subprocess.Popen",),
+}  # fmt: skip
+"""What files of samestep may do: run the user's own module, which the job names, import modules that they name themselves,
+trace a model in another process, and start ssh."""
+COMPILER = ("/torch/_dynamo/", "/torch/_inductor/")
+"""Whose code is generated in a temporary folder, and starts processes: torch.compile's, where `run.compile` asks for it."""
+
+
+@dataclass(frozen=True)
+class _Hook:
+    is_on: mmap.mmap
+    """The byte that says whether a test watches all code."""
+    anybodys: int
+    """The file of what is found while it does."""
+    samesteps: int
+    """The file of what samestep causes, at any time."""
+
+
 @functools.cache
-def install() -> tuple[mmap.mmap, int]:
-    """Install the hook, which rests; return the byte that wakes it, and the file of what it finds."""
-    is_on, folders = mmap.mmap(-1, 1), tempfile.gettempdir()
-    descriptor, path = tempfile.mkstemp()
-    os.unlink(path)
+def install() -> _Hook:
+    """Install the hook."""
+    installed, folders = _Hook(mmap.mmap(-1, 1), _nameless_file(), _nameless_file()), tempfile.gettempdir()
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if is_on[0] and (found := _seen(event, args, folders)):
-            os.write(descriptor, f"{found}\n".encode())
+        if not (found := _seen(event, args, folders)):
+            return
+        path, line = _cause()
+        if event in MAY.get(path, ()):
+            return
+        if installed.is_on[0]:
+            os.write(installed.anybodys, f"{found}\n".encode())
+        if path:
+            os.write(installed.samesteps, f"{path}:{line}: {found}\n".encode())
 
     sys.addaudithook(hook)
-    return is_on, descriptor
+    return installed
+
+
+def _nameless_file() -> int:
+    descriptor, path = tempfile.mkstemp()
+    os.unlink(path)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
+    return descriptor
 
 
 def _seen(event: str, args: tuple[Any, ...], folders: str) -> str:
@@ -64,27 +105,55 @@ def _seen(event: str, args: tuple[Any, ...], folders: str) -> str:
 
 
 def _over_a_pipe() -> bool:
+    return any(
+        path.endswith(one) and words in linecache.getline(path, line)
+        for path, line in _stack()
+        for one, words in PIPES.items()
+    )
+
+
+def _cause() -> tuple[str, int]:
+    """Return the innermost file of the repository on the stack, if it is one of samestep, and its line; else no file."""
+    for path, line in _stack():
+        if path.startswith(PACKAGE):
+            return path.removeprefix(PACKAGE), line
+        if path.startswith(TESTS) or any(one in path for one in COMPILER):
+            break
+    return "", 0
+
+
+def _stack() -> Iterator[tuple[str, int]]:
+    """Yield the file and the line of each frame, the innermost first."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        path = frame.f_code.co_filename
-        if any(path.endswith(one) and words in linecache.getline(path, frame.f_lineno) for one, words in PIPES.items()):
-            return True
+        if (path := frame.f_code.co_filename) != __file__:
+            yield path, frame.f_lineno
         frame = frame.f_back
-    return False
 
 
 @contextmanager
 def watched() -> Iterator[list[str]]:
-    """Yield a list that holds afterwards what this process and its forks did meanwhile, each once."""
-    is_on, record = install()
-    before, found = os.fstat(record).st_size, []
-    is_on[0] = 1
+    """Yield a list that holds afterwards what any code of this process and its forks did meanwhile, each once."""
+    hook, found = install(), list[str]()
+    _taken(hook.anybodys)
+    hook.is_on[0] = 1
     try:
         yield found
     finally:
-        is_on[0] = 0
-        text = os.pread(record, os.fstat(record).st_size - before, before).decode()
-        found += dict.fromkeys(text.splitlines())
+        hook.is_on[0] = 0
+        found += _taken(hook.anybodys)
+
+
+def by_samestep() -> list[str]:
+    """Return what samestep has caused in this process and its forks since the last call, each once."""
+    return _taken(install().samesteps)
+
+
+def _taken(record: int) -> list[str]:
+    """Return the lines of a file, each once, and empty it."""
+    text = os.pread(record, os.fstat(record).st_size, 0).decode()
+    os.ftruncate(record, 0)
+    return [*dict.fromkeys(text.splitlines())]
 
 
 def planted(folder: Path) -> Path:

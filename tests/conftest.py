@@ -55,12 +55,11 @@ def _no_pool_is_left() -> Iterator[None]:
     pools.close_all()
 
 
-@pytest.fixture
-def runs_no_code() -> Iterator[None]:
-    """Nothing that a test loads, in its process or on any rank, is unpickled or run, and no process is started for it."""
-    with audit.watched() as found:
-        yield
-    assert found == []
+@pytest.fixture(autouse=True)
+def _samestep_runs_no_code() -> Iterator[None]:
+    """Whatever a test loads, in its process or on any rank: samestep unpickles and runs none of it, and starts no process."""
+    yield
+    assert audit.by_samestep() == []
 
 
 @pytest.fixture

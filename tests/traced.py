@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime import preparation
-from samestep.runtime.preparation import Source, prepare, traced_for
+from samestep.runtime.preparation import UNEXAMINED, Source, prepare, traced_for
 from samestep.tracing.tensor_plan import Cuts
 from samestep.tracing.traced_model import TracedModel
 from samestep.training import workload
@@ -40,14 +40,19 @@ def is_asked_beyond(inherited: dict[Hashable, TracedModel]) -> bool:
     return beyond
 
 
-def prepared(key: Hashable, source: Source, job: Job, example: Any, layout: Layout) -> TracedModel:
+def prepared(
+    key: Hashable, source: Source, job: Job, example: Any, layout: Layout, *, for_any: bool = False
+) -> TracedModel:
     """Return what `prepare` finds out, and what the layout needs to know; each is found once.
 
-    `key` names the model and its loss: sources of one key are the same.
+    `key` names the model and its loss: sources of one key are the same. `for_any` proves the plan of tensor parallelism of a
+    model that other tests cut, although this layout does not.
     """
     key = (key, job.train.loss, job.train.seed)
-    kept = _KNOWN.get(key)
-    found = traced_for(replace(source, prepared=kept or prepare(source, job, example)), layout, job, example)
+    kept, is_cut = _KNOWN.get(key), for_any or layout.tp > 1
+    if kept is None or (is_cut and kept.spec.cut_refusal == UNEXAMINED):
+        kept = prepare(source, job, example, None if is_cut else Cuts(refusal=UNEXAMINED))
+    found = traced_for(replace(source, prepared=kept), layout, job, example)
     _KNOWN[key] = found
     _asked.add(key)
     return copied(found)
@@ -63,10 +68,10 @@ def families_once() -> Iterator[None]:
     """Let the command line trace a model of a family (`hf:llama`) once in all its runs of this process."""
 
     def once(source: Source, job: Job, example: Any, planned: Cuts | None = None) -> TracedModel:
-        if planned or not job.model.source.startswith("hf:") or source.name != job.model.source:
+        if (planned and planned.styles) or not job.model.source.startswith("hf:") or source.name != job.model.source:
             return prepare(source, job, example, planned)
         shapes = str(tree_map_only(Tensor, lambda tensor: (tensor.dtype, tensor.shape), example))
-        return prepared((job.model.model_dump_json(), shapes), source, job, example, Layout())
+        return prepared((job.model.model_dump_json(), shapes), source, job, example, Layout(), for_any=True)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workload, "prepare", once)

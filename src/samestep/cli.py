@@ -136,7 +136,7 @@ def _train(words: Namespace) -> int:
         if words.nodes is not None and not words.nodes.isdecimal():
             from samestep.training import ssh
 
-            return ssh.start(words.nodes.split(","), words.rendezvous)
+            return ssh.start(words.nodes.split(","), words.rendezvous, goes_on=least_ranks is not None)
         from samestep.training.train import train
 
         more = {"prove": words.prove, "rendezvous": _rendezvous(words), "least_ranks": least_ranks}

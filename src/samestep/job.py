@@ -152,6 +152,8 @@ class Job(Table):
                 f"numerics.exchange_every = {every} is the number of steps that numerics.replicas take apart from each other: "
                 "replicas = 2 or more works, as many as the links are slow between"
             )
+        if mistake := self._mistake_of_exchange_times():
+            return mistake
         if every > 1 and states != "float32":
             return f'numerics.optimizer_states = "{states}" is not proven with numerics.exchange_every = {every}: "float32" works'
         if kind != "none" and replicas == 1:
@@ -168,6 +170,27 @@ class Job(Table):
             return (
                 f"numerics.replicas = {replicas} does not divide train.global_batch = {batch} into equal parts; "
                 f"global_batch = {-(-batch // replicas) * replicas} works"
+            )
+        return None
+
+    def _mistake_of_exchange_times(self) -> str | None:
+        """Return why replicas cannot exchange parts of their weights, or later than they begin to, and what works."""
+        every, parts, delay = (getattr(self.numerics, f"exchange_{word}") for word in ("every", "parts", "delay"))
+        if every == 1 and (parts > 1 or delay):
+            key = f"exchange_parts = {parts}" if parts > 1 else f"exchange_delay = {delay}"
+            return (
+                f"numerics.{key} says how replicas exchange what their weights have moved by, and numerics.exchange_every = 1 "
+                "trains none apart: exchange_every = 20 works"
+            )
+        if parts > every:
+            return (
+                f"numerics.exchange_parts = {parts} parts cannot be exchanged at different steps of "
+                f"numerics.exchange_every = {every}: exchange_parts = {every} works, or fewer"
+            )
+        if delay > every // parts:
+            return (
+                f"numerics.exchange_delay = {delay} is longer than the {every // parts} steps between the exchanges of two of "
+                f"numerics.exchange_parts = {parts} parts in numerics.exchange_every = {every}: exchange_delay = {every // parts} works"
             )
         return None
 

@@ -345,8 +345,17 @@ class NumericsTable(Table):
     the moves of all replicas are averaged (local SGD, DiLoCo); held-out losses are those of the averaged weights."""
     outer_lr: Annotated[float, Field(gt=0.0, le=MOST_SCALE)] = 0.7
     """With `exchange_every`: the learning rate of the averaged moves; 1 with `outer_momentum = 0` averages weights (local SGD)."""
-    outer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
-    """With `exchange_every`: the Nesterov momentum of the averaged moves (DiLoCo)."""
+    outer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
+    """With `exchange_every`: the Nesterov momentum of the averaged moves (DiLoCo's paper has 0.9, for hundreds of steps apart)."""
+    exchange_parts: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 1
+    """With `exchange_every`: the number of parts of the weights, each of every so many layers, which are exchanged one after the
+    other at equal distances (Streaming DiLoCo)."""
+    exchange_delay: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
+    """With `exchange_every`: the number of steps that replicas take between the start of an exchange and its outer step, which hide
+    what is sent; at most `exchange_every` over `exchange_parts`."""
+    exchange_mix: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
+    """With `exchange_delay`: the fraction of its own weights that a replica keeps where it goes on with the outer ones, since these
+    know nothing of its last steps."""
     coupled_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
     """Samples of a group whose statistics batch norm takes, side by side in the order of samples; by default the global batch."""
     on_nonfinite: OnNonFinite = "stop"

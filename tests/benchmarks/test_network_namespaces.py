@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import network_namespaces
 from network_namespaces import Host, NetworkError, network
+from tun_relay import Relay
 
 needs_namespaces = pytest.mark.skipif(bool(network_namespaces.lacking()), reason=network_namespaces.lacking())
 SENDS = "import socket, sys; socket.create_connection((sys.argv[1], 5000), timeout=1).sendall(bytes(100_000))"
@@ -52,6 +54,50 @@ def test_hosts_reach_each_other_and_the_kernel_counts_it() -> None:
         assert not send(hosts[0], hosts[2])
         assert hosts[0].name in namespaces()
     assert hosts[0].name not in namespaces()
+
+
+needs_relay = pytest.mark.skipif(bool(network_namespaces.lacking(True)), reason=network_namespaces.lacking(True))
+
+
+@needs_relay
+def test_packets_that_are_late_or_lost_arrive_and_are_counted() -> None:
+    with network(2, bits_per_s=50e6, latency_s=0.002, loss=0.02) as hosts:
+        assert send(hosts[0], hosts[1]) == "100000"
+        assert hosts[0].bytes_sent() > 100_000
+    assert hosts[0].name not in namespaces()
+
+
+class Files:
+    """What a relay has written to the ends of two hosts' devices."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.written: list[int] = []
+        monkeypatch.setattr(os, "write", lambda file, packet: self.written.append(file))
+        self.addresses = {7: bytes([10, 77, 0, 1]), 8: bytes([10, 77, 0, 2])}
+
+
+def packet(to: int, size: int = 1000) -> bytes:
+    return (bytes([0x45, *[0] * 15, 10, 77, 0, to])).ljust(size, b"\0")
+
+
+def test_a_packet_waits_for_its_turn_and_for_the_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = Files(monkeypatch)
+    relay = Relay(files.addresses, latency_s=0.1, loss=0.0, bits_per_s=100_000.0)  # 0.08 s for each packet
+    for _ in range(4):
+        relay.take(packet(2), now=1.0)
+    relay.take(packet(9), now=1.0)  # to nobody
+    assert [len(files.written) for now in (1.17, 1.19, 1.27, 1.35) if relay.give(now) >= 0.0] == [0, 1, 2, 3]
+    relay.give(9.0)
+    assert files.written == [8, 8, 8]  # the fourth would have waited longer than a switch keeps packets
+
+
+def test_so_many_packets_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = Files(monkeypatch)
+    relay = Relay(files.addresses, latency_s=0.0, loss=0.25, bits_per_s=None)
+    for _ in range(4000):
+        relay.take(packet(1), now=0.0)
+    relay.give(0.0)
+    assert 2800 < len(files.written) < 3200
 
 
 @needs_namespaces

@@ -1,8 +1,9 @@
 """Faults between two hosts, which are network namespaces of this machine: a cable that is pulled, and a host that is killed.
 
-    flap         the cable of one host is pulled for 1 to 4 s: nothing may happen, but a pause
-    partition    it stays pulled: the leading host goes on with its own ranks, and the other one ends
-    host         all processes of the following host are killed: the leading one goes on
+    flap            the cable of one host is pulled for 1 to 4 s: nothing may happen, but a pause
+    partition       it stays pulled: the leading host goes on with its own ranks, and the other one ends
+    host            all processes of the following host are killed: the leading one goes on
+    leading host    those of the leading host are killed: the following one leads, and goes on
 
 `make crashes` takes them in turn with others (`sweep.py`).
 """
@@ -24,7 +25,7 @@ from benchmarks.network_namespaces import Host
 from tests import small
 from tests.crashes.outcomes import Outcome
 
-FAULTS = ("flap", "partition", "host")
+FAULTS = ("flap", "partition", "host", "leading host")
 LAYOUTS = ("dp=2", "dp=2 zero=3", "dp=4 reduce=hierarchical", "dp=2 tp=2", "dp=2 pp=2 microbatch=2")
 """Layouts of which one host alone can carry out the same with smaller data degrees."""
 STEPS = 150
@@ -51,21 +52,24 @@ def case(fault: str, drawn: random.Random, hosts: list[Host], losses: list[float
     words += ["--token-file", str(token)]
     pids = [small.in_background(words, folder / host.address, host.name) for host in hosts]
     small.wait_for(lambda: _steps(run) >= 6)
+    leads = hosts[1 if fault == "leading host" else 0]
     with _harmed(fault, drawn, hosts, pids) as pulled_s:
         before, began = _steps(run), time.monotonic()
         time.sleep(0.2)  # what was on its way arrives
         before = max(before, _steps(run))
         time.sleep(pulled_s)
         if fault != "flap":
-            small.wait_for(lambda: "resumes after step" in _said(folder, hosts[0]))
-            small.wait_for(lambda: _steps(run) > _resumed_at(_said(folder, hosts[0])))
+            small.wait_for(lambda: "resumes after step" in _said(folder, leads))
+            small.wait_for(lambda: _steps(run) > _resumed_at(_said(folder, leads)))
     if fault == "flap":
         small.wait_for(lambda: _steps(run) > before)
     seconds = time.monotonic() - began
-    statuses = [small.status_of(pid, 120) for pid in pids]
-    said, found = _said(folder, hosts[0]), small.losses(run)
-    expected = {"flap": [0, 0], "partition": [0, 1], "host": [0, -signal.SIGKILL]}[fault]
-    noticed = ("is lost with its host" in said) == (fault != "flap")
+    statuses = [small.status_of(pid, 180) for pid in pids]
+    said, found = _said(folder, leads), small.losses(run)
+    gone = -signal.SIGKILL
+    expected = {"flap": [0, 0], "partition": [0, 1], "host": [0, gone], "leading host": [gone, 0]}[fault]
+    words = {"flap": "", "leading host": "the leading host"}.get(fault, "is lost with its host")
+    noticed = words in said and ("is lost" in said) == (words.startswith("is lost"))
     lost = 0 if fault == "flap" else max(0, before - _resumed_at(said))
     wrong = any(abs(one - other) > 1e-9 * abs(other) for one, other in zip(found, losses, strict=False))
     recovered = statuses == expected and len(found) == STEPS
@@ -76,8 +80,8 @@ def case(fault: str, drawn: random.Random, hosts: list[Host], losses: list[float
 @contextmanager
 def _harmed(fault: str, drawn: random.Random, hosts: list[Host], pids: list[int]) -> Iterator[float]:
     """Harm the run while the context lasts; yield the seconds for which a cable is to be pulled at least."""
-    if fault == "host":
-        os.kill(pids[1], signal.SIGKILL)
+    if "host" in fault:
+        os.kill(pids[0 if fault == "leading host" else 1], signal.SIGKILL)
         yield 0.0
         return
     host = drawn.choice(hosts) if fault == "flap" else hosts[1]

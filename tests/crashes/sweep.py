@@ -29,7 +29,7 @@ Case = Callable[[random.Random], Outcome]
 AIMS = {
     "killed at the start": 40, "killed in a step": 60, "killed in a save": 60, "killed in a resume": 40, "stopped": 40,
     "full disk": 20, "failing call": 20, "damaged, then resumed": 20, "failing save": 300, "damaged": 2000,
-    "partition": 10, "flap": 10, "host": 10,
+    "partition": 10, "flap": 10, "host": 10, "leading host": 10,
 }  # fmt: skip
 
 

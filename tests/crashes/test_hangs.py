@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from samestep.errors import WorkerError
-from samestep.runtime.processes import hang_watch
+from samestep.runtime.processes import hang_watch, workers
 from samestep.runtime.processes.hang_watch import HangWatch
 from samestep.runtime.processes.whereabouts import Whereabouts
 from samestep.runtime.run import Run
@@ -30,7 +30,7 @@ def _watch(
     history: Any, until_s: float, hang_s: float = 120.0, ranks: int = 2
 ) -> tuple[list[tuple[float, str]], tuple[float, str] | None]:
     """Let ranks answer every second what `history(rank, second)` is; return when each warning came, and the end."""
-    watch, said = HangWatch(ranks, hang_s), []
+    watch, said = HangWatch(ranks, hang_s, apart_s=600.0), []
     for second in range(int(until_s)):
         for rank in range(ranks):
             if (answer := history(rank, second)) is not None:
@@ -98,6 +98,31 @@ def test_a_rank_that_stopped_before_it_answered_or_in_a_phase_of_its_own_is_name
         assert end is not None
 
 
+def test_a_rank_that_does_not_answer_while_others_save_is_named() -> None:
+    said, end = _watch(lambda rank, second: _at(0, step=0) if rank == 0 or second < 3 else None, 1500)
+    assert end is None, "the time limit of the collective ends it"
+    ((when, text),) = said
+    assert when == 12
+    assert text.startswith("rank 1 of 2 does not answer, and was last seen in a save, an evaluation or the first step")
+
+
+@pytest.mark.parametrize(("step", "after_s"), [(7, 122), (0, 602)])  # in a step, and in a save
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_of_which_no_rank_answers_is_ended(step: int, after_s: int, ranks: int) -> None:
+    said, end = _watch(lambda rank, second: _at(second, step=step) if second < 3 else None, 1500, ranks=ranks)
+    assert said == []
+    assert end is not None
+    assert end[0] == after_s
+    assert end[1].startswith("rank 0 of 1 does not answer" if ranks == 1 else "ranks 0, 1 of 2 does not answer")
+
+
+def test_a_run_that_was_stopped_as_a_whole_goes_on() -> None:
+    watch = HangWatch(1, 120.0, apart_s=600.0)
+    for second in (*range(9), *range(5000, 5009)):  # as a cluster suspends it
+        watch.check([0], second)
+        watch.hear(0, _at(second), second)
+
+
 def test_who_moves_again_is_not_ended_and_named_anew() -> None:
     said, end = _watch(lambda rank, second: _at(second // 100, "all_reduce"), 350)
     assert [when for when, _ in said] == [10, 110, 210, 310]
@@ -120,7 +145,7 @@ def _stops_once(step: int, once: Path) -> Any:
     return stopping
 
 
-@pytest.mark.filterwarnings("ignore:rank 1 of 2 does not answer")
+@pytest.mark.filterwarnings("ignore:rank 1 of 2 (does not answer|has not moved)")
 @pytest.mark.usefixtures("stop_signals")
 def test_a_run_with_a_stopped_rank_is_ended_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -137,6 +162,7 @@ def test_a_run_with_a_stopped_rank_is_ended_and_goes_on(
     monkeypatch.setattr(training, "held_out_losses", slow)  # longer than a rank may stand still in a step
     monkeypatch.setattr(hang_watch, "_NAMED_AFTER_S", 1.0)
     monkeypatch.setattr(hang_watch, "_SILENT_S", 1.5)
+    monkeypatch.setattr(workers, "_ASK_EVERY_S", 0.0)  # more questions than the pipe of a rank that reads none can hold
     monkeypatch.setattr(Run, "_backward", _stops_once(4, once))
     once.touch()
     capfd.readouterr()

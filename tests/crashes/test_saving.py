@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import random
@@ -26,8 +27,6 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.crashes.failing_calls import FailingCalls, refused
 from tests.damage import DAMAGES, damaged
-
-pytestmark = pytest.mark.usefixtures("runs_no_code")
 
 JOB = Job(train={"global_batch": 4, "steps": 8}, checkpoint={"keep": 2})
 STORED = Path(__file__).parent / "stored_checkpoint"
@@ -161,8 +160,11 @@ def test_no_damage_is_loaded(seed: int, tmp_path: Path) -> None:
 def test_the_address_of_a_store_is_refused() -> None:
     run = begun()
     steps(run, 1)
-    with pytest.raises(InputError, match="s3:/bucket/run is an address of s3, and a run writes into a folder"):
+    with pytest.raises(InputError, match="s3://bucket/run is an address of s3, and samestep reads and writes folders"):
         run.save("s3://bucket/run")
+    for call in (samestep.latest, run.load, functools.partial(samestep.export, None)):
+        with pytest.raises(InputError, match="s3://bucket/run is an address of s3"):
+            call("s3://bucket/run")
 
 
 def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:

@@ -37,7 +37,6 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> stored_faults.Stored:
     return stored_faults.Stored.made(tmp_path_factory.mktemp("stored"), ("dp=1", "dp=2 zero=3"))
 
 
-@pytest.mark.usefixtures("runs_no_code")
 def test_a_sample_of_harm_to_checkpoints(stored: stored_faults.Stored) -> None:
     kinds = ("failing save", "damaged")
     found = [stored_faults.case(kind, random.Random(f"{number}"), stored) for kind in kinds for number in range(20)]

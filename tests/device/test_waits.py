@@ -98,9 +98,16 @@ def test_a_step_waits_once(layout: str, model: str, others: dict[tuple[str, str]
         assert seen == awaited or real_gpu.is_asked(), "a real GPU tells of waits alone"
 
 
-def test_a_loss_scale_adds_no_wait() -> None:
-    """It changes between steps, by sums that the host reads anyway; whether a gradient overflowed stays on the device."""
-    job = job_of("fp16", 3, optimizer={"clip_norm": 0.5}, train={"watch_every": 0})
+ADDING_NO_WAIT = {
+    "a loss scale": job_of("fp16", 3, optimizer={"clip_norm": 0.5}, train={"watch_every": 0}),
+    "bf16 states": job_of("bf16", 3, numerics={"optimizer_states": "bf16"}, train={"watch_every": 0}),
+    "8-bit states": job_of("bf16", 3, numerics={"optimizer_states": "8bit"}, train={"watch_every": 0}),
+}
+"""A loss scale changes between steps, by sums that the host reads anyway; states are widened and packed on the device."""
+
+
+@pytest.mark.parametrize("job", ADDING_NO_WAIT.values(), ids=ADDING_NO_WAIT)
+def test_numerics_that_add_no_wait(job: Job) -> None:
     awaited = Counter({waits.Place(*place): count for place, count in expected(EXPECTED[0]).items()})
     (seen,) = on_ranks("dp=1", counted, "plain", job, device="cuda")
     assert waits.by_function(seen) == waits.by_function(awaited)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -21,7 +21,9 @@ from samestep.models.presets import DECODERS
 from samestep.program.buckets import CODED_BUCKETS
 from samestep.program.codecs import CODECS
 from samestep.program.state_blocks import block_of
+from samestep.runtime.codecs import scaled
 from samestep.runtime.codecs.codec import codec_of
+from samestep.runtime.codecs.scaled import Kernels
 from samestep.strategies import program_of
 
 BOUNDS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 1 / 127, "int4": 1 / 7, "topk": 1.0}
@@ -32,13 +34,14 @@ LARGEST = {"bf16": 1e38, "fp16": 65000.0, "int8": 1e38, "int4": 1e38, "topk": 1e
 
 
 def there_and_back(name: str, values: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """What rows are decoded as, and what was left in place of them."""
-    rows, codec = values.clone(), codec_of(name)
+    """What rows are decoded as, and what was lost."""
+    given, lost, codec = values.clone(), torch.zeros_like(values), codec_of(name)
     wire = torch.zeros((len(values), CODECS[name].size_bytes(values.shape[1], block)), dtype=torch.uint8)
-    codec.encode(rows, block, wire)
+    codec.encode(given, block, wire, lost)
+    assert given.equal(values) or not given.isfinite().all()
     decoded = torch.zeros_like(values)
     codec.decode(wire, block, decoded)
-    return decoded, rows
+    return decoded, lost
 
 
 @st.composite
@@ -89,6 +92,50 @@ def test_what_is_not_finite_shows_and_is_not_fed_back(name: str, bad: float) -> 
     assert not is_bad[0, 32:].any()
     if CODECS[name].feeds_back:
         assert rest.isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@given(gradients(), st.booleans(), st.sampled_from([0.0, math.inf, math.nan]))
+def test_fused_kernels_give_the_same_codes(bits: int, drawn: tuple[Tensor, int], feeds_back: bool, bad: float) -> None:
+    rows = drawn[0].view(-1, drawn[1])
+    rows[0, 0] = bad or rows[0, 0]
+    fused = {8: scaled._quantise_8_at_once, 4: scaled._quantise_4_at_once}[bits]
+    usual = Kernels(scaled.kernels(bits).quantise, scaled._add_scaled)
+    found = [_codes_of(one, rows, feeds_back) for one in (usual, Kernels(fused, scaled._add_scaled_at_once))]
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("name", "backend"), [("int8", "aot_eager"), ("int4", "no_compiler_here")])
+def test_compiled_codecs_send_the_same_bytes(name: str, backend: str) -> None:
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
+        torch._dynamo.register_backend(no_compiler_here)
+    for block, ranks, dtype in ((64, 2, torch.float32), (16, 1, torch.float32)):
+        values = torch.randn(ranks, 4 * block, dtype=dtype)
+        found = []
+        for codec in (codec_of(name), codec_of(name, backend)):
+            wire = torch.zeros((ranks, CODECS[name].size_bytes(4 * block, block)), dtype=torch.uint8)
+            lost, decoded = torch.ones_like(values), torch.ones_like(values)
+            codec.encode(values, block, wire, lost)
+            codec.decode(wire, block, decoded)
+            found.append((wire, lost, decoded))
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other)
+
+
+def no_compiler_here(*_: Any) -> Any:
+    raise RuntimeError("no compiler here")
+
+
+def _codes_of(kernels: Kernels, rows: Tensor, feeds_back: bool) -> tuple[Tensor, ...]:
+    """Codes of blocks with finite values, exponents, what was lost, and what they are decoded as, with 7 for nan."""
+    lost = 0.25 * rows.nan_to_num(0.0, 0.0, 0.0) if feeds_back else None
+    codes, exponents = torch.zeros(rows.shape, dtype=torch.int8), torch.zeros(len(rows), dtype=torch.int8)
+    kernels.quantise(rows, lost, codes, exponents)
+    decoded = torch.ones_like(rows)
+    kernels.add_scaled(decoded, codes, exponents)
+    codes.masked_fill_((exponents == 127)[:, None], 0)
+    return codes, exponents, torch.zeros(0) if lost is None else lost, decoded.nan_to_num(7.0)
 
 
 @given(gradients())

@@ -25,8 +25,6 @@ from tests.covering import daily
 from tests.laboratory import job_of, make_run, on_ranks, resume
 from tests.models import Tokens
 
-pytestmark = pytest.mark.usefixtures("runs_no_code")
-
 STEPS, CUT = 4, 2
 NIGHTLY = pytest.mark.nightly
 

@@ -27,8 +27,6 @@ from samestep.runtime.checkpoints import checkpoint
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
 
-pytestmark = pytest.mark.usefixtures("runs_no_code")
-
 ROWS = Path(__file__).parents[2] / "benchmarks" / "rows" / "resharding.json"
 """What `benchmarks/resharding.py` has found."""
 

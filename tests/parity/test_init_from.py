@@ -24,8 +24,6 @@ from tests.parity.test_frozen import run_of
 from tests.parity.test_lora import steps
 from tests.pool import pool
 
-pytestmark = pytest.mark.usefixtures("runs_no_code")
-
 MODEL: dict[str, Any] = {"source": "hf:llama", "config": SIZES}
 OLD = job_of("float32", 2, model=MODEL)
 

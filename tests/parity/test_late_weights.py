@@ -64,7 +64,7 @@ def taken(rank: int, world: int, model: str, layout: str, job: Job, looks_early:
     """Return losses, weights and events of the last step of a run that waits, and of one that does not."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "BUCKET_BYTES", SEVERAL)
+        patch.setattr(buckets, "bucket_bytes", lambda num_shards: SEVERAL)
         patch.setattr(data, "_sent", send)
         for owns_weights in (False, True):
             events: list[str] = []

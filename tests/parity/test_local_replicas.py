@@ -16,17 +16,20 @@ from torch import Tensor, nn
 from samestep.building.loss import loss_of
 from samestep.building.model import call_model
 from samestep.datasets import batches
-from samestep.errors import InputError
+from samestep.errors import CheckpointError, InputError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.axes import precision
-from samestep.runtime.checkpoints import checkpoint
+from samestep.runtime.checkpoints import checkpoint, manifests
+from samestep.runtime.ledger import Ledger
+from samestep.runtime.run import Run
 from samestep.strategies import program_of
 from tests.laboratory import (
     TOLERANCE,
     Observed,
     assert_ledger,
     assert_same,
+    follow,
     job_of,
     largest_error,
     make_run,
@@ -184,6 +187,80 @@ def test_a_run_resumes_between_two_exchanges_in_any_layout(before: str, after: s
     assert start + end == pytest.approx(reference(MODEL, job).losses, abs=TOLERANCE)
 
 
+STREAMED = {"exchange_parts": 3, "exchange_delay": 2}
+"""With an exchange every 6 steps: one of three parts every second step, each used two steps later."""
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", pytest.param("powersgd", marks=NIGHTLY)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2",
+        "dp_replicate=2 dp_shard=2 zero=1",
+        pytest.param("dp_replicate=2 dp_shard=2 zero=3", marks=NIGHTLY),
+        pytest.param("dp=2 tp=2", marks=NIGHTLY),
+        "dp=2 pp=2 microbatch=1",
+        pytest.param("dp=2 cp=2", marks=NIGHTLY),
+    ],
+)
+def test_parts_are_exchanged_while_steps_go_on(layout: str, codec: str) -> None:
+    if codec == "powersgd" and ("zero=3" in layout or "tp" in layout or "zero=1" in layout):
+        pytest.skip("powersgd needs whole matrices")
+    job = apart(every=6, steps=10, numerics={"compression": codec, **STREAMED}, optimizer=ADAM)
+    ranks = on_ranks(layout, _streamed, MODEL, job)
+    for seen, ledgers in ranks:
+        assert seen.losses == pytest.approx(reference(MODEL, job).losses, abs=TOLERANCE)
+        for step, (sent, listed) in enumerate(ledgers, 1):
+            assert sent == listed, f"step {step}"
+    exchanging = {step for _, ledgers in ranks for step, (sent, _) in enumerate(ledgers, 1) if _moved(sent)}
+    assert exchanging == ({2, 4, 6, 8, 10} if codec == "none" else {*range(2, 11)})
+    assert_losses_and_weights([seen for seen, _ in ranks], reference(MODEL, job))
+
+
+Ledgers = list[tuple[dict[str, list[Any]], dict[str, list[Any]]]]
+
+
+def _streamed(rank: int, world: int, model: str, layout: str, job: Job) -> tuple[Observed, Ledgers]:
+    """Take a job's steps, and note of each what was sent and what its program lists."""
+    run, ledgers = make_run(rank, world, model, layout, job), Ledgers()
+    recorded = [Ledger() for _ in range(job.train.steps)]
+
+    def close(of: Run) -> None:
+        recorded[of.steps_taken - 1].__exit__(None, None, None)
+        assert of.replicas is not None
+        program = of.replicas.program_behind(of.steps_taken)
+        ledgers.append((recorded[of.steps_taken - 1].rows, program.ledger(group_of=of.assembly.parallel.mesh.group_of)))
+        if of.steps_taken < job.train.steps:
+            recorded[of.steps_taken].__enter__()
+
+    recorded[0].__enter__()
+    return follow(run, Tokens(), job, each=close), ledgers
+
+
+def _moved(sent: dict[str, list[Any]]) -> bool:
+    """Return whether something was sent by groups that steps do not wait for."""
+    return any(group.endswith("_beside") and rows for group, rows in sent.items())
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "codec"),
+    [
+        ("dp=2", "dp=1", "int8"),
+        ("dp=1", "dp_replicate=2 dp_shard=2 zero=1", "none"),
+        pytest.param("dp_replicate=2 dp_shard=2 zero=3", "dp=2 tp=2", "int8", marks=NIGHTLY),
+        pytest.param("dp=2 pp=2 microbatch=1", "dp=2", "none", marks=NIGHTLY),
+    ],
+)
+def test_a_run_resumes_in_the_middle_of_an_exchange_in_any_layout(
+    before: str, after: str, codec: str, tmp_path: Path
+) -> None:
+    job = apart(every=6, steps=9, numerics={"compression": codec, **STREAMED}, optimizer=ADAM)
+    first, rest = str(tmp_path / "first"), str(tmp_path / "rest")
+    start = on_ranks(before, resumed_losses, MODEL, job, None, 3, first)[0]  # between two collectives of the first part
+    end = on_ranks(after, resumed_losses, MODEL, job, first, 9, rest)[0]
+    assert start + end == pytest.approx(reference(MODEL, job).losses, abs=TOLERANCE)
+
+
 def _outer(rank: int, world: int, model: str, layout: str, job: Job) -> tuple[float, float, float, float]:
     """Held-out losses behind an exchange and one step later, of the run and of the weights it gives away, and the next loss."""
     run = prepared_run(rank, world, model, layout, job)
@@ -253,6 +330,17 @@ def test_a_step_of_one_replica_that_overflows_is_skipped_by_all(layout: str) -> 
     for steps in on_ranks(layout, _rounded, MODEL, job):
         assert 0 < sum(skipped for skipped, _ in steps) < 12
         assert all(skipped or loss < 5.0 for skipped, loss in steps)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_what_only_exchanges_read_makes_no_other_job_without_them(every: int, tmp_path: Path) -> None:
+    before, now = (apart(2, every, numerics={"outer_momentum": value, "compression": "int8"}) for value in (0.9, 0.5))
+    manifest = {"job": before.model_dump(mode="json"), "step": 3, "folder": ""}
+    if every == 1:
+        assert manifests.check_job(manifest, now, tmp_path) == ()
+        return
+    with pytest.raises(CheckpointError, match=r"another numerics\.outer_momentum"):
+        manifests.check_job(manifest, now, tmp_path)
 
 
 # -- what is sent, and what is refused -------------------------------------------------------------

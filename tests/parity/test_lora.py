@@ -79,7 +79,7 @@ def plain_losses(folder: Path, job_json: str) -> list[float]:
 
 LAYOUTS: list[Any] = ["dp=2", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4"]
 NIGHTLY = ["dp=2 zero=1", "dp=2 zero=2", "cp=2", "dp=2 tp=2 zero=3", "dp=2 pp=2 microbatch=2 schedule=zero-bubble"]
-NIGHTLY += ["tp=2 pp=2 microbatch=4 recompute=full", "dp_replicate=2 dp_shard=2"]
+NIGHTLY += ["tp=2 pp=2 microbatch=4 recompute=full", "dp_replicate=2 dp_shard=2", "tp=2 sequence_parallel"]
 LAYOUTS += [pytest.param(layout, marks=pytest.mark.nightly) for layout in NIGHTLY]
 
 

@@ -662,6 +662,16 @@ def _models_with_layouts() -> Iterator[Any]:
         yield pytest.param(name, others, id=f"{name}-others", marks=pytest.mark.nightly)
 
 
+@pytest.fixture(scope="module")
+def _traced(request: pytest.FixtureRequest) -> None:
+    """Trace the models of the tests that run before the first rank is forked: each that came later would fork them again."""
+    for item in request.session.items:
+        if item.path == request.path and "_traced" in getattr(item, "fixturenames", ()):
+            name = item.callspec.params["name"]  # type: ignore[attr-defined]
+            run_of(0, 1, name, "dp=1", job_for(name))
+
+
+@pytest.mark.usefixtures("_traced")
 @pytest.mark.parametrize(("name", "layouts"), list(_models_with_layouts()))
 def test_every_layout_computes_what_one_device_computes(name: str, layouts: list[str]) -> None:
     reference = observe_odd(0, 1, name, "dp=1", job_for(name))

@@ -6,6 +6,8 @@ tied across stages, and embeddings that the model scales before its blocks (Gemm
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor
@@ -138,7 +140,7 @@ class Shaken(models.Language):
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
         for block in self.blocks:
-            x = block(x + (torch.randn_like(x) if self.draws else torch.ones_like(x)))
+            x = block(x + (torch.poisson(x.abs()) if self.draws else torch.ones_like(x)))
         return self.head(x)
 
 
@@ -153,7 +155,7 @@ def losses_of(rank: int, world: int, build: type[Shaken], layout: str, job: Job)
 
 
 def losses_behind_a_refusal(rank: int, world: int, layout: str, job: Job) -> list[float]:
-    with pytest.raises(ModelError, match="random numbers in a forward"):
+    with pytest.raises(ModelError, match="its random numbers would differ"):
         losses_of(rank, world, Shaken, layout, job)
     return losses_of(rank, world, Steady, layout, job)
 
@@ -161,4 +163,33 @@ def losses_behind_a_refusal(rank: int, world: int, layout: str, job: Job) -> lis
 def test_a_run_behind_one_that_was_refused_in_the_middle_of_a_step_gets_its_own_messages() -> None:
     job = job_of(run={"timeout_s": 20})
     found = pool(2).run(losses_behind_a_refusal, "pp=2 microbatch=4", job)
+    assert found[0] == pytest.approx(losses_of(0, 1, Steady, "dp=1", job), rel=1e-12)
+
+
+class FailingOnce(torch.optim.SGD):
+    """Fails on the rank that says so, when all messages of a step have come."""
+
+    fails = False
+
+    def step(self, closure: None = None) -> None:
+        if FailingOnce.fails:
+            FailingOnce.fails = False
+            raise ArithmeticError("no step today")
+        super().step(closure)
+
+
+def losses_behind_a_failure(rank: int, world: int, layout: str, job: Job) -> list[float]:
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    source = Source(Steady, loss_of(job), lambda params: FailingOnce(params, lr=0.1), "steady")
+    run, steps = Run(source, Layout.parse(layout), job, place), batches(Tokens(), job)
+    run.step(next(steps))
+    FailingOnce.fails = rank == 1
+    with pytest.raises(ArithmeticError) if rank == 1 else contextlib.nullcontext():
+        run.step(next(steps))
+    return losses_of(rank, world, Steady, layout, job)
+
+
+def test_a_run_behind_one_that_failed_on_one_rank_alone_gets_its_own_messages() -> None:
+    job = job_of(run={"timeout_s": 20}, train={"watch_every": 0})
+    found = pool(2).run(losses_behind_a_failure, "pp=2 microbatch=4", job)
     assert found[0] == pytest.approx(losses_of(0, 1, Steady, "dp=1", job), rel=1e-12)

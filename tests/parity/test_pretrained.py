@@ -25,8 +25,6 @@ from tests.laboratory import follow, job_of
 from tests.models import Tokens
 from tests.pool import pool
 
-pytestmark = pytest.mark.usefixtures("runs_no_code")
-
 
 def source_of(job: Job, layout: Layout) -> Source:
     source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)

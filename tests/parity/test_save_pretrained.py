@@ -28,8 +28,6 @@ from tests.models import Tokens
 from tests.parity.test_pretrained import source_of
 from tests.pool import pool
 
-pytestmark = pytest.mark.usefixtures("runs_no_code")
-
 
 def stored(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}

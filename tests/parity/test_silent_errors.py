@@ -64,7 +64,7 @@ def test_a_weight_whose_gradient_would_be_neither_whole_nor_a_part_meets_whole_o
 
 def weights(rank: int, world: int, bucket_bytes: int) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "BUCKET_BYTES", bucket_bytes)
+        patch.setattr(buckets, "bucket_bytes", lambda num_shards: bucket_bytes)
         seen = observe(rank, world, "plain", "dp=4", clipped("float32"))
     return torch.cat([tensor.flatten() for _, _, _, tensor in seen.weights])
 

@@ -289,6 +289,12 @@ def halves(h: Tensor) -> Tensor:
     return F.silu(a) * b
 
 
+def cleared(h: Tensor, where: Tensor) -> Tensor:
+    h = h.clone()
+    h[where] = 0.5
+    return h
+
+
 LEGAL: dict[str, Callable[[], nn.Module]] = {
     "glu": mlp(lambda m, h, x: halves(h), 2),
     "glu of torch": mlp(lambda m, h, x: F.glu(h), 2),
@@ -298,6 +304,9 @@ LEGAL: dict[str, Callable[[], nn.Module]] = {
     "a sum over tokens": mlp(lambda m, h, x: h.cumsum(1) / 8),
     "a gate of the whole input": mlp(lambda m, h, x: h * m.gate(x).sigmoid(), gate=(WIDTH, 1)),
     "a low-rank sum that is cut alike": mlp(lambda m, h, x: h + m.high(m.low(x)), plan={"high": "column"}, low=(WIDTH, 4), high=(4, NEURONS)),
+    "nothing beside groups of neurons": mlp(lambda m, h, x: torch.cat([(y := h.unflatten(-1, (-1, 4))), y[..., 4:]], -1).flatten(2)),
+    "tokens written by a mask": mlp(lambda m, h, x: cleared(h, x.mean(-1) > 0)),
+    "neurons written by a mask of their own": mlp(lambda m, h, x: cleared(h, h < 0)),
     "neurons in groups": mlp(lambda m, h, x: h.unflatten(-1, (-1, 4)).softmax(-1).flatten(2)),
     "n_head": heads(count="n_head"),
     "any other name": heads(count="viewpoints", shape="view"),
@@ -329,6 +338,7 @@ GATHERED: dict[str, Callable[[], nn.Module]] = {
     "neighbours": mlp(lambda m, h, x: h + h.roll(1, -1)),
     "the number of neurons": mlp(lambda m, h, x: h.relu() / h.shape[-1]),
     "the whole input": mlp(lambda m, h, x: h * x.mean(-1, keepdim=True)),
+    "neurons written by a whole mask": mlp(lambda m, h, x: cleared(h, (x > 0).repeat(1, 1, 2))),
     "a mean by an operation without a rule": mlp(lambda m, h, x: h * torch.ops.samestep_cut.centred(h)),
     "a gradient of all neurons": mlp(lambda m, h, x: Clipped.apply(h)),
     "heads side by side in a list": heads(count="h", shape="stack"),
@@ -369,6 +379,53 @@ class Between(nn.Module):
         return x + self.second(x)
 
 
+class Normed(nn.Module):
+    """An attention and an MLP, with norms, in this order or at once."""
+
+    def __init__(self, order: str, attention: Callable[[], nn.Module], *last: nn.Module) -> None:
+        super().__init__()
+        self.order, self.norms = order, nn.ModuleList(nn.LayerNorm(WIDTH) for _ in "12")
+        self.attention, self.mlp = attention(), nn.Sequential(*_feed_forward(), *last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.order == "at once":
+            x = self.norms[0](x)
+            return x + self.attention(x) + self.mlp(x)
+        parts = [self.attention, self.mlp]
+        for norm, part in zip(self.norms, reversed(parts) if self.order == "MLP first" else parts, strict=True):
+            x = x + part(norm(x))
+        return x
+
+
+def _feed_forward() -> list[nn.Module]:
+    return [nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)]
+
+
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+def normed(order: str, attention: Callable[[], nn.Module], *last: nn.Module, **plan: str) -> Callable[[], nn.Module]:
+    cuts = {f"attention.{path}": style for path, style in plan.items()} | {"mlp.0": "column", "mlp.2": "row"}
+    return functools.partial(Decoder, functools.partial(Normed, order, attention, *last), cuts, as_it_is)
+
+
+class Apart(nn.Module):
+    """Each cut of an MLP is in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, _, self.down = (nn.Sequential(one) for one in _feed_forward())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+FUSED = functools.partial(FusedHeads, True)
+LATENT_PLAN = {"q": "column", "b": "column", "o": "row"}
+
+
 class LinearAttention(nn.Linear):
     """It mixes no tokens, whatever its name says."""
 
@@ -406,6 +463,10 @@ TOKENWISE: dict[str, Callable[[], nn.Module]] = {
     "an odd name": between(lambda m, x: m.mix(x), mix=functools.partial(LinearAttention, WIDTH, WIDTH)),
     "an operation without a rule": between(lambda m, x: torch.ops.samestep_cut.sine(x)),
     "a part that never runs": between(lambda m, x: x, idle=lambda: nn.Sequential(nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH))),
+    "a fused projection that is gathered": normed("", FUSED, qkv="gather", o="row"),
+    "latent attention behind the MLP": normed("MLP first", Latent, **LATENT_PLAN),
+    "two parts of one input": normed("at once", Latent, **LATENT_PLAN),
+    "a norm behind a cut": normed("", Heads, nn.LayerNorm(WIDTH), **ATTENTION_PLAN),
     "a convolution of single tokens": between(lambda m, x: m.mix(x.mT).mT, mix=functools.partial(nn.Conv1d, WIDTH, WIDTH, 1)),
 }  # fmt: skip
 MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -425,6 +486,7 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
         between(lambda m, x: Clipped.apply(x.mT).mT),
         "by the gradient of Clipped mixes tokens",
     ),
+    "a mean over tokens behind a cut": (normed("", Heads, Centred(), **ATTENTION_PLAN), "mixes tokens by mean"),
     "an attention": (
         between(lambda m, x: F.scaled_dot_product_attention(*[x[:, None]] * 3)[:, 0]),
         "the attention in blocks.0 stands outside",
@@ -535,6 +597,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "beside another": parts(lambda m, x: m.down(F.gelu(m.up(m.low(x)))), side_by_side, low=WHOLE),
     "the block's own code": mlp(lambda m, h, x: F.gelu(h) * m.scale, scale=(NEURONS,)),
     "an attention that is not cut": between(lambda m, x: x + m.mix(x), mix=Mixer),
+    "each cut in a module of its own": functools.partial(Decoder, Apart, {"up.0": "column", "down.0": "row"}, as_it_is),
     "two modules": functools.partial(Decoder, InTwo, {"inner.0": "column", "outer.down": "row"}, as_it_is),
 }  # fmt: skip
 """Parts that compute whole sequences, and parts that are no module."""
@@ -583,6 +646,29 @@ def test_parts_that_compute_whole_sequences_are_equal(name: str, layout: str) ->
 @pytest.mark.parametrize("name", TOKENWISE)
 def test_blocks_that_work_token_by_token_are_equal_on_slices(name: str) -> None:
     prove("tp=2 sequence_parallel", f"between: {name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        ("latent attention behind the MLP", "full"),
+        *(
+            pytest.param(name, recompute, marks=pytest.mark.nightly)
+            for name in ("a fused projection that is gathered", "two parts of one input")
+            for recompute in ("full", "selective")
+        ),
+    ],
+)
+def test_parts_that_compute_on_whole_sequences_are_repeated(name: str, recompute: str) -> None:
+    prove(f"tp=2 sequence_parallel recompute={recompute}", f"between: {name}")
+
+
+def test_what_is_kept_behind_the_last_sum_of_a_whole_part_is_not_repeated() -> None:
+    layout = Layout.parse("tp=2 sequence_parallel recompute=full")
+    found = source_of("between: a norm behind a cut", layout, clipped()).prepared
+    assert found is not None
+    with pytest.raises(LayoutError, match="keeps something for its backward behind its last sum"):
+        program_of(found.spec, clipped(), layout)
 
 
 @pytest.mark.parametrize("name", MIXING)

@@ -50,7 +50,6 @@ def theirs(exported: Path) -> dict[str, Tensor]:
     return held
 
 
-@pytest.mark.usefixtures("runs_no_code")
 def test_torch_reads_what_is_exported_and_a_run_starts_from_it(
     theirs: dict[str, Tensor], old: Path, exported: Path, tmp_path: Path
 ) -> None:

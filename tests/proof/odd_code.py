@@ -291,6 +291,28 @@ class NumpyNoise(TwoLayers):
         return x * float(1 + np.random.rand())
 
 
+class Reparametrised(TwoLayers):
+    """The sample of a variational autoencoder."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x) * (0.5 * x).exp()
+
+
+class Diffused(TwoLayers):
+    """Noise at a random time of each sample, of shapes that are written out."""
+
+    def between(self, x: Tensor) -> Tensor:
+        time = torch.rand(len(x), 1, dtype=x.dtype, device=x.device)
+        return (1 - time) * x + time * torch.randn(x.shape, dtype=x.dtype, device=x.device)
+
+
+class SeededNoise(TwoLayers):
+    def between(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return x + torch.randn_like(x)
+
+
 class RunningMean(TwoLayers):
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from samestep.layout import Layout
 from samestep.proof import sides, verify
 from samestep.proof.verdict import Cause, Verdict
 from samestep.runtime import assembly, preparation
-from samestep.runtime.axes import expert, pipeline, recompute
+from samestep.runtime.axes import data, expert, pipeline, recompute, weight_gradients
 from samestep.runtime.checkpoints import checkpoint, other_state
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.optimizers import optimizer_source
@@ -33,6 +33,9 @@ from samestep.runtime.optimizers.update_rule import UpdateRule
 from samestep.runtime.processes.join import RankInfo
 from samestep.schedules import Action, TaskKind
 from samestep.tracing import forward, trace
+from samestep.tracing.dependence import dimension_maps
+from samestep.tracing.features import cut_proof, feature_rules
+from samestep.tracing.features.partial_gradients import PartialGradients
 from tests.pool import pool
 from tests.proof.planting import around
 from tests.proof.reproductions import CASES, carry_out, seeded
@@ -100,6 +103,11 @@ def a_boundary_is_read_in_another_dtype(patch: Patch) -> None:
         return came
 
     around(patch, pipeline.Stage, "_received", received)
+
+
+@reverted("D2", "weight used twice", "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble", Cause.BACKWARD)
+def a_gradient_is_taken_to_be_whole_after_the_first_backward(patch: Patch) -> None:
+    patch.setattr(data, "is_postponed", lambda *args: False)
 
 
 # -- optimizers ------------------------------------------------------------------------------------
@@ -221,6 +229,20 @@ def heads_are_not_counted_on_a_rank(patch: Patch) -> None:
     patch.setattr(preparation, "_tried", lambda proof, *rest: (proof, dict.fromkeys(range(1, 9), ())))
 
 
+@reverted("A6", "norm of hidden neurons", "dp=1 tp=2", Cause.FORWARD)
+def a_norm_of_cut_neurons_is_taken_for_whole(patch: Patch) -> None:
+    def mapped(original: Any, flow: Any, op: Any, *args: Any) -> Any:
+        return None if op.name == "linalg_vector_norm" else original(flow, op, *args)
+
+    around(patch, feature_rules, "_mapped", mapped)
+    patch.setattr(cut_proof, "partial_gradients", lambda *args: PartialGradients())
+
+
+@reverted("A7", "log_softmax behind a cut head", "dp=1 tp=2", Cause.FORWARD)
+def log_probabilities_are_taken_to_be_of_each_word(patch: Patch) -> None:
+    patch.setitem(dimension_maps.MAPS, torch.ops.aten._log_softmax, dimension_maps.elementwise)
+
+
 # -- tokens, experts -------------------------------------------------------------------------------
 
 
@@ -301,18 +323,83 @@ def resume(rank: int, world: int, name: str, is_mended: bool) -> float:
         return max(map(abs, carry_out(rank, world, row.case, row.layout).losses))
 
 
-HELD = {
-    "A6": "norm of hidden neurons",
-    "A7": "log_softmax behind a cut head",
-    "A23": "optimizer over other weights",
-    "D2": "weight used twice",
-    "D5": "unused layer in bf16",
-    "D6": "experts without rows",
-    "D7": "linear under its own autocast",
-    "D8": "linear called by keyword",
-    "D9": "arguments in another order",
-}
-"""Causes whose mend cannot be taken back without another refusal or an exception: the case in `reproductions.py` that holds it."""
+# -- what ends in an error ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A mend without which the run ends in an error that is no refusal."""
+
+    cause: str
+    case: str
+    layout: str
+    text: str
+    """Of the error, as a regular expression."""
+    install: Callable[[Patch], None]
+
+
+BROKEN: dict[str, Broken] = {}
+
+
+def broken(cause: str, case: str, layout: str, text: str) -> Any:
+    """Enter a function into the list under its own name."""
+
+    def enter(install: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        BROKEN[install.__name__] = Broken(cause, case, layout, text, install)
+        return install
+
+    return enter
+
+
+ZERO_BUBBLE = "dp=1 pp=2 microbatch=2 schedule=zero-bubble"
+
+
+@broken("D6", "experts without rows", "dp=2 ep=2", "not finite|nan")
+def experts_without_rows_compute_one_of_zeros(patch: Patch) -> None:
+    def own(original: Any, again: Any, module: Any, rows: Tensor, index: Tensor, chosen: Tensor, dtype: Any) -> Tensor:
+        if len(rows):
+            return original(again, module, rows, index, chosen, dtype)
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, 1))
+        return again(padded, chosen.new_zeros(1, 1), rows.new_ones(1, 1))[:0]
+
+    around(patch, expert, "_own", own)
+
+
+@broken("D7", "linear under its own autocast", ZERO_BUBBLE, "dtype")
+def a_split_backward_takes_the_weight_as_it_is(patch: Patch) -> None:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.deferred.postpone(ctx.boxed[0], x, gradient, ctx.is_transposed)
+        return gradient @ weight, gradient.flatten(0, -2).sum(0), None, None, None, None
+
+    patch.setattr(weight_gradients._SplitBackward, "backward", staticmethod(backward))
+
+
+@broken("D8", "linear called by keyword", ZERO_BUBBLE, "keyword argument")
+def a_split_backward_takes_inputs_by_position(patch: Patch) -> None:
+    def positional(original: Any, *args: Any) -> Any:
+        call = original(*args)
+        return lambda x: call(x)
+
+    around(patch, weight_gradients.Deferred, "_around", positional)
+
+
+@broken("D9", "arguments in another order", "dp=2 ep=2", "int|index|dtype|shape")
+def arguments_of_experts_are_taken_in_the_order_of_the_call(patch: Patch) -> None:
+    patch.setattr(expert, "called_with", lambda args, named: (*args, *named.values()))
+
+
+def end(rank: int, world: int, name: str) -> None:
+    """Run one rank of a row's layout without the mend, until it ends in an error."""
+    row = BROKEN[name]
+    with pytest.MonkeyPatch.context() as patch:
+        row.install(patch)
+        carry_out(rank, world, row.case, row.layout)
+
+
+HELD = {"A23": "optimizer over other weights", "D5": "unused layer in bf16"}
+"""Causes with a case in `reproductions.py` alone. Without the refusal of A23 nothing is trained, in a plain loop too; that of D5,
+taken back alone, changes nothing with the torch of the tests."""
 
 
 # -- carrying it out -------------------------------------------------------------------------------

@@ -48,6 +48,18 @@ def _written_back(t: Tensor) -> Tensor:
     return out
 
 
+def _written_by_the_next(t: Tensor) -> Tensor:
+    mask = t.flatten(1).sum(1) > 0
+    out = t.clone()
+    out[mask.roll(1, 0)] = 0
+    return out
+
+
+def _of_the_best(t: Tensor) -> Tensor:
+    best = t.flatten(1).sum(1).topk(min(2, t.shape[0])).indices
+    return t.index_add(0, best, torch.sin(t.index_select(0, best)))
+
+
 def _added_back(t: Tensor) -> Tensor:
     flat = t.reshape(-1, t.shape[-1])
     (places,) = torch.where(flat.sum(-1) > 0)
@@ -104,6 +116,9 @@ STEPS: dict[str, Step] = dict(
         ("convolution", lambda t: F.conv1d(t, torch.ones(2, t.shape[1], 1, device=t.device, dtype=t.dtype)) if t.dim() == 3 else t),
         ("pooling", lambda t: F.avg_pool1d(t, 2) if t.dim() == 3 and t.shape[-1] > 1 else t),
         ("mask and write", _written_back),
+        ("mask and write into the next", _written_by_the_next),
+        ("add to the best", _of_the_best),
+        ("lower triangle", lambda t: t.tril() if t.dim() > 1 else t),
         ("places and add", _added_back),
         ("order and back", _sorted_and_back),
         ("a number of all", lambda t: t * t.sum()),
@@ -113,6 +128,9 @@ STEPS: dict[str, Step] = dict(
 
 
 RESTORING = {"mask and write", "places and add", "order and back"}
+"""Steps in an order that depends on all samples, and has no effect in the end."""
+CHOOSING = {"mask and write into the next", "add to the best"}
+"""Steps in which another sample's values choose, which few of its values show."""
 
 
 class Program(nn.Module):
@@ -175,7 +193,7 @@ def test_claims_hold_for_every_value(names: list[str]) -> None:
         return
     if not found.refusal and not found.tried:
         assert truth, f"{names} is claimed to be independent"
-    if truth and not set(names) & RESTORING:  # by an order that depends on all samples, and has no effect in the end
+    if truth and not set(names) & (RESTORING | CHOOSING):
         assert not found.refusal, f"{names} is refused: {found.refusal}"
 
 
@@ -204,6 +222,8 @@ MIXING = {
     "the largest of all": (["largest 0"], "amax"),
     "a product of samples": (["swap 1", "self product", "linear"], "bmm"),
     "the sum of all": (["a number of all"], "sum"),
+    "the next sample's mask": (["mask and write into the next"], "index_put"),
+    "the best samples": (["add to the best"], "topk"),
 }
 
 

@@ -10,6 +10,7 @@ from samestep.proof.verdict import Cause
 from samestep.proof.verify import verify
 from samestep.runtime.local_replicas import LocalReplicas
 
+NIGHTLY = pytest.mark.nightly
 CONFIG = {
     "vocab_size": 256,
     "hidden_size": 32,
@@ -19,13 +20,13 @@ CONFIG = {
 }
 
 
-def job(codec: str) -> Job:
+def job(codec: str, **exchanges: float) -> Job:
     return Job(
         model={"config": {**CONFIG, "num_key_value_heads": 2, "max_position_embeddings": 64}},
         data={"sequence_length": 16},
         train={"global_batch": 8, "evaluate_samples": 0},
         optimizer={"clip_norm": 0.5},
-        numerics={"replicas": 2, "exchange_every": 2, "compression": codec},
+        numerics={"replicas": 2, "exchange_every": 2, "compression": codec, **exchanges},
         run={"device": "cpu"},
     )
 
@@ -39,13 +40,31 @@ def test_a_layout_is_proven(layout: str, codec: str) -> None:
     assert "plain torch" in {check.what for check in verdict.checks}
 
 
+@pytest.mark.parametrize(
+    ("layout", "codec"), [("dp_replicate=2 dp_shard=2 zero=1", "none"), pytest.param("dp=2", "int8", marks=NIGHTLY)]
+)
+def test_parts_that_are_exchanged_while_steps_go_on_are_proven(layout: str, codec: str) -> None:
+    verdict = verify(job(codec, exchange_parts=2, exchange_delay=1), layout=layout, steps=4, precision="float64")
+    assert verdict.proven, verdict.to_text()
+    assert "plain torch" in {check.what for check in verdict.checks}
+
+
+def test_replicas_that_keep_too_much_of_their_own_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = LocalReplicas._go_on_from_outer
+    monkeypatch.setattr(
+        LocalReplicas, "_go_on_from_outer", lambda self, part, kept: whole(self, part, kept and kept + 0.1)
+    )
+    verdict = verify(job("none", exchange_delay=1), layout="dp=2", steps=4, precision="float64")
+    assert verdict.cause is Cause.PLAIN, verdict.to_text()
+
+
 def test_an_outer_step_that_is_not_the_paper_s_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device and the layout err alike, so that only the plain loop tells."""
     whole = LocalReplicas.exchange
 
-    def without_momentum(self: LocalReplicas) -> None:
+    def without_momentum(self: LocalReplicas, step: int) -> None:
         torch._foreach_zero_(self.momentum)
-        whole(self)
+        whole(self, step)
 
     monkeypatch.setattr(LocalReplicas, "exchange", without_momentum)
     verdict = verify(job("none"), layout="dp=2", precision="float64")
@@ -56,9 +75,9 @@ def test_an_outer_step_that_is_not_the_paper_s_is_found(monkeypatch: pytest.Monk
 def test_replicas_that_go_on_from_elsewhere_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = LocalReplicas.exchange
 
-    def off(self: LocalReplicas) -> None:
-        whole(self)
-        if len(self.assemblies) == 1 and self.first == 1:
+    def off(self: LocalReplicas, step: int) -> None:
+        whole(self, step)
+        if len(self.assemblies) == 1 and self.first == 1 and self.ended:
             self.pieces[0].value.data *= 1.001
 
     monkeypatch.setattr(LocalReplicas, "exchange", off)

@@ -7,12 +7,13 @@ import pytest
 from samestep.layout import Layout
 from tests.pool import pool
 from tests.proof.reproductions import CASES
-from tests.proof.reverted import HELD, RESUMED, REVERTED, prove, resume
+from tests.proof.reverted import BROKEN, HELD, RESUMED, REVERTED, end, prove, resume
 
 ALWAYS = {
     "a_contrastive_loss_is_waived",
     "later_parts_of_a_tuple_are_dropped",
     "dropout_takes_the_first_dimension_for_the_samples",
+    "arguments_of_experts_are_taken_in_the_order_of_the_call",
 }
 """The cheapest row of each kind; the others run at night."""
 CAUSES = {*(f"A{number}" for number in range(1, 25)), "B", "C", *(f"D{number}" for number in range(1, 10))}
@@ -48,7 +49,16 @@ def test_what_a_checkpoint_forgets_changes_a_resumed_run(name):
     assert difference(is_mended=True) < 1e-9
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.nightly) for name in BROKEN]
+)
+def test_a_run_without_a_mend_ends_in_its_error(name):
+    with pytest.raises(Exception, match=BROKEN[name].text):
+        pool(Layout.parse(BROKEN[name].layout).world_size).run(end, name)
+
+
 def test_every_cause_of_the_reviews_has_a_row():
     rows = {cause for row in (*REVERTED.values(), *RESUMED.values()) for cause in row.causes}
-    assert rows | HELD.keys() >= CAUSES
+    assert rows | {row.cause for row in BROKEN.values()} | HELD.keys() >= CAUSES
     assert {case for case in HELD.values() if CASES[case].cause} == set(HELD.values())

@@ -14,7 +14,7 @@ ROW = CodecSpec(name="float24", module=__name__, element_bits=24)
 
 
 class Float24:
-    def encode(self, values: Tensor, block: int, wire: Tensor) -> None:
+    def encode(self, values: Tensor, block: int, wire: Tensor, lost: Tensor | None = None) -> None:
         wire.copy_(_bytes(values.float())[..., 1:].flatten(1))
 
     def decode(self, wire: Tensor, block: int, values: Tensor) -> None:

@@ -21,8 +21,6 @@ from samestep.datasets.columns import Origin, Shards
 from samestep.errors import DataError
 from samestep.job import Job
 
-pytestmark = pytest.mark.usefixtures("runs_no_code")
-
 
 def job_of(source: str | Path, **data: Any) -> Job:
     return Job(data={"source": str(source), "sequence_length": 8, "held_out": 0.25, **data})

@@ -87,7 +87,7 @@ def test_a_batch_of_another_size_is_said_to_compile_anew():
 
 def test_a_block_that_draws_masks_itself_runs_uncompiled_and_says_so():
     _, said = stepped(DrawsInItsOwnCode)
-    assert said == ["run.compile: blocks.0 and 2 more run uncompiled: it draws dropout masks"]
+    assert said == ["run.compile: blocks.0 and 2 more run uncompiled: it draws a dropout mask"]
 
 
 def test_a_hook_within_a_block_runs_as_often_as_without():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import psutil
@@ -16,8 +19,10 @@ import torch
 
 import samestep
 from samestep.datasets import open_dataset
+from samestep.errors import CheckpointError
 from samestep.job import Job
 from samestep.job_tables import DataTable
+from samestep.runtime.checkpoints import torch_checkpoint
 from tests import audit, folders, small
 from tests.pool import pool
 
@@ -106,6 +111,28 @@ def test_a_load_that_runs_code_on_any_rank_is_found(loads: Any, shows: str, tmp_
     with audit.watched() as found:
         pool(2).run(loads, tmp_path)
     assert any(text.startswith(shows) for text in found)
+
+
+class Planted:
+    """A pickle of it names a function."""
+
+    def __reduce__(self) -> Any:
+        return print, ()
+
+
+def reads_metadata(rank: int, world: int, folder: Path) -> None:
+    with mock.patch.object(torch_checkpoint, "_Unpickler", pickle.Unpickler), pytest.raises(CheckpointError):
+        torch_checkpoint.entries(folder, [])
+
+
+def test_whatever_samestep_unpickles_on_any_rank_is_found_in_every_test(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Planted()))
+    torch.save(Path("a value of a class"), tmp_path / "planted.pt")
+    pool(2).run(unpickles, tmp_path)  # by the test's own code
+    assert audit.by_samestep() == []
+    pool(2).run(reads_metadata, tmp_path)
+    (one,) = audit.by_samestep()
+    assert re.fullmatch(r"runtime/checkpoints/torch_checkpoint.py:\d+: pickle.find_class .*print.*", one)
 
 
 def test_a_run_listens_on_loopback_alone(tmp_path: Path) -> None:

@@ -74,6 +74,12 @@ def with_products_of_positions(x: Tensor) -> Tensor:
     return torch.cat([x[..., :-1], numbers[None, :, None]], dim=-1)
 
 
+def with_positions_written(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[..., torch.tensor([0, 1])] = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[:, None]
+    return x
+
+
 def with_a_first_token_of_its_own(x: Tensor) -> Tensor:
     return torch.cat([2 * x[:, :1], x[:, 1:]], 1)
 
@@ -145,6 +151,10 @@ MIXING = {
     "a recurrence": (lambda: Odd(part=Recurrent(16, 16, batch_first=True)), "mixes tokens|not between the tokens of one sequence"),
     "positions of its own": (functools.partial(Odd, with_positions), "blocks.0 counts the tokens of a slice itself"),
     "positions beside": (functools.partial(Odd, with_products_of_positions), "blocks.0 counts the tokens of a slice"),
+    "positions written": (functools.partial(Odd, with_positions_written), "blocks.0 counts the tokens of a slice itself"),
+    "a triangle of ones": (functools.partial(Odd, lambda x: x * torch.ones(x.shape[1:], device=x.device).tril()), "blocks.0 counts the tokens"),
+    "a triangle of itself": (functools.partial(Odd, lambda x: x.tril()), "blocks.0 mixes tokens by tril"),
+    "being one of all tokens": (functools.partial(Odd, lambda x: x * torch.isin(x, x[..., :4])), "blocks.0 mixes tokens by isin"),
     "its own length": (functools.partial(Odd, lambda x: x / x.shape[1]), "blocks.0 computes differently, or with other"),
     "a mask of its own": (Masked, "makes its attention mask itself|is not between the tokens"),
     "a first token of its own": (functools.partial(Odd, with_a_first_token_of_its_own), "by mul computes some tokens"),

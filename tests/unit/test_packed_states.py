@@ -21,7 +21,7 @@ from samestep.program.update_rules import states_per_param
 from samestep.proof import held_tensors, observation
 from samestep.proof.held_tensors import HeldTensor
 from samestep.runtime.checkpoints import checkpoint, manifests
-from samestep.runtime.optimizers.packed_states import _numbers, quantised, random_bits, rounded_at_random
+from samestep.runtime.optimizers.packed_states import _codes, _numbers, quantised, random_bits, rounded_at_random
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.simulation.memory import at_rest
@@ -119,6 +119,18 @@ def test_quantising_keeps_extremes_and_zeros_and_comes_near(
     gaps = _numbers(is_positive, CPU).diff().max() / 2
     assert ((rows - got).abs() <= largest.values * gaps * 1.001).all()
     assert torch.equal(restored(found, block, is_positive=is_positive), found)  # as it is packed again
+
+
+@pytest.mark.parametrize("is_positive", [False, True])
+def test_codes_are_those_of_the_nearest_numbers(is_positive: bool) -> None:
+    """Of what lies at and on both sides of each edge between two codes, of the numbers themselves, and of what lies between."""
+    numbers = _numbers(is_positive, CPU)
+    edges = (numbers[1:] + numbers[:-1]) / 2
+    ends = torch.tensor([-torch.inf, torch.inf])
+    beside = [torch.nextafter(edges, end.expand_as(edges)) for end in ends]
+    between = torch.rand(2**16, generator=torch.Generator().manual_seed(0)) ** 4
+    values = torch.cat([edges, *beside, numbers, between, between * (1 if is_positive else -1), torch.zeros(1)])
+    assert torch.equal(_codes(values, is_positive).long(), torch.bucketize(values, edges))
 
 
 def test_an_outlier_spoils_its_own_block_alone() -> None:

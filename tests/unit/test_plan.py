@@ -117,6 +117,22 @@ def test_gradients_of_a_byte_save_no_more_than_what_is_exposed(tmp_path: Path) -
             assert said.step_s - said.exposed_comm_s <= one.step_s < said.step_s, text
 
 
+@pytest.mark.parametrize(("bytes_per_s", "costs"), [(6e8, False), (1e12, True)])
+def test_a_codec_that_costs_more_than_it_saves_is_named(bytes_per_s: float, costs: bool) -> None:
+    numerics = {"precision": "bf16", "compression": "int8", "replicas": 16}
+    job = Job(model={"source": "preset:gpt2"}, train={"global_batch": 64}, numerics=numerics)
+    machine = hardware.load("h100x8")
+    machine = replace(machine, devices_per_node=1, inter=replace(machine.inter, bytes_per_s=bytes_per_s))
+    model = presets.preset("gpt2", job.data.sequence_length)
+    said = predict(model, job, Layout.parse("dp=16"), machine)
+    found = [one for one in other_numerics.savings(said, model, job, machine) if "compression=none" in one.change]
+    plain = job.model_copy(update={"numerics": job.numerics.model_copy(update={"compression": "none", "replicas": 1})})
+    assert (predict(model, plain, Layout.parse("dp=16"), machine).step_s < 0.97 * said.step_s) == costs
+    assert [one.change for one in found] == [
+        "numerics.compression=none in place of int8, which costs more than it saves"
+    ] * costs
+
+
 def test_what_fits_nowhere_fails_and_names_what_comes_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--set", "model.source=preset:gpt3-175b", "--set", "train.global_batch=4")
     assert run("plan", *words, *A100, "--devices", 2) == 1

@@ -24,8 +24,6 @@ from samestep.models.weight_files import configuration, digest_of
 from tests import small
 from tests.folders import FAMILIES, saved
 
-pytestmark = pytest.mark.usefixtures("runs_no_code")
-
 CPU = torch.device("cpu")
 
 

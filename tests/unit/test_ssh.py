@@ -17,25 +17,50 @@ from tests import small
 _SSH = """#!/bin/sh
 cd {folder}
 read token
-echo "$token" > $3.token
-echo "$@" > $3.words
+echo "$token" > $5.token
+echo "$@" > $5.words
 echo "said by all" >&2
-echo "said by $3" >&2
+echo "said by $5" >&2
 read word
-echo "$word" > $3.told
+echo "$word" > $5.told
 exit {status}
 """
+
+
+_LOST = """#!/bin/sh
+read token
+if [ $5 = h1 ]; then exit 255; fi
+echo "follows h1, over eth0"
+if timeout 1 cat; then exit 1; fi
+echo "goes on with 1 of 2 ranks"
+"""
+"""The first host is lost, and the second one finishes the run, unless its standard input ends."""
 
 
 @pytest.fixture
 def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of what a pretended ssh was told, by host."""
-    program = tmp_path / "bin" / "ssh"
+    _pretend(_SSH.format(folder=tmp_path, status=143), tmp_path, monkeypatch)
+    return tmp_path
+
+
+def _pretend(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = folder / "bin" / "ssh"
     program.parent.mkdir()
-    program.write_text(_SSH.format(folder=tmp_path, status=143))
+    program.write_text(script)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    return tmp_path
+
+
+@pytest.mark.usefixtures("stop_signals")
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_run_that_may_go_on_without_a_host_is_not_stopped(
+    goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _pretend(_LOST, tmp_path, monkeypatch)
+    monkeypatch.setattr(ssh, "_OTHERS_END_S", 0.2)
+    assert ssh.start(["h1", "h2"], None, ["train"], goes_on=goes_on) == (0 if goes_on else 255)
+    assert ("goes on with 1 of 2 ranks" in capfd.readouterr().out) == goes_on
 
 
 @pytest.mark.usefixtures("stop_signals")
@@ -53,7 +78,7 @@ def test_hosts_get_one_command_and_a_secret_that_no_other_process_sees(
     assert len(tokens) == 1
     (token,) = tokens
     assert len(token.strip()) == 64
-    commands = [(said / f"{host}.words").read_text().partition(f"{host} ")[2] for host in ("me@h1", "h2")]
+    commands = [(said / f"{host}.words").read_text().partition(f" {host} ")[2] for host in ("me@h1", "h2")]
     assert commands[0] == commands[1]
     assert token.strip() not in commands[0]
     words = shlex.split(commands[0])

@@ -11,12 +11,15 @@ import torch
 from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
+from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.runtime import preparation
 from samestep.runtime.dropout import rates
-from samestep.runtime.preparation import Source, prepare, with_new_blueprint, with_slices
+from samestep.runtime.preparation import Source, prepare, prepared_for, traced_for, with_new_blueprint, with_slices
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from samestep.simulation.memory import at_rest, during_step
+from samestep.strategies import programs_of
 from samestep.tracing import experts, sequence_boundaries, slices, tensor_plan
 from tests.laboratory import clipped
 from tests.models import MODELS, Tokens
@@ -95,3 +98,30 @@ def test_a_model_without_sequences_is_tried_once(monkeypatch: pytest.MonkeyPatch
     once = with_slices(prepare(source, clipped(), short), Layout.parse("cp=2"), short)
     assert with_slices(once, Layout.parse("cp=2"), short) is once
     assert called.count("prove") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        ("mixtral", ["dp=2 ep=2 zero=1", "dp=2 zero=3 recompute=full"]),
+        ("llama_even", ["dp=1", "cp=2", "pp=2 microbatch=2 schedule=zero-bubble", "dp=2 loss_chunk=8"]),
+    ],
+)
+def test_without_tp_a_model_needs_no_proof_of_a_plan(model: str, layouts: list[str]) -> None:
+    """The steps and their memory are then those of a model whose plan was proven; with tp the plan is proven after all."""
+    source = Source(MODELS[model], loss_of(clipped()), optimizer_of(clipped()), model)
+    example = next(batches(Tokens(), clipped())).samples([0])
+    whole = dataclasses.replace(source, prepared=prepare(source, clipped(), example))
+    lean = dataclasses.replace(source, prepared=prepared_for(source, clipped(), example, Layout()))
+    for where in map(Layout.parse, layouts):
+        specs = [traced_for(one, where, clipped(), example).spec for one in (whole, lean)]
+        ours, theirs = (
+            [(program.bodies, program.tasks, program.buckets, program.units, program.step.holdings, at_rest(program), during_step(program))
+             for program in programs_of(spec, clipped(), where)]
+            for spec in specs
+        )  # fmt: skip
+        assert ours == theirs
+    cut = Layout.parse("tp=2")
+    with pytest.raises(LayoutError, match=preparation.UNEXAMINED):
+        programs_of(lean.prepared.spec, clipped(), cut)  # type: ignore[union-attr]
+    assert traced_for(lean, cut, clipped(), example).spec == traced_for(whole, cut, clipped(), example).spec

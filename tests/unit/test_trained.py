@@ -13,8 +13,6 @@ from samestep.errors import DataError, ModelError
 from samestep.runtime.checkpoints.manifests import latest
 from tests import small
 
-pytestmark = pytest.mark.usefixtures("runs_no_code")
-
 
 def test_a_checkpoint_writes_and_is_evaluated_as_its_run_does(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -50,6 +50,10 @@ class SampleDraw:
         return torch.Generator().manual_seed(draw_key(self.seed, self.step, index))
 
 
+INDICES_AT_ONCE = 1024
+"""Samples whose indices are computed at once."""
+
+
 class BatchStream(Iterator["Batch"]):
     """The batches of the steps that are left; it ends early once the ranks agreed, in a step, to stop."""
 
@@ -57,6 +61,9 @@ class BatchStream(Iterator["Batch"]):
         self._dataset, self._job, self._next = dataset, job, first_step
         self._by_microbatch = job.numerics.coupled_samples is not None
         self._length, self._stopped = len(dataset), False
+        self._steps_at_once = max(1, INDICES_AT_ONCE // job.train.global_batch)
+        self._block: tuple[int, Integers] | None = None
+        """The number of the block of steps that was computed last, and its indices [steps, samples]."""
         self._ahead: ReadAhead | None = None
         self._ahead_in = first_step
         """The step whose micro-batches are being taken."""
@@ -109,8 +116,13 @@ class BatchStream(Iterator["Batch"]):
         return read_samples(self._dataset, wanted.indices, SampleDraw(self._job.train.seed, wanted.step))
 
     def _indices(self, step: int) -> Integers:
-        train = self._job.train
-        return sample_indices(step, train.global_batch, self._length, train.seed)
+        """Return the indices of a step, which are computed for a block of steps at once: a few take numpy as long as many."""
+        block, place = divmod(step, self._steps_at_once)
+        if self._block is None or self._block[0] != block:
+            train, size = self._job.train, self._steps_at_once
+            found = sample_indices(block, size * train.global_batch, self._length, train.seed).reshape(size, -1)
+            self._block = block, found
+        return self._block[1][place].copy()
 
 
 @dataclass(frozen=True, eq=False)

@@ -202,16 +202,27 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskSpec:
-    """One dropout mask: its module, the index of that module's call, the index of the draw within the call."""
+    """One dropout mask, or one tensor of random numbers: its module, the index of that module's call, and of the draw."""
 
     owner: str
     entry: int
     draw: int
+    """Index of the draw within the call: masks count from 0 up, random numbers from -1 down."""
     shape: tuple[int, ...]
-    """Shape of one sample's mask, before any cut."""
+    """Shape of one sample's part, before any cut."""
     rows: tuple[int, int] | None = (0, 0)
-    """Dimension that holds the samples, -1 if the mask is the same for all; and how many positions of one sample are side by
-    side in it, 0 for all that it has. None if the samples cannot be told apart."""
+    """Dimension that holds the samples, -1 if the numbers are the same for all; and how many positions of one sample are side
+    by side in it, 0 for all that it has. None if the samples cannot be told apart."""
+
+    @property
+    def is_numbers(self) -> bool:
+        """Whether these are random numbers, which a model may draw in evaluation too."""
+        return self.draw < 0
+
+    @property
+    def name(self) -> str:
+        """What is drawn, as text."""
+        return "random numbers" if self.is_numbers else "a dropout mask"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,10 +25,10 @@ def refuse_remote(folder: Path) -> None:
     Raises:
         InputError: it is one.
     """
-    if found := re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+):/", str(folder)):
+    if found := re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(.*)", str(folder)):
         raise InputError(
-            f"{folder} is an address of {found[1]}, and a run writes into a folder, which it renames when it is whole: "
-            "a local folder works, or one in which the store is mounted"
+            f"{found[1]}://{found[2]} is an address of {found[1]}, and samestep reads and writes folders: "
+            "a local one works, or one in which the store is mounted"
         )
 
 

@@ -1,9 +1,10 @@
 """What other numerics would save: said beside a plan, and never done, since the job alone says what is computed.
 
-Three changes are known to pay. TensorFloat-32 multiplies float32 with 10 bits of mantissa, on the units that are made for
+Four changes are known to pay. TensorFloat-32 multiplies float32 with 10 bits of mantissa, on the units that are made for
 half precision, and leaves memory as it is. Half precision makes matrix products faster and halves activations and working
 weights; gradients of one byte (int8 with a scale for each block) are a quarter of what data parallelism sends, and what
-their codes lose takes memory. Each is priced in the layout at hand, whose programs are written, played and added up anew: what
+their codes lose takes memory. Where a job compresses gradients and the link is fast, its codecs may take longer than what they save: then
+to send gradients as they are is what would save. Each is priced in the layout at hand, whose programs are written, played and added up anew: what
 a search under the other numerics would find may be better still.
 """
 
@@ -58,6 +59,7 @@ def savings(
             _rounded(best, model, job, hardware, states_per_param),
             _halved(best, model, job, hardware, states_per_param),
             _of_bytes(best, model, job, hardware, states_per_param),
+            _as_they_are(best, model, job, hardware, states_per_param),
         )
         if saving is not None and saving.step_s < (1 - WORTH) * saving.before_s
     ]
@@ -92,6 +94,21 @@ def _halved(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, st
 
 def _under(job: Job, **numerics: object) -> Job:
     return job.model_copy(update={"numerics": job.numerics.model_copy(update=numerics)})
+
+
+def _as_they_are(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, states: int) -> Saving | None:
+    """Send what a codec of the job compresses as it is."""
+    if job.numerics.compression == "none":
+        return None
+    replicas = 1 if job.numerics.exchange_every == 1 else job.numerics.replicas
+    said = predict(model, _under(job, compression="none", replicas=replicas), best.layout, hardware, states)
+    return Saving(
+        change=f"numerics.compression=none in place of {job.numerics.compression}, which costs more than it saves",
+        step_s=said.step_s,
+        before_s=best.step_s,
+        peak_bytes=said.peak.total,
+        before_bytes=best.peak.total,
+    )
 
 
 def _of_bytes(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, states: int) -> Saving | None:

@@ -26,7 +26,8 @@ class BodyKey(NamedTuple):
 
     kind: TaskKind
     chunk: int | None = None
-    """Index of the virtual stage (chunk) on its rank; None where one rank runs all layers, and in the update."""
+    """Index of the virtual stage (chunk) on its rank; None where one rank runs all layers, and in the update; where several
+    steps are played one after the other, the index of an update's step."""
     size: int | None = None
     """Samples of the micro-batch if it is smaller than the step's largest; None for the largest."""
     position: Position | None = None

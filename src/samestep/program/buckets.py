@@ -3,7 +3,7 @@
 ```
 bucket    │ lm_head.weight │ norm.weight │ layers.1.mlp.up │ padding │   in the order of the backward
 ```
-A bucket holds gradients of weights with equal `Holding`s and one dtype, up to `BUCKET_BYTES`, or less where they are sent
+A bucket holds gradients of weights with equal `Holding`s and one dtype, up to `bucket_bytes`, or less where they are sent
 encoded; it is padded to a multiple of the ranks that may divide it. Its first collective starts as soon as backward has finished its last
 gradient, so that it overlaps with the rest of backward (Li et al. 2020, arXiv:2006.15704, section 3.2.3); the others
 follow the step's last backward. So do all collectives of the weights that several stages or virtual stages use, which
@@ -60,6 +60,8 @@ class Bucket:
     """Elements of the flat buffer, padding included."""
     holding: Holding
     """The holding that all its weights have in common."""
+    part: int = 0
+    """The part of the weights that it belongs to, where replicas that are trained apart exchange one after the other."""
     is_late: bool = False
     """Whether it is reduced behind the step's last backward, as weights that several stages or virtual stages use."""
 
@@ -92,10 +94,22 @@ def padded(numel: int, multiple: int) -> int:
 
 
 BUCKET_BYTES = 25 * 2**20
-"""Bytes of gradients at which a bucket is closed: it can still overlap with backward, and uses the link well."""
+"""The fewest bytes of gradients at which a bucket is closed: it can still overlap with backward, and uses the link well."""
+PART_BYTES = 3 * 2**20
+"""The fewest bytes that a reduce_scatter leaves each rank of a bucket. A ring takes one hop for each rank, so a bucket that
+does not grow with the ranks takes longer for its hops than for its bytes. Chosen by the clock: `tests/laws/test_bucket_sizes.py`
+plays other sizes beside it."""
 CODED_BUCKETS, LEAST_CODED_BYTES = 16, 256 * 2**10
 """Buckets that encoded gradients are divided into where these are so large or larger: each is sent by two collectives, one
 after the other, and where libraries seldom fill both directions of a link with one, those of several buckets do."""
+
+
+def bucket_bytes(num_shards: int) -> int:
+    """Return the bytes of gradients at which a bucket is closed whose sum is divided among so many ranks; 1 divides none.
+
+    An all_reduce between nodes goes along trees, whose hops grow with the logarithm of the ranks.
+    """
+    return max(BUCKET_BYTES, PART_BYTES * num_shards)
 
 
 def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket, ...]:
@@ -121,18 +135,17 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
             step.holding(param).sort_key,
             param.is_updated_whole,
             -step.gradient_block(param),
+            step.exchange_part(param.name),
             -param.layer if chunk_of(param) >= 0 else 0,
         ),
     )
-    usual, late_numel = _largest_numel(step), BUCKET_BYTES // BYTES_OF[step.master_dtype]
     groups: list[list[ParamSpec]] = []
     size = 0
     for param in order:
         kind = (*_kind(step, param), chunk_of(param))
-        limit = late_numel if chunk_of(param) < 0 else usual
         is_full = (
             not groups
-            or size >= limit * _owners(step, groups[-1][0])
+            or size >= _full_numel(step, groups[-1][0], is_late=chunk_of(param) < 0)
             or (*_kind(step, groups[-1][0]), chunk_of(groups[-1][0])) != kind
         )
         if is_full:
@@ -148,13 +161,14 @@ def make_buckets(step: StepSpec, chunks: tuple[range, ...] = ()) -> tuple[Bucket
     return tuple(replace(bucket, is_late=index >= len(groups)) for index, bucket in enumerate(buckets))
 
 
-def _largest_numel(step: StepSpec) -> int:
-    """Return the elements at which a bucket is closed that is no late one: stages of other sizes agree on those."""
-    whole = BUCKET_BYTES // BYTES_OF[step.master_dtype]
-    if step.codec == PLAIN or step.compression_rank:  # factors are small, and an all_reduce fills a link
+def _full_numel(step: StepSpec, param: ParamSpec, *, is_late: bool) -> int:
+    """Return the elements at which a bucket of weights like this one is closed; stages of other sizes agree on a late one."""
+    owners, itemsize = _owners(step, param), BYTES_OF[step.master_dtype]
+    whole = (BUCKET_BYTES * owners if owners > 1 else bucket_bytes(step.holding(param).num_shards)) // itemsize
+    if is_late or step.codec == PLAIN or step.compression_rank:  # factors are small, and an all_reduce fills a link
         return whole
     part = sum(param.numel for param in step.model.params if param.trainable) // CODED_BUCKETS
-    return min(whole, max(part, LEAST_CODED_BYTES // BYTES_OF[step.master_dtype]))
+    return min(whole, max(part, LEAST_CODED_BYTES // itemsize) * owners)
 
 
 def is_late(step: StepSpec, param: ParamSpec, chunks: tuple[range, ...]) -> bool:
@@ -173,7 +187,8 @@ def is_in_several(param: ParamSpec, chunks: tuple[range, ...]) -> bool:
 
 def _kind(step: StepSpec, param: ParamSpec) -> tuple[object, ...]:
     """Return what weights of one bucket have in common."""
-    return step.working_dtype(param), step.holding(param), param.is_updated_whole, step.gradient_block(param)
+    block, part = step.gradient_block(param), step.exchange_part(param.name)
+    return step.working_dtype(param), step.holding(param), param.is_updated_whole, block, part
 
 
 def _owners(step: StepSpec, param: ParamSpec) -> int:
@@ -206,6 +221,7 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
         matrices=tuple(_matrices(step, params, members)),
         padded_numel=chunk * owners,
         holding=holding,
+        part=step.exchange_part(params[0].name),
     )
 
 

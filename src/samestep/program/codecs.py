@@ -35,6 +35,8 @@ class CodecSpec:
     """Bytes that a block takes besides its elements."""
     feeds_back: bool = False
     """Whether what a code loses is added to the gradient that is encoded next."""
+    can_be_fused: bool = False
+    """Whether its module also has `fused(backend)`, the same codec with kernels that are compiled as one loop."""
     factors: bool = False
     """Whether a matrix is sent as two factors, which all_reduces sum, and everything else as it is, in master precision."""
 
@@ -64,10 +66,20 @@ CODECS = {
     "bf16": CodecSpec(name="bf16", module="samestep.runtime.codecs.bf16", element_bits=16),
     "fp16": CodecSpec(name="fp16", module="samestep.runtime.codecs.fp16", element_bits=16),
     "int8": CodecSpec(
-        name="int8", module="samestep.runtime.codecs.int8", element_bits=8, block_bytes=1, feeds_back=True
+        name="int8",
+        module="samestep.runtime.codecs.int8",
+        element_bits=8,
+        block_bytes=1,
+        feeds_back=True,
+        can_be_fused=True,
     ),
     "int4": CodecSpec(
-        name="int4", module="samestep.runtime.codecs.int4", element_bits=4, block_bytes=1, feeds_back=True
+        name="int4",
+        module="samestep.runtime.codecs.int4",
+        element_bits=4,
+        block_bytes=1,
+        feeds_back=True,
+        can_be_fused=True,
     ),
     "topk": CodecSpec(name="topk", module="samestep.runtime.codecs.topk", element_bits=40, one_of=16, feeds_back=True),
     "powersgd": CodecSpec(

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from samestep.layout import Layout
 from samestep.program.holding import REPLICAS, SHARDS
+from samestep.program.ranks import BESIDE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +38,20 @@ class Contributions:
     """Contributions that a rank makes one after the other."""
     inside: tuple[str, ...] = ()
     """Axes within a contribution, over which whole gradients are summed in full before they are encoded."""
+    is_hidden: bool = False
+    """Whether whole steps hide what is sent, whose own collectives must not wait for it."""
+
+    @property
+    def sent_over(self) -> str:
+        """The axis by whose groups codes are sent: `axis`, or a second one over the same ranks."""
+        return f"{self.axis}{BESIDE}" if self.is_hidden else self.axis
 
     @classmethod
-    def of(cls, layout: Layout, zero: int, replicas: int) -> Contributions:
+    def of(cls, layout: Layout, zero: int, replicas: int, *, is_hidden: bool = False) -> Contributions:
         """Return where a layout of ZeRO stage `zero` makes its contributions: the outermost data axis that it has."""
         if zero == 0:
             axis, ranks = ("dp", layout.dp) if layout.cp > 1 else (REPLICAS, layout.dp)
         else:
             axis, ranks = (REPLICAS, layout.dp_replicate) if layout.dp_replicate > 1 else (SHARDS, layout.num_shards)
         inside = ("cp",) if zero == 0 and layout.cp > 1 else ()
-        return cls(axis=axis, ranks=ranks, each=max(1, replicas // ranks), inside=inside)
+        return cls(axis=axis, ranks=ranks, each=max(1, replicas // ranks), inside=inside, is_hidden=is_hidden)

@@ -61,6 +61,9 @@ class OpKind(StrEnum):
     """Gradients of weights, where the schedule computes them apart from those of inputs."""
     RECOMPUTE = "recompute"
     UPDATE = "update"
+    OUTER = "outer"
+    """What is computed of an exchange between replicas that are trained apart, once a collective of it has ended; its passes are
+    priced with the collectives of the codec."""
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     ALL_TO_ALL = "all_to_all"

@@ -21,12 +21,13 @@ reductions during backward, messages between stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from samestep.program.bodies import UPDATE_BODY, BodyKey, Task
 from samestep.program.buckets import Bucket
+from samestep.program.exchange_times import ExchangeEvent, ExchangeTimes, Phase
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.owners import Owners
 from samestep.program.step import StepSpec
@@ -67,19 +68,36 @@ class Program:
     """Layers of each virtual stage (chunk) of this rank; empty where one rank runs all layers."""
     axes: Mapping[str, int] = field(default_factory=dict)
     """Number of ranks in a group of each axis that the program communicates over."""
-    exchange: Ops = ()
-    """What follows every `step.exchange_every`-th update, where replicas are trained apart: codes or sums of what their
-    weights have moved by, and under zero=1 the weights, which are gathered once more."""
+    exchanges: tuple[Mapping[Phase, Ops], ...] = ()
+    """What is sent of each part of the weights where replicas are trained apart, by the phases of `exchange_times.py`: codes or
+    sums of what weights have moved by, and under zero=1 the weights, which are gathered once more."""
 
     def with_bodies(self, rewrite: Callable[[BodyKey, Ops], Ops], **changes: Any) -> Program:
         """Return the program with `rewrite` applied to each body, and other fields changed."""
         bodies = {key: rewrite(key, ops) for key, ops in self.bodies.items()}
         return replace(self, bodies=bodies, **changes)
 
-    def exchanging(self) -> Program:
-        """Return the program of a step that ends with an exchange."""
-        update = (*self.bodies[UPDATE_BODY], *self.exchange)
-        return replace(self, bodies={**self.bodies, UPDATE_BODY: update})
+    def ending_with(self, events: Sequence[ExchangeEvent]) -> Program:
+        """Return the program of a step behind which phases of exchanges follow."""
+        return replace(self, bodies={**self.bodies, UPDATE_BODY: self._update_with(events)})
+
+    def _update_with(self, events: Sequence[ExchangeEvent]) -> Ops:
+        sent = [op for phase, part in events if self.exchanges for op in self.exchanges[part][phase]]
+        return (*self.bodies[UPDATE_BODY], *sent)
+
+    def hiding(self, part: int | None) -> Program:
+        """Return the program of the step behind which a part's exchange starts and of those up to its end, one after the
+        other; of as many steps without an exchange if the part is None."""
+        times = ExchangeTimes(every=self.step.exchange_delay + 2, parts=1, delay=self.step.exchange_delay, last=0)
+        bodies, tasks = dict(self.bodies), list[Task]()
+        for index in range(times.delay + 1):
+            events = [] if part is None else [event._replace(part=part) for event in times.behind(times.every + index)]
+            key = UPDATE_BODY._replace(chunk=index)
+            bodies[key] = self._update_with(events)
+            shift = index * self.step.num_microbatches
+            tasks += [task._replace(microbatch=task.microbatch + shift) for task in self.tasks[:-1]]
+            tasks.append(Task(key, 0))
+        return replace(self, bodies=bodies, tasks=tuple(tasks))
 
     def tasks_of(self, index: int) -> tuple[Task, ...]:
         """Return the forwards and backwards of one of the replicas that this rank trains; all, where it trains one."""

@@ -12,6 +12,7 @@ pp  dp_inter  dp_intra             model  nodes, and the data ranks within a nod
 ```
 `tp` stands for all model axes that the layout declares; together they are `model`, the ranks that work on the same tokens.
 An axis is a size and a stride, the distance between neighbours; the rest follows: coordinate = rank // stride % size.
+`dp_beside` and `dp_replicate_beside` have the same groups as `dp` and `dp_replicate`.
 The pipeline stages that share a weight are an axis too, a *tie*, which is named by its stages: `tie_of((0, 3))`.
 
 >>> ranks = Ranks.of(Layout.parse("dp_replicate=2 dp_shard=2"))
@@ -89,6 +90,10 @@ class Ranks:
         return tuple(self.group(rank, axis) for rank in range(last) if self.coordinate(rank, axis) == 0)
 
 
+BESIDE = "_beside"
+"""What the name of an axis ends with where it is a second one over the same ranks: what is sent over it hides behind whole steps,
+whose own collectives do not wait for it."""
+_OVERTAKEN = ("dp", "dp_replicate")
 _TIE = "tie"
 
 
@@ -136,7 +141,7 @@ def _ranks_of(
     for order in orders:
         if math.prod(order.values()) == world_size:  # not so where nodes are not filled, or a degree will be refused
             axes |= _strides(order)
-    return Ranks(world_size, axes)
+    return Ranks(world_size, axes | {f"{axis}{BESIDE}": axes[axis] for axis in _OVERTAKEN if axis in axes})
 
 
 def _strides(sizes: dict[str, int]) -> dict[str, Axis]:

@@ -18,6 +18,7 @@ from samestep.models.spec import ModelSpec, ParamSpec
 from samestep.program.bodies import BodyKey, ends_step
 from samestep.program.codecs import CODECS, PLAIN, is_factored
 from samestep.program.contributions import Contributions
+from samestep.program.exchange_times import parts_of
 from samestep.program.holding import WHOLE, Holding
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node
@@ -53,6 +54,8 @@ class StepSpec:
     """Whether the loss works on logits that are cut by vocabulary; if not, they are gathered for it."""
     compiles_blocks: bool = False
     """Whether blocks run as graphs of `torch.compile`."""
+    codec_backend: str = ""
+    """Backend of `torch.compile` that makes the kernels of a codec one loop; empty where they are not compiled."""
     tf32: bool = False
     """Whether float32 matrix products may run in `TF32`."""
     updates_in_chunks: bool = False
@@ -71,6 +74,12 @@ class StepSpec:
     """The number of contributions that are encoded, or of replicas that are trained apart."""
     exchange_every: int = 1
     """Steps after which replicas exchange what their weights have moved by; 1 where they exchange gradients in every step."""
+    exchange_parts: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """The part of each weight, where replicas exchange parts of their weights at different times (`exchange_times.py`)."""
+    num_exchange_parts: int = 1
+    """The number of these parts."""
+    exchange_delay: int = 0
+    """Steps between the start of an exchange and the outer step that uses it."""
     gradient_blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Elements of a block of each weight's gradient, in which the codec writes it down."""
     compression_rank: int = 0
@@ -105,6 +114,7 @@ class StepSpec:
             replica=replica,
             cuts_loss=job.train.loss == "cross_entropy" if cuts_loss is None else cuts_loss,
             compiles_blocks=job.run.compile == "blocks",
+            codec_backend=job.run.compile_backend if job.run.compile == "blocks" else "",
             tf32=job.numerics.tf32,
             updates_in_chunks=":" not in job.optimizer.name if updates_in_chunks is None else updates_in_chunks,
             optimizer_states=job.numerics.optimizer_states,
@@ -116,6 +126,9 @@ class StepSpec:
             codec=PLAIN if job.numerics.compression == "none" else job.numerics.compression,
             replicas=job.numerics.replicas,
             exchange_every=job.numerics.exchange_every,
+            exchange_parts=parts_of(model, job.numerics.exchange_parts),
+            num_exchange_parts=job.numerics.exchange_parts,
+            exchange_delay=job.numerics.exchange_delay,
             gradient_blocks=_gradient_blocks(model, job.numerics.compression),
             compression_rank=_compression_rank(job.numerics),
             allow=job.run.waivers,
@@ -181,7 +194,7 @@ class StepSpec:
         apart; None where gradients are summed as they are."""
         if self.codec == PLAIN and not self.trains_apart:
             return None
-        return Contributions.of(self.layout, self.zero, self.replicas)
+        return Contributions.of(self.layout, self.zero, self.replicas, is_hidden=self.exchange_delay > 0)
 
     @property
     def trains_apart(self) -> bool:
@@ -192,6 +205,10 @@ class StepSpec:
     def replicas_each(self) -> int:
         """The number of replicas that a rank trains one after the other, each with weights and states of its own."""
         return self.contributions.each if self.trains_apart and self.contributions is not None else 1
+
+    def exchange_part(self, name: str) -> int:
+        """Return the part of the weights that a weight is exchanged with, where replicas are trained apart."""
+        return self.exchange_parts.get(name, 0)
 
     def gradient_block(self, param: ParamSpec) -> int:
         """Return the elements of a block of a weight's gradient; 1 where gradients are sent as they are."""

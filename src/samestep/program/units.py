@@ -298,9 +298,18 @@ def partial_sizes(step: StepSpec, unit: Unit, axis: str) -> dict[str, int]:
     }
 
 
-def coded_parts(step: StepSpec, made: Contributions, unit: Unit) -> dict[CodedPart, tuple[str, ...]]:
-    """Return what a rank encodes of its shard of a unit: buffers of gradients with blocks of one size, and their weights."""
-    mine = {*unit.params}
+def exchanged_parts(step: StepSpec, unit: Unit) -> list[int]:
+    """Return which parts of the weights, as replicas exchange them one after the other, a unit has trained weights of."""
+    trained = {param.name for param in step.model.params if param.trainable and param.numel}
+    return sorted({step.exchange_part(name) for name in unit.params if name in trained})
+
+
+def coded_parts(
+    step: StepSpec, made: Contributions, unit: Unit, exchanged: int = 0
+) -> dict[CodedPart, tuple[str, ...]]:
+    """Return what a rank encodes of its shard of a unit, of those weights that are `exchanged` together: buffers of gradients
+    with blocks of one size, and their weights."""
+    mine = {name for name in unit.params if step.exchange_part(name) == exchanged}
     params = [param for param in step.model.params if param.name in mine and param.trainable and param.numel]
     found: dict[CodedPart, tuple[str, ...]] = {}
     for block in sorted({step.gradient_block(param) for param in params}, reverse=True):

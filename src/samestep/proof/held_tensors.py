@@ -49,14 +49,18 @@ def replicas_of(run: Run) -> list[tuple[str, Assembly]]:
 
 
 def held_gradients(run: Run) -> list[HeldTensor]:
-    """Return a copy of the gradients of the last step; behind an exchange, which writes over them, of the averaged moves."""
-    if run.replicas is not None and run.replicas.is_due(run.steps_taken):
-        return _copied((p.name, p.gradient(), places_of(run, p)) for p in run.replicas.pieces)
-    return _copied(
+    """Return a copy of the gradients of the last step; where an exchange has ended, which writes over them, of averaged moves."""
+    ended = run.replicas.ended if run.replicas is not None else ()
+    is_moved = run.program.step.exchange_part
+    found: list[tuple[str, Tensor, Tensor | range]] = [
         (f"{piece.name}{whose}", piece.gradient(), places_of(run, piece))
         for whose, assembly in replicas_of(run)
         for piece in assembly.weights.updater.pieces
-    )
+        if is_moved(piece.name) not in ended
+    ]
+    moved = run.replicas.pieces if run.replicas is not None else ()
+    found += [(p.name, p.gradient(), places_of(run, p)) for p in moved if is_moved(p.name) in ended]
+    return _copied(found)
 
 
 def held_weights(run: Run) -> list[HeldTensor]:

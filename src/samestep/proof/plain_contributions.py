@@ -47,14 +47,11 @@ class PlainContributions:
         """Return what a gradient is decoded as, and keep what its code loses."""
         if self._codec is None:
             return gradient.detach()
-        values = gradient.detach().reshape(1, -1).clone()
-        if (name, index) in self._lost:
-            values += self._lost[name, index]
+        values = gradient.detach().reshape(1, -1)
+        lost = self._lost.setdefault((name, index), torch.zeros_like(values)) if self._spec.feeds_back else None
         size = self._spec.size_bytes(values.numel(), self._blocks[name])
         wire = torch.zeros((1, size), dtype=torch.uint8, device=values.device)
-        self._codec.encode(values, self._blocks[name], wire)
-        if self._spec.feeds_back:
-            self._lost[name, index] = values
+        self._codec.encode(values, self._blocks[name], wire, lost)
         decoded = torch.zeros_like(values)
         self._codec.decode(wire, self._blocks[name], decoded)
         return decoded.view_as(gradient)

@@ -74,7 +74,14 @@ def _follow_apart(run: Run, source: Source, dataset: Dataset, seen: Observation)
     def loss(model: nn.Module, batch: Batch, indices: Any) -> tuple[Tensor, float]:
         return _loss(model, run, source, batch.samples(indices), batch.step, indices)
 
-    steps = plain_replicas.take_steps(models, loss, run.job, dataset, seen, _contributions(run, source))
+    assert source.prepared is not None
+    canonical = source.prepared.blueprint.canonical
+
+    def part_of(name: str) -> int:
+        return run.program.step.exchange_part(canonical[name])
+
+    made = _contributions(run, source)
+    steps = plain_replicas.take_steps(models, loss, run.job, dataset, seen, made, part_of)
     return replace(steps, other_values=built.other_values)
 
 

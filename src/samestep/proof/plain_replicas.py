@@ -9,6 +9,8 @@ if every H steps:
     SGD(model.parameters(), lr, momentum, nesterov=True).step()
     for replica in replicas: replica.load_state_dict(model.state_dict())
 ```
+Where the weights are exchanged in parts, or with a delay, the last lines are taken for the weights of one part, at its own time,
+with moves of earlier weights, and replicas keep a fraction of their own.
 """
 
 from __future__ import annotations
@@ -38,13 +40,16 @@ def take_steps(
     dataset: Dataset,
     seen: Observation,
     contributions: PlainContributions | None,
+    part_of: Callable[[str], int],
 ) -> PlainSteps:
-    """Take the steps of one device's observation; the first of equal models is the outer one, the others are replicas."""
+    """Take the steps of one device's observation; the first of equal models is the outer one, the others are replicas.
+
+    `part_of` returns the part with which a weight is exchanged, by its name in the model.
+    """
     steps, numerics, limit = PlainSteps(), job.numerics, job.optimizer.clip_norm
     outer, *replicas = (_trained(model) for model in models)
     optimizers = [torch.optim.SGD(one.values(), lr=seen.learning_rate, momentum=0.9) for one in replicas]
-    momentum = numerics.outer_momentum
-    moves = torch.optim.SGD(outer.values(), lr=numerics.outer_lr, momentum=momentum, nesterov=momentum > 0)
+    exchanges = _Exchanges(job, outer, replicas, contributions, part_of)
     for batch in batches(dataset, job):
         total, counted, norms = 0.0, 0.0, []
         parts = batch.shares(0, 1, numerics.replicas)
@@ -57,36 +62,74 @@ def take_steps(
             total, counted = total + float(loss_sum.detach()), counted + count
         steps.losses.append(total / counted)
         steps.norms.append(math.hypot(*norms) / math.sqrt(len(norms)))
-        gradients = _of_replicas(replicas, _gradient)
-        if (batch.step + 1) % numerics.exchange_every == 0 or batch.step + 1 == job.train.steps:
-            _set_moves(outer, replicas, contributions)
-            gradients = held_whole({name: _gradient(param) for name, param in outer.items()})
-            moves.step()
-            _go_on_from(outer, replicas)
-        steps.gradients.append(gradients)
+        moved = exchanges.take(batch.step + 1)
+        own = [{name: param for name, param in one.items() if name not in moved} for one in replicas]
+        steps.gradients.append([*_of_replicas(own, _gradient), *held_whole(moved)])
         steps.weights.append([*_of_replicas(replicas, Tensor.detach), *held_whole(outer)])
     return steps
 
 
-@torch.no_grad()
-def _set_moves(outer: Params, replicas: Sequence[Params], contributions: PlainContributions | None) -> None:
-    """Set the gradients of the outer weights to what replicas have moved by on average, as it is or as it is decoded."""
-    if contributions is None:
-        for name, param in outer.items():
-            param.grad = param - torch.stack([one[name].detach() for one in replicas]).mean(0)
-        return
-    for index, one in enumerate(replicas):
-        for name, param in outer.items():
-            param.grad = param - one[name]
-        contributions.add(index, outer)
-    contributions.finish(outer, len(replicas))
+class _Exchanges:
+    """The exchanges between replicas, which start and end behind some of their steps."""
 
+    def __init__(
+        self,
+        job: Job,
+        outer: Params,
+        replicas: Sequence[Params],
+        contributions: PlainContributions | None,
+        part_of: Callable[[str], int],
+    ) -> None:
+        self._numerics, self._last = job.numerics, job.train.steps
+        self._outer, self._replicas, self._contributions = outer, replicas, contributions
+        self._names = [[name for name in outer if part_of(name) == part] for part in range(job.numerics.exchange_parts)]
+        self._under_way: list[tuple[int, dict[str, Tensor]]] = []
+        """Moves that are averaged already, and the step behind which the outer step uses them."""
+        momentum = job.numerics.outer_momentum
+        self._optimizer = torch.optim.SGD(
+            outer.values(), lr=job.numerics.outer_lr, momentum=momentum, nesterov=momentum > 0
+        )
 
-@torch.no_grad()
-def _go_on_from(outer: Params, replicas: Sequence[Params]) -> None:
-    for one in replicas:
-        for name, param in outer.items():
-            one[name].copy_(param)
+    def take(self, step: int) -> dict[str, Tensor]:
+        """Do what is due behind a step; return the averaged moves of the weights whose outer step was taken."""
+        every, parts, delay = (getattr(self._numerics, f"exchange_{word}") for word in ("every", "parts", "delay"))
+        moved: dict[str, Tensor] = {}
+        for due, moves in self._under_way:
+            if step in (due, self._last):
+                moved |= self._end(moves, kept=self._numerics.exchange_mix)
+        self._under_way = [(due, moves) for due, moves in self._under_way if step < due]
+        for part, names in enumerate(self._names):
+            behind = step - (part + 1) * every // parts
+            if step == self._last or (delay == 0 and behind >= 0 and behind % every == 0):
+                moved |= self._end(self._moves(names), kept=0.0)
+            elif behind >= 0 and behind % every == 0:
+                self._under_way.append((step + delay, self._moves(names)))
+        return moved
+
+    @torch.no_grad()
+    def _moves(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return what replicas have moved some of the outer weights by on average, as it is or as it is decoded."""
+        outer = {name: self._outer[name] for name in names}
+        if self._contributions is None:
+            means = {name: torch.stack([one[name].detach() for one in self._replicas]).mean(0) for name in names}
+            return {name: param - means[name] for name, param in outer.items()}
+        for index, one in enumerate(self._replicas):
+            for name, param in outer.items():
+                param.grad = param - one[name]
+            self._contributions.add(index, outer)
+        self._contributions.finish(outer, len(self._replicas))
+        return {name: _gradient(param) for name, param in outer.items()}
+
+    @torch.no_grad()
+    def _end(self, moves: dict[str, Tensor], kept: float) -> dict[str, Tensor]:
+        """Take the outer step with some moves, which are returned, and set the weights of replicas."""
+        for name, param in self._outer.items():
+            param.grad = moves.get(name)
+        self._optimizer.step()
+        for name in moves:
+            for one in self._replicas:
+                one[name].copy_(kept * one[name] + (1.0 - kept) * self._outer[name])
+        return moves
 
 
 def _of_replicas(replicas: Sequence[Params], what: Callable[[nn.Parameter], Tensor]) -> list[HeldTensor]:

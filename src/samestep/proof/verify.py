@@ -18,11 +18,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -40,6 +37,7 @@ from samestep.errors import InputError, JobError, ModelError, WorkerError
 from samestep.job import Job
 from samestep.job_tables import RunTable, ScheduleTable
 from samestep.layout import Layout
+from samestep.output import temporary_folder
 from samestep.output.byte_sizes import readable
 from samestep.planning import legality
 from samestep.proof import notes, record, sides
@@ -99,7 +97,7 @@ def verify(
         notes = (f"run on {join.resolve_device(device)}",)
     where = Layout.parse(layout) if isinstance(layout, str) else layout
     compiled_blocks.check(job.run)
-    folder = Path(tempfile.mkdtemp(prefix="samestep-proof-"))
+    folder = temporary_folder.make()
     try:
         proving = _proving(job, steps)
         try:
@@ -127,7 +125,7 @@ def verify(
             record.keep(record.record_of(job, verdict))
         return verdict
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        temporary_folder.remove(folder)
 
 
 def verify_all(
@@ -147,18 +145,24 @@ def verify_all(
 def _proving(job: Job, steps: int, precision: str = "float64") -> Job:
     """Return the job to compare: the first steps of the given one, in float64, at a constant learning rate.
 
-    Replicas that are trained apart exchange behind every second step at the latest, so that there are steps behind one.
+    Replicas that are trained apart exchange behind every second step at the latest, in two parts at most, so that there are
+    steps behind an exchange.
     """
-    every = min(job.numerics.exchange_every, 2)
     return job.model_copy(
         update={
             "train": job.train.model_copy(update={"steps": steps}),
             "schedule": ScheduleTable(),
             "numerics": job.numerics.model_copy(
-                update={"precision": precision, "exchange_every": every, "on_spike": "continue"}
+                update={"precision": precision, **_proven_exchanges(job), "on_spike": "continue"}
             ),
         }
     )
+
+
+def _proven_exchanges(job: Job) -> dict[str, int]:
+    """Return how replicas that are trained apart exchange their weights where that is proven."""
+    most = {"exchange_every": 2, "exchange_parts": 2, "exchange_delay": 1}
+    return {key: min(getattr(job.numerics, key), value) for key, value in most.items()}
 
 
 def _without_float64(error: Exception, job: Job) -> str:
@@ -285,10 +289,10 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
     if exact and (why := sides.hindrance(exact)):
         notes.append(f"not held against a plain torch loop, which fails: {why}")
     notes += sides.compiled(subjects[0])
-    if (every := job.numerics.exchange_every) > 2:
-        notes.append(
-            f"proven with numerics.exchange_every = 2, not {every}, so that steps behind an exchange are compared"
-        )
+    proven = _proven_exchanges(job)
+    if changed := [key for key, value in proven.items() if value != getattr(job.numerics, key)]:
+        said = ", ".join(f"numerics.{key} = {proven[key]}, not {getattr(job.numerics, key)}" for key in changed)
+        notes.append(f"proven with {said}, so that steps behind an exchange are compared")
     return Verdict(
         layout=str(layout),
         job=subject.source.name,

@@ -64,7 +64,7 @@ from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.optimizers.update_rule import OptimizerSource
 from samestep.runtime.optimizers.weight_averages import WeightAverages
 from samestep.runtime.parameter_hooks import attributes_of, gradient_hooks
-from samestep.runtime.preparation import Loss, Source, prepare, with_slices
+from samestep.runtime.preparation import Loss, Source, prepared_for, with_slices
 from samestep.runtime.processes import agreement
 from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes.join import RankInfo
@@ -186,7 +186,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     Raises:
         InputError: the model, the optimizer or the number of processes does not fit the layout.
     """
-    traced = with_slices(source.prepared or prepare(source, job, example), layout, example)
+    traced = with_slices(prepared_for(source, job, example, layout), layout, example)
     traced, flows = pipeline.with_flows(traced, layout, job, example, source.loss)
     plan, spec = traced.blueprint, traced.spec
     layout = recompute.layout_for(layout, traced.analysis)
@@ -378,7 +378,8 @@ def store_of(layout: Layout) -> Callable[[nn.Module, Program, meshes.Mesh, Mater
 def set_modes(modes: Mapping[nn.Module, bool]) -> None:
     """Set each module to training or evaluation, without its children."""
     for module, training in modes.items():
-        module.training = training
+        if module.training is not training:  # to set an attribute of a module takes ten times as long as to read it
+            module.training = training
 
 
 def _recompute_contexts(

@@ -39,7 +39,7 @@ from samestep.errors import JobError, ModelError, did_you_mean
 from samestep.job_tables import RunTable
 from samestep.program.program import Program
 from samestep.runtime.axes import precision
-from samestep.runtime.dropout.replacements import MaskSource
+from samestep.runtime.dropout.mask_source import MaskSource
 from samestep.tracing.traced_model import TracedModel
 
 _ISLAND = "samestep keeps it outside of the graph"
@@ -77,7 +77,9 @@ class _Compiler:
         self.num_again += code in self._codes
         self._codes.add(code)
         try:
-            made: Callable[..., Any] = backend(graph, inputs)
+            with warnings.catch_warnings():  # of torch's own code, which inductor imports when it compiles
+                warnings.simplefilter("ignore", DeprecationWarning)
+                made: Callable[..., Any] = backend(graph, inputs)
         except torch._dynamo.exc.TorchDynamoException:
             raise  # by which the compiler begins anew
         except Exception as error:
@@ -249,7 +251,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     blocks = CompiledBlocks(settings.compile_backend)
     model, layers = traced.module, program.step.model.layers
     experts = traced.analysis.experts.counts
-    uncompiled = {mask.owner: "it draws dropout masks" for mask in program.step.model.masks}
+    uncompiled = {mask.owner: f"it draws {mask.name}" for mask in program.step.model.masks}
     uncompiled |= dict.fromkeys(experts, "its shapes depend on values")
     units = {path for unit in program.units for path in unit.modules}
     in_graph: set[nn.Module] = set()

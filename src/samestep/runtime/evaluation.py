@@ -10,26 +10,29 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.building.loss import as_number
 from samestep.errors import ModelError
 from samestep.runtime import microbatches
 from samestep.runtime.assembly import Assembly, set_modes
 from samestep.runtime.axes import precision, tensor
+from samestep.runtime.dropout.mode import Draw, DropoutMode
 from samestep.runtime.forward_only import forward_only
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.optimizers.weight_averages import WeightAverages
 from samestep.runtime.preparation import Loss
 from samestep.runtime.prepared_run import PreparedRun
+from samestep.runtime.step_observer import Indices
 from samestep.tracing.stages import mapped
 
 
-def evaluate(assembly: Assembly, batch: StepBatch, measure: Loss | None = None) -> tuple[float, float]:
+def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | None = None) -> tuple[float, float]:
     """Return the sum of the loss over a batch, and the tokens or samples it counts, without gradients.
 
     `measure` is summed in place of the loss: like it a function of (outputs, batch) -> (sum, count), given whole logits.
+    Random numbers that the model draws in evaluation too are functions of `seed` and sample, the same at every call.
 
     Collective over the world: every rank calls it with the same batch. If one does not, the others wait, at the latest
     in the all_reduce of the sums, until the time limit.
@@ -44,7 +47,8 @@ def evaluate(assembly: Assembly, batch: StepBatch, measure: Loss | None = None) 
             part = everything[start : start + size]
             mine = np.array_split(part, dp)[mesh.index("dp")]
             samples, weight = microbatches.read(assembly, batch, mine)
-            with parallel.slicing.of(samples), parallel.batch_norms.of_evaluation(len(part)):
+            drawing = _drawing(assembly, seed, mine if len(mine) else everything[:1])
+            with drawing, parallel.slicing.of(samples), parallel.batch_norms.of_evaluation(len(part)):
                 outputs = forward(assembly, samples, nullcontext if measure else parallel.pending)
             if outputs is not None:
                 if measure is not None:
@@ -57,7 +61,7 @@ def evaluate(assembly: Assembly, batch: StepBatch, measure: Loss | None = None) 
     return loss_sum, count
 
 
-def outputs_of(assembly: Assembly, samples: Any) -> Any:
+def outputs_of(assembly: Assembly, samples: Any, seed: int) -> Any:
     """Run the model forward on samples that every rank holds; return its outputs, or in a pipeline its logits.
 
     Collective over the world: every rank calls it and is given the outputs. If one does not, the ranks that share
@@ -66,7 +70,9 @@ def outputs_of(assembly: Assembly, samples: Any) -> Any:
     parallel = assembly.parallel
     with _forward_only(assembly):
         moved = tree_map_only(Tensor, lambda leaf: leaf.to(parallel.mesh.device), samples)
-        outputs = forward(assembly, precision.cast_floating(moved, assembly.model.master_dtype))
+        rows = next((len(leaf) for leaf in tree_leaves(moved) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+        with _drawing(assembly, seed, range(rows)):
+            outputs = forward(assembly, precision.cast_floating(moved, assembly.model.master_dtype))
         if outputs is not None:
             outputs = tensor.whole_logits(outputs, parallel.program, parallel.mesh)
     return parallel.stage.from_last(outputs)
@@ -88,6 +94,21 @@ def forward(assembly: Assembly, samples: Any, around: Callable[[], AbstractConte
     if outputs is None:
         return None
     return precision.for_loss(mapped(outputs, Tensor.detach) if takes_gradients else outputs)
+
+
+_EVALUATION = -1
+"""The step of random numbers that an evaluation draws."""
+
+
+def _drawing(assembly: Assembly, seed: int, indices: Sequence[int] | Indices) -> AbstractContextManager[Any]:
+    """Return the context in which a forward of samples draws the random numbers that the model draws in training too."""
+    model = assembly.model
+    if not any(mask.is_numbers for mask in model.spec.masks):
+        return nullcontext()
+    samples = torch.as_tensor(indices, device=assembly.parallel.mesh.device)
+    mode = DropoutMode(model.module, Draw(seed, _EVALUATION, samples), model.mask_part)
+    mode.allows_random = True
+    return mode
 
 
 @contextmanager

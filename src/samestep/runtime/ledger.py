@@ -19,6 +19,7 @@ from torch._C._profiler import _RecordFunctionFast
 
 from samestep.building.dispatch_mode import DispatchMode
 from samestep.program.program import LedgerRow, ledger_key
+from samestep.program.ranks import BESIDE
 
 _KINDS = {
     "allreduce_": "all_reduce",
@@ -30,7 +31,7 @@ _KINDS = {
     "send": "send",
     "recv_": "recv",
 }
-OWN_GROUPS = ("cp", "dp")
+OWN_GROUPS = ("cp", "dp", f"dp{BESIDE}", f"dp_replicate{BESIDE}")
 """Axes with a process group of their own, described by the axis' name; other axes over the same ranks share one."""
 LINK = "link of "
 """What describes the group of a link between two stages, before the ranks of all stages: their messages are one list."""

@@ -18,13 +18,21 @@ DiLoCo (Douillard et al. 2023, arXiv:2311.08105). The job fixes R and H, so a la
 
 A rank that trains several holds a whole assembly of each: weights, gradients, optimizer. The last exchange follows the last
 step of the job, whether or not H divides it.
+
+`numerics.exchange_parts` exchanges parts of the weights one after the other, each once in H steps, and with
+`numerics.exchange_delay = D` replicas take D steps more before the outer step (`program/exchange_times.py`). Their weights have
+moved on meanwhile, which w knows nothing of, so they are mixed, by `numerics.exchange_mix`, a (Douillard et al. 2025,
+arXiv:2501.18512, algorithm 2):
+
+    g = 1/R sum_r (w - w_r)      of the weights behind step t
+    w_r = a w_r + (1 - a) w      behind step t + D
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,11 +41,13 @@ from torch import Tensor
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.program.exchange_times import ExchangeTimes, Phase
 from samestep.program.ops import REPLICA_SCALARS
+from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly, assemble
 from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.optimizers.update_rule import is_torchs_own
-from samestep.runtime.preparation import Source, prepare, with_new_blueprint
+from samestep.runtime.preparation import Source, prepared_for, with_new_blueprint
 from samestep.runtime.processes.join import RankInfo
 
 OF_REPLICA = ":"
@@ -59,8 +69,15 @@ class LocalReplicas:
     """The outer weights, one tensor for each piece of an assembly."""
     momentum: list[Tensor]
     job: Job
+    times: ExchangeTimes
     is_fresh: bool = True
     """Whether every replica has the outer weights."""
+    ended: frozenset[int] = frozenset()
+    """Parts of the weights whose outer step was taken behind the last step; the gradients of the first replica are their moves."""
+    under_way: dict[int, bool] = field(default_factory=dict)
+    """Parts whose exchange has started and not ended, and whether all of its collectives were issued."""
+    arrived: dict[int, list[Tensor]] = field(default_factory=dict)
+    """The summed moves of such parts, a tensor for each piece, where a checkpoint has waited for them or holds them."""
 
     @classmethod
     def of(cls, assemblies: Sequence[Assembly], job: Job) -> LocalReplicas:
@@ -80,7 +97,8 @@ class LocalReplicas:
         first = parallel.mesh.index(made.axis) * made.each if made.ranks > 1 else 0
         pieces = assemblies[0].weights.updater.pieces
         weights = [piece.master().clone() for piece in pieces]
-        return cls([*assemblies], first, weights, [torch.zeros_like(one) for one in weights], job)
+        times = ExchangeTimes.of(job.numerics, job.train.steps)
+        return cls([*assemblies], first, weights, [torch.zeros_like(one) for one in weights], job, times)
 
     @classmethod
     def assembled(cls, source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> LocalReplicas:
@@ -91,7 +109,7 @@ class LocalReplicas:
         Raises:
             InputError: the model, the optimizer or the number of processes does not fit the layout or the job.
         """
-        source = replace(source, prepared=source.prepared or prepare(source, job, example))
+        source = replace(source, prepared=prepared_for(source, job, example, layout))
         found = [assemble(source, layout, job, place, example)]
         while len(found) < found[0].parallel.program.step.replicas_each:
             another = replace(source, prepared=with_new_blueprint(source, job))
@@ -108,41 +126,102 @@ class LocalReplicas:
         """The pieces of the first replica, in whose order the outer weights are."""
         return self.assemblies[0].weights.updater.pieces
 
-    def is_due(self, steps_taken: int) -> bool:
-        """Return whether an exchange follows so many steps."""
-        return steps_taken % self.job.numerics.exchange_every == 0 or steps_taken == self.job.train.steps
+    def indices_of(self, part: int) -> list[int]:
+        """Return the indices of the pieces in a part of the weights."""
+        step = self.assemblies[0].parallel.program.step
+        return [index for index, piece in enumerate(self.pieces) if step.exchange_part(piece.name) == part]
+
+    def program_behind(self, step: int) -> Program:
+        """Return the program of a step, counted from 1, with what is sent of exchanges behind it."""
+        return self.assemblies[0].parallel.program.ending_with(self.times.behind(step))
 
     @torch.no_grad()
-    def exchange(self) -> None:
-        """Average the moves of all replicas, take the outer step, and let every replica go on from there.
+    def exchange(self, step: int) -> None:
+        """Do what is due behind a step: start exchanges, or take the outer steps of those that end.
 
-        The gradients of the first replica are the averaged moves then. Collective over the axis of the program's
-        contributions: if a rank does not call it, the others wait until the time limit.
+        Collective over the axis of the program's contributions, and over `dp_shard` with zero=1: if a rank does not call it,
+        the others wait until the time limit.
         """
-        numerics, store = self.job.numerics, self.assemblies[0].weights.store
-        store.exchange(self._write_move)
-        moves = [piece.gradient() for piece in self.pieces]
-        for weight, momentum, move in zip(self.weights, self.momentum, moves, strict=True):
+        self.is_fresh, self.ended = False, frozenset()
+        started, ended = set[int](), []
+        for phase, part in self.times.behind(step):
+            if phase is Phase.START:
+                self._start(part)
+                started.add(part)
+            elif part not in self.under_way:  # a checkpoint of a job with fewer steps, which ended it
+                continue
+            elif phase is Phase.SUM:
+                self._sum(part)
+            else:
+                self._end(part, mixes=part not in started)
+                ended.append(part)
+        self.ended = frozenset(ended)
+        self.is_fresh = self.ended == {*range(self.times.parts)} and self.ended <= started
+
+    def _start(self, part: int) -> None:
+        """Start to average the moves of a part of the weights of all replicas."""
+        indices = self.indices_of(part)
+
+        def write_move(replica: int) -> None:
+            theirs = self.assemblies[replica].weights.updater.pieces
+            for index in indices:
+                gradient = self.pieces[index].gradient()
+                gradient.copy_((self.weights[index] - theirs[index].master()).view_as(gradient))
+
+        self.assemblies[0].weights.store.start_exchange(part, write_move)
+        self.under_way[part] = False
+
+    def _sum(self, part: int) -> None:
+        if not self.under_way[part]:
+            self.assemblies[0].weights.store.sum_exchange(part)
+            self.under_way[part] = True
+
+    def _end(self, part: int, *, mixes: bool) -> None:
+        """Take the outer step of a part, and let every replica go on from there, with some of its own weights if it `mixes`."""
+        numerics = self.job.numerics
+        self._receive(part)
+        for index, move in zip(self.indices_of(part), self.arrived.pop(part), strict=True):
+            weight, momentum = self.weights[index], self.momentum[index]
             step = move.div_(numerics.replicas).view_as(weight)
             momentum.mul_(numerics.outer_momentum).add_(step)
             weight.sub_(step + numerics.outer_momentum * momentum, alpha=numerics.outer_lr)
-        self.go_on_from_outer()
+        del self.under_way[part]
+        self._go_on_from_outer(part, numerics.exchange_mix if mixes else 0.0)
 
-    def _write_move(self, index: int) -> None:
-        """Write what the weights of one of this rank's replicas have moved by into the gradients of the first one."""
-        theirs = self.assemblies[index].weights.updater.pieces
-        for piece, other, weight in zip(self.pieces, theirs, self.weights, strict=True):
-            gradient = piece.gradient()
-            gradient.copy_((weight - other.master()).view_as(gradient))
+    def _receive(self, part: int) -> None:
+        """Wait for the summed moves of a part, which are then the gradients of the first replica."""
+        mine = [self.pieces[index].gradient() for index in self.indices_of(part)]
+        if part not in self.arrived:
+            self._sum(part)
+            self.assemblies[0].weights.store.end_exchange(part)
+            self.arrived[part] = mine
+            return
+        for gradient, move in zip(mine, self.arrived[part], strict=True):
+            gradient.copy_(move.view_as(gradient))
+        self.arrived[part] = mine
 
-    def go_on_from_outer(self) -> None:
-        """Set the weights of every replica of this rank to the outer ones.
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for the exchanges under way, so that a checkpoint holds their sums; they end when they would have.
 
-        Collective over `dp_shard` with zero=1, as `WeightStore.publish` says.
+        Collective over the axis of the program's contributions: if a rank does not call it, the others wait until the time
+        limit.
         """
+        for part in [part for part in self.under_way if part not in self.arrived]:
+            self._receive(part)
+            self.arrived[part] = [move.clone() for move in self.arrived[part]]
+
+    def _go_on_from_outer(self, part: int, kept: float) -> None:
+        """Set the weights of every replica, of one part, to the outer ones, but for a fraction that is kept of its own."""
+        indices = self.indices_of(part)
         for assembly in self.assemblies:
-            set_weights(assembly, self.weights)
-        self.is_fresh = True
+            updater = assembly.weights.updater
+            assembly.weights.store.settle()  # a gather of the step still sends what is written over here
+            for index in indices:
+                piece, outer = updater.pieces[index], self.weights[index]
+                piece.set_master(outer if kept == 0.0 else torch.lerp(outer, piece.master().view_as(outer), kept))
+            updater.publish()
+            assembly.weights.store.publish(part=part)
 
     @contextmanager
     def outer(self) -> Iterator[None]:
@@ -167,10 +246,24 @@ class LocalReplicas:
     @torch.no_grad()
     def restart(self, start: Sequence[Tensor]) -> None:
         """Begin again from these weights, one tensor for each piece, without momentum."""
+        self.forget_exchanges()
         for weight, momentum, value in zip(self.weights, self.momentum, start, strict=True):
             weight.copy_(value.view_as(weight))
             momentum.zero_()
-        self.go_on_from_outer()
+        for assembly in self.assemblies:
+            set_weights(assembly, self.weights)
+        self.is_fresh = True
+
+    def forget_exchanges(self) -> None:
+        """Wait for the exchanges under way, and forget them; collective as `settle` is."""
+        self.settle()
+        self.under_way.clear()
+        self.arrived.clear()
+
+    def arriving(self) -> Iterator[tuple[Piece, Tensor]]:
+        """Yield the pieces of parts whose exchange is under way, with their summed moves, which `settle` has waited for."""
+        for part, moves in self.arrived.items():
+            yield from zip((self.pieces[index] for index in self.indices_of(part)), moves, strict=True)
 
     def states(self, piece_index: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield what is kept of one piece: by each replica's number, its weights and its optimizer's state of them."""

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
+from samestep.runtime.dropout.mode import after_reading
 from samestep.runtime.host_copies import batch_to_device
 from samestep.runtime.step_observer import Indices
 
@@ -94,6 +95,7 @@ class Microbatches:
             began = time.perf_counter()
             with self._reading():
                 self._held[microbatch] = read(self._assembly, self.batch, self._shares[microbatch])
+            after_reading(self._assembly.model.module)
             self.wait_s += time.perf_counter() - began
             leaves = tree_leaves(self._held[microbatch][0])
             self._shapes[microbatch] = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))

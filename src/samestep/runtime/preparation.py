@@ -34,8 +34,8 @@ from samestep.runtime.axes import (
     precision,
     recompute,
 )
-from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.dropout import rates
+from samestep.runtime.dropout.recording import Placing, record_masks
 from samestep.runtime.optimizers.update_rule import OptimizerSource
 from samestep.strategies.tensor import refuse_degree
 from samestep.tracing import experts as experts_module
@@ -68,7 +68,8 @@ class Source:
 def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | None = None) -> TracedModel:
     """Build the model on the meta device and trace it on one sample of `example`; nothing else examines it.
 
-    `planned` is the plan of tensor parallelism, if not the one that is found for the model.
+    `planned` is the plan of tensor parallelism, if not the one that is found for the model. To prove a plan takes a third of
+    the time, so a model that is to run without tp is given one that is refused (`prepared_for`).
 
     Raises:
         ModelError: the model cannot be built or traced.
@@ -86,7 +87,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         stack.enter_context(cut_proof.record_ends(plan.module, planned.styles, recorder))
         seen = stack.enter_context(tensor_plan.record_cuts(plan.module, planned))
         calls = stack.enter_context(sequence_boundaries.record_calls(plan.module))
-        masks = stack.enter_context(dropout.record_masks(plan.module, samples_traced(plan.module)))
+        drawn = stack.enter_context(record_masks(plan.module, samples_traced(plan.module)))
         dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts, expert_calls))
         checkpointed = stack.enter_context(recompute.record_checkpointed(plan.module))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss)
@@ -108,14 +109,17 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     spec = spread_over_calls(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
     spec = _with_loss(spec)
-    spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, proof.copied, calls)
+    spec, parts = sequence_boundaries.with_sequence(
+        spec, plan.module, planned.styles, proof, calls, recorder.operations
+    )
     placed: list[MaskSpec] = []
 
     @contextmanager
-    def placing(rows_of: samples.RowsOf) -> Iterator[None]:
-        with dropout.record_masks(plan.module, samples.NUM_SAMPLES, rows_of) as found:
+    def placing(rows_of: samples.RowsOf, place: samples.Place) -> Iterator[None]:
+        beside = Placing(rows_of, place, drawn)
+        with record_masks(plan.module, samples.NUM_SAMPLES, beside) as found:
             yield
-        placed.extend(found)
+        placed.extend(found.masks)
 
     with _once_more(plan.module, experts):
         run_on_meta = functools.partial(
@@ -129,7 +133,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         )  # fmt: skip
     spec = replace(with_groups(spec, found.batch_norms), mixes_samples=found.refusal, tried=found.tried)
     analysis = ModelAnalysis(
-        spec=replace(spec, masks=dropout.with_constants(masks, placed, samples.NUM_SAMPLES)),
+        spec=replace(spec, masks=tuple(placed if len(placed) == len(drawn.masks) else drawn.masks)),
         cut_styles=planned.styles,
         gathered=planned.gathered,
         copied=proof.copied,
@@ -157,7 +161,7 @@ def _once_more(module: nn.Module, experts: ExpertModules) -> Iterator[None]:
     with (
         snapshot.preserved(module),
         recompute.record_checkpointed(module),
-        dropout.record_masks(module, samples_traced(module)),
+        record_masks(module, samples_traced(module)),
         experts_module.record_dispatches(module, experts),
     ):
         yield
@@ -275,13 +279,29 @@ def _with_loss(spec: ModelSpec) -> ModelSpec:
     return replace(spec, layers=(*others, last))
 
 
+UNEXAMINED = "its plan of tensor parallelism was not examined"
+"""The refusal of a model that was traced for layouts without tp, which need no proof of a plan."""
+
+
+def prepared_for(source: Source, job: Job, example: Any, layout: Layout | None) -> TracedModel:
+    """Return the model of a source, traced for a layout with or without tp, or for any; what is known already is not traced again.
+
+    Raises:
+        ModelError: the model cannot be built or traced.
+    """
+    traced, is_cut = source.prepared, layout is None or layout.tp > 1
+    if traced is not None and not (is_cut and traced.spec.cut_refusal == UNEXAMINED):
+        return traced
+    return prepare(source, job, example, None if is_cut else tensor_plan.Cuts(refusal=UNEXAMINED))
+
+
 def traced_for(source: Source, layout: Layout, job: Job, example: Any) -> TracedModel:
     """Return the model of a source with what a layout needs to know; what is known already is not traced again.
 
     Raises:
         LayoutError: the forward of a rank of this layout does not compute its part of the whole model's.
     """
-    traced = with_slices(source.prepared or prepare(source, job, example), layout, example)
+    traced = with_slices(prepared_for(source, job, example, layout), layout, example)
     recorded = pipeline.with_flows(traced, layout, job, example, source.loss)[0].flows
     return traced if len(recorded) == len(traced.flows) else replace(traced, flows=recorded)
 

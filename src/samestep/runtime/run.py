@@ -287,9 +287,7 @@ class Run:
                 forget_groups()
             raise
         if self.replicas is not None:
-            self.replicas.is_fresh = False
-            if self.replicas.is_due(self.steps_taken):
-                self.replicas.exchange()
+            self.replicas.exchange(self.steps_taken)
         return report
 
     def _checked_step(self, batch: StepBatch) -> StepReport:
@@ -319,7 +317,7 @@ class Run:
         """
         self._prepare_from(batch)
         with self._kernels(), self._outer_weights():
-            return evaluation.evaluate(self.assembly, batch, measure)
+            return evaluation.evaluate(self.assembly, batch, self.job.train.seed, measure)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the moving averages of its weights (`train.ema`), to evaluate or read them.
@@ -350,7 +348,7 @@ class Run:
         """
         self.prepare(samples)
         with self._outer_weights():
-            return evaluation.outputs_of(self.assembly, samples)
+            return evaluation.outputs_of(self.assembly, samples, self.job.train.seed)
 
     def _kernels(self) -> AbstractContextManager[None]:
         return deterministic.kernels(self.place.device) if self.job.numerics.deterministic else nullcontext()

@@ -102,12 +102,23 @@ class WeightStore(Protocol):
         """
         ...
 
-    def exchange(self, fill: Callable[[int], None]) -> None:
-        """Sum over all replicas that are trained apart what `fill(index)` writes into the gradients of the store's pieces.
+    def start_exchange(self, part: int, fill: Callable[[int], None]) -> None:
+        """Start to sum, over all replicas that are trained apart, what `fill(index)` writes into the gradients of the store's
+        pieces of a part of the weights.
 
-        `fill` is called for each replica of this rank; the gradients then hold the sums. Collective over the axis of the
-        program's contributions: if a rank does not call it, the others wait until the time limit.
+        `fill` is called for each replica of this rank; unless the exchange ends behind the same step, the gradients are as
+        before then. This method, `sum_exchange` and `end_exchange` are called in this order, by every rank behind the same
+        steps. Collective over the axis of the program's contributions: if a rank does not call it, the others wait until the
+        time limit.
         """
+        ...
+
+    def sum_exchange(self, part: int) -> None:
+        """Wait for what a started exchange sends, and issue the collectives that follow; collective as its start is."""
+        ...
+
+    def end_exchange(self, part: int) -> None:
+        """Wait for an exchange, and set the gradients of the store's pieces of the part to its sums; it sends nothing."""
         ...
 
     def norm_squared(self) -> Tensor:
@@ -118,8 +129,9 @@ class WeightStore(Protocol):
         """
         ...
 
-    def publish(self, *, waits: bool = True) -> None:
-        """Make the updated weights visible to the next forward, and to everybody else unless `waits` is False.
+    def publish(self, *, waits: bool = True, part: int | None = None) -> None:
+        """Make the updated weights visible to the next forward, and to everybody else unless `waits` is False; if a `part` is
+        given, only those that replicas exchange with this part.
 
         Called after every update, by every rank; not after a skipped step. Collective over `dp_shard` with zero=1,
         where each rank gathers what the others have updated; otherwise it sends nothing. If a rank leaves it out, the

@@ -80,6 +80,8 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     """
     if op.axis is not None:
         return _collective_s(op, program, hardware)
+    if op.kind is OpKind.OUTER:
+        return 0.0
     if op.kind is OpKind.UPDATE:
         moved = _update_bytes(program.step) / hardware.memory_bytes_per_s / hardware.memory_efficiency
         return (

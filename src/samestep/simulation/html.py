@@ -26,6 +26,7 @@ _COLOURS = {
     "weight": "#8cd17d",
     "recompute": "#b6992d",
     "update": "#79706e",
+    "outer": "#d7b5a6",
     "send": "#d37295",
     "recv": "#fabfd2",
     "all_reduce": "#e15759",

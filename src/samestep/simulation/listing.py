@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from samestep.program.ops import Op
 from samestep.program.program import Program
 from samestep.simulation.memory import memory_summary
 from samestep.simulation.prediction import Prediction
@@ -44,9 +45,16 @@ def _listed(program: Program) -> Iterator[str]:
     yield f'program of "{program.step.layout}": {tasks}'
     for key, ops in program.bodies.items():
         yield f"  {key}"
-        for op in ops:
-            size = f"{op.size_bytes:>12,} B {op.dtype} over {op.axis}" if op.axis else f"{op.flops:>12,} FLOPs"
-            yield f"    {op.name:<40} {size}{'  (by FSDP2)' if op.implied else ''}"
+        yield from map(_line, ops)
+    for part, phases in enumerate(program.exchanges):
+        for phase, ops in phases.items():
+            yield f"  exchange of part {part}, every {program.step.exchange_every} steps: {phase}"
+            yield from map(_line, ops)
+
+
+def _line(op: Op) -> str:
+    size = f"{op.size_bytes:>12,} B {op.dtype} over {op.axis}" if op.axis else f"{op.flops:>12,} FLOPs"
+    return f"    {op.name:<40} {size}{'  (by FSDP2)' if op.implied else ''}"
 
 
 def _tasks(programs: Sequence[Program]) -> Iterator[str]:

@@ -41,7 +41,7 @@ from samestep.program.codecs import CODECS, PLAIN, coded_bytes
 from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.program import Program
 from samestep.program.step import StepSpec, update_chunks
-from samestep.program.units import coded_parts, padded_rows
+from samestep.program.units import coded_parts, exchanged_parts, padded_rows
 from samestep.simulation.live_bytes import Peak, gradient_bytes, peak_of
 
 
@@ -157,7 +157,8 @@ def _coded_bytes(program: Program) -> int:
         return 0
     master, found = BYTES_OF[step.master_dtype], 0
     buffers = [([bucket.coded(made)], bucket.gathers_codes(made)) for bucket in program.buckets]
-    buffers += [([*coded_parts(step, made, unit)], True) for unit in program.units]
+    shards = [[*coded_parts(step, made, unit, part)] for unit in program.units for part in exchanged_parts(step, unit)]
+    buffers += [(parts, True) for parts in shards]
     for parts, gathers in buffers:
         numel = sum(part.numel for part in parts)
         if step.codec == PLAIN:
@@ -171,7 +172,12 @@ def _coded_bytes(program: Program) -> int:
         size = coded_bytes(step.codec, parts)
         found += made.each * size * (2 if made.ranks > 1 else 1) + size // (1 if gathers else made.ranks)
         found += master * (made.each * numel + numel // made.ranks) * CODECS[step.codec].feeds_back
-    return found + master * sum(part.numel for unit in program.units for part in coded_parts(step, made, unit))
+    if step.exchange_delay:  # the moves that are exchanged while steps go on, of one part of the weights at a time
+        under_way = [0] * step.num_exchange_parts
+        for bucket in program.buckets:
+            under_way[bucket.part] += bucket.coded(made).numel
+        found += master * max(under_way)
+    return found + master * sum(part.numel for parts in shards for part in parts)
 
 
 class _Updated(NamedTuple):

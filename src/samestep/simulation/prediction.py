@@ -84,11 +84,12 @@ class Prediction:
     labels: Mapping[str, str]
     """Origin of the numbers: `labels`."""
     exchange_s: float = 0.0
-    """Seconds by which a step is longer that ends with an exchange, where replicas are trained apart."""
+    """Seconds by which the exchanges of all parts of the weights make steps longer, each behind the steps that hide it, where
+    replicas are trained apart."""
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of one step, with its share of an exchange."""
+        """Predicted seconds of one step, with its share of the exchanges."""
         return self.timeline.step_s + self.exchange_s / self.programs[0].step.exchange_every
 
     @property
@@ -191,16 +192,12 @@ def predict_programs(
     """
     length = model.length if job.model.preset is not None else job.data.sequence_length
     timeline = clock.play(programs, hardware)
-    exchange_s = 0.0
-    if any(program.exchange for program in programs):
-        longer = clock.play(tuple(program.exchanging() for program in programs), hardware)
-        exchange_s = longer.step_s - timeline.step_s
     return Prediction(
         layout=programs[0].step.layout,
         hardware=hardware,
         programs=programs,
         timeline=timeline,
-        exchange_s=exchange_s,
+        exchange_s=_exchange_s(programs, hardware),
         memory=uses,
         states_per_param=states_per_param,
         tokens=job.train.global_batch * (length or 1),
@@ -209,3 +206,15 @@ def predict_programs(
         dtype=dtype_on(hardware, programs[0].step.product_dtype),
         labels=labels(job, hardware),
     )
+
+
+def _exchange_s(programs: tuple[Program, ...], hardware: Hardware) -> float:
+    """Return the seconds of the exchanges of all parts of the weights, played with the steps that hide them, which these do not."""
+    if not any(program.exchanges for program in programs):
+        return 0.0
+
+    def played_s(part: int | None) -> float:
+        return clock.play(tuple(program.hiding(part) for program in programs), hardware).step_s
+
+    alone_s = played_s(None)
+    return sum(played_s(part) - alone_s for part in range(programs[0].step.num_exchange_parts))

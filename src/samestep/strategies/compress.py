@@ -13,7 +13,9 @@ as many bytes as a ring's all_reduce of the codes. The ops of buckets are writte
 What is computed is in `program/contributions.py`, what bytes there are in `program/codecs.py`.
 
 Where replicas are trained apart (`numerics.exchange_every`), no step sends gradients between them. The same buffers carry,
-behind every so many updates, what each replica's weights have moved by: `Program.exchange`, as they are or encoded.
+behind every so many updates, what each replica's weights have moved by, as they are or encoded: `Program.exchanges`, of one
+part of the weights after the other (`program/exchange_times.py`). Where steps hide them (`numerics.exchange_delay`) they have
+process groups of their own, so that no collective of these steps waits for them.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from samestep.layout import Layout
 from samestep.program.bodies import UPDATE_BODY
 from samestep.program.codecs import exchange
 from samestep.program.contributions import Contributions
+from samestep.program.exchange_times import Phase
 from samestep.program.holding import REPLICAS, SHARDS
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
@@ -46,8 +49,9 @@ def apply(program: Program) -> Program:
     """Return the program with the exchange of the shards of units, behind all sums within a contribution."""
     made = program.step.contributions
     if made is not None and made.ranks > 1 and program.step.trains_apart:
-        axes = {**program.axes, made.axis: made.ranks}
-        return replace(program, axes=axes, exchange=tuple(_exchange_of_moves(program, made)))
+        axes = {**program.axes, made.sent_over: made.ranks}
+        parts = range(program.step.num_exchange_parts)
+        return replace(program, axes=axes, exchanges=tuple(_exchange_of_moves(program, made, part) for part in parts))
     if made is None or not program.units or program.step.trains_apart:
         return program
     axes = {**program.axes, made.axis: made.ranks}
@@ -56,24 +60,32 @@ def apply(program: Program) -> Program:
     )
 
 
-def _exchange_of_moves(program: Program, made: Contributions) -> Iterator[Op]:
-    """Yield what is sent of the moves of all weights: every buffer's all_to_all or all_reduce, and then the all_gathers."""
+def _exchange_of_moves(program: Program, made: Contributions, part: int) -> dict[Phase, Ops]:
+    """Return what is sent of the moves of a part of the weights: every buffer's all_to_all or all_reduce, and then the
+    all_gathers; and at its end the weights, under zero=1, which have moved once more."""
     step = program.step
-    buffers = [(bucket.name, bucket.codec, [bucket.coded(made)]) for bucket in program.buckets]
-    buffers += [(unit.name, unit.codec, [*coded_parts(step, made, unit)]) for unit in program.units]
+    mine = [bucket for bucket in program.buckets if bucket.part == part]
+    buffers = [(bucket.name, bucket.codec, [bucket.coded(made)]) for bucket in mine]
+    buffers += [(unit.name, unit.codec, [*coded_parts(step, made, unit, part)]) for unit in program.units]
     sent = [
-        [*exchange(name, codec, made.axis, parts, made.each, step.master_dtype, gathers=True)]
+        [*exchange(name, codec, made.sent_over, parts, made.each, step.master_dtype, gathers=True)]
         for name, codec, parts in buffers
         if parts
     ]
-    for ops in sent:
-        yield replace(ops[0], after=(f"{OpKind.UPDATE}:optimizer",))
-    for ops in sent:
-        yield from (replace(op, after=(ops[0].name,)) for op in ops[1:])
-    waits = tuple(ops[-1].name for ops in sent)
-    for op in program.bodies[UPDATE_BODY]:
-        if op.kind is OpKind.ALL_GATHER and op.codec is None:  # of weights, under zero=1, which have moved once more
-            yield replace(op, after=waits)
+    outer = Op(kind=OpKind.OUTER, owner=f"part.{part}")
+    names = {bucket.name for bucket in mine}
+    gathered = [op for op in program.bodies[UPDATE_BODY] if op.kind is OpKind.ALL_GATHER and op.owner in names]
+    return {
+        Phase.START: tuple(ops[0].but(after=(f"{OpKind.UPDATE}:optimizer",)) for ops in sent),
+        Phase.SUM: (
+            *(op.but(after=(ops[0].name,)) for ops in sent for op in ops[1:]),
+            outer.but(after=tuple(ops[0].name for ops in sent)),
+        ),
+        Phase.END: (
+            outer.but(after=tuple(ops[-1].name for ops in sent)),
+            *(op.but(after=(outer.name,)) for op in gathered),
+        ),
+    }
 
 
 def _exchanged(ops: Ops, program: Program, made: Contributions) -> Iterator[Op]:
@@ -107,10 +119,10 @@ def _reasons(step: StepSpec, made: Contributions, layout: Layout, replicas: int)
     if made.axis == SHARDS and layout.cp > 1:
         yield f"zero={step.zero} divides gradients among the ranks of cp too; zero=0 works"
     if layout.ep > 1 and (step.zero == 0 or made.axis == SHARDS):
-        yield (
-            f"ep={layout.ep} mixes the samples of data ranks, which then make no contributions of their own; "
-            f"dp_replicate={replicas} dp_shard={layout.ep} works"
-        )
+        works = f"dp_replicate={replicas} dp_shard={layout.ep} works"
+        if step.compression_rank:  # which is refused there
+            works = f'ep=1 works, and so does "int8" with dp_replicate={replicas} dp_shard={layout.ep}'
+        yield f"ep={layout.ep} mixes the samples of data ranks, which then make no contributions of their own; {works}"
     if step.trains_apart and (reason := _refuse_apart(step, made)):
         yield reason
     if made.each > 1 and (reason := _refuse_several(step, made)):
@@ -141,6 +153,12 @@ def _refuse_cut_matrices(step: StepSpec, made: Contributions, name: str) -> Iter
 def _refuse_apart(step: StepSpec, made: Contributions) -> str | None:
     """Return why replicas cannot be trained apart in a layout, and what works."""
     layout, model = step.layout, step.model
+    layers = len({param.layer for param in model.params if param.trainable})
+    if step.num_exchange_parts > layers:
+        return (
+            f"numerics.exchange_parts = {step.num_exchange_parts} parts cannot each have one of the {layers} layers with "
+            f"trained weights: exchange_parts = {layers} works, or fewer"
+        )
     if step.zero and made.axis == SHARDS:
         works = f"zero=0 works, and so does dp_replicate={step.replicas} dp_shard={layout.dp_shard}"
         return (

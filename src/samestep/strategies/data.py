@@ -62,9 +62,10 @@ def _coupling(step: StepSpec) -> str | None:
         where, _, operation = model.mixes_samples.rpartition(" by ")
         waiver = 'run.allow = ["samples"] lets it run unproven'
         return f"{where} lets the samples of a batch influence each other by {operation}, {works}; {waiver}"
-    unclear = next((mask.owner for mask in model.masks if mask.rows is None), None)
+    unclear = next((mask for mask in model.masks if mask.rows is None), None)
     if unclear is not None:
-        return f"{unclear or model.name} drops elements of a tensor in which samples cannot be told apart, {works}"
+        where = unclear.owner or model.name
+        return f"{where} draws {unclear.name} for a tensor in which samples cannot be told apart, {works}"
     return None
 
 
@@ -80,7 +81,7 @@ def apply(program: Program) -> Program:
     if step.zero == 1 or (step.zero == 0 and (sums or step.is_mixed or made is not None)):
         buckets = make_buckets(step, program.chunks)  # mixed precision and codecs need their buffers on one rank too
     if made is not None:
-        axes |= {made.axis: made.ranks} if made.ranks > 1 else {}
+        axes |= {made.sent_over: made.ranks} if made.ranks > 1 else {}
     elif step.layout.num_replicas > 1:
         axes |= _axes(step)
     program = program.with_bodies(lambda key, ops: _reduced(key, ops, program, buckets))

@@ -41,7 +41,20 @@ def refusal(step: StepSpec) -> str | None:
         return None
     if step.layout.tp == 1:
         return "sequence_parallel cuts the sequence between tensor-cut parts, and tp=1 cuts none: tp=2 works, or leave it out"
+    if step.layout.recompute != "none" and (unclear := next(filter(_keeps_behind, step.model.layers), None)):
+        return (
+            f"sequence_parallel: {unclear.name} keeps something for its backward behind its last sum, in a part that computes on "
+            f"whole sequences, with which recompute={step.layout.recompute} is not supported: recompute=none works, and so does "
+            f"tp={step.layout.tp} alone"
+        )
     return refuse_model(step.model, step.layout.tp)
+
+
+def _keeps_behind(layer: LayerSpec) -> bool:
+    """Return whether a block may keep something after the last sum of a part that is split at its end, or has no sum there."""
+    ends = [one.owner for one in layer.sequence_boundaries[-1:] if one.kind == "split"]
+    has_sum = any(is_below(part.owner, end) for part in layer.forward_sums for end in ends)
+    return bool(ends) and (layer.repeats_last_sum or not has_sum)
 
 
 def refuse_model(model: ModelSpec, degree: int) -> str | None:

@@ -40,8 +40,8 @@ from samestep.tracing.custom_functions import report_module_hooks, reported
 from samestep.tracing.meta_tensors import (
     GROUPED_PRODUCTS,
     KNOWN_ELEMENTS,
+    KnownConstants,
     KnownValues,
-    ListIndices,
     NeedsValuesError,
     address,
     is_whole,
@@ -441,7 +441,14 @@ def outputs_on_meta(module: nn.Module, sample: Any, num_samples: int, value_of: 
     copies = tree_map_only(Tensor, lambda t: torch.cat([t] * num_samples) if t.dim() else t, sample)
     batch = tree_map_only(Tensor, watch.to_meta, copies)
     drawing = process_randomness(_SEED)
-    with drawing, watch.knowing(module, value_of), _fused_attention(watch), torch.enable_grad(), watch, ListIndices():
+    with (
+        drawing,
+        watch.knowing(module, value_of),
+        _fused_attention(watch),
+        torch.enable_grad(),
+        watch,
+        KnownConstants(),
+    ):
         return call_model(module, batch), batch
 
 
@@ -477,7 +484,7 @@ def watch_forward(
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
             stack.enter_context(transforms_beside_hooks())
             stack.enter_context(watch)
-            stack.enter_context(ListIndices())
+            stack.enter_context(KnownConstants())
             outputs = call_model(module, watch.given(batch))
     except (SamestepError, NeedsValuesError):
         raise

@@ -97,22 +97,28 @@ class KnownValues:
                     self.learn(tensor, real)
 
 
-class ListIndices(TorchFunctionMode):
-    """Gives lists of numbers in an index, as in `tokens[:, [-1, 0]]`, as tensors of the host, whose values are known.
+class KnownConstants(TorchFunctionMode):
+    """Makes tensors of numbers that stand in the code on the host, where their values are known.
 
-    Torch makes a tensor of such a list on the device of what is indexed, where no mode sees its numbers.
+    Torch makes them on the device of what they meet: a list in an index, as in `tokens[:, [-1, 0]]`, out of the sight of
+    any mode, and `torch.tensor(0.5, device=x.device)` on the meta device, where the number is lost.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             tensor, index, *rest = args
             parts = index if isinstance(index, tuple) else (index,)
             if any(_is_numbers(part) for part in parts):
                 made = tuple(torch.tensor(part) if _is_numbers(part) else part for part in parts)
                 args = tensor, made if isinstance(index, tuple) else made[0], *rest
-        return func(*args, **(kwargs or {}))
+        elif func in (torch.tensor, torch.as_tensor) and not operands(*args, *kwargs.values()):
+            device = kwargs.get("device")
+            if device is not None and torch.device(device).type == "meta":
+                return func(*args, **(kwargs | {"device": _CPU})).to("meta")
+        return func(*args, **kwargs)
 
 
 def _is_numbers(part: Any) -> bool:

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from samestep.models.analysis import ExpertModules
 from samestep.tracing import experts as experts_module
 from samestep.tracing.dependence.calls import Call, nothing_known
-from samestep.tracing.dependence.dependence_rules import COPIES, FILLS, assumed, attention, rule_of
+from samestep.tracing.dependence.dependence_rules import assumed, by_map, rule_of
+from samestep.tracing.dependence.dimension_maps import FILLS, TRIANGLES, attention, is_elementwise
 from samestep.tracing.dependence.independence import Along, Dependence, Dependences, Mixed, joined
 from samestep.tracing.dependence.row_histories import RowHistories
 from samestep.tracing.forward import ForwardTracer
@@ -110,7 +111,7 @@ class Prover(ForwardTracer):
         """Set the dependence of the output of an attention."""
         if self.is_following:
             given = (query, key, value, *([] if mask is None else [mask]))
-            for result in attention(self._call(None, given, {}, [output])):
+            for result in by_map(attention, self._call(None, given, {}, [output])):
                 self.learn(output, result)
 
     def __torch_dispatch__(
@@ -235,6 +236,8 @@ class Prover(ForwardTracer):
     def _moved(self, constant: Tensor) -> Tensor:
         """Return a constant that the forward made on the CPU on the meta device."""
         moved = self.to_meta(constant)
+        if (found := self.known.of(constant)) is not None:  # random numbers that belong to samples
+            self.learn(moved, found)
         if not constant.is_meta and constant.numel():
             with _disable_current_modes():
                 if bool((constant == constant.flatten()[0]).all()):
@@ -258,7 +261,7 @@ class Prover(ForwardTracer):
             if writes:
                 self._note_rows(func, args, kwargs, results)
             return
-        elementwise = torch.Tag.pointwise in func.tags or packet in COPIES
+        elementwise = is_elementwise(func)
         if not met:
             if given and elementwise and all(self.key(tensor) in self._uniform for tensor in given):
                 self._uniform |= {self.key(tensor) for tensor in results}
@@ -266,7 +269,7 @@ class Prover(ForwardTracer):
                 self._uniform -= {self.key(tensor) for tensor in results}
             self._learn_constants(results if writes else [])
         elif writes or not all(address(result) in {address(t) for t in given} for result in results):  # no views
-            if elementwise:
+            if elementwise or packet in TRIANGLES:
                 self._record_numbers(func, args, kwargs)
             self._follow(self._call(func, args, kwargs, results))
 
@@ -308,9 +311,9 @@ class Prover(ForwardTracer):
                 self.histories.ran(found, size, self.key(result), keys, what, text, writes=writes)
 
     def _record_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the numbers that code gave to an operation; the sizes of the tensors it fills are not among them."""
+        """Record the numbers that code gave to an operation; the sizes of the tensors it fills or draws are not."""
         given = [*args, *kwargs.values()]
-        if func.overloadpacket not in FILLS:
+        if func.overloadpacket not in FILLS and torch.Tag.nondeterministic_seeded not in func.tags:
             given = tree_flatten(given)[0]
         numbers = [repr(one) for one in given if isinstance(one, int | float | complex)]
         numbers += [

@@ -28,6 +28,7 @@ from samestep.models.analysis import ExpertModules
 from samestep.tracing.batch_norms import OPERATIONS, InsideCalls
 from samestep.tracing.dependence.calls import Call
 from samestep.tracing.dependence.dependence_rules import assumed
+from samestep.tracing.dependence.dimension_maps import named
 from samestep.tracing.dependence.independence import NO_DIM, Along, Dependence, Mixed
 from samestep.tracing.forward import ValueOf, watch_forward
 from samestep.tracing.meta_tensors import NeedsValuesError, address, operands, tensors_in
@@ -59,17 +60,17 @@ def examine(
     *,
     keeps_all: bool,
     takes_gradients: bool = False,
-    around: Callable[[RowsOf], AbstractContextManager[Any]] = lambda rows_of: nullcontext(),
+    around: Callable[[RowsOf, Place], AbstractContextManager[Any]] = lambda rows_of, place: nullcontext(),
 ) -> Findings:
     """Return whether samples influence each other in a model's forward; `sample` is a batch of one real sample.
 
     `keeps_all` follows the values of all tensors, for models whose code looks at them; `takes_gradients` keeps what a
     gradient that the forward itself takes needs. The forward runs in the context that
-    `around` makes from a function that says where a tensor has its samples.
+    `around` makes from a function that says where a tensor has its samples, and one that is told it of random numbers.
     """
     watch = _SampleProver(module, keeps_all=keeps_all, takes_gradients=takes_gradients)
     try:
-        with around(watch.rows_of), watch.experts_by_row(module, experts), watch.calls_of_batch_norm:
+        with around(watch.rows_of, watch.place), watch.experts_by_row(module, experts), watch.calls_of_batch_norm:
             outputs = watch_forward(module, sample, NUM_SAMPLES, "the model", containers_of(module), watch, value_of)
     except (ModelError, NeedsValuesError) as error:
         # One sample can be traced, and several cannot: what their number changes is seen on real batches.
@@ -95,6 +96,8 @@ def examine(
 
 RowsOf = Callable[[Tensor], tuple[int, int] | None]
 """Returns the dimension of a tensor that holds the samples, -1 for none, and the positions of one side by side, 0 for all."""
+Place = Callable[[Any, tuple[int, int] | None], None]
+"""Is told where random numbers, which depend on no tensor, have a row for each sample."""
 
 
 class _SampleProver(Prover):
@@ -132,6 +135,13 @@ class _SampleProver(Prover):
         is_whole = tensor.shape[found.dim] == NUM_SAMPLES * found.inner
         return (found.dim, 0 if is_whole else found.inner)
 
+    def place(self, numbers: Any, rows: tuple[int, int] | None) -> None:
+        """Set the dependence of random numbers that are drawn for each sample: its own, which no other sample may meet."""
+        if not isinstance(numbers, Tensor) or rows is None or rows[0] == NO_DIM or self.known.of(numbers) is not None:
+            return
+        dim, inner = rows
+        self.learn(numbers, Along(dim, inner or numbers.shape[dim] // NUM_SAMPLES, 0))
+
     def untried(self, call: Call) -> list[Dependence]:
         """Return the dependences of the results of an operation that is assumed to keep samples apart, and listed."""
         self.tried.append(call.text)
@@ -140,10 +150,10 @@ class _SampleProver(Prover):
     def _follow(self, call: Call) -> None:
         """Take batch norm to keep samples apart: a layout computes its statistics over the same groups of samples."""
         is_one = self.calls_of_batch_norm.is_inside and call.func.overloadpacket in OPERATIONS
-        if not is_one or not call.named().get("training", True):
+        if not is_one or not named(call).get("training", True):
             super()._follow(call)
             return
-        x, owner = call.named()["input"], self.batch_norms[-1][1].owner
+        x, owner = named(call)["input"], self.batch_norms[-1][1].owner
         rows = self.known.of(x) if self.known.is_ordered(x) else None
         if not isinstance(rows, Along) or rows.dim != 0 or len(x) != NUM_SAMPLES * rows.inner:
             self.otherwise_called.add(owner)

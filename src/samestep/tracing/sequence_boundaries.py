@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts, facts_of
 from samestep.models.spec import Boundary, BoundaryKind, LayerSpec, ModelSpec, is_below
+from samestep.tracing.features.cut_proof import CutProof
+from samestep.tracing.meta_tensors import address
+from samestep.tracing.operations import Operation
 
 Styles = Mapping[str, str]
 """Cut style of each module, by its path."""
@@ -56,14 +60,23 @@ def record_calls(model: nn.Module) -> Iterator[Calls]:
         yield calls
 
 
+def _readers_of(operations: Sequence[Operation]) -> dict[int, set[str]]:
+    """Return the modules whose code reads each storage of a recorded forward."""
+    found: dict[int, set[str]] = {}
+    for op in operations:
+        for view in op.given if op.func not in ("left", "outputs") else ():
+            found.setdefault(view.storage, set()).add(op.where)
+    return found
+
+
 def with_sequence(
-    spec: ModelSpec, model: nn.Module, styles: Styles, copied: Collection[str], calls: Calls
+    spec: ModelSpec, model: nn.Module, styles: Styles, proof: CutProof, calls: Calls, operations: Sequence[Operation]
 ) -> tuple[ModelSpec, Parts]:
     """Return the spec with the boundaries of its sequence, or a refusal; and with it each block's cut parts.
 
-    The inputs of `copied` modules have partial gradients under tp alone.
+    `operations` are those of the forward that `calls` are of.
     """
-    seen = _Seen(model, styles, copied, calls)
+    seen = _Seen(model, styles, proof, calls, _readers_of(operations))
     if spec.cut_refusal:
         return replace(spec, sequence_refusal=f"{spec.name} cannot be cut, {spec.cut_refusal}"), {}
     blocks = [layer for layer in spec.layers if layer.is_block]
@@ -122,9 +135,10 @@ class _Seen:
 
     model: nn.Module
     styles: Styles
-    copied: Collection[str]
-    """Modules whose inputs have partial gradients under tp alone."""
+    proof: CutProof
     calls: Calls
+    readers: Mapping[int, set[str]]
+    """Modules whose code reads each storage."""
 
     def rows_in(self, part: str) -> list[str]:
         """Return the modules of a part that are cut by rows, in order of the forward."""
@@ -152,6 +166,7 @@ def _with_boundaries(
     for part in calls.entered:
         if part in ran:
             given, state = _one_call(part, calls, calls.entered[path][0]), calls.states[part]
+            _check_whole_features(part, seen)
             known = last.get(part in whole)
             if known is None or given is not known[0] or state != known[1]:
                 kind: BoundaryKind = "join" if part in whole else "gather"
@@ -177,6 +192,17 @@ def _with_boundaries(
         for p in layer.products
     )
     return replace(layer, products=products, sequence_boundaries=tuple(boundaries)), {param.name for param in between}
+
+
+def _check_whole_features(part: str, seen: _Seen) -> None:
+    """Check that a part is given, and returns, whole features, unless it leaves them to a module that is cut by rows.
+
+    Raises:
+        _CannotCutError: tp cuts them.
+    """
+    ends = (seen.calls.entered[part], () if seen.leaves_features_cut(part) else seen.calls.left[part])
+    if any(tensor is not None and address(tensor) in seen.proof.cut_storages for tensor in chain(*ends)):
+        raise _CannotCutError(f"{part} is given, or returns, what tp cuts: put both cuts into one module")
 
 
 def _end(path: str, kind: BoundaryKind, calls: Calls) -> Boundary:
@@ -242,10 +268,13 @@ def _has_partial_gradients(part: str, seen: _Seen) -> bool:
         style = seen.styles.get(path)
         if style == "gather" or (style is None and seen.has_weights(path)):
             return False
-        takes_input = style in _COLUMN or path in seen.copied
+        takes_input = style in _COLUMN or path in seen.proof.copied
         if takes_input and any(tensor is not given for tensor in seen.calls.entered.get(path, ())):
             return False
-    return True
+    by_columns = [path for path, style in seen.styles.items() if style in _COLUMN]
+    readers = seen.readers.get(address(given), ()) if given is not None else ()
+    others = (path for path in readers if not any(is_below(path, column) for column in by_columns))
+    return not any(is_below(path, part) for path in others)  # as where a part adds what it is given to what it returns
 
 
 def _one_call(part: str, calls: Calls, block: Tensor | None) -> Tensor:

@@ -119,7 +119,7 @@ def check(
     else:
         resume_from = _resume_from(folder, job, until) if resume else None
     first_weights = FirstWeights.of(init_from, job) if init_from is not None and resume_from is None else None
-    workload = Workload(job)
+    workload = Workload(job, where)
     why = ""
     if where is None:
         words, why = agreed(lambda: searched(workload, ranks or job.run.ranks, num_hosts), place)

@@ -43,9 +43,17 @@ class Elasticity:
         left = world // hosts * (hosts - len(lost)) if lost else world - 1
         if self.least is None:
             raise WorkerError(f"{error}\n{left} ranks are left: --ranks {left}:{world} lets a run go on with them")
-        fewer = self._fewer(checked, left, hosts - len(lost), error)
-        print(f"goes on with {fewer.layout.world_size} of {world} ranks, layout {str(fewer.layout)!r}", flush=True)
-        return fewer
+        return self._fewer(checked, left, hosts - len(lost), error)
+
+    def on_hosts_left(self, checked: Checked, num_hosts: int) -> Checked:
+        """Return a run that was checked for a number of hosts on those that met again after the leading one was lost.
+
+        Raises:
+            WorkerError: no layout of the ranks that are left is allowed and legal; the text says what would be.
+        """
+        assert self.meeting is not None
+        left = checked.layout.world_size // num_hosts * self.meeting.num_hosts
+        return self._fewer(checked, left, self.meeting.num_hosts, WorkerError("the leading host is gone"))
 
     def _fewer(self, checked: Checked, left: int, hosts: int, error: WorkerError) -> Checked:
         """Return the run in the first legal layout of at most `left` ranks, of which each host has as many."""
@@ -60,6 +68,8 @@ class Elasticity:
                 except InputError as reason:
                     refused = refused or f": {reason}"
                     continue
+                before = checked.layout.world_size
+                print(f"goes on with {layout.world_size} of {before} ranks, layout {str(layout)!r}", flush=True)
                 return dataclasses.replace(checked, layout=layout, why=why, ranks_per_node=per_node)
         given, together = checked.layout, checked.layout.world_size // checked.layout.dp
         works = f"a number of ranks that {together} divides, or --layout auto, which plans anew, works"

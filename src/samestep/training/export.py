@@ -16,6 +16,7 @@ from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import JobError
 from samestep.job import Job
 from samestep.job_tables import Precision
+from samestep.output import durable_files
 from samestep.runtime.checkpoints import pretrained_folder, torch_export
 from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
 from samestep.training.trained import StoredRun
@@ -64,6 +65,7 @@ def export(
         ModelError: the model is none of transformers.
     """
     folder = Path(out)
+    durable_files.refuse_remote(folder)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise JobError(f"--out {folder} exists: a new folder works")
     stored = StoredRun.of(run)

@@ -13,21 +13,27 @@ import dataclasses
 import hashlib
 import platform
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from samestep import errors
-from samestep.errors import JobError, RunError
+from samestep.errors import JobError, RunError, WorkerError
 from samestep.job import Job
 from samestep.runtime.processes import workers
 from samestep.runtime.processes.distant_workers import Away, Follower
 from samestep.runtime.processes.join import resolve_device
 from samestep.runtime.processes.local_workers import LocalWorkers
-from samestep.runtime.processes.meeting import Meeting
+from samestep.runtime.processes.meeting import Meeting, Rendezvous, meet
 from samestep.runtime.processes.worker import LaunchOptions
 from samestep.training import run_folder
 from samestep.training.check import Checked, check, shares
+
+_LOCK_PATIENCE_S = 120.0
+"""Seconds after which a shared folder has let go of the lock of a host that is gone: on NFS it waits for 90 s."""
+_AGAIN_S = 30.0
+"""Seconds in which hosts meet again; they find out within 10 s of each other that the leading one is lost."""
 
 
 def identity(job: Job, flags: Mapping[str, object]) -> dict[str, str]:
@@ -41,6 +47,7 @@ def identity(job: Job, flags: Mapping[str, object]) -> dict[str, str]:
 def away(checked: Checked, meeting: Meeting) -> Away:
     """Return the part that the other hosts take in one start of a run's workers."""
     order = {
+        "hosts": [follower.peer for follower in meeting.followers],
         "layout": str(checked.layout),
         "folder": str(checked.folder.absolute()),
         "until": checked.until,
@@ -50,8 +57,25 @@ def away(checked: Checked, meeting: Meeting) -> Away:
     return Away(meeting, shares(checked.layout.world_size, meeting.num_hosts), order)
 
 
-def follow(meeting: Meeting, job: Job, init_from: str | Path | None, work: Callable[..., Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Lost:
+    """What a follower knows of a run whose leading host is lost."""
+
+    why: str
+    folder: Path | None
+    """The run folder; None where no workers were started."""
+    lock: str
+    """The text of its lock, which the leading host held."""
+    hosts: tuple[str, ...]
+    """The addresses of all followers, in the order in which they lead."""
+    is_told: bool
+    """Whether this host sees who holds the lock of the folder."""
+
+
+def follow(meeting: Meeting, job: Job, init_from: str | Path | None, work: Callable[..., Any]) -> dict[str, Any] | Lost:
     """Start workers of `work` as the leading host says, until the run is over, and return its summary.
+
+    Returns what is known of the run where the leading host is lost.
 
     Raises:
         SamestepError: the run failed; class and text are those of the leading host.
@@ -61,11 +85,14 @@ def follow(meeting: Meeting, job: Job, init_from: str | Path | None, work: Calla
     print(f"follows {meeting.leader.peer}, over {meeting.interface}", flush=True)
 
     known: dict[str, Checked] = {}
+    lost = Lost("", None, "", (), is_told=False)
 
     def workers_of(order: Mapping[str, Any]) -> LocalWorkers:
+        nonlocal lost
         layout, until, folder = order["layout"], order["until"], Path(order["folder"])
         if run_folder.lock_of(folder) != order["lock"]:
             raise JobError(f"--out {folder} is not the leading host's folder: one that all hosts share works")
+        lost = Lost("", folder, order["lock"], tuple(order["hosts"]), run_folder.is_held(folder))
         if layout not in known:
             size = {"ranks": order["ranks"], "num_hosts": order["ranks"] // order["local_ranks"]}
             given = {"layout": layout, "steps": until, "out": folder, "init_from": init_from}
@@ -90,12 +117,37 @@ def follow(meeting: Meeting, job: Job, init_from: str | Path | None, work: Calla
         return LocalWorkers(options, work, (checked,))
 
     last = Follower(meeting.leader, workers_of).follow()
+    if last is None:
+        return dataclasses.replace(lost, why=f"the leading host {meeting.leader.peer} is gone: {meeting.leader.lost}")
     if "status" in last:
         raise SystemExit(last["status"])
     if "error" in last:
         raise getattr(errors, last["error"], RunError)(last["text"])
     summary: dict[str, Any] = last["summary"]
     return summary
+
+
+def meet_again(lost: Lost, at: Rendezvous, mine: Mapping[str, str]) -> Meeting:
+    """Meet the hosts that are left, at the first of them that is there, to go on without the one that has led them.
+
+    Only a run that has died is taken over: its lock is left behind. One that is cut off, or has ended, keeps or removes it.
+
+    Raises:
+        WorkerError: the run has not died, as far as this host can see, or no host came.
+    """
+    if lost.folder is None or not lost.is_told:
+        told = "no workers were started yet" if lost.folder is None else f"{lost.folder} does not show who else uses it"
+        raise WorkerError(f"{lost.why}; {told}, so --auto-resume goes on once it is there again")
+    print(f"{lost.why}; waiting until its run has left {lost.folder}", flush=True)
+    if not run_folder.is_left_behind(lost.folder, lost.lock, _LOCK_PATIENCE_S):
+        raise WorkerError(f"{lost.why}; its run goes on or has ended without this host")
+    for number, host in enumerate(lost.hosts):
+        here = dataclasses.replace(at, host=host, num_hosts=len(lost.hosts) - number)
+        try:
+            return meet(here, mine, _AGAIN_S, least_hosts=1)
+        except WorkerError as error:
+            print(error, flush=True)
+    raise WorkerError(f"{lost.why}; none of {', '.join(lost.hosts)} leads the run instead")
 
 
 def _resumed(checked: Checked, order: Mapping[str, Any]) -> Checked:

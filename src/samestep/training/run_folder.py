@@ -142,6 +142,33 @@ def lock_of(folder: Path) -> str:
         return ""
 
 
+def is_held(folder: Path) -> bool:
+    """Return whether another process holds a folder's lock, as this host sees it; not every shared folder tells other hosts."""
+    try:
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def is_left_behind(folder: Path, lock: str, patience_s: float) -> bool:
+    """Return whether the run with this lock has died: nobody holds it any longer, and a run that ends removes it."""
+    end = time.monotonic() + patience_s
+    while lock_of(folder) == lock:
+        if not is_held(folder):
+            return lock_of(folder) == lock
+        if time.monotonic() > end:
+            break
+        time.sleep(0.2)
+    return False
+
+
 def _holder(path: Path) -> str:
     """Return who holds a lock, as text."""
     try:

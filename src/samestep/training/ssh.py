@@ -5,8 +5,8 @@ samestep train JOB --nodes H1,H2 ─┬─ ssh H1 ─ samestep train JOB --nodes
                                   └─ ssh H2 ─ the same
 ```
 The secret, and later the stop signals of this process, go through the standard input of ssh, whose end stops a host too.
-The folder of this process and its Python must exist on all hosts. What the leading host prints is printed here; of the
-others, what it has not printed itself.
+The folder of this process and its Python must exist on all hosts. What the first host prints is printed here; of the others,
+the errors that it has not printed itself, and where it is lost and they go on, what they print.
 """
 
 from __future__ import annotations
@@ -30,11 +30,17 @@ from samestep.errors import InputError
 _PORTS = range(20000, 30000)
 _OTHERS_END_S = 5.0
 """Seconds after which the others are stopped where one host has failed."""
+_FOLLOWS = b"follows "
+"""The beginning of the line that a host prints when all have met (`hosts.follow`)."""
 _WORDS = {signal.SIGINT: b"INT", signal.SIGTERM: b"TERM"}
 
 
-def start(hosts: Sequence[str], rendezvous: str | None, words: Sequence[str] | None = None) -> int:
+def start(
+    hosts: Sequence[str], rendezvous: str | None, words: Sequence[str] | None = None, *, goes_on: bool = False
+) -> int:
     """Start the command of this process, or `words`, on every host, wait for all, and return the exit status of the run.
+
+    With `goes_on` the run may go on without hosts that are lost, once all have met.
 
     Raises:
         InputError: there is no ssh here, or fewer than two hosts.
@@ -50,7 +56,7 @@ def start(hosts: Sequence[str], rendezvous: str | None, words: Sequence[str] | N
     given = _without_nodes(sys.argv[1:] if words is None else words)
     given += ["--nodes", str(len(hosts)), "--rendezvous", address, "--token-file", "-"]
     command = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([sys.executable, '-m', 'samestep', *given])}"
-    return _Hosts(hosts, command).run(secrets.token_hex(32).encode())
+    return _Hosts(hosts, command, goes_on).run(secrets.token_hex(32).encode())
 
 
 def heed_standard_input() -> bytes:
@@ -91,19 +97,23 @@ def _without_nodes(words: Sequence[str]) -> list[str]:
 class _Hosts:
     """The processes of ssh, one for each host, the first of which leads or prints at least."""
 
-    def __init__(self, hosts: Sequence[str], command: str) -> None:
-        self.hosts, self.command = hosts, command
+    def __init__(self, hosts: Sequence[str], command: str, goes_on: bool) -> None:
+        self.hosts, self.command, self.goes_on = hosts, command, goes_on
         self.processes: list[subprocess.Popen[bytes]] = []
         self.said: list[list[bytes]] = [[] for _ in hosts]
+        self.unprinted: list[bytes] = []
+        """The output of the other hosts, until the first one is lost."""
+        self.have_met = False
 
     def run(self, token: bytes) -> int:
         """Start all, and return the exit status of the run."""
         handlers = {number: signal.signal(number, self._on_signal) for number in _WORDS}
         try:
-            readers = [self._started(index, token) for index in range(len(self.hosts))]
+            readers = [reader for index in range(len(self.hosts)) for reader in self._started(index, token)]
             self._wait()
             for reader in readers:
                 reader.join()
+            self._print_without_first()
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -115,24 +125,33 @@ class _Hosts:
                 if line not in self.said[0]:
                     print(f"{host}: {line.decode(errors='replace').rstrip()}", file=sys.stderr)
         statuses = [process.returncode for process in self.processes]
+        if self.goes_on and 0 in statuses:
+            return 0
         return abs(statuses[0]) if statuses[0] else max(map(abs, statuses))
 
-    def _started(self, index: int, token: bytes) -> threading.Thread:
-        """Start one host; return the thread that reads its errors."""
+    def _started(self, index: int, token: bytes) -> Iterator[threading.Thread]:
+        """Start one host; yield the threads that read what it prints."""
         is_first = index == 0
         process = subprocess.Popen(
-            ["ssh", "-o", "BatchMode=yes", self.hosts[index], self.command],
+            ["ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", self.hosts[index], self.command],
             stdin=subprocess.PIPE,
-            stdout=None if is_first else subprocess.DEVNULL,
+            stdout=None if is_first else subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,  # Ctrl-C in the terminal reaches this process only, which passes it on once
         )
         self.processes.append(process)
         self._write(process, token)
-        reader = threading.Thread(target=self._read, args=(index, process.stderr), daemon=True)
-        reader.start()
-        return reader
+        for read, stream in ((self._read, process.stderr), (self._read_output, process.stdout)):
+            if stream is not None:
+                reader = threading.Thread(target=read, args=(index, stream), daemon=True)
+                reader.start()
+                yield reader
+
+    def _read_output(self, index: int, lines: IO[bytes]) -> None:
+        for line in lines:
+            self.have_met |= line.startswith(_FOLLOWS)
+            self.unprinted.append(line)
 
     def _read(self, index: int, lines: IO[bytes]) -> None:
         for line in lines:
@@ -147,12 +166,19 @@ class _Hosts:
         while any(process.poll() is None for process in self.processes):
             if not failed_s and any(process.returncode for process in self.processes):
                 failed_s = time.monotonic()
-            if failed_s and time.monotonic() > failed_s + _OTHERS_END_S:
+            self._print_without_first()
+            if failed_s and time.monotonic() > failed_s + _OTHERS_END_S and not (self.goes_on and self.have_met):
                 for process in self.processes:
                     assert process.stdin is not None
                     with contextlib.suppress(OSError):
                         process.stdin.close()
             time.sleep(0.1)
+
+    def _print_without_first(self) -> None:
+        """Print what the others have printed, where the first one is lost and they may go on."""
+        while self.goes_on and self.processes[0].returncode and self.unprinted:
+            sys.stdout.buffer.write(self.unprinted.pop(0))
+            sys.stdout.flush()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         for process in self.processes:

@@ -158,25 +158,43 @@ def train(
         place = join.join(run.device, timeout_s=run.timeout_s, ranks_per_node=run.ranks_per_node, threads=run.threads)
     if rendezvous is None:
         return _led(job, given, place, prove, Elasticity(least_ranks, layout == AUTO))
-    flags = {**given, "prove": prove, "least_ranks": least_ranks}
-    with meet(rendezvous, hosts.identity(job, flags), run.timeout_s) as meeting:
-        if meeting.leader is not None:
-            return Summary.of(hosts.follow(meeting, job, init_from, _work))
-        summary = _led(job, given, None, prove, Elasticity(least_ranks, layout == AUTO, meeting))
-        assert summary is not None
-        meeting.dismiss(json.loads(summary.to_json()))
-        return summary
+    return _on_hosts(job, given, prove, least_ranks, rendezvous)
+
+
+def _on_hosts(
+    job: Job, given: Mapping[str, Any], prove: bool, least_ranks: int | None, rendezvous: Rendezvous
+) -> Summary:
+    """Lead a run on several hosts, or follow the one that does; where that one is lost, go on with those that are left."""
+    mine = hosts.identity(job, {**given, "prove": prove, "least_ranks": least_ranks})
+    meeting = meet(rendezvous, mine, job.run.timeout_s)
+    while True:
+        with meeting:
+            if meeting.leader is None:
+                elastic = Elasticity(least_ranks, given["layout"] == AUTO, meeting)
+                summary = _led(job, given, None, prove, elastic, rendezvous.num_hosts)
+                assert summary is not None
+                meeting.dismiss(json.loads(summary.to_json()))
+                return summary
+            last = hosts.follow(meeting, job, given["init_from"], _work)
+        if not isinstance(last, hosts.Lost):
+            return Summary.of(last)
+        if least_ranks is None:
+            raise WorkerError(f"{last.why}; --ranks MIN:MAX lets the others go on, and --auto-resume all of them later")
+        meeting = hosts.meet_again(last, rendezvous, mine)
+        given, prove = {**given, "out": last.folder, "resume": False, "auto_resume": True}, False
 
 
 def _led(
-    job: Job, given: Mapping[str, Any], place: RankInfo | None, prove: bool, elastic: Elasticity
+    job: Job, given: Mapping[str, Any], place: RankInfo | None, prove: bool, elastic: Elasticity, num_hosts: int = 1
 ) -> Summary | None:
     """Check a run and carry it out: on workers of this host and of those that it leads, or as one rank of a launcher."""
     meeting = elastic.meeting
-    checked = check(job, **given, place=place, num_hosts=meeting.num_hosts if meeting else 1)
+    checked = check(job, **given, place=place, num_hosts=num_hosts)
     if given["auto_resume"] and checked.is_finished:
         print(f"{checked.folder} is finished: step {checked.until} was its last", flush=True)
         return Summary(checked.folder, checked.until, None, None, None, stopped=False)
+    if meeting and meeting.num_hosts < num_hosts:
+        checked = elastic.on_hosts_left(checked, num_hosts)
     is_first = place is None or place.rank == 0
     if is_first:
         if checked.why:

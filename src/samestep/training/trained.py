@@ -104,7 +104,7 @@ def evaluate(run: str | Path | None = None, *, samples: int | None = None, ema: 
     judge = job.judge
     if judge is None:
         raise DataError("the job holds no samples out: data.held_out above 0 and --samples N work")
-    workload = Workload(job)
+    workload = Workload(job, Layout())
     ready = _prepared(stored, workload, averaged=ema or job.train.evaluate_ema)
     losses = held_out_losses(ready, workload)
     samples = min(count, len(workload.held_out[judge]))
@@ -149,7 +149,7 @@ def sample(
     if not given and (model is None or tokenizer.begin_id is None):
         given = [tokenizer.end_id or 0]
     found = (
-        sample_tokens(_prepared(stored, Workload(job), averaged=averaged), given, count, heat, seed)
+        sample_tokens(_prepared(stored, Workload(job, Layout()), averaged=averaged), given, count, heat, seed)
         if model is None
         else _generated(model, job, given, count, heat, seed)
     )

@@ -38,7 +38,7 @@ from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import to_json
-from samestep.runtime.preparation import Loss, Source, prepare, traced_for, with_slices
+from samestep.runtime.preparation import Loss, Source, prepare, prepared_for, traced_for, with_slices
 from samestep.runtime.run import Run
 from samestep.tracing.traced_model import TracedModel
 
@@ -52,15 +52,16 @@ class Workload:
     A forked worker inherits it; a spawned worker builds it again from the job.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, layout: Layout | None = None) -> None:
+        """Build and trace the model of a job, for one layout or for any."""
+        self.job, self._layout = job, layout
         self.dataset = open_dataset(job, "train")
         self.held_out = open_held_out(job)
         optimizer = optimizer_of(job)
         learning_rate_factor(job.schedule, job.train.steps)(job.schedule.warmup_steps)
         self.example = Batch(0, np.arange(1), self.dataset).samples([0])
         source = Source(model_source(job), loss_of(job), optimizer, job.model.source)
-        prepared = prepare(source, job, self.example)
+        prepared = prepared_for(source, job, self.example, layout)
         _check_fit(job, prepared.module, self.dataset, self.example)
         for name in job.data.held_out_sets.keys() & self.held_out:
             _check_set(job, name, self.dataset, self.held_out[name])
@@ -76,7 +77,7 @@ class Workload:
         self.source = Source(source.model, source.loss, optimizer, source.name, prepared)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Workload, (self.job,)
+        return Workload, (self.job, self._layout)
 
     def trace_for(self, layout: Layout) -> None:
         """Trace what a layout needs to know of the model; the result replaces `source`."""

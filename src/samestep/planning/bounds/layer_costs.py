@@ -67,6 +67,8 @@ class _Cut(NamedTuple):
     """What `Sizes` says of weights."""
     largest: int
     """Elements of the largest weight of a block."""
+    least_of_experts: int
+    """Elements of the smallest one that is expert-sharded."""
     sent: int
     """Elements of a sample between two blocks, at least."""
     flops: tuple[int, ...]
@@ -119,10 +121,13 @@ class Prices:
             layers = local.model.layers
             blocks = [index for index, layer in enumerate(layers) if layer.is_block] or [0]
             indices = range(len(layers))
+            params = [param for index in blocks for param in local.model.params_of(index)]
+            of_experts = (param.numel for param in params if local.holding(param).is_expert_sharded)
             self._known_cuts[key] = _Cut(
                 local,
                 tuple(weights(local, index) for index in indices),
-                max((param.numel for index in blocks for param in local.model.params_of(index)), default=0),
+                max((param.numel for param in params), default=0),
+                min(of_experts, default=0),
                 _least_sent(layers[blocks[0] : blocks[-1]], self.model),
                 tuple(layer.forward_flops for layer in layers),
                 tuple(reduced_early(local, index) for index in indices),

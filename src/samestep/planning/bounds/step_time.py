@@ -29,7 +29,7 @@ from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_upda
 from samestep.planning.bounds.layer_kinds import Seconds, Sizes
 from samestep.planning.bounds.overlap import Reduced, longer_s
 from samestep.planning.bounds.pipeline_time import Bodies, Times, behind_last_backward, play_bodies
-from samestep.program.buckets import BUCKET_BYTES
+from samestep.program.buckets import bucket_bytes
 from samestep.program.ops import BYTES_OF, SHARD_AXES, STEP_SCALARS, OpKind
 from samestep.program.step import StepSpec
 from samestep.schedules import DEFAULT
@@ -257,7 +257,6 @@ class Bounds:
         """Return of each stream that reduces gradients behind their backward what it takes for each kind of layer, and for
         what waits in a bucket."""
         layout, sent = step.layout, step.least_reduced_bytes
-        filled = (BUCKET_BYTES // BYTES_OF[step.master_dtype] + 1) * sent
         count, replicas, shards = len(self.prices.few.layers), layout.num_replicas, layout.num_shards
         if step.zero >= 2:
             early = [self._replicated_s(step, one.reduced_early) for one in self.prices.units(step)]
@@ -276,12 +275,17 @@ class Bounds:
         found = []
         for part, (name, size) in enumerate(((axis, ranks), ("dp_expert", step.ranks.size("dp_expert")))):
             begun_s = self._sent_s(kind, 1, name, size, step)  # without any bytes; buckets may hold several layers
+            waiting_s = self._sent_s(kind, (self._full_numel(step, size) + 1) * sent, name, size, step)
             sent_s = [
                 max(0.0, self._sent_s(kind, numel[part] * sent, name, size, step) - begun_s)
                 for numel in self.prices.cut(step).early
             ]
-            found.append((sent_s, max(0.0, self._sent_s(kind, filled, name, size, step) - begun_s)))
+            found.append((sent_s, max(0.0, waiting_s - begun_s)))
         return found
+
+    @staticmethod
+    def _full_numel(step: StepSpec, num_shards: int) -> int:
+        return bucket_bytes(num_shards if step.zero else 1) // BYTES_OF[step.master_dtype]
 
     def step_s(self, step: StepSpec, times: Times) -> float:
         """Bound the step of a layout whose stages come so far no sooner than that."""
@@ -361,11 +365,11 @@ class Bounds:
         reduced_s, beside_s = max(streams_s), max(streams_s[:2])
         if step.zero == 0:
             return _Sending(reduced_s=reduced_s, update_s=update_s, beside_s=beside_s)
-        whole, apart = mine.trained - mine.expert_trained, mine.apart - mine.expert_apart
-        size, expert_size = (
-            (numel - part) * master + part * BYTES_OF[step.compute_dtype]
-            for numel, part in ((whole, apart), (mine.expert_trained, mine.expert_apart))
+        sizes = (
+            (mine.trained - mine.expert_trained, mine.apart - mine.expert_apart),
+            (mine.expert_trained, mine.expert_apart),
         )
+        size, expert_size = ((numel - part) * master + part * BYTES_OF[step.compute_dtype] for numel, part in sizes)
         shards, own, of_experts = layout.num_shards, mine.block_trained - mine.expert_trained, mine.expert_trained
         holders = step.ranks.size("dp_expert")
         gathered_s = max(
@@ -396,16 +400,18 @@ class Bounds:
         return (
             self._in_buckets_s(step, kind, whole * sent, "dp_shard", shards, own),
             self._in_buckets_s(step, kind, of_experts * sent, "dp_expert", holders, of_experts) if borrows else 0.0,
-            self._in_buckets_s(step, OpKind.ALL_REDUCE, whole * sent / shards, "dp_replicate", replicas, own)
-            + self._in_buckets_s(
-                step, OpKind.ALL_REDUCE, of_experts * sent / holders, "dp_replicate", replicas, of_experts
+            sum(
+                self._in_buckets_s(step, OpKind.ALL_REDUCE, numel * sent / parts, "dp_replicate", replicas, in_blocks)
+                for numel, parts, in_blocks in ((whole, shards, own), (of_experts, holders, of_experts))
             ),
         )
 
     def _in_buckets_s(self, step: StepSpec, kind: OpKind, size: float, axis: str, ranks: int, numel: float) -> float:
-        """Send what buckets of so many elements hold: each is closed by the weight that fills it."""
-        limit = BUCKET_BYTES // BYTES_OF[step.master_dtype] + self.prices.cut(step).largest
-        count = max(1, int(numel / limit))
+        """Send what buckets of so many elements hold: each is closed by the weight that fills it, maybe its first one."""
+        cut, of_experts = self.prices.cut(step), axis == "dp_expert"
+        full = self._full_numel(step, step.ranks.size(axis) if of_experts else step.layout.num_shards)
+        alone = of_experts and cut.least_of_experts >= full
+        count = max(1, int(numel / (cut.largest if alone else full + cut.largest)))
         return count * self._sent_s(kind, size / count, axis, ranks, step)
 
     def _of_units(self, step: StepSpec, stage: int, mine: Seconds, update_s: float) -> _Sending:

@@ -28,8 +28,10 @@ from samestep.building import nf4
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.buckets import Bucket, Member
 from samestep.program.codecs import PLAIN
+from samestep.program.exchange_times import Phase
 from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
+from samestep.runtime.axes.exchanged_moves import ExchangedMoves
 from samestep.runtime.axes.late_weights import LateWeights
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.weight_gradients import is_postponed
@@ -103,6 +105,9 @@ class Replicated:
         self._next = 0
         self._postponed = {param.name for param in program.step.model.params if is_postponed(model, param.name)}
         self._flats = [self._flat(bucket) for bucket in program.buckets]
+        self._moves = ExchangedMoves(
+            program, [(flat.bucket, flat.exchange, self._own_chunk(flat)) for flat in self._flats if flat.exchange]
+        )
         self._separate = program.step.layout.offload
         self.pieces: list[Piece] = []
         self.frozen: list[Piece] = []
@@ -124,9 +129,11 @@ class Replicated:
         gradients = torch.zeros(bucket.padded_numel, dtype=DTYPES[step.master_dtype], device=device)
         made, exchange = step.contributions, None
         if made is not None:
-            group = self.mesh.groups[made.axis] if made.ranks > 1 else None
+            group = self.mesh.groups[made.sent_over] if made.ranks > 1 else None
             parts, gathers = [bucket.coded(made)], bucket.gathers_codes(made)
-            exchange = exchange_of(bucket.codec, parts, made, group, gradients, gathers=gathers)
+            exchange = exchange_of(
+                bucket.codec, parts, made, group, gradients, gathers=gathers, backend=step.codec_backend
+            )
         return _FlatBuffer(
             bucket=bucket,
             gradients=gradients,
@@ -213,7 +220,7 @@ class Replicated:
             names = {member.name for member in flat.bucket.members}
             flat.missing, flat.untouched = set(names), set(names)
             flat.work = flat.chunk = None
-            if flat.exchange is not None:
+            if flat.exchange is not None and not self.program.step.trains_apart:
                 flat.exchange.begin_step()
         self._next = 0
 
@@ -291,7 +298,7 @@ class Replicated:
         flat.untouched.discard(name)
         if self._last and (self._is_weight_task or not slot.is_postponed):
             flat.missing.discard(name)
-        if self._starts:
+        if self._starts and not flat.missing:
             self._start_ready()
 
     def _start_ready(self) -> None:
@@ -322,27 +329,17 @@ class Replicated:
             if flat.exchange is not None and not self.program.step.trains_apart:
                 flat.exchange.finish([flat.left])
 
-    def exchange(self, fill: Callable[[int], None]) -> None:
-        """Sum over all replicas what `fill` writes into the gradients; collective as `WeightStore.exchange` says."""
-        each, flats = self.program.step.replicas_each, {flat.bucket.name: flat for flat in self._flats}
-        mine = {name: self._own_chunk(flat) for name, flat in flats.items()}
-        for index in range(each):
-            fill(index)
-            for name, flat in flats.items() if index < each - 1 else ():
-                assert flat.exchange is not None
-                flat.exchange.add([mine[name]])
-        for op in self.program.exchange:
-            if op.codec is None:  # a gather of weights, which `publish` sends
-                continue
-            flat = flats[op.owner]
-            assert flat.exchange is not None
-            _wait(flat)
-            with owned(op.owner):
-                flat.work = flat.exchange.send([mine[op.owner]])
-        for name, flat in flats.items():
-            assert flat.exchange is not None
-            _wait(flat)
-            flat.exchange.finish([mine[name]])
+    def start_exchange(self, part: int, fill: Callable[[int], None]) -> None:
+        """Start to sum over all replicas what `fill` writes into the gradients; collective as `WeightStore` says."""
+        self._moves.start(part, fill)
+
+    def sum_exchange(self, part: int) -> None:
+        """Issue the collectives that follow an exchange's first; collective as `WeightStore` says."""
+        self._moves.send(part, Phase.SUM)
+
+    def end_exchange(self, part: int) -> None:
+        """Wait for an exchange, and set the gradients to its sums."""
+        self._moves.end(part)
 
     def _own_chunk(self, flat: _FlatBuffer) -> Tensor:
         """Return the gradients of a bucket that this rank updates: all, or its chunk of them under zero=1."""
@@ -415,7 +412,7 @@ class Replicated:
             others = []
         return self.mesh.size(innermost), self.mesh.index(innermost), math.prod(map(self.mesh.size, others))
 
-    def publish(self, *, waits: bool = True) -> None:
+    def publish(self, *, waits: bool = True, part: int | None = None) -> None:
         """Gather every rank's chunk of the updated weights under zero=1, those that the next forward needs first in front.
 
         Collective over `dp_shard`: every rank of the group calls it; if one does not, the others wait until the time
@@ -423,7 +420,7 @@ class Replicated:
         """
         self.settle()
         for flat in reversed(self._flats):
-            for op in flat.gathers:
+            for op in flat.gathers if part in (None, flat.bucket.part) else ():
                 assert flat.weights is not None
                 self._late.hold(flat.bucket.name, self._send(flat, op, flat.weights).wait)
         if waits:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
-from samestep.program.units import coded_parts
+from samestep.program.units import coded_parts, exchanged_parts
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.codecs.exchange import Exchange, exchange_of
 from samestep.runtime.codecs.rests import Directions, GivenBack, of_weights
@@ -40,28 +40,36 @@ class EncodedShards:
     """The encoded sums of all units of a rank, through all steps of a run."""
 
     def __init__(self, program: Program, mesh: Mesh, pieces: Sequence[Piece]) -> None:
-        self._shards: dict[str, _Shard] = {}
+        self._shards: dict[tuple[int, str], _Shard] = {}
+        """By the part of the weights that is exchanged, 0 where all are, and the unit's name."""
         made, step = program.step.contributions, program.step
         if made is None:
             return
         of_name = {piece.name: piece for piece in pieces}
         like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)
+        group = mesh.groups[made.sent_over]
         for unit in program.units:
-            if parts := coded_parts(step, made, unit):
-                exchange = exchange_of(unit.codec, [*parts], made, mesh.groups[made.axis], like, gathers=True)
+            for exchanged in exchanged_parts(step, unit):
+                parts = coded_parts(step, made, unit, exchanged)
+                exchange = exchange_of(
+                    unit.codec, [*parts], made, group, like, gathers=True, backend=step.codec_backend
+                )
                 held = [[of_name[name] for name in names if name in of_name] for names in parts.values()]
                 buffers = [like.new_zeros(part.numel) for part in parts]
-                self._shards[unit.name] = _Shard(exchange, held, buffers)
+                self._shards[exchanged, unit.name] = _Shard(exchange, held, buffers)
 
-    def begin_step(self) -> None:
-        """Forget the contributions of the previous step."""
-        for shard in self._shards.values():
+    def begin_step(self, part: int) -> None:
+        """Forget the contributions of the previous step, or of the previous exchange of a part of the weights."""
+        for shard in self._of(part):
             shard.exchange.begin_step()
 
+    def _of(self, part: int) -> list[_Shard]:
+        return [shard for (mine, _), shard in self._shards.items() if mine == part]
+
     @torch.no_grad()
-    def send(self, op: Op) -> None:
+    def send(self, op: Op, part: int = 0) -> None:
         """Issue one collective of a unit's exchange. Collective over `op.axis`: if a rank does not call it, the others wait."""
-        shard = self._shards[op.owner]
+        shard = self._shards[part, op.owner]
         _wait(shard)
         if op.kind is not OpKind.ALL_GATHER:
             for gradients, windows in _pairs(shard):
@@ -70,9 +78,9 @@ class EncodedShards:
             shard.work = shard.exchange.send(shard.buffers)
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Wait for all exchanges, and set the gradients to the sums."""
-        for shard in self._shards.values():
+    def finish(self, part: int) -> None:
+        """Wait for the exchanges of a part of the weights, and set the gradients to the sums."""
+        for shard in self._of(part):
             _wait(shard)
             shard.exchange.finish(shard.buffers)
             for gradients, windows in _pairs(shard):

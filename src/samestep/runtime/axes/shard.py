@@ -51,6 +51,7 @@ from samestep.errors import LayoutError
 from samestep.models.packing import packed_bytes
 from samestep.models.spec import ParamSpec, is_below
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
+from samestep.program.exchange_times import Phase
 from samestep.program.ops import BYTES_OF, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.units import Unit, partial_sizes
@@ -147,7 +148,8 @@ class Sharded:
         """Discard the gradients of the previous step."""
         for param in self._params.values():
             param.grad = None
-        self._encoded.begin_step()
+        if not self.program.step.trains_apart:
+            self._encoded.begin_step(0)
         for unit in self._units:
             unit.reset()
 
@@ -223,14 +225,31 @@ class Sharded:
             elif op.kind is OpKind.ALL_REDUCE and op.owner in self._params:
                 self._sum_shards(op, {op.owner: op.size_bytes // BYTES_OF[op.dtype]})
         if not step.trains_apart:
-            self._encoded.finish()
+            self._encoded.finish(0)
 
-    def exchange(self, fill: Callable[[int], None]) -> None:
-        """Sum over all replicas what `fill` writes into the gradients; collective as `WeightStore.exchange` says."""
+    def start_exchange(self, part: int, fill: Callable[[int], None]) -> None:
+        """Start to sum over all replicas what `fill` writes into the gradients; collective as `WeightStore` says."""
+        step = self.program.step
+        mine = [piece.gradient() for piece in self.pieces if step.exchange_part(piece.name) == part]
+        kept = [gradient.clone() for gradient in mine] if step.exchange_delay else []
+        self._encoded.begin_step(part)
         fill(0)
-        for op in self.program.exchange:
-            self._encoded.send(op)
-        self._encoded.finish()
+        self._send_moves(part, Phase.START)
+        for gradient, before in zip(mine, kept, strict=False):
+            gradient.copy_(before)
+
+    def sum_exchange(self, part: int) -> None:
+        """Issue the collectives that follow an exchange's first; collective as `WeightStore` says."""
+        self._send_moves(part, Phase.SUM)
+
+    def end_exchange(self, part: int) -> None:
+        """Wait for an exchange, and set the gradients to its sums."""
+        self._encoded.finish(part)
+
+    def _send_moves(self, part: int, phase: Phase) -> None:
+        for op in self.program.exchanges[part][phase]:
+            if op.axis is not None:
+                self._encoded.send(op, part)
 
     def given_back(self) -> Iterator[GivenBack]:
         """Yield what codes have lost of each weight."""
@@ -268,7 +287,7 @@ class Sharded:
             total += squared_norm(alike, self.mesh.device) / number
         return total if step.trains_apart else total / self.mesh.size("dp_replicate")
 
-    def publish(self, *, waits: bool = True) -> None:
+    def publish(self, *, waits: bool = True, part: int | None = None) -> None:
         """Do nothing: the next forward gathers the rows that the ranks have updated."""
 
     def settle(self) -> None:

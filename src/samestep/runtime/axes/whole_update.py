@@ -105,9 +105,17 @@ class Owning:
         for level in self._levels:
             level.gather()
 
-    def exchange(self, fill: Callable[[int], None]) -> None:
-        """Sum over all replicas what `fill` writes into the gradients; collective as `WeightStore.exchange` says."""
-        self._store.exchange(fill)
+    def start_exchange(self, part: int, fill: Callable[[int], None]) -> None:
+        """Start to sum over all replicas what `fill` writes into the gradients; collective as `WeightStore` says."""
+        self._store.start_exchange(part, fill)
+
+    def sum_exchange(self, part: int) -> None:
+        """Issue the collectives that follow an exchange's first; collective as `WeightStore` says."""
+        self._store.sum_exchange(part)
+
+    def end_exchange(self, part: int) -> None:
+        """Wait for an exchange, and set the gradients to its sums."""
+        self._store.end_exchange(part)
 
     def norm_squared(self) -> Tensor:
         """Return this rank's share of the squared gradient norm: that of the parts it lends, not of what it owns."""
@@ -125,7 +133,7 @@ class Owning:
         """Multiply what codes have lost."""
         self._store.scale_given_back(factor)
 
-    def publish(self, *, waits: bool = True) -> None:
+    def publish(self, *, waits: bool = True, part: int | None = None) -> None:
         """Send the updated weights back to the ranks that hold parts of them, and let the store publish its own.
 
         Collective over the store's axes, and those over which weights have owners: if a rank does not call it, the
@@ -134,7 +142,7 @@ class Owning:
         for level in reversed(self._levels):
             level.scatter()
         self._lent.publish()
-        self._store.publish(waits=waits)
+        self._store.publish(waits=waits, part=part)
 
     def settle(self) -> None:
         """Wait for the weights that the store still gathers."""

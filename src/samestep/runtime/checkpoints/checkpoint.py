@@ -54,6 +54,9 @@ from samestep.runtime.placement import Runs
 from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.processes.messages import gather_values
 
+MOVE = f"{OUTER}{OF_REPLICA}move"
+"""The key among a weight's states of what replicas have moved it by, where the outer step with it is still to be taken."""
+
 
 def save(run: PreparedRun, folder: Path, keep: int = 2) -> Path:
     """Write a checkpoint below `folder`, remove all but the newest `keep`, and return its folder.
@@ -102,6 +105,8 @@ def begin(run: PreparedRun, folder: Path, retention: Retention, form: Pretrained
         SaveError: the folder cannot be made.
     """
     durable_files.refuse_remote(folder)
+    if run.replicas is not None:
+        run.replicas.settle()
     final = folder / f"step-{run.steps_taken:06d}"
     draft = folder / f".{final.name}.draft"
     is_first = run.place.rank == 0
@@ -332,6 +337,9 @@ def _states_of(run: PreparedRun, elsewhere: Collection[str]) -> Iterator[tuple[P
             if piece.name not in elsewhere:
                 yield piece, optimizer.state.get(piece.value, {}) if optimizer else {}
         return
+    for piece, move in run.replicas.arriving():
+        if piece.name not in elsewhere:
+            yield piece, {MOVE: move.view_as(piece.value)}
     for index, (piece, momentum) in enumerate(zip(run.replicas.pieces, run.replicas.momentum, strict=True)):
         if piece.name not in elsewhere:
             yield piece, {f"{OUTER}{OF_REPLICA}momentum": momentum}
@@ -380,6 +388,7 @@ def _load_untrained(run: PreparedRun, assembly: Assembly, stored: OpenCheckpoint
 
 def _load_replicas(run: PreparedRun, replicas: LocalReplicas, stored: OpenCheckpoint) -> None:
     """Set the outer weights and their momentum, and the weights and states of each replica of this rank."""
+    replicas.forget_exchanges()
     for index, piece in enumerate(replicas.pieces):
         mine = stored_pieces.slice_of(run, piece).runs(piece.start, piece.stop)
         replicas.weights[index].copy_(stored.read("value", piece.name, mine).view_as(piece.value))
@@ -394,6 +403,13 @@ def _load_replicas(run: PreparedRun, replicas: LocalReplicas, stored: OpenCheckp
         assembly.weights.updater.publish()
         assembly.weights.store.publish()
     replicas.is_fresh = False
+    step = run.program.step
+    moved = {step.exchange_part(p.name) for p in step.model.params if MOVE in stored.states.get(p.name, {})}
+    for part in sorted(moved):  # the same on all ranks with these weights
+        pieces = [replicas.pieces[index] for index in replicas.indices_of(part)]
+        lie = [stored_pieces.slice_of(run, piece).runs(piece.start, piece.stop) for piece in pieces]
+        moves = [stored.read(MOVE, piece.name, mine).clone() for piece, mine in zip(pieces, lie, strict=True)]
+        replicas.under_way[part], replicas.arrived[part] = True, moves
 
 
 def _load_state(updater: Updater, stored: OpenCheckpoint, piece: Piece, mine: Runs, whose: str = "") -> None:

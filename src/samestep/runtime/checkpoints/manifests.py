@@ -27,6 +27,8 @@ NAME = "manifest.json"
 FORMAT_VERSION = 3
 _LARGEST_BYTES = 1 << 32
 _RESULT_KEYS = ("model", "data", "optimizer", "schedule", "numerics")
+_OF_EXCHANGES = ("outer_lr", "outer_momentum", "exchange_mix")
+"""Keys of numerics that say something of replicas that are trained apart alone."""
 _MAY_CHANGE = ("numerics.on_nonfinite", "numerics.on_spike", "train.steps", "data.held_out_sets")
 """Keys that may differ on resuming: what is evaluated trains nothing, and a run that stopped on a non-finite step is told to change the others."""
 
@@ -38,7 +40,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """Return the newest checkpoint below `folder`, whole or damaged; None where there is none."""
+    """Return the newest checkpoint below `folder`, whole or damaged; None where there is none.
+
+    Raises:
+        InputError: `folder` is the address of an object store.
+    """
+    durable_files.refuse_remote(Path(folder))
     found = list_checkpoints(Path(folder))
     return found[-1] if found else None
 
@@ -124,6 +131,9 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> tuple[str,
         for table, key in keys
         if saved.get(table, {}).get(key) != now[table].get(key)
     }
+    if now["numerics"]["exchange_every"] == saved.get("numerics", {}).get("exchange_every") == 1:
+        for key in _OF_EXCHANGES:  # without an effect, so that another default is no other job
+            changed.pop(f"numerics.{key}", None)
     differs = [key for key in changed if key not in (*_MAY_CHANGE, *job.run.allow)]
     if differs:
         may = [key for key in differs if key in get_args(MayChange)]

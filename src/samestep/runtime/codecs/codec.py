@@ -9,15 +9,18 @@ from torch import Tensor
 
 from samestep.program.codecs import CODECS
 
+RUN_NUMEL = 2**20
+"""Elements that are taken at once on a CPU: a run of them stays in its cache, and Python's part is small."""
+
 
 class Codec(Protocol):
     """Encodes and decodes; it keeps nothing between two calls, and equal values have equal codes wherever they lie."""
 
-    def encode(self, values: Tensor, block: int, wire: Tensor) -> None:
+    def encode(self, values: Tensor, block: int, wire: Tensor, lost: Tensor | None = None) -> None:
         """Write values [rows, n], made of whole blocks, to `wire`, uint8 [rows, bytes of n elements].
 
-        A codec that feeds back leaves in `values` what its code loses, 0 in a block with a value that is not finite. Of
-        another one they are left as they are.
+        A codec that feeds back writes the sum of `values` and `lost`, and leaves in `lost` what its code loses, 0 in a block
+        with a value that is not finite. `values` stay as they are.
         """
         ...
 
@@ -26,7 +29,9 @@ class Codec(Protocol):
         ...
 
 
-def codec_of(name: str) -> Codec:
-    """Return the codec of a row of `CODECS`."""
-    made: Codec = importlib.import_module(CODECS[name].module).codec()
+def codec_of(name: str, backend: str = "") -> Codec:
+    """Return the codec of a row of `CODECS`; if a `backend` of `torch.compile` is given, with kernels that it makes, where there are
+    any, of the same codes."""
+    module = importlib.import_module(CODECS[name].module)
+    made: Codec = module.fused(backend) if backend and CODECS[name].can_be_fused else module.codec()
     return made

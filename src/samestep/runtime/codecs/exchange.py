@@ -91,14 +91,15 @@ class CodedExchange:
         like: Tensor,
         *,
         gathers: bool,
+        backend: str = "",
     ) -> None:
         """Make an exchange over `group`, None of a single rank, of buffers in the dtype and on the device of `like`.
 
-        Unless it `gathers`, each rank is left its own chunk of the sum alone.
+        Unless it `gathers`, each rank is left its own chunk of the sum alone. A `backend` of `torch.compile` makes fused kernels.
         """
         spec = CODECS[name]
         self._like = like.new_empty(0)
-        self._codec, self._parts, self._made, self._group = codec_of(name), parts, made, group
+        self._codec, self._parts, self._made, self._group = codec_of(name, backend), parts, made, group
         self._index = dist.get_rank(group) if group is not None else 0
         self._gathers = gathers or made.ranks == 1
         sizes = [spec.size_bytes(self._chunk(part), part.block) for part in parts]
@@ -148,10 +149,9 @@ class CodedExchange:
     def add(self, values: Sequence[Tensor]) -> None:
         """Encode this rank's next contribution: a flat buffer for each part, which may be written over then."""
         for number, (part, value, window) in enumerate(zip(self._parts, values, self._windows, strict=True)):
-            rows = value.view(self._made.ranks, -1)
-            if self._lost:
-                rows = self._lost[self._num_added][number].add_(rows)
-            self._codec.encode(rows, part.block, self._sent[:, self._num_added, window])
+            lost = self._lost[self._num_added][number] if self._lost else None
+            sent = self._sent[:, self._num_added, window]
+            self._codec.encode(value.view(self._made.ranks, -1), part.block, sent, lost)
         self._num_added += 1
 
     def send(self, values: Sequence[Tensor]) -> dist.Work:
@@ -191,9 +191,8 @@ class CodedExchange:
             total = self._like.new_zeros(1, self._chunk(part))
             for received in self._received.flatten(0, 1):
                 self._codec.decode(received[None, window], part.block, total)
-            if self._lost_by_sum:
-                total = self._lost_by_sum[number].add_(total)
-            self._codec.encode(total, part.block, mine[:, window])
+            lost = self._lost_by_sum[number] if self._lost_by_sum else None
+            self._codec.encode(total, part.block, mine[:, window], lost)
         self._is_summed = True
 
 
@@ -208,11 +207,13 @@ def exchange_of(
     like: Tensor,
     *,
     gathers: bool,
+    backend: str,
 ) -> Exchange:
-    """Return the exchange of buffers as a codec writes them down, or as they are where `name` is `PLAIN`."""
+    """Return the exchange of buffers as a codec writes them down, or as they are where `name` is `PLAIN`; with
+    fused kernels, where there are any, if there is a `backend` of `torch.compile`."""
     if name == PLAIN:
         return PlainExchange(made, group)
     if CODECS[name].factors:
         (part,) = parts
         return FactoredExchange(part, made, group, like, gathers=gathers)
-    return CodedExchange(name, parts, made, group, like, gathers=gathers)
+    return CodedExchange(name, parts, made, group, like, gathers=gathers, backend=backend)

@@ -11,38 +11,56 @@ arXiv:1901.09847, show that then any such code trains). A block of one element t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from samestep.runtime.codecs.codec import Codec
-from samestep.runtime.codecs.scaled import add_scaled, quantise
+from samestep.runtime.codecs.scaled import Kernels, fused_kernels, kernels, runs
 
 _ZERO = 8
 """What stands for 0, so that codes are not negative."""
 
 
+@dataclass(frozen=True, slots=True)
 class Int4:
     """The codec."""
 
-    def encode(self, values: Tensor, block: int, wire: Tensor) -> None:
-        """Write values [rows, n] to `wire`, uint8 [rows, n / 2 + n / block], and leave in them what is lost."""
-        codes, exponents = quantise(values.view(-1, block), bits=4)
-        halves = pad(codes.nan_to_num_(0.0).clamp_(-7, 7).add_(_ZERO).to(torch.uint8), (0, block % 2))
-        packed = (halves[:, 0::2] | halves[:, 1::2] << 4).view(len(values), -1)
-        wire[:, : packed.shape[1]].copy_(packed)
-        wire.view(torch.int8)[:, packed.shape[1] :].copy_(exponents.view(len(values), -1))
+    kernels: Kernels
+
+    def encode(self, values: Tensor, block: int, wire: Tensor, lost: Tensor | None = None) -> None:
+        """Write values [rows, n], plus what was lost, to `wire`, uint8 [rows, n / 2 + n / block]."""
+        signed, width = wire.view(torch.int8), -(-block // 2)
+        end = values.shape[1] // block * width
+        for index, row in enumerate(values):
+            rows, rest = row.view(-1, block), None if lost is None else lost[index].view(-1, block)
+            packed, exponents = wire[index, :end].view(-1, width), signed[index, end:]
+            for run in runs(rows):
+                codes = torch.empty(rows[run].shape, dtype=torch.int8, device=values.device)
+                self.kernels.quantise(rows[run], None if rest is None else rest[run], codes, exponents[run])
+                # What is not finite has no code, and must not touch that of its neighbour.
+                halves = pad(codes.clamp_(-7, 7).add_(_ZERO).view(torch.uint8), (0, block % 2))
+                torch.bitwise_or(halves[:, 0::2], halves[:, 1::2] << 4, out=packed[run])
 
     def decode(self, wire: Tensor, block: int, values: Tensor) -> None:
         """Add what `wire` stands for to values [rows, n]."""
         width = -(-block // 2)
         end = values.shape[1] // block * width
-        packed = wire[:, :end].reshape(-1, width)
-        codes = torch.stack([packed & 15, packed >> 4], dim=2).view(-1, 2 * width)[:, :block]
-        exponents = wire.view(torch.int8)[:, end:].reshape(-1).int()
-        add_scaled(values.view(-1, block), codes.to(values.dtype) - _ZERO, exponents)
+        for index, row in enumerate(values):
+            rows, packed = row.view(-1, block), wire[index, :end].view(-1, width)
+            exponents = wire.view(torch.int8)[index, end:]
+            for run in runs(rows):
+                codes = torch.stack([packed[run] & 15, packed[run] >> 4], dim=2).view(-1, 2 * width)[:, :block]
+                self.kernels.add_scaled(rows[run], codes.view(torch.int8) - _ZERO, exponents[run])
 
 
 def codec() -> Codec:
     """Return the codec."""
-    return Int4()
+    return Int4(kernels(4))
+
+
+def fused(backend: str) -> Codec:
+    """Return the codec with kernels that a backend of `torch.compile` makes."""
+    return Int4(fused_kernels(4, backend))

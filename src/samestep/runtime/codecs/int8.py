@@ -10,30 +10,40 @@ doi:10.21437/Interspeech.2014-274).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from samestep.runtime.codecs.codec import Codec
-from samestep.runtime.codecs.scaled import add_scaled, quantise
+from samestep.runtime.codecs.scaled import Kernels, fused_kernels, kernels
 
 
+@dataclass(frozen=True, slots=True)
 class Int8:
     """The codec."""
 
-    def encode(self, values: Tensor, block: int, wire: Tensor) -> None:
-        """Write values [rows, n] to `wire`, uint8 [rows, n + n / block], and leave in them what is lost."""
+    kernels: Kernels
+
+    def encode(self, values: Tensor, block: int, wire: Tensor, lost: Tensor | None = None) -> None:
+        """Write values [rows, n], plus what was lost, to `wire`, uint8 [rows, n + n / block]."""
         signed, n = wire.view(torch.int8), values.shape[1]
-        codes, exponents = quantise(values.view(-1, block), bits=8)
-        signed[:, :n].copy_(codes.view_as(values))
-        signed[:, n:].copy_(exponents.view(len(values), -1))
+        for index, row in enumerate(values):
+            rest = None if lost is None else lost[index].view(-1, block)
+            self.kernels.quantise(row.view(-1, block), rest, signed[index, :n].view(-1, block), signed[index, n:])
 
     def decode(self, wire: Tensor, block: int, values: Tensor) -> None:
         """Add what `wire` stands for to values [rows, n]."""
         signed, n = wire.view(torch.int8), values.shape[1]
-        codes = signed[:, :n].to(values.dtype)
-        add_scaled(values.view(-1, block), codes.view(-1, block), signed[:, n:].reshape(-1).int())
+        for index, row in enumerate(values):
+            self.kernels.add_scaled(row.view(-1, block), signed[index, :n].view(-1, block), signed[index, n:])
 
 
 def codec() -> Codec:
     """Return the codec."""
-    return Int8()
+    return Int8(kernels(8))
+
+
+def fused(backend: str) -> Codec:
+    """Return the codec with kernels that a backend of `torch.compile` makes."""
+    return Int8(fused_kernels(8, backend))

@@ -9,14 +9,22 @@ An element is off by at most half a scale, and that by at most m / L: scale <= 2
 few bits; Dettmers et al. 2022, arXiv:2110.02861, for blocks). As scales are powers of two, products and quotients with them
 are exact, so every kernel that rounds to the nearest gives the same codes. Scales begin at 2^-126, and L times the largest one
 is a float32; what is smaller becomes 0, and a block with a larger number, an infinity or none at all is decoded as nan.
+
+There are two of each kernel with the same codes: the usual ones take a few operations for each run of blocks that a core's cache
+holds, and the fused ones are written for `torch.compile`, which makes one loop over blocks of them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from samestep.runtime.codecs.codec import RUN_NUMEL
 
 _SMALLEST_SCALE = -126
 """Exponent of the smallest scale that float32 holds with its inverse."""
@@ -24,25 +32,108 @@ _NOT_FINITE = 127
 """What stands for the exponent of a block with a value that is not finite."""
 
 
-def quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return the codes of blocks [rows, block], and the exponent of the scale of each; leave in them what is lost."""
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What encodes and decodes blocks."""
+
+    quantise: Callable[[Tensor, Tensor | None, Tensor, Tensor], None]
+    """Writes codes [blocks, block] and the exponents of scales [blocks], int8, of rows [blocks, block] plus what was lost before,
+    of the same shape, and leaves there what is lost now."""
+    add_scaled: Callable[[Tensor, Tensor, Tensor], None]
+    """Adds to rows [blocks, block] codes times their scales."""
+
+
+def kernels(bits: int) -> Kernels:
+    """Return the usual kernels of codes with so many bits."""
+    return Kernels(functools.partial(_quantise, bits), _add_scaled)
+
+
+@functools.cache
+def fused_kernels(bits: int, backend: str) -> Kernels:
+    """Return the kernels as `torch.compile` makes them with a backend; inductor's are in C++, and on GPUs in Triton."""
+    quantise = {8: _quantise_8_at_once, 4: _quantise_4_at_once}[bits]
+    usual = kernels(bits)
+    return Kernels(_Fused(quantise, usual.quantise, backend), _Fused(_add_scaled_at_once, usual.add_scaled, backend))
+
+
+class _Fused:
+    """A kernel that is compiled, or the usual one where the backend fails, as it does without a compiler."""
+
+    def __init__(self, kernel: Callable[..., None], usual: Callable[..., None], backend: str) -> None:
+        self._kernel: Callable[..., None] = torch.compile(kernel, dynamic=True, backend=backend)
+        self._usual = usual
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        try:
+            self._kernel(*tensors)
+        except torch._dynamo.exc.TorchDynamoException:  # before anything is written
+            self._kernel = self._usual
+            self._usual(*tensors)
+
+
+def _quantise(bits: int, rows: Tensor, lost: Tensor | None, codes: Tensor, exponents: Tensor) -> None:
+    for run in runs(rows):
+        values = rows[run] if lost is None else lost[run].add_(rows[run])
+        found, is_finite = _exponents(values, bits)
+        scaled = torch.mul(values, _power_of_two(-found, rows)[:, None]).round_()
+        codes[run] = scaled
+        exponents[run] = torch.where(is_finite, found, _NOT_FINITE)
+        if lost is not None:
+            values.addcmul_(scaled, _power_of_two(found, rows)[:, None], value=-1)
+            if rows.is_cuda or not is_finite.all():  # on GPUs a pass takes less time than to wait for the answer
+                values.masked_fill_(~is_finite[:, None], 0.0)
+
+
+def _add_scaled(rows: Tensor, codes: Tensor, exponents: Tensor) -> None:
+    for run in runs(rows):
+        rows[run].addcmul_(codes[run].to(rows.dtype), _scales(exponents[run], rows)[:, None])
+
+
+def _quantise_8_at_once(rows: Tensor, lost: Tensor | None, codes: Tensor, exponents: Tensor) -> None:
+    _quantise_at_once(8, rows, lost, codes, exponents)
+
+
+def _quantise_4_at_once(rows: Tensor, lost: Tensor | None, codes: Tensor, exponents: Tensor) -> None:
+    _quantise_at_once(4, rows, lost, codes, exponents)
+
+
+def _quantise_at_once(bits: int, rows: Tensor, lost: Tensor | None, codes: Tensor, exponents: Tensor) -> None:
+    values = rows if lost is None else lost + rows
+    found, is_finite = _exponents(values, bits)
+    scaled = torch.round(values * _power_of_two(-found, rows)[:, None])
+    codes.copy_(scaled)
+    exponents.copy_(torch.where(is_finite, found, _NOT_FINITE))
+    if lost is not None:
+        rest = values - scaled * _power_of_two(found, rows)[:, None]
+        lost.copy_(torch.where(is_finite[:, None], rest, 0.0))
+
+
+def _add_scaled_at_once(rows: Tensor, codes: Tensor, exponents: Tensor) -> None:
+    rows.add_(codes * _scales(exponents, rows)[:, None])
+
+
+def runs(rows: Tensor) -> Iterator[slice]:
+    """Yield runs of blocks [blocks, block] that are taken at once; on a GPU all."""
+    size = len(rows) if rows.is_cuda else max(1, RUN_NUMEL // rows.shape[1])
+    for first in range(0, len(rows), max(size, 1)):
+        yield slice(first, first + size)
+
+
+def _exponents(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return the exponents of the scales of blocks [blocks, block], int32, and whether all of each is finite."""
     most, largest_scale = 2 ** (bits - 1) - 1, 129 - bits
     largest = torch.maximum(rows.amax(1), -rows.amin(1))  # in a tenth of the time of a norm on CPUs
-    exponents = torch.frexp(largest * (2 ** (bits - 1) / most)).exponent - (bits - 1)
-    is_finite = largest <= most * 2.0**largest_scale  # which nan is not
-    exponents = exponents.clamp_(_SMALLEST_SCALE, largest_scale)
-    codes = torch.mul(rows, _power_of_two(-exponents, rows)[:, None]).round_()
-    rows.addcmul_(codes, _power_of_two(exponents, rows)[:, None], value=-1)
-    rows.masked_fill_(~is_finite[:, None], 0.0)
-    return codes, torch.where(is_finite, exponents, _NOT_FINITE)
+    above = (largest * (2 ** (bits - 1) / most)).float().view(torch.int32)
+    found = (above >> 23) - (126 + bits - 1)  # the bits of a float32 hold its exponent plus 127
+    return found.clamp(_SMALLEST_SCALE, largest_scale), largest <= most * 2.0**largest_scale  # which nan is not
 
 
-def add_scaled(rows: Tensor, codes: Tensor, exponents: Tensor) -> None:
-    """Add codes, times the scales of their blocks, to blocks [rows, block]."""
-    scales = _power_of_two(exponents, rows).masked_fill_(exponents == _NOT_FINITE, math.nan)
-    rows.addcmul_(codes, scales[:, None])
+def _scales(exponents: Tensor, like: Tensor) -> Tensor:
+    """Return the scales of blocks, nan of those that are not finite."""
+    wide = exponents.int()
+    return torch.where(wide == _NOT_FINITE, math.nan, _power_of_two(wide, like))
 
 
 def _power_of_two(exponents: Tensor, like: Tensor) -> Tensor:
     """Return 2^e in the dtype of a tensor, for whole numbers from -126 to 127: the bits of a float32."""
-    return (exponents + 127).bitwise_left_shift_(23).view(torch.float32).to(like.dtype)
+    return ((exponents + 127) << 23).view(torch.float32).to(like.dtype)

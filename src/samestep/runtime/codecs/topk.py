@@ -22,16 +22,17 @@ from samestep.runtime.codecs.codec import Codec
 class TopK:
     """The codec."""
 
-    def encode(self, values: Tensor, block: int, wire: Tensor) -> None:
-        """Write the largest of values [rows, n] to `wire`, uint8 [rows, 5 n k / block], and leave in them what is lost."""
-        blocks, k = values.view(-1, block), CODECS["topk"].num_sent(block)
+    def encode(self, values: Tensor, block: int, wire: Tensor, lost: Tensor | None = None) -> None:
+        """Write the largest of values [rows, n], plus what was lost, to `wire`, uint8 [rows, 5 n k / block]."""
+        blocks, k = (values if lost is None else lost.add_(values)).view(-1, block), CODECS["topk"].num_sent(block)
         places = torch.sort(blocks.abs(), dim=1, descending=True, stable=True).indices[:, :k]
         sent = blocks.gather(1, places).float()
         end = 4 * sent.numel() // len(values)
         wire[:, :end].copy_(sent.view(torch.uint8).view(len(values), -1))
         wire[:, end:].copy_(places.reshape(len(values), -1))
-        blocks.scatter_add_(1, places, -sent.to(blocks.dtype))
-        blocks.masked_fill_(~sent.isfinite().all(1, keepdim=True), 0.0)
+        if lost is not None:
+            blocks.scatter_add_(1, places, -sent.to(blocks.dtype))
+            blocks.masked_fill_(~sent.isfinite().all(1, keepdim=True), 0.0)
 
     def decode(self, wire: Tensor, block: int, values: Tensor) -> None:
         """Add what `wire` stands for to values [rows, n]."""

@@ -71,10 +71,10 @@ class MaskSlice:
         )
         if whole == shape:
             return ()
-        owner = mask[0] or "the model itself"
+        owner, what = mask[0] or "the model itself", "random numbers" if mask[2] < 0 else "a dropout mask"
         one = " ".join(f"{axis}=1" for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1)
         if whole is None:
-            raise LayoutError(f"{owner} draws a dropout mask that the traced forward did not: {one} works")
+            raise LayoutError(f"{owner} draws {what} that the traced forward did not: {one} works")
         found: list[MaskCut] = []
         unused = {axis for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1}
         differs = [dim for dim, (all_, mine) in enumerate(zip(whole, shape, strict=False)) if all_ != mine]
@@ -89,9 +89,9 @@ class MaskSlice:
             return tuple(found)
         layout = " ".join(f"{axis}={n}" for axis, n in (("tp", self.degree), ("cp", self.cp)) if n > 1)
         raise LayoutError(
-            f"{owner} draws a dropout mask of shape {list(shape)} for a sample, and on one device one of {list(whole)}: "
-            f"it cannot be told which heads or neurons of it {layout} leaves a rank; dropout on a tensor where they have "
-            f"a dimension of their own works, and so does {one}"
+            f"{owner} draws {what} of shape {list(shape)} for a sample, and "
+            f"on one device of {list(whole)}: it cannot be told which heads or neurons of it {layout} leaves a rank; a "
+            f"tensor where they have a dimension of their own works, and so does {one}"
         )
 
     def _cut_by_axis(self, owner: str, size: int, mine: int, unused: set[str]) -> tuple[int, int] | None:
@@ -143,20 +143,24 @@ def positions(shape: tuple[int, ...], cuts: MaskCuts, device: torch.device) -> l
 
 
 def hash_positions(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Hash positions in a sample's uncut tensor, int64 [R] and [C], for `drop_mask`; return int64 [R] and int32 [C]."""
+    """Hash positions in a sample's uncut tensor, int64 [R] and [C], for `hashed`; return int64 [R] and int32 [C]."""
     return rows * _GOLDEN, mix(columns).view(torch.int32).view(-1, 2)[:, 0].contiguous()
 
 
-def drop_mask(keys: Tensor, rows: Tensor, columns: Tensor, p: float) -> Tensor:
-    """Return which elements are dropped, bool [B, R, C], for samples with these keys [B] at these hashed positions."""
-    if p >= 1.0:
-        return torch.ones(keys.numel(), rows.numel(), columns.numel(), dtype=torch.bool, device=keys.device)
+def hashed(keys: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return 32 hashed bits an element, int32 [B, R, C], for samples with these keys [B] at these hashed positions."""
     halves = mix(keys[:, None] + rows).view(torch.int32).view(keys.numel(), rows.numel(), 2)
-    hashed = columns ^ halves[..., :1]
-    hashed.addcmul_(hashed, hashed, value=2)
-    hashed.add_(halves[..., 1:])
-    hashed.addcmul_(hashed, hashed, value=2)
-    return hashed < min(round(p * 2**32), 2**32 - 1) - 2**31
+    bits = columns ^ halves[..., :1]
+    bits.addcmul_(bits, bits, value=2)
+    bits.add_(halves[..., 1:])
+    return bits.addcmul_(bits, bits, value=2)
+
+
+def drop_mask(bits: Tensor, p: float) -> Tensor:
+    """Return which elements are dropped with probability p, bool, by their hashed bits."""
+    if p >= 1.0:
+        return torch.ones_like(bits, dtype=torch.bool)
+    return bits < min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
 def mix(x: Tensor) -> Tensor:

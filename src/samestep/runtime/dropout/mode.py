@@ -1,19 +1,21 @@
-"""Dropout masks that no layout can change: there is no random state, each mask is a function of its use.
+"""Dropout masks and random numbers that no layout can change: there is no random state, each draw is a function of its use.
 
-An element is dropped or kept by a hash of (seed, step, module, entry, draw, global sample, position in the sample), so
-it is the same on one device, in every cut of the batch or of the tensor, on every pipeline stage, in a recomputation,
+An element is dropped or kept by a hash of (seed, step, module, entry, draw, global sample, position in the sample), and a
+number of a distribution is a function of such a hash (`distributions.py`). So it is
+the same on one device, in every cut of the batch or of the tensor, on every pipeline stage, in a recomputation,
 and on a CPU and a GPU. `module` is the full name of the innermost module whose forward runs, `entry` the number of its
-earlier calls in this micro-batch's forward, `draw` the index of the mask within that call. Dimension 0 of a tensor is
-the batch. The hash of the first five, the mask's key, is made here, once a mask; the rest is in `masks.py`.
+earlier calls in this micro-batch's forward, `draw` the index of the mask within that call. The hash of the first five, the
+draw's key, is made here, once a draw; the rest is in `masks.py`. Where a tensor has its samples, the trace has found
+(`recording.py`); by default dimension 0 is the batch. Numbers whose shape does not grow with the samples are the same for
+all samples of a step.
 
 A model cut over tp computes with its own code on fewer heads or neurons. The shape of a mask shows which ones it is
-for: the trace records the shape of each mask on one device (`record_masks`), and the dimension that is smaller is cut.
+for: the trace records the shape of each mask on one device, and the dimension that is smaller is cut.
 
 How to use it: enter a new `DropoutMode` around the forward of each micro-batch (on each stage, of each chunk).
 Recomputation takes `functools.partial(recompute_contexts, model)` as the `context_fn` of
 `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which `recompute.in_our_modes` gives to every call of it,
-the model's own included. Backward needs no mode: the recomputation enters its
-own.
+the model's own included. Backward needs no mode: the recomputation enters its own.
 """
 
 from __future__ import annotations
@@ -22,27 +24,29 @@ import dataclasses
 import enum
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec, ModelSpec
-from samestep.runtime.dropout.masks import MaskCuts, MaskSlice, drop_mask, hash_positions, mix, positions
+from samestep.runtime.dropout.mask_source import MaskSource
+from samestep.runtime.dropout.masks import MaskCuts, MaskSlice, drop_mask, hash_positions, hashed, mix, positions
 from samestep.runtime.dropout.rates import rates_of
-from samestep.runtime.dropout.replacements import HANDLERS, MaskSource
+from samestep.runtime.dropout.replacements import HANDLERS
 from samestep.tracing.meta_tensors import is_transformed
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Components of a module's name that wrappers add; the names in a job do not have them."""
 
+DrawKey = tuple[str, int, int]
+"""A mask, or a tensor of random numbers: the module that draws it, its entry, and the draw, as in `MaskSpec`."""
 IN_ORDER = (0, 0)
 """Rows of a mask whose samples are in order along dimension 0, each with as many positions as there are for it."""
 OF_NO_SAMPLE = -1
@@ -114,6 +118,7 @@ class _Frame:
     name: str
     entry: int
     num_draws: int = 0
+    num_numbers: int = 0
     num_choices: int = 0
     """Number of expert choices recorded in this forward (`runtime/expert_routes.py`)."""
 
@@ -123,8 +128,8 @@ class _Tracker:
     """The modes active on one model, and the hooks by which its modules report their forwards."""
 
     modes: list[DropoutMode] = field(default_factory=list)
-    rows: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
-    """Where each mask has its samples, where they are not in order along dimension 0."""
+    rows: dict[DrawKey, tuple[int, int]] = field(default_factory=dict)
+    """Where each draw of the traced forward has its samples."""
     in_graph: Set[nn.Module] = frozenset()
     """Modules that get no hooks, since a graph contains their calls; they draw nothing."""
     hooked: WeakKeyDictionary[nn.Module, RemovableHandle] = field(default_factory=WeakKeyDictionary)
@@ -157,11 +162,7 @@ def track_modules(model: nn.Module) -> None:
 
     The first `DropoutMode` of a model does it. Call it again after modules were added or replaced: a module without
     hooks would draw in the name of its parent. Without an active mode the hooks do nothing.
-
-    Raises:
-        ModelError: a transformer layer with dropout has the sequence in dimension 0.
     """
-    _refuse_sequence_first(model)
     tracker = _TRACKERS.setdefault(model, _Tracker())
     for name, module in named_modules(model).items():
         if module in tracker.in_graph:
@@ -205,13 +206,13 @@ def _hook(module: nn.Module, name: str, tracker: _Tracker) -> RemovableHandle:
 
 
 class DropoutMode(MaskSource):
-    """A function mode that replaces every dropout by one whose mask depends only on its position and on `draw`.
+    """A function mode that makes every dropout mask and random number a function of its position and of `draw`.
 
-    One object serves one forward of one micro-batch (its counts of entries are never reset). Other random numbers in
-    the forward are refused, except `torch.rand([])`, one number for the whole step (LayerDrop).
+    One object serves one forward of one micro-batch (its counts of entries are never reset).
 
     Raises:
-        ModelError: inside, a forward needs other random numbers, or a dropout's tensor has no batch in dimension 0.
+        ModelError: inside, a forward needs random numbers of a kind that is not made, or a tensor has no samples where the
+            trace has found them.
     """
 
     def __init__(self, model: nn.Module, draw: Draw, part: MaskSlice | None = None) -> None:
@@ -229,6 +230,8 @@ class DropoutMode(MaskSource):
         ]  # for draws outside every module, as in a loss; the model itself is entry 0 of ""
         self._entries: dict[str, int] = {}
         self._sample_keys: dict[torch.device, Tensor] = {}
+        self._generator: Tensor | None = None
+        self.settle()
         self._hashed_positions: dict[tuple[tuple[int, ...], MaskCuts, torch.device], tuple[Tensor, Tensor]] = {}
 
     def __enter__(self) -> DropoutMode:
@@ -253,6 +256,11 @@ class DropoutMode(MaskSource):
             )
         return handler(self, func, *args, **(kwargs or {}))
 
+    def settle(self) -> None:
+        """Take the present state of the process's generator as that before the forward, where numbers are drawn at all."""
+        if any(draw < 0 for *_, draw in self._tracker.rows):
+            self._generator = torch.default_generator.get_state()
+
     def _enter_module(self, name: str) -> None:
         entry = self._entries.get(name, 0)
         self._entries[name] = entry + 1
@@ -274,19 +282,22 @@ class DropoutMode(MaskSource):
         """Return the error that refuses what the innermost module does."""
         return ModelError(f"{self._frames[-1].name or 'the model itself'}: {reason}")
 
-    def _next_draw(self) -> tuple[str, int, int]:
-        """Count a draw of the innermost module; return the module's name, the entry and the draw."""
+    def _next_draw(self) -> DrawKey:
+        """Count a mask of the innermost module; return the module's name, the entry and the draw."""
         frame = self._frames[-1]
         frame.num_draws += 1
         self.num_draws += 1
         return frame.name, frame.entry, frame.num_draws - 1
 
-    def next_key(self) -> int:
-        """Count a draw and return its key of 64 bits."""
-        return self._key_of(self._next_draw())
+    def _next_numbers(self) -> DrawKey:
+        """Count a tensor of random numbers of the innermost module, from -1 down: evaluation draws them without masks."""
+        frame = self._frames[-1]
+        frame.num_numbers += 1
+        self.num_draws += 1
+        return frame.name, frame.entry, -frame.num_numbers
 
-    def _key_of(self, mask: tuple[str, int, int]) -> int:
-        text = "/".join(map(str, (self._draw.seed, self._draw.step, *mask)))
+    def _key_of(self, draw: DrawKey) -> int:
+        text = "/".join(map(str, (self._draw.seed, self._draw.step, *draw)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
     def drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
@@ -296,32 +307,77 @@ class DropoutMode(MaskSource):
             ModelError: the dimension of samples does not hold the samples, or p is not between 0 and 1.
         """
         mask = self._next_draw()
-        dim, inner = self._tracker.rows.get(mask, IN_ORDER)
+        if not 0.0 <= p <= 1.0:
+            raise self.refuse(f"{what} with probability {p}; it is between 0 and 1")
+        rows = self._tracker.rows.get(mask, IN_ORDER)
+        return self._arranged(mask, rows, shape, x.device, what, lambda bits: drop_mask(bits, p))
+
+    def hashes(
+        self, like: Tensor | None, shape: Sequence[int], device: torch.device, what: str, *, is_shared: bool = False
+    ) -> Tensor:
+        """Return the hashed bits of random numbers, int32 [shape], which are those of their samples.
+
+        Raises:
+            ModelError: no trace has shown where these numbers have their samples, or they are not there.
+        """
+        if self._generator is not None and not torch.equal(torch.default_generator.get_state(), self._generator):
+            raise self.refuse(
+                f"{what}: the forward seeds the generator itself, so these numbers are constants; constants that __init__ "
+                "makes, as a buffer, work, and without torch.manual_seed numbers are functions of seed, step and sample"
+            )
+        if len(self._frames) == 1:
+            raise self.refuse(
+                f"{what}: random numbers in the loss; numbers that the model's forward draws and returns work"
+            )
+        numbers = self._next_numbers()
+        rows = (
+            (OF_NO_SAMPLE, 0) if not shape else self._tracker.rows.get(numbers, IN_ORDER if like is not None else None)
+        )
+        if rows is None:
+            raise self.refuse(
+                f"{what}: the traced forward has not drawn these random numbers, so it is not known which of them belong to "
+                "which sample; drawn in every forward, or like another tensor (torch.randn_like), they work"
+            )
+        if is_shared and rows[0] != OF_NO_SAMPLE:
+            raise self.refuse(
+                f"{what}: an order of samples, which would mix those of a batch; an order of features works"
+            )
+        return self._arranged(numbers, rows, shape or (1,), device, what).view(tuple(shape))
+
+    def _arranged(
+        self,
+        draw: DrawKey,
+        rows: tuple[int, int],
+        shape: Sequence[int],
+        device: torch.device,
+        what: str,
+        change: Callable[[Tensor], Tensor] = lambda bits: bits,
+    ) -> Tensor:
+        """Return the hashed bits of a draw of this shape, changed element by element, with its samples at `rows`."""
+        dim, inner = rows
         num_samples = 1 if dim == OF_NO_SAMPLE else self._draw.samples.numel()
         if not shape or (dim != OF_NO_SAMPLE and (shape[dim] % (num_samples * max(inner, 1)) or not shape[dim])):
             raise self.refuse(
                 f"{what} of a tensor of shape {tuple(shape)}: dimension {dim} must hold the {num_samples} samples of the "
                 "micro-batch (or as many rows for each), or the mask would differ between layouts"
             )
-        if not 0.0 <= p <= 1.0:
-            raise self.refuse(f"{what} with probability {p}; it is between 0 and 1")
         whole = tuple(shape) if dim == OF_NO_SAMPLE else (*shape[:dim], shape[dim] // num_samples, *shape[dim + 1 :])
         each = whole
         cuts: MaskCuts = ()
         if self._part is not None:
-            cuts = self._part.cuts(mask, whole)
+            cuts = self._part.cuts(draw, whole)
             for at, degree, _ in cuts:
                 whole = (*whole[:at], whole[at] * degree, *whole[at + 1 :])
-        key = (whole, cuts, x.device)
+        key = (whole, cuts, device)
         if key not in self._hashed_positions:
-            self._hashed_positions[key] = hash_positions(*positions(whole, cuts, x.device))
-        keys = self._keys_of_samples(x.device, of_samples=dim != OF_NO_SAMPLE) ^ self._key_of(mask)
-        drop = drop_mask(keys, *self._hashed_positions[key], p)
+            self._hashed_positions[key] = hash_positions(*positions(whole, cuts, device))
+        keys = self._keys_of_samples(device, of_samples=dim != OF_NO_SAMPLE) ^ self._key_of(draw)
+        bits = change(hashed(keys, *self._hashed_positions[key]))
         if dim == OF_NO_SAMPLE or (dim == 0 and inner in (0, each[0])):
-            return drop.view(shape)
+            return bits.view(tuple(shape))
         inner = inner or each[dim]
-        drop = drop.view(num_samples, *each[:dim], each[dim] // inner, inner, *each[dim + 1 :])
-        return drop.movedim(0, dim + 1).reshape(shape)
+        bits = bits.view(num_samples, *each[:dim], each[dim] // inner, inner, *each[dim + 1 :])
+        return bits.movedim(0, dim + 1).reshape(tuple(shape))
 
     def _keys_of_samples(self, device: torch.device, *, of_samples: bool) -> Tensor:
         """Return a key for each sample, int64 [B]; for a mask that all samples share one key, 0."""
@@ -339,80 +395,17 @@ def begin_after(model: nn.Module, entries: Mapping[str, int]) -> None:
         tracker.modes[-1].count_entries(entries)
 
 
-RowsOf = Callable[[Tensor], tuple[int, int] | None]
-"""Returns the dimension of a tensor that holds the samples and the positions of one side by side; None if not known."""
-
-
-class _MaskRecorder(DropoutMode):
-    """A mode that records the shape of each mask, and leaves the forward unchanged."""
-
-    def __init__(self, model: nn.Module, num_samples: int, rows_of: RowsOf | None) -> None:
-        track_modules(model)
-        super().__init__(model, Draw(0, 0, torch.zeros(num_samples, dtype=torch.int64)))
-        self.masks: list[MaskSpec] = []
-        self._rows_of = rows_of
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        handler = HANDLERS.get(func)
-        if handler is not None:
-            # A step raises its own errors, so none is raised here; nor may a trace of costs see what is only tried here.
-            unseen = _disable_current_modes() if self._rows_of is None else nullcontext()
-            with suppress(ModelError), unseen, torch.no_grad():
-                handler(
-                    self,
-                    func,
-                    *args,
-                    **{**(kwargs or {}), **({"inplace": False} if (kwargs or {}).get("inplace") else {})},
-                )
-        return func(*args, **(kwargs or {}))
-
-    def drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
-        owner, entry, draw = self._next_draw()
-        rows = IN_ORDER if self._rows_of is None else self._rows_of(x)
-        rows = rows if rows is None or rows[0] < len(shape) else None  # of a mask of channels
-        dim = 0 if rows is None else rows[0]
-        each = tuple(shape)
-        if shape and dim != OF_NO_SAMPLE:
-            each = (*shape[:dim], shape[dim] // self._draw.samples.numel(), *shape[dim + 1 :])
-        self.masks.append(MaskSpec(owner=owner, entry=entry, draw=draw, shape=each, rows=rows))
-        return torch.empty(shape, dtype=torch.bool, device=x.device)
-
-
-@contextmanager
-def record_masks(model: nn.Module, num_samples: int = 1, rows_of: RowsOf | None = None) -> Iterator[list[MaskSpec]]:
-    """Record every mask that a forward of `num_samples` samples draws inside, and where `rows_of` finds its samples."""
-    mode = _MaskRecorder(model, num_samples, rows_of)
-    with mode:
-        yield mode.masks
-
-
-def with_constants(masks: list[MaskSpec], placed: list[MaskSpec], num_samples: int) -> tuple[MaskSpec, ...]:
-    """Return the masks of `num_samples` samples; one for a constant with a row for each sample has them there.
-
-    `torch.ones(len(x), 1)` depends on no sample's values, but its shape, beside that of the mask of one sample, tells.
-    """
-    if len(masks) != len(placed):
-        return tuple(masks)
-    return tuple(_with_constant(*pair, num_samples) for pair in zip(masks, placed, strict=True))
-
-
-def _with_constant(one: MaskSpec, several: MaskSpec, num_samples: int) -> MaskSpec:
-    if several.rows is None or several.rows[0] != OF_NO_SAMPLE or len(one.shape) != len(several.shape):
-        return several
-    differs = [dim for dim, (a, b) in enumerate(zip(one.shape, several.shape, strict=True)) if a != b]
-    if len(differs) != 1 or several.shape[differs[0]] != num_samples * one.shape[differs[0]]:
-        return several
-    return dataclasses.replace(several, shape=one.shape, rows=(differs[0], 0))
+def after_reading(model: nn.Module) -> None:
+    """Let the active mode of a model, if there is one, know that samples were read, which may move the generator."""
+    tracker = _TRACKERS.get(model)
+    if tracker is not None and tracker.modes:
+        tracker.modes[-1].settle()
 
 
 def place_samples(model: nn.Module, masks: tuple[MaskSpec, ...]) -> None:
-    """Tell a model's modes where each mask has its samples, as a trace has found them."""
+    """Tell a model's modes where each draw has its samples, as a trace has found them."""
     tracker = _TRACKERS.setdefault(model, _Tracker())
-    tracker.rows = {
-        (mask.owner, mask.entry, mask.draw): mask.rows for mask in masks if mask.rows not in (None, IN_ORDER)
-    }
+    tracker.rows = {(mask.owner, mask.entry, mask.draw): mask.rows or IN_ORDER for mask in masks}
 
 
 class _Recompute:
@@ -446,19 +439,3 @@ def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager[Any], A
     if tracker is None or not tracker.modes:
         return nullcontext(), nullcontext()
     return nullcontext(), _Recompute(tracker.modes[-1])
-
-
-def _refuse_sequence_first(model: nn.Module) -> None:
-    """Refuse torch's transformer layers that put the sequence in dimension 0: their dropout cannot see the samples.
-
-    Raises:
-        ModelError: such a layer has dropout.
-    """
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-            continue
-        if not module.self_attn.batch_first and module.dropout.p > 0:
-            raise ModelError(
-                f"{name or 'the model itself'}: dropout in a {type(module).__name__} with batch_first=False, whose "
-                "tensors hold no batch in dimension 0; batch_first=True works"
-            )

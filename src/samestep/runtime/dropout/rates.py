@@ -17,8 +17,7 @@ def has_dropout(model: nn.Module) -> bool:
     a module's attributes or in its configuration, or any such number of a module whose class name contains it
     (`Dropout.p`). Fields of a configuration for heads (`classifier_dropout`, `summary_first_dropout`) count through
     their `nn.Dropout` only. A number written in the code (`F.dropout(x, 0.1)`) cannot be seen: run the first
-    micro-batch under a `DropoutMode` whatever this returns, and keep the mode if its `num_draws` is not 0. That first
-    one also refuses random numbers.
+    micro-batch under a `DropoutMode` whatever this returns, and keep the mode if its `num_draws` is not 0.
     """
     seen: set[int] = set()
     facts = facts_of(model)

@@ -1,4 +1,5 @@
-"""Replacements of torch's functions that draw: dropouts take their masks from a `MaskSource`, other random numbers are refused.
+"""Replacements of torch's functions that draw: dropouts take masks from a `MaskSource`, distributions (`distributions.py`)
+hashed bits, and what is left is refused.
 
 `HANDLERS` has the replacement of each function; it is called with the source of masks, the function, and its arguments.
 """
@@ -13,33 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from samestep.errors import ModelError
+from samestep.runtime.dropout.distributions import DRAWS
+from samestep.runtime.dropout.mask_source import MaskSource
 from samestep.tracing.attention import AttentionCall, multi_head_attention
 
 _SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU: what alpha_dropout puts in place of a dropped element
-
-
-class MaskSource(TorchFunctionMode):
-    """A function mode that makes the masks of one forward; `mode.DropoutMode` is the one that does."""
-
-    sees_all = False
-    """Whether it must be shown every function of the model, those of compiled blocks too."""
-    allows_random = False
-    """Whether other random numbers are drawn from the process's generators instead of being refused."""
-
-    def drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
-        """Return a mask for x of this shape, bool, True where an element is dropped."""
-        raise NotImplementedError
-
-    def next_key(self) -> int:
-        """Count a draw and return its key of 64 bits."""
-        raise NotImplementedError
-
-    def refuse(self, reason: str) -> ModelError:
-        """Return the error that refuses what the innermost module does."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,31 +120,31 @@ def _multi_head_attention(mode: MaskSource, func: Callable[..., Any], *args: Any
 
 
 def _recurrent(mode: MaskSource, func: Callable[..., Any], /, *args: Any) -> Any:
-    """Handle torch's recurrent layers: refuse those with dropout, which draw inside one native operation."""
+    """Handle torch's recurrent layers: with dropout, run one layer at a time, and drop what one hands to the next."""
     # (input, [batch_sizes,] hx, weights, has_biases, num_layers, dropout, train, ...): has_biases is the first bool.
     first = next(i for i, arg in enumerate(args) if isinstance(arg, bool))
-    num_layers, dropout, train = args[first + 1 : first + 4]
-    if train and dropout > 0 and num_layers > 1 and not mode.allows_random:
+    has_biases, num_layers, dropout, train, *form = args[first:]
+    if not (train and dropout > 0 and num_layers > 1):
+        return func(*args)
+    if first > 3:
+        if mode.allows_random:
+            return func(*args)
         raise mode.refuse(
-            f"torch's {func.__name__} draws its dropout={dropout} inside one native operation, so its masks would "
-            "differ between layouts; dropout=0, or single layers with nn.Dropout between them, work"
+            f"torch's {func.__name__} with dropout={dropout} on a packed sequence, in which it is not seen which row is whose; "
+            "padded sequences work, and so does dropout=0"
         )
-    return func(*args)
-
-
-def _one_number(mode: MaskSource, func: Callable[..., Tensor], /, *size: Any, **kwargs: Any) -> Tensor:
-    """Handle `torch.rand`: draw a single number, equal for all samples of the step; refuse other sizes."""
-    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else kwargs.pop("size", size)
-    if len(shape) or kwargs.keys() - {"dtype", "device"}:
-        return _refused(mode, func)
-    return torch.full((), (mode.next_key() >> 11) % 2**53 / 2**53, **kwargs)
-
-
-def _rrelu(mode: MaskSource, func: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> Tensor:
-    """Handle `rrelu`: refuse it in training, where its slopes are random."""
-    if kwargs.get("training") or args[3:4] == (True,):
-        return _refused(mode, func)
-    return func(*args, **kwargs)
+    x, state, weights = args[:first]
+    states = state if isinstance(state, list | tuple) else (state,)  # those of an lstm are two
+    ends = []
+    for layer in range(num_layers):
+        own = [part.chunk(num_layers)[layer] for part in states]
+        given = own if isinstance(state, list | tuple) else own[0]
+        each = len(weights) // num_layers
+        x, *end = func(x, given, weights[layer * each :][:each], has_biases, 1, 0.0, train, *form)
+        ends.append(end)
+        if layer + 1 < num_layers:
+            x = _dropped(mode, func.__name__, _DropoutKind(), x, dropout, inplace=False)
+    return (x, *map(torch.cat, zip(*ends, strict=True)))
 
 
 def _refused(mode: MaskSource, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -173,19 +153,17 @@ def _refused(mode: MaskSource, func: Callable[..., Any], /, *args: Any, **kwargs
         return func(*args, **kwargs)
     name = "fractional_max_pool" if func.__name__ == "fn" else func.__name__
     raise mode.refuse(
-        f"{name}: random numbers in a forward would differ between layouts; nn.Dropout, torch.nn.functional.dropout* "
-        "and the dropout_p of attention work, and so does noise that the data set's sample(index, generator) draws"
+        f"{name}: its random numbers would differ between layouts; torch.rand, randn, randint, normal, bernoulli, "
+        "multinomial and functions like them work, and so do nn.Dropout, torch.nn.functional.dropout* and the dropout_p of "
+        "attention"
     )
 
 
-# Functions of torch, torch.Tensor, torch.nn.functional and torch.nn.init that a forward may not call.
+# Functions of torch, torch.Tensor, torch.nn.functional and torch.nn.init that a forward may not call, but for those of DRAWS.
 _REFUSED = """
-    bernoulli bernoulli_ binomial cauchy_ exponential_ geometric_ gumbel_softmax log_normal_ multinomial native_dropout
-    normal normal_ poisson rand_like randint randint_like randn randn_like random_ randperm rrelu_with_noise
-    rrelu_with_noise_ uniform_ kaiming_normal_ kaiming_uniform_ trunc_normal_ xavier_normal_ xavier_uniform_ orthogonal_
-    sparse_ fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices
-    fractional_max_pool3d_with_indices _sample_dirichlet _standard_gamma _fused_dropout
-    svd_lowrank pca_lowrank lobpcg
+    binomial native_dropout poisson rrelu_with_noise rrelu_with_noise_ sparse_ fractional_max_pool2d fractional_max_pool3d
+    fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices _sample_dirichlet _standard_gamma _fused_dropout
+    uniform_ normal_ kaiming_normal_ kaiming_uniform_ trunc_normal_ xavier_normal_ xavier_uniform_ orthogonal_ svd_lowrank pca_lowrank lobpcg
 """
 
 
@@ -195,7 +173,7 @@ def _handlers() -> dict[Callable[..., Any], Callable[..., Any]]:
     handlers: dict[Callable[..., Any], Callable[..., Any]] = {
         getattr(home, name): _refused for home in homes for name in _REFUSED.split() if hasattr(home, name)
     }
-    handlers |= {getattr(torch, name): _rrelu for name in ("rrelu", "rrelu_")} | {F.rrelu: _rrelu}
+    handlers |= DRAWS
     handlers |= {getattr(torch, name): _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
     for name, kind in {
         "dropout": _DropoutKind(),
@@ -211,7 +189,6 @@ def _handlers() -> dict[Callable[..., Any], Callable[..., Any]]:
         if hasattr(torch, name):
             handlers[getattr(torch, name)] = _native(kind, inplace=False)
             handlers[getattr(torch, f"{name}_")] = _native(kind, inplace=True)
-    handlers[torch.rand] = _one_number
     handlers[F.scaled_dot_product_attention] = _attention
     handlers[F.multi_head_attention_forward] = _multi_head_attention
     return handlers

@@ -61,8 +61,8 @@ class StatePacking:
             if not isinstance(value, Tensor):
                 continue
             if value.dtype == torch.uint8 and key + SCALE in state:
-                numbers = _numbers(key in _POSITIVE, value.device)[value.flatten().int()]
-                scaled = numbers.view(len(state[key + SCALE]), -1) * state[key + SCALE][:, None]
+                numbers = _numbers(key in _POSITIVE, value.device).index_select(0, value.flatten().int())
+                scaled = numbers.view(len(state[key + SCALE]), -1).mul_(state[key + SCALE][:, None])
                 found[key] = scaled.view(value.shape).to(piece.value.dtype)
             elif value.dtype == torch.bfloat16 and self._is_packed(piece, key, value):
                 found[key] = value.to(piece.value.dtype)
@@ -143,12 +143,41 @@ def quantised(values: Tensor, block: int, *, is_positive: bool) -> tuple[Tensor,
     A block of zeros has the scale 0. A block with a number that is not finite has that as its scale, and no finite element.
     """
     rows = values.view(-1, block)
-    at = rows.abs().nan_to_num(torch.inf, torch.inf).argmax(dim=1, keepdim=True)
-    scales = rows.gather(1, at)
-    numbers = _numbers(is_positive, values.device)
+    largest = rows.amax(dim=1, keepdim=True)
+    if is_positive:
+        scales = largest
+    else:
+        least = rows.amin(dim=1, keepdim=True)
+        scales = torch.where(largest < -least, least, largest)
+    return _codes((rows / torch.where(scales == 0, 1.0, scales)).flatten(), is_positive), scales.flatten()
+
+
+def _codes(values: Tensor, is_positive: bool) -> Tensor:
+    """Return the codes (uint8) of the numbers nearest to float32 values between -1 and 1.
+
+    A search for each value took ten times as long: its upper half, 16 bits, says which two codes it can have.
+    """
+    codes, edges = _codes_of_halves(is_positive, values.device)
+    halves = (values.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
+    return codes.index_select(0, halves).add_(values > edges.index_select(0, halves))
+
+
+@functools.cache
+def _codes_of_halves(is_positive: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return for each upper half of a float32 the code of the least number with it (uint8 [65536]), and the edge to the next code.
+
+    Between two numbers with equal upper halves lies no more than one edge: the numbers that codes stand for are further apart.
+    """
+    numbers = _numbers(is_positive, torch.device("cpu"))
     edges = (numbers[1:] + numbers[:-1]) / 2
-    codes = torch.bucketize(torch.where(scales == 0, 0.0, rows / scales), edges)
-    return codes.to(torch.uint8).flatten(), scales.flatten()
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).roll(
+        2**15
+    )  # as in memory: those of negative numbers behind
+    rest = (halves < 0).int() * 0xFFFF
+    least = (halves.bitwise_left_shift(16) | rest).view(torch.float32)
+    codes = torch.bucketize(least, edges)
+    above = torch.cat([edges, torch.tensor([torch.inf])])[codes]
+    return codes.to(torch.uint8).to(device), above.to(device)
 
 
 @functools.cache

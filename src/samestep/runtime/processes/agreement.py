@@ -1,7 +1,8 @@
 """Ranks that are given one job: before they make process groups, they compare what they would run.
 
 A rank whose model was traced otherwise (its code asks for the rank, or draws a number and branches on it), or that was
-started with another layout or job, would wait for messages that nobody sends.
+started with another layout or job, would wait for messages that nobody sends. So would one that kept the groups of a run
+which has failed on another rank alone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.runtime.ledger import outside_step
+from samestep.runtime.processes import mesh
 from samestep.runtime.processes.messages import gather_values
 
 
@@ -31,7 +33,9 @@ def check(spec: ModelSpec, layout: Layout, job: Job) -> None:
         "traced model": _digest(spec),
     }
     with outside_step():  # a model is prepared in its first step
-        everyone = gather_values(mine, layout.world_size)
+        told = gather_values((mine, mesh.num_forgotten()), layout.world_size)
+    mesh.forget_as_often(max(num_forgotten for _, num_forgotten in told))
+    everyone = [theirs for theirs, _ in told]
     for what in mine:
         apart = [rank for rank, theirs in enumerate(everyone) if theirs[what] != everyone[0][what]]
         if not apart:

@@ -25,7 +25,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from samestep.errors import SamestepError, WorkerError
+from samestep.errors import SamestepError
 from samestep.runtime.processes.channel import Channel
 from samestep.runtime.processes.join import STOP_SIGNALS, restore_signals
 from samestep.runtime.processes.local_workers import LocalWorkers
@@ -153,12 +153,8 @@ class Follower:
         self._start = -1
         """The number that the leading host gave to the start of these workers."""
 
-    def follow(self) -> dict[str, Any]:
-        """Do as the leading host says, and return its last word.
-
-        Raises:
-            WorkerError: the leading host is lost.
-        """
+    def follow(self) -> dict[str, Any] | None:
+        """Do as the leading host says, and return its last word; None where it is lost."""
         handlers: dict[int, Any] = {
             number: signal.signal(number, self._on_signal)
             for number in STOP_SIGNALS
@@ -175,7 +171,7 @@ class Follower:
                         return last
                     self._obey(message)
                 if self._leader.lost:
-                    raise WorkerError(f"the leading host {self._leader.peer} is gone: {self._leader.lost}")
+                    return None
         finally:
             self._end()
             restore_signals(handlers)

@@ -3,10 +3,13 @@
 A rank moves while it begins calls of collectives, or steps. Where no rank has moved for a while (10 s, or the time of 10
 steps) the one at fault is named: a rank that does not answer, else one that has made fewer calls than others of its group,
 else one that is in no call while others are. After `run.hang_s` the run is ended. A slow rank that is healthy moves again before.
+Where no rank answers at all, as a single one that was stopped, the run is ended as well; what takes long apart from steps then
+has the time limit of a collective.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 
@@ -23,17 +26,20 @@ _SILENT_S = 4.0
 class HangWatch:
     """The last answers of the ranks of a run, and since when each has been the same."""
 
-    def __init__(self, ranks: int, hang_s: float) -> None:
-        self._ranks, self._hang_s = ranks, hang_s
+    def __init__(self, ranks: int, hang_s: float, apart_s: float = math.inf) -> None:
+        self._ranks, self._hang_s, self._apart_s = ranks, hang_s, apart_s
         self._last: dict[int, Whereabouts] = {}
         self._moved_s: dict[int, float] = {}
         self._answered_s: dict[int, float] = {}
         self._is_named = False
         self._began_s: float | None = None
         """When the ranks were first asked."""
+        self._awake_s = math.inf
+        """When this process last heard or checked something."""
 
     def hear(self, rank: int, at: Whereabouts, now_s: float) -> None:
         """Note an answer."""
+        self._wake(now_s)
         before = self._last.get(rank)
         if before is None or (before.calls, before.step) != (at.calls, at.step):
             self._moved_s[rank] = now_s
@@ -47,10 +53,14 @@ class HangWatch:
         Raises:
             WorkerError: no rank has moved for that long.
         """
+        self._wake(now_s)
         self._began_s = now_s if self._began_s is None else self._began_s
         # A rank that was stopped before it ever answered, or in a phase of its own, says nothing; the others do.
         answering = [rank for rank in working if rank in self._last and not self._is_silent(rank, now_s)]
-        if not self._hang_s or not answering or not all(self._last[rank].step for rank in answering):
+        if not self._hang_s:
+            return
+        if not answering or not all(self._last[rank].step for rank in answering):
+            self._check_silent(working, now_s, says and bool(answering), ends=not answering)
             return
         still_s = now_s - max(self._moved_s[rank] for rank in answering)
         steps_s = _STEPS * max(at.median_step_s for at in self._last.values())
@@ -62,6 +72,30 @@ class HangWatch:
         if not self._is_named and says:
             self._is_named = True
             warnings.warn(self._text(working, still_s, now_s), stacklevel=2)
+
+    def _wake(self, now_s: float) -> None:
+        """Where this process was stopped itself, and its ranks with it, let the time begin anew."""
+        if now_s - self._awake_s > _SILENT_S:
+            self._moved_s, self._answered_s = (dict.fromkeys(self._last, now_s) for _ in range(2))
+            self._began_s = now_s
+        self._awake_s = now_s
+
+    def _check_silent(self, working: Sequence[int], now_s: float, says: bool, *, ends: bool) -> None:
+        """Warn of ranks that do not answer while others are apart from steps, and with `ends` end a run of which none does.
+
+        Raises:
+            WorkerError: none has answered for too long.
+        """
+        quiet_s = [now_s - self._answered_s.get(rank, self._began_s or 0.0) for rank in working]
+        are_in_steps = all(rank in self._last and self._last[rank].step for rank in working)
+        steps_s = _STEPS * max((at.median_step_s for at in self._last.values()), default=0.0)
+        if ends and min(quiet_s, default=0.0) >= max(self._hang_s, steps_s if are_in_steps else self._apart_s):
+            raise WorkerError(f"{self._text(working, min(quiet_s), now_s)}; run.hang_s = {self._hang_s:g}")
+        longest_s = max((s for s, rank in zip(quiet_s, working, strict=True) if rank in self._last), default=0.0)
+        is_late = longest_s >= max(_NAMED_AFTER_S, steps_s)
+        if says and is_late and not self._is_named:
+            warnings.warn(self._text(working, longest_s, now_s), stacklevel=3)
+        self._is_named = is_late and (says or self._is_named)
 
     def _text(self, working: Sequence[int], still_s: float, now_s: float) -> str:
         guilty = self._guilty(working, now_s)
@@ -95,4 +129,5 @@ def _place(at: Whereabouts) -> str:
     """Return where a rank is, as text."""
     call = f"in {at.call}, " if at.call else ""
     task = f"in the {at.task} of " if at.task else "in "
-    return f"{call}{task}step {at.step}{f' ({at.where})' if at.where else ''}"
+    step = f"step {at.step}" if at.step else "a save, an evaluation or the first step"
+    return f"{call}{task}{step}{f' ({at.where})' if at.where else ''}"

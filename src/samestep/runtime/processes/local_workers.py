@@ -12,10 +12,8 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import JobError
+from samestep.output import temporary_folder
 from samestep.runtime.processes import memory_kills
 from samestep.runtime.processes.join import allocator_variables, interface_variables, set_defaults
 from samestep.runtime.processes.worker import Failure, LaunchOptions, run_worker
@@ -45,8 +44,8 @@ class LocalWorkers:
     """Name of the machine in errors: this one needs none."""
 
     def __init__(self, options: LaunchOptions, main: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._folder = tempfile.mkdtemp(prefix="samestep-")
-        self._options = dataclasses.replace(options, folder=self._folder, parent_pid=os.getpid())
+        self._folder = temporary_folder.make()
+        self._options = dataclasses.replace(options, folder=str(self._folder), parent_pid=os.getpid())
         self._main, self._args = main, args
         self.ranks = range(options.first_rank, options.first_rank + options.local_ranks)
         self._processes: list[BaseProcess] = []
@@ -54,6 +53,8 @@ class LocalWorkers:
         self._over: set[int] = set()
         """Ranks whose failure or death was heard, or that may leave."""
         self._leaving: set[int] = set()
+        self._asked: set[int] = set()
+        """Ranks that have not answered yet how far they have come."""
         self._memory_kills = memory_kills.count()
 
     def start(self) -> None:
@@ -113,6 +114,8 @@ class LocalWorkers:
                 yield self._heard(rank, "failed", Failure(rank, time.monotonic(), _death(exit_code) + shortage))
 
     def _heard(self, rank: int, word: str, value: Any) -> tuple[int, str, Any]:
+        if word == "at":
+            self._asked.discard(rank)
         if word == "failed":
             self._over.add(rank)
             value = dataclasses.replace(value, lines=_tail_of(value, self._folder))
@@ -123,6 +126,12 @@ class LocalWorkers:
         if word == "leave":
             self._over.add(rank)
             self._leaving.add(rank)
+        if word == "at":
+            if (
+                rank in self._asked
+            ):  # the pipe to a worker that reads nothing would be full one day, and hold this process
+                return
+            self._asked.add(rank)
         with contextlib.suppress(OSError):
             self._pipes[rank - self.ranks.start].send_bytes(word.encode())
 
@@ -150,7 +159,7 @@ class LocalWorkers:
             process.join(_LEAVE_GRACE_S)
         for pipe in self._pipes:
             pipe.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        temporary_folder.remove(self._folder)
 
 
 def _start_method(device_type: str, threads: int) -> str:
@@ -199,9 +208,9 @@ def _kill_group(process: BaseProcess) -> None:
         process.kill()
 
 
-def _tail_of(failure: Failure, folder: str) -> tuple[str, ...]:
+def _tail_of(failure: Failure, folder: Path) -> tuple[str, ...]:
     """Return the last lines that a worker wrote to stderr, its traceback included."""
-    file = Path(folder, f"{failure.rank}.err")
+    file = folder / f"{failure.rank}.err"
     written = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []
     return (*written, *failure.lines)[-_TAIL_LINES:]
 

@@ -130,7 +130,7 @@ def _last_word(error: BaseException) -> dict[str, Any]:
     return {"error": type(error).__name__, "text": str(error) or type(error).__name__}
 
 
-def meet(at: Rendezvous, mine: Mapping[str, str], timeout_s: float) -> Meeting:
+def meet(at: Rendezvous, mine: Mapping[str, str], timeout_s: float, least_hosts: int | None = None) -> Meeting:
     """Meet the other hosts of a run at an address, and find out that they have the same versions, job and flags.
 
     Every host calls it; if one does not, the others wait for `timeout_s`.
@@ -139,6 +139,7 @@ def meet(at: Rendezvous, mine: Mapping[str, str], timeout_s: float) -> Meeting:
         at: where, how many hosts, and the token.
         mine: what must be equal on all hosts, by the words that name it in an error.
         timeout_s: seconds to wait for the others.
+        least_hosts: the number of hosts that is enough where no more come in time; all, where it is not given.
 
     Raises:
         JobError: the token is not that of the address, or a host differs in `mine`.
@@ -154,7 +155,7 @@ def meet(at: Rendezvous, mine: Mapping[str, str], timeout_s: float) -> Meeting:
     while True:
         try:
             with socket.create_server((str(address[0]), at.port), family=family) as listening:
-                return _led(listening, at, mine, end_s)
+                return _led(listening, at, mine, end_s, least_hosts or at.num_hosts)
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
                 raise JobError(f"--rendezvous {at} cannot be listened at: {error.strerror}") from None
@@ -165,10 +166,11 @@ def meet(at: Rendezvous, mine: Mapping[str, str], timeout_s: float) -> Meeting:
         time.sleep(_RETRY_S)
 
 
-def _led(listening: socket.socket, at: Rendezvous, mine: Mapping[str, str], end_s: float) -> Meeting:
+def _led(listening: socket.socket, at: Rendezvous, mine: Mapping[str, str], end_s: float, least_hosts: int) -> Meeting:
     """Wait for the followers, and compare them with this host."""
     came: list[Channel] = []
-    print(f"waiting at {at} for {at.num_hosts - 1} more of {at.num_hosts} hosts", flush=True)
+    if at.num_hosts > 1:
+        print(f"waiting at {at} for {at.num_hosts - 1} more of {at.num_hosts} hosts", flush=True)
     began_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         while len(came) < at.num_hosts - 1:
@@ -176,6 +178,8 @@ def _led(listening: socket.socket, at: Rendezvous, mine: Mapping[str, str], end_
             try:
                 connected, (peer, *_) = listening.accept()
             except TimeoutError:
+                if len(came) + 1 >= least_hosts:
+                    break
                 have = ", ".join(one.peer for one in came) or "none"
                 waited_s = time.monotonic() - began_s
                 raise WorkerError(

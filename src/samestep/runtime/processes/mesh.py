@@ -2,7 +2,8 @@
 
 `program/ranks.py` gives the order of ranks. Axes over the same ranks share one group, so that a communicator is never
 made twice. `cp` has a group of its own: compute waits for its exchanges, which must not wait for gradients or weights
-sent meanwhile; so has `dp`, over which batch norm takes statistics, and so has each link between two stages of a pipeline (`schedules.link_of`).
+sent meanwhile; so have `dp`, over which batch norm takes statistics, the axes of exchanges that whole steps hide, and each link between two stages
+of a pipeline (`schedules.link_of`).
 
 On NCCL all groups of an axis are made by one split of the world, in which every rank takes part; gloo makes each by itself.
 """
@@ -145,9 +146,27 @@ def _can_be_split(world: dist.ProcessGroup) -> bool:
     return dist.get_backend(world) == "nccl" and world.bound_device_id is not None
 
 
+_num_forgotten = 0
+
+
 def forget_groups() -> None:
     """Forget all groups, so that the next run makes its own: after the world was destroyed, or a step failed among messages."""
+    global _num_forgotten
     _made.clear()
+    _num_forgotten += 1
+
+
+def num_forgotten() -> int:
+    """Return how often this process has forgotten its groups."""
+    return _num_forgotten
+
+
+def forget_as_often(most: int) -> None:
+    """Forget all groups, where another rank did so more often: a group is made by all of its ranks or by none."""
+    global _num_forgotten
+    if _num_forgotten < most:
+        _made.clear()
+        _num_forgotten = most
 
 
 def _named(ranks: Sequence[int]) -> str:

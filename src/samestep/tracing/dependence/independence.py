@@ -8,9 +8,9 @@ does not depend on that of the storage:
     Mixed, not shown            how elements depend on rows is not known
 
 A storage without a description depends on no row. Views share the storage of their base, so they need no rule:
-`along` finds which dimension of a view holds the rows from its strides. Merged dimensions, as [samples * tokens,
+`Dependences.of` finds which dimension of a view holds the rows from its strides. Merged dimensions, as [samples * tokens,
 features], have `inner` elements of each row side by side. Other operations map the dimensions of their operands to those
-of their results (`rules.py`); where two operands meet with different rows, or a dimension that holds rows is
+of their results (`dimension_maps.py`); where two operands meet with different rows, or a dimension that holds rows is
 summed over, the result is mixed.
 
 Rows may also be picked by an index tensor whose values are not known, as `x[mask]` or `x[chosen]`: their order is then

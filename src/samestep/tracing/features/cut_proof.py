@@ -50,6 +50,8 @@ class CutProof:
     """Uses of the trained weights of each module: on a "cut" or "whole" tensor, or "elsewhere" (a cut one, by another)."""
     copied: frozenset[str] = frozenset()
     """Modules at whose input `copy` sums a gradient: those cut by columns, and whole ones that lead to what is cut."""
+    cut_storages: frozenset[int] = frozenset()
+    """Storages of the recorded forward that hold a part, or a summand, on each rank."""
     cuts_logits: bool = False
     """Whether the loss may get logits that are cut by vocabulary."""
     tried: tuple[str, ...] = ()
@@ -137,7 +139,10 @@ def prove(
         if not cuts_logits or _are_logits(flow, model, heads):
             uses = _uses(recorder.operations, flow, partial)
             tried = tuple(dict.fromkeys(flow.tried))
-            return CutProof(way, cuts, flow.groups, uses, _copied(flow, partial), cuts_logits, tried)
+            held = frozenset(
+                one for one, state in flow.states.items() if state == "partial" or isinstance(state, UnitRows)
+            )
+            return CutProof(way, cuts, flow.groups, uses, _copied(flow, partial), held, cuts_logits, tried)
     return CutProof(styles, refusal=refusal, refused_at=where, refused=refused)
 
 

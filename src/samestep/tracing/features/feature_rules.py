@@ -1,18 +1,23 @@
-"""Rules of operations: the units of each operation's results, or why it does not compute each unit by itself.
+"""The units of each operation's results, or why it does not compute each unit by itself.
 
-A rule raises a `MixesError` that names the module, the operation and the weights whose outputs it mixes.
+What an operation does with dimensions is stated in `dependence/dimension_maps.py`; here stands what units add to it: sums
+of which each rank has a summand, whole operands that tell units apart, weights that lie side by side, and the trial of an
+operation without a map. A rule raises a `MixesError` that names the module, the operation and the weights whose outputs it
+mixes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from samestep.models.spec import is_below
+from samestep.tracing.dependence import dimension_maps
+from samestep.tracing.dependence.dimension_maps import MOVED, SUMMED, Blocks, Operand, Target, operands_of
 from samestep.tracing.features.feature_units import MixesError, UnitDim, UnitFlow, UnitRows, met_by, named, place
 from samestep.tracing.operation_trial import Given, RowsAlong, try_apart
 from samestep.tracing.operations import Operation, View
@@ -20,6 +25,69 @@ from samestep.tracing.operations import Operation, View
 _aten = torch.ops.aten
 
 _Rule = Callable[[UnitFlow, Operation], Iterator[UnitDim | None]]
+
+
+def by_map(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
+    """Rule of an operation by its map of dimensions; one without is tried.
+
+    Raises:
+        MixesError: it does not compute each unit by itself.
+    """
+    found = operands_of(op)
+    if found is None or len(found) != len(op.results):
+        yield from tried(flow, op)
+        return
+    for view, operands in zip(op.results, found, strict=True):
+        yield _mapped(flow, op, view, operands)
+
+
+def _mapped(flow: UnitFlow, op: Operation, result: View, operands: Sequence[Operand]) -> UnitDim | None:
+    """Return the units of a result from the dimensions that its operands become.
+
+    Raises:
+        MixesError: units are summed over or moved, operands are not aligned, or a whole one tells the units apart.
+    """
+    total: UnitDim | None = None
+    given = [*operands]
+    if op.writes and result.storage not in {view.storage for view, _ in operands}:
+        given.append(dimension_maps.broadcast(result, result))  # what is not overwritten
+    for view, dims in given:
+        found = flow.along(view, op)
+        if found is not None:
+            total = _joined(total, _become(found, dims[found.dim], op), op)
+    if total is None:
+        return None
+    for view, dims in given:
+        at = dimension_maps.place_of(dims, total.dim)
+        if at is not None and flow.along(view, op) is None:
+            flow.check_whole(view, at, total, op)
+    if result.shape[total.dim] != total.units * total.inner * total.outer:
+        raise MixesError(f"{place(op)} computes {op.name} of a part of {named(total.sources)}")
+    return total
+
+
+def _operands(op: Operation) -> Sequence[Operand]:
+    """Return the operands of the only result of an operation."""
+    found = operands_of(op)
+    if found is None:
+        raise MixesError(f"{place(op)} computes {op.name} in a form of which nothing is known")
+    return found[0]
+
+
+def _become(found: UnitDim, to: Target, op: Operation) -> UnitDim:
+    """Return what units along a dimension of an operand become.
+
+    Raises:
+        MixesError: they are summed over, or moved.
+    """
+    if to in (SUMMED, MOVED):
+        raise MixesError(f"{place(op)} computes {op.name} across {named(found.sources)}")
+    if isinstance(to, Blocks):
+        inner, size = math.lcm(found.inner, to.each), found.inner * found.units
+        if size % inner:
+            raise MixesError(f"{place(op)} computes {op.name} across {named(found.sources)}")
+        return replace(found, dim=to.dim, units=size // inner, inner=inner // to.each * to.gives)
+    return replace(found, dim=to)
 
 
 def _joined(a: UnitDim | None, b: UnitDim | None, op: Operation) -> UnitDim | None:
@@ -40,33 +108,15 @@ def _joined(a: UnitDim | None, b: UnitDim | None, op: Operation) -> UnitDim | No
     return replace(finer, sources=sources)
 
 
-def _broadcast(flow: UnitFlow, op: Operation, views: list[View], dims: int) -> UnitDim | None:
-    """Return the units of operands that are broadcast to a tensor of `dims` dimensions.
-
-    Raises:
-        MixesError: they are not aligned, or a whole operand tells the units apart.
-    """
-    total: UnitDim | None = None
-    for view in views:
-        found = flow.along(view, op)
-        if found is not None:
-            total = _joined(total, replace(found, dim=found.dim + dims - len(view.shape)), op)
-    for view in views:
-        if total is not None and flow.along(view, op) is None:
-            flow.check_whole(view, total.dim - dims + len(view.shape), total, op)
-    return total
-
-
 def pointwise(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
-    """Rule of an operation element by element, of aligned operands."""
+    """Rule of an operation element by element, which may be linear in partial sums."""
     partial = [view for view in op.given if flow.states.get(view.storage) == "partial"]
-    if partial:
-        _check_linear(flow, op, partial)
-        for view in op.results:
-            flow.states[view.storage] = "partial"
+    if not partial:
+        yield from by_map(flow, op)
         return
+    _check_linear(flow, op, partial)
     for view in op.results:
-        yield _broadcast(flow, op, op.given, len(view.shape))
+        flow.states[view.storage] = "partial"
 
 
 def _check_linear(flow: UnitFlow, op: Operation, partial: list[View]) -> None:
@@ -84,69 +134,19 @@ def _check_linear(flow: UnitFlow, op: Operation, partial: list[View]) -> None:
         raise MixesError(f"{place(op)} computes {op.name} on sums of which each rank has a summand")
 
 
-def _dims_of(op: Operation, size: int) -> list[int]:
-    """Return the dimensions along which an operation computes; without any, all of them."""
-    schema = [one.name for one in op.func._schema.arguments]
-    named = dict(zip(schema, op.args, strict=False)) | dict(op.kwargs)
-    if "normalized_shape" in named:
-        return list(range(size))[-len(named["normalized_shape"]) :]
-    name = next((one for one in ("dim", "dims") if one in schema), None)
-    defaults = {one.name: one.default_value for one in op.func._schema.arguments if one.has_default_value()}
-    dims = named.get(name, defaults.get(name)) if name else None
-    if dims is None or dims == ():
-        return list(range(size))
-    return [dim % size for dim in (dims if isinstance(dims, list | tuple) else (dims,))]
-
-
-def _along(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
-    """Rule of norms, sums, softmax and sorts along dimensions, which must not be that of the units."""
-    tensor, *others = op.given
-    found = flow.along(tensor, op)
-    dims = _dims_of(op, len(tensor.shape))
-    if found is None or any(flow.along(view, op) is not None for view in others):
-        raise MixesError(f"{place(op)} computes {op.name} of a whole tensor with a weight that tp cuts")
-    if found.dim in dims:
-        raise MixesError(f"{place(op)} computes {op.name} across {named(found.sources)}")
-    for view in op.results:
-        kept = len(view.shape) == len(tensor.shape)
-        yield found if kept else replace(found, dim=found.dim - sum(dim < found.dim for dim in dims))
-
-
 def _product(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
-    """Rule of a matrix product: units of its batch, rows or columns; a sum over units is partial."""
-    adds = op.func.overloadpacket in (_aten.addmm, _aten.baddbmm)
-    left, right = op.args[1:3] if adds else op.args[:2]
-    result, dims = op.results[0], len(op.results[0].shape)
+    """Rule of a matrix product: a sum over units is partial."""
+    (left, rows), (right, columns), *added = _operands(op)
     a, b = flow.along(left, op), flow.along(right, op)
-    inner = [one is not None and one.dim == at for one, at in ((a, dims - 1), (b, dims - 2))]
-    if any(inner):
-        _check_sum(flow, op, a if inner[0] else None, b if inner[1] else None)
-        if (
-            adds
-            and flow.weights.get(op.args[0].storage, "") != f"{op.where}.bias"
-            and flow.states.get(op.args[0].storage) != "uniform"
-        ):
-            raise MixesError(f"{place(op)} adds a tensor to sums of which each rank has a summand")
-        flow.states[result.storage] = "partial"
+    inner = [one is not None and dims[one.dim] == SUMMED for one, dims in ((a, rows), (b, columns))]
+    if not any(inner):
+        yield from by_map(flow, op)
         return
-    total = _joined(a, b, op)
-    if total is not None and total.dim == 0 and dims == 3:
-        for view, found in ((left, a), (right, b)):
-            if found is None:
-                flow.check_whole(view, 0, total, op)
-    if adds:
-        total = _added(flow, op, total, dims)
-    yield total
-
-
-def _added(flow: UnitFlow, op: Operation, total: UnitDim | None, dims: int) -> UnitDim | None:
-    """Return the units of a product and of the tensor that is added to it."""
-    added, first = op.args[0], dims - len(op.args[0].shape)
-    found = flow.along(added, op)
-    total = _joined(total, None if found is None else replace(found, dim=found.dim + first), op)
-    if found is None and total is not None:
-        flow.check_whole(added, total.dim - first, total, op)
-    return total
+    _check_sum(flow, op, a if inner[0] else None, b if inner[1] else None)
+    for view, _ in added:
+        if flow.weights.get(view.storage, "") != f"{op.where}.bias" and flow.states.get(view.storage) != "uniform":
+            raise MixesError(f"{place(op)} adds a tensor to sums of which each rank has a summand")
+    flow.states[op.results[0].storage] = "partial"
 
 
 def _check_sum(flow: UnitFlow, op: Operation, a: UnitDim | None, b: UnitDim | None) -> None:
@@ -175,16 +175,14 @@ def _check_sum(flow: UnitFlow, op: Operation, a: UnitDim | None, b: UnitDim | No
 
 
 def _embedding(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
-    weight, tokens = op.args[:2]
-    found, picked = flow.along(weight, op), flow.along(tokens, op)
-    if found is not None and picked is not None:
-        raise MixesError(f"{place(op)} looks up {named(found.sources)} by {named(picked.sources)}")
-    if found is not None and found.dim == 0:
-        if flow.styles.get(op.where) != "vocab":
-            raise MixesError(f"{place(op)} looks up rows of {named(found.sources)} and is not planned as 'vocab'")
+    """Rule of a lookup, of which each rank has a summand where the table is cut by vocabulary."""
+    found = flow.along(op.args[0], op)
+    if found is None or found.dim != 0:
+        yield from by_map(flow, op)
+    elif flow.styles.get(op.where) != "vocab" or flow.along(op.args[1], op) is not None:
+        raise MixesError(f"{place(op)} looks up rows of {named(found.sources)} and is not planned as 'vocab'")
+    else:
         flow.states[op.results[0].storage] = "partial"
-        return
-    yield picked if found is None else replace(found, dim=len(op.results[0].shape) - 1)
 
 
 def _glu(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
@@ -197,105 +195,30 @@ def _glu(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     yield replace(found, outer=found.outer // 2) if found.dim == dim else found
 
 
-def _cat(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
-    """Rule of tensors put side by side along a dimension, which must not be that of the units."""
-    stacks = op.func.overloadpacket is _aten.stack
-    views, dims = [view for view in op.args[0] if stacks or view.numel], len(op.results[0].shape)
-    dim = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % dims
-    total: UnitDim | None = None
-    for view in views:
-        found = flow.along(view, op)
-        if found is not None:
-            total = _joined(total, replace(found, dim=found.dim + (stacks and found.dim >= dim)), op)
-    assert total is not None
-    if not stacks and total.dim == dim:
-        raise MixesError(f"{place(op)} puts tensors beside {named(total.sources)}")
-    for view in views:
-        if flow.along(view, op) is None:
-            flow.check_whole(view, total.dim - (stacks and total.dim > dim), total, op)
-    yield total
-
-
-def _moved(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
-    """Rule of padding, rolling and flipping, along other dimensions than that of the units."""
-    tensor = op.args[0]
-    found = flow.along(tensor, op)
-    assert found is not None
-    size = len(tensor.shape)
-    if op.func.overloadpacket is _aten.constant_pad_nd:
-        pads = op.args[1]
-        moved = [size - 1 - at // 2 for at, pad in enumerate(pads) if pad]
-    else:
-        moved = _dims_of(op, size)
-    if found.dim in moved:
-        raise MixesError(f"{place(op)} moves {named(found.sources)} by {op.name}")
-    yield found
-
-
-def _repeat(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
-    tensor, times = op.args[:2]
-    found = flow.along(tensor, op)
-    assert found is not None
-    dim = found.dim + len(times) - len(tensor.shape)
-    if times[dim] != 1:
-        raise MixesError(f"{place(op)} repeats {named(found.sources)} as a whole")
-    yield replace(found, dim=dim)
-
-
-def _index(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
-    """Rule of elements picked by whole indices along other dimensions than that of the units."""
-    tensor, indices = op.args[:2]
-    found = flow.along(tensor, op)
-    chosen = [dim for dim, index in enumerate(indices) if index is not None]
-    picks = [index for index in indices if index is not None]
-    side_by_side = chosen == list(range(chosen[0], chosen[0] + len(chosen)))
-    if found is None or found.dim in chosen or not side_by_side or any(flow.along(pick, op) for pick in picks):
-        raise MixesError(f"{place(op)} picks among {named(found.sources if found else ())}")
-    added = max(len(pick.shape) for pick in picks)
-    yield replace(found, dim=found.dim if found.dim < chosen[0] else found.dim - len(chosen) + added)
-
-
-def _index_select(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
-    tensor, dim, index = op.args[:3]
-    found = flow.along(tensor, op)
-    if found is None or found.dim == dim % len(tensor.shape) or flow.along(index, op) is not None:
-        raise MixesError(f"{place(op)} picks among {named(found.sources if found else ())}")
-    yield found
-
-
-def _gather(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
-    """Rule of elements picked from or put into places along a dimension, which must not be that of the units."""
-    dims = len(op.results[0].shape)
-    total = _broadcast(flow, op, [view for view in op.given if len(view.shape) == dims], dims)
-    if total is None or total.dim == op.args[1] % dims:
-        raise MixesError(f"{place(op)} computes {op.name} across {named(total.sources if total else ())}")
-    yield total
+def _written(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
+    """Rule of elements that are written to the places that a mask or whole indices choose."""
+    _, (source, places), *indices = _operands(op)
+    is_several = any(to == MOVED and size > 1 for to, size in zip(places, source.shape, strict=True))
+    for total in by_map(flow, op):
+        if total is not None and is_several and any(total.dim in dims for _, dims in indices):
+            raise MixesError(f"{place(op)} writes elements one after the other into {named(total.sources)}")
+        yield total
 
 
 def _attention(flow: UnitFlow, op: Operation) -> None:
     """An attention: queries, keys, values and mask of each head by themselves."""
-    query, key, value = op.args[:3]
-    masks = [view for view in op.args[3:] if isinstance(view, View)]
-    dims = len(query.shape)
-    total: UnitDim | None = None
-    for view in (query, key, value):
-        total = _joined(total, flow.along(view, op), op)
-    if total is None:
-        if any(flow.along(mask, op) for mask in masks):
-            raise MixesError(f"{place(op)} masks whole heads by {named(())}")
-        return
-    if total.dim >= dims - 2:
-        what = "features of heads or tokens" if dims > 3 else "features"
-        raise MixesError(
-            f"{place(op)} attends across {named(total.sources)}: a rank would hold {what}, not whole heads"
-        )
-    for view in (query, key, value):
-        if flow.along(view, op) is None:
-            flow.check_whole(view, total.dim, total, op)
-    _broadcast(flow, op, [query, *masks], dims)
-    queries = flow.along(query, op)
-    flow.states[op.results[0].storage] = "uniform"
-    flow.learn(op.results[0], replace(queries or total, sources=total.sources), op)
+    query, *_ = op.given
+    for view in op.given[:3]:
+        found = flow.along(view, op)
+        if found is not None and found.dim >= len(query.shape) - 2:
+            what = "features of heads or tokens" if len(query.shape) > 3 else "features"
+            raise MixesError(
+                f"{place(op)} attends across {named(found.sources)}: a rank would hold {what}, not whole heads"
+            )
+    total = _mapped(flow, op, op.results[0], next(iter(dimension_maps.attention(op))))
+    if total is not None:
+        flow.states[op.results[0].storage] = "uniform"
+        flow.learn(op.results[0], total, op)
 
 
 def _left(flow: UnitFlow, op: Operation) -> None:
@@ -403,35 +326,16 @@ EVENTS: dict[str, Callable[[UnitFlow, Operation], None]] = {
     "attention": _attention, "function": _function, "left": _left, "outputs": _outputs,
 }  # fmt: skip
 
-FILLS = {
-    _aten.zeros, _aten.ones, _aten.full, _aten.empty, _aten.zeros_like, _aten.ones_like, _aten.full_like,
-    _aten.empty_like, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty, _aten.empty_strided,
-    _aten.new_empty_strided, _aten.scalar_tensor, _aten.fill_, _aten.zero_,
-}  # fmt: skip
-"""Operations that make a tensor of equal elements, or of uninitialised ones."""
-COPIES = {_aten.clone, _aten._to_copy, _aten.copy_, _aten.lift_fresh_copy, _aten.native_dropout, _aten.bernoulli_}
 _LINEAR = {_aten.mul, _aten.mul_, _aten.div, _aten.div_, _aten.neg, _aten.clone, _aten._to_copy}
 """Operations that may come before a sum over ranks as well as after it."""
-RULES: dict[Any, _Rule] = {
-    **dict.fromkeys(
-        (
-            _aten.mean, _aten.sum, _aten.amax, _aten.amin, _aten.aminmax, _aten.var, _aten.std, _aten.var_mean,
-            _aten.std_mean, _aten.any, _aten.all, _aten.argmax, _aten.argmin, _aten.max, _aten.min, _aten.logsumexp,
-            _aten.linalg_vector_norm, _aten._softmax, _aten._log_softmax, _aten.native_layer_norm, _aten.topk,
-            _aten._fused_rms_norm, _aten.sort, _aten.argsort, _aten.cumsum, _aten.cumprod, _aten.prod, _aten.median,
-            _aten.kthvalue, _aten.logcumsumexp, _aten.nansum, _aten.norm,
-        ),
-        _along,
-    ),
-    **dict.fromkeys((_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm), _product),
-    **dict.fromkeys((_aten.cat, _aten.stack), _cat),
-    **dict.fromkeys((_aten.constant_pad_nd, _aten.roll, _aten.flip), _moved),
-    **dict.fromkeys(
-        (_aten.gather, _aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_, _aten.scatter_reduce), _gather
-    ),
+_RULES: dict[Any, _Rule] = {
+    **dict.fromkeys(dimension_maps.PRODUCTS, _product),
     _aten.embedding: _embedding,
     _aten.glu: _glu,
-    _aten.repeat: _repeat,
-    _aten.index: _index,
-    _aten.index_select: _index_select,
-}  # fmt: skip
+    **dict.fromkeys((_aten.index_put, _aten.index_put_, _aten._unsafe_index_put), _written),
+}
+
+
+def rule_of(func: Any) -> _Rule:
+    """Return the rule of an operation that meets units or partial sums."""
+    return pointwise if dimension_maps.is_elementwise(func) else _RULES.get(func.overloadpacket, by_map)

@@ -183,7 +183,7 @@ class UnitFlow:
         Raises:
             MixesError: it does.
         """
-        if dim < 0 or view.shape[dim] == 1 or view.strides[dim] == 0 or self.is_constant(view, dim):
+        if view.numel == 0 or view.shape[dim] == 1 or view.strides[dim] == 0 or self.is_constant(view, dim):
             return
         name = self.weights.get(view.storage) or self.made_of.get(view.storage, "")
         size = view.shape[dim]

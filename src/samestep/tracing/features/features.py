@@ -7,11 +7,15 @@ Units are followed by storage. In the output [B, T, D] of a column cut, each of 
 A view needs no rule, since its strides say where the units are: seen as [B, T, heads, width], the same storage has units
 of `width` features, and may be cut between heads only. Every operation must then compute each unit by itself:
 
-    element by element          all operands have their units along the same dimension
-    along dimensions            norms, softmax, sums, sorts: not along the units
-    a product                   units of its rows, columns or batch; summed over units it is partial, until the module
-                                whose weight is cut by rows has left, where `reduce` sums it over the ranks
+    an operation with a map     units lie along dimensions that are kept (`dependence/dimension_maps.py`), the same of all
+                                operands, and are neither summed nor moved
+    a product                   summed over units it is partial, until the module whose weight is cut by rows has left, where
+                                `reduce` sums it over the ranks
     anything else               is tried on drawn values, whole and on parts (`operation_trial.py`), or refused
+
+Rows (samples, tokens) are described by storages too, and otherwise (`dependence/independence.py`): there is one number of
+rows in a forward, a view may show some of them, and storages are written row by row. Units are counted anew for each
+weight, become coarser where a view tells them apart less finely, and a view must show all of them.
 
 A whole tensor that meets units must not tell them apart: a weight with an element for each unit is cut like them. Where
 code needs more than a rank's part, as the slopes of ALiBi that it counts itself do, or a norm over all heads, the cut
@@ -26,7 +30,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.tracing.features.feature_rules import COPIES, EVENTS, FILLS, RULES, pointwise, tried
+from samestep.tracing.dependence.dimension_maps import FILLS, is_elementwise
+from samestep.tracing.features.feature_rules import EVENTS, rule_of
 from samestep.tracing.features.feature_units import LikeError, MixesError, UnitFlow, UnitRows, WeightCut, met_by
 from samestep.tracing.operations import Operation, View
 
@@ -122,17 +127,13 @@ def _carry_on(flow: UnitFlow, op: Operation) -> None:
 
 def _compute(flow: UnitFlow, op: Operation) -> None:
     packet = op.func.overloadpacket
-    is_pointwise = torch.Tag.pointwise in op.func.tags or packet in COPIES
-    cut = [view for view in op.given if flow.states.get(view.storage) == "partial" or flow.along(view, op) is not None]
-    if not cut:
-        _without_units(flow, op, packet, is_pointwise)
+    if not any(flow.states.get(view.storage) == "partial" or flow.along(view, op) is not None for view in op.given):
+        _without_units(flow, op, packet, is_elementwise(op.func))
         return
     if packet in FILLS:
         _filled(flow, op)
         return
-    is_pointwise |= op.func._overloadname == "other"  # the larger of two tensors
-    rule = pointwise if is_pointwise else RULES.get(packet)
-    for view, found in zip(op.results, (rule or tried)(flow, op), strict=False):
+    for view, found in zip(op.results, rule_of(op.func)(flow, op), strict=False):
         flow.learn(view, found, op)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from samestep.errors import ModelError
 from samestep.models.spec import is_below
-from samestep.tracing.features.feature_rules import FILLS
+from samestep.tracing.dependence.dimension_maps import FILLS
 from samestep.tracing.features.feature_units import State, UnitDim, UnitFlow, UnitRows, WeightCut, along, part_of
 from samestep.tracing.operations import Operation, Recorder, View
 

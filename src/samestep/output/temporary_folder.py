@@ -1,0 +1,57 @@
+"""Folders for what a process and its workers need while they run, below the system's folder for temporary files. No torch.
+
+A process that is killed leaves its folder behind, and the next one that makes a folder removes it: the lock of a folder is
+held by the process that made it and by those that it has forked, and the system opens it when all of them are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+_PREFIX, _LOCK = "samestep-", ".lock"
+_locks: dict[Path, int] = {}
+"""The descriptors of the locks that this process holds."""
+
+
+def make() -> Path:
+    """Make a folder that only this user can read, and remove those that killed processes have left."""
+    _remove_left_behind()
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    lock = folder / _LOCK
+    new = lock.with_suffix(".new")
+    _locks[folder] = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.flock(_locks[folder], fcntl.LOCK_EX)
+    new.rename(lock)  # so that nobody sees a lock that is not held yet
+    return folder
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that this process has made, and what is in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if (lock := _locks.pop(folder, None)) is not None:
+        os.close(lock)
+
+
+def _remove_left_behind() -> None:
+    for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError):
+            found = lock.parent.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not _is_held(lock):
+                shutil.rmtree(lock.parent, ignore_errors=True)
+
+
+def _is_held(lock: Path) -> bool:
+    descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,42 @@
+"""Buckets have the size with which the clock ends a step soonest, or nearly: on each kind of link, with few ranks and many."""
+
+from __future__ import annotations
+
+import pytest
+
+from samestep.hardware import load
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.models import catalog
+from samestep.program import buckets
+from samestep.simulation.prediction import predict
+
+OTHERS = [size * 2**20 for size in (12, 50, 100, 200, 400)]
+"""Bytes of the sizes that are played beside the rule."""
+SHORTER = 1.03
+"""A bucket of another size makes no step shorter by more than 3 %."""
+
+
+@pytest.mark.parametrize("machine", ["h100x8", "mi300x8", "cpu-laptop"])
+@pytest.mark.parametrize("layout", ["dp=8", "dp=512", "dp=8 zero=1", "dp=64 zero=1", "dp=512 zero=1"])
+def test_no_other_size_makes_a_step_much_shorter(machine: str, layout: str) -> None:
+    where = Layout.parse(layout)
+    precision = "float32" if machine == "cpu-laptop" else "bf16"
+    job = Job(model={"source": "preset:gpt2"}, numerics={"precision": precision}, train={"global_batch": where.dp})
+    model, hardware = catalog.model_spec(job), load(machine)
+    ours = predict(model, job, where, hardware).step_s
+    for size in OTHERS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(buckets, "bucket_bytes", lambda num_shards, size=size: size)
+            assert ours <= SHORTER * predict(model, job, where, hardware).step_s, f"{size // 2**20} MiB"
+
+
+def test_a_ring_of_many_ranks_is_not_bound_by_its_hops() -> None:
+    """What buckets of 25 MiB took on 512 ranks; a rule of one size for all would pass the test above on few ranks."""
+    where = Layout.parse("dp=512 zero=1")
+    job = Job(model={"source": "preset:gpt2"}, numerics={"precision": "bf16"}, train={"global_batch": 512})
+    model, hardware = catalog.model_spec(job), load("h100x8")
+    ours = predict(model, job, where, hardware).step_s
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "bucket_bytes", lambda num_shards: buckets.BUCKET_BYTES)
+        assert predict(model, job, where, hardware).step_s > 1.5 * ours

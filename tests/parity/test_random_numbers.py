@@ -1,0 +1,321 @@
+"""Random numbers of a forward: functions of seed, step, module, call and sample, so equal to one device in every layout.
+
+Each case is code that people write (autoencoders, diffusion, stochastic depth, masked images, noisy weights, sampled
+choices), held in float64 to 1e-9 against one device: losses, norms, gradients and weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributions import Categorical, Gumbel, Normal
+
+from samestep.building.loss import cross_entropy
+from samestep.datasets import Batch
+from samestep.errors import InputError, ModelError
+from samestep.layout import Layout
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from tests.parity.test_state_and_randomness import (
+    JOB,
+    VOCABULARY,
+    WIDTH,
+    Blocks,
+    Net,
+    Pairs,
+    assert_equal,
+    data_of,
+    in_layout,
+    source,
+)
+from tests.pool import pool
+
+SPLIT = ("dp=2", "dp=1 microbatch=4", "dp=2 zero=3 microbatch=2")
+
+
+class Autoencoder(Net):
+    """The reparametrised sample of a variational autoencoder."""
+
+    def between(self, h: Tensor) -> Tensor:
+        mean, log_variance = h.chunk(2, dim=-1)
+        latent = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
+        return torch.cat([latent, latent * mean], dim=-1)
+
+
+class Diffusion(Net):
+    """A random time and random noise for each sample, of shapes that are written out."""
+
+    def between(self, h: Tensor) -> Tensor:
+        time = torch.randint(0, 10, (h.shape[0],), device=h.device)
+        noise = torch.randn(h.shape[0], h.shape[1], device=h.device, dtype=h.dtype)
+        keep = (1 - time.to(h.dtype) / 10)[:, None]
+        return keep.sqrt() * h + (1 - keep).sqrt() * noise
+
+
+class StochasticDepth(Net):
+    """Paths that are dropped for whole samples, as vision transformers do: filled in place, and by a floor."""
+
+    def between(self, h: Tensor) -> Tensor:
+        kept = h.new_empty((h.shape[0], 1)).bernoulli_(0.7).div_(0.7)
+        return h * kept + h * torch.rand((h.shape[0], 1), dtype=h.dtype, device=h.device).add(0.8).floor_()
+
+
+class MaskedParts(Net):
+    """Random subsets by the order of noise, as masked autoencoders choose patches."""
+
+    def between(self, h: Tensor) -> Tensor:
+        order = torch.rand(len(h), 8, device=h.device).argsort(dim=1)
+        kept = torch.gather(h, 1, order[:, :4])
+        return torch.cat([kept, torch.zeros_like(kept)], 1).gather(1, order.argsort(dim=1))
+
+
+class NoisyWeights(Net):
+    """Noise on a weight, the same for all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), 0.1))
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * (1 + self.scale * torch.randn_like(self.scale)) + 0.1 * torch.randn(8, dtype=h.dtype)
+
+
+class Choices(Net):
+    """Choices with and without replacement, softened ones, and those of torch.distributions."""
+
+    def between(self, h: Tensor) -> Tensor:
+        chances = h.detach().softmax(-1)
+        picks = torch.multinomial(chances, 2)
+        again = torch.multinomial(chances, 3, replacement=True)
+        soft = F.gumbel_softmax(h, tau=2.0)
+        one = F.one_hot(Categorical(logits=h.detach()).sample(), 8).to(h.dtype)
+        h = h * soft + h * one + Normal(h, torch.ones_like(h)).rsample() + Gumbel(h, 1.0).rsample()
+        return h + F.pad(h.gather(1, picks), (0, 6)) + F.pad(h.gather(1, again), (0, 5))
+
+
+class Distributions(Net):
+    """Numbers that fill tensors in place, and slopes of a random rectifier."""
+
+    def between(self, h: Tensor) -> Tensor:
+        h = F.rrelu(h, training=self.training) + torch.normal(h.detach(), 0.1) + torch.normal(0.0, h.detach().abs())
+        for fill in ("uniform_", "exponential_", "log_normal_", "cauchy_"):
+            h = h + 0.01 * getattr(torch.empty_like(h), fill)()
+        h = h + 0.01 * torch.empty_like(h).geometric_(0.5) + 0.01 * torch.empty_like(h).random_(0, 5)
+        return h + torch.bernoulli(torch.full_like(h, 0.3)) + torch.randint_like(h, 3) + torch.rand_like(h)
+
+
+class Behind(Net):
+    """Numbers drawn where dropout is drawn too, and in evaluation without it."""
+
+    def between(self, h: Tensor) -> Tensor:
+        return F.dropout(h, 0.3, self.training) + 0.1 * torch.randn_like(h)
+
+
+class TwoViews(Net):
+    """Two views of each sample side by side in one batch."""
+
+    def between(self, h: Tensor) -> Tensor:
+        both = torch.cat([h, 2 * h])
+        both = both + torch.randn_like(both)
+        return both[: len(h)] * both[len(h) :]
+
+
+class OneOrder(Net):
+    """One random order of the features for the whole step, and one number."""
+
+    def between(self, h: Tensor) -> Tensor:
+        return h[:, torch.randperm(8)] * torch.rand([], dtype=h.dtype)
+
+
+class Mixup(Net):
+    """Each sample mixed with another one of the batch."""
+
+    def between(self, h: Tensor) -> Tensor:
+        return h + 0.3 * h[torch.randperm(len(h))]
+
+
+class OtherRows(Net):
+    """Noise whose rows are not the samples of the rows that it is added to."""
+
+    def between(self, h: Tensor) -> Tensor:
+        noise = torch.randn(2 * h.shape[0], 4, dtype=h.dtype)
+        return h + torch.cat([noise[: len(h)], noise[len(h) :]], 1)
+
+
+class OwnGenerator(Net):
+    def between(self, h: Tensor) -> Tensor:
+        return h + torch.randn(h.shape, generator=torch.Generator().manual_seed(1), dtype=h.dtype)
+
+
+class Seeded(Net):
+    """The same numbers at every step: constants of the code."""
+
+    def between(self, h: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return h + torch.randn(8, dtype=h.dtype)
+
+
+class Poisson(Net):
+    def between(self, h: Tensor) -> Tensor:
+        return h + torch.poisson(h.detach().abs())
+
+
+def noisy_loss(outputs: Any, batch: Any) -> Any:
+    return (outputs + torch.randn_like(outputs)).square().sum(), len(outputs)
+
+
+class Even(Pairs):
+    """Tokens of an even number."""
+
+    def __init__(self, tokens: bool) -> None:
+        super().__init__(tokens)
+        self.ids = self.ids[:, :4]
+
+
+class Seeding(Even):
+    """Tokens some of which are replaced, by a generator that each sample seeds."""
+
+    def __getitem__(self, index: int) -> Any:
+        torch.manual_seed(index)
+        sample = super().__getitem__(index)
+        return sample | {"input_ids": torch.where(torch.rand(4) < 0.3, 0, sample["input_ids"])}
+
+
+class Noisy(nn.Module):
+    """A block with noise on the sequence and on its hidden neurons."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(x))
+        hidden = hidden + 0.3 * torch.randn_like(hidden)
+        noise = torch.randn(x.shape[0], x.shape[1], 1, dtype=x.dtype, device=x.device)
+        return x + self.down(hidden) + 0.1 * noise
+
+
+class NoisyBlocks(Blocks):
+    """Blocks that draw, around code of the model's own that draws."""
+
+    block = Noisy
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x + 0.1 * torch.randn_like(x))
+        return self.head(x)
+
+
+class SequenceFirst(Blocks):
+    """torch's own transformer, which has the tokens in dimension 0 and the samples in dimension 1, with dropout."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.both = nn.Transformer(WIDTH, 2, 1, 1, 8, dropout=0.2)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids).transpose(0, 1)
+        return self.head(self.both(x, x.roll(1, 0)).transpose(0, 1))
+
+
+class Recurrent(Blocks):
+    """Recurrent layers with dropout between them."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(2 * WIDTH, VOCABULARY)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.3, bidirectional=True)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embed(input_ids).transpose(0, 1))[0].transpose(0, 1))
+
+
+EQUAL = [
+    *(Autoencoder, Diffusion, StochasticDepth, MaskedParts, NoisyWeights, Choices, Distributions, Behind, TwoViews),
+    OneOrder,
+]
+
+
+@pytest.mark.parametrize("build", EQUAL)
+def test_numbers_are_those_of_one_device(build: type[nn.Module]) -> None:
+    assert_equal(build, *SPLIT)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("build", [SequenceFirst, Recurrent])
+def test_torchs_layers_drop_the_elements_of_their_samples(build: type[nn.Module]) -> None:
+    assert_equal(build, *SPLIT)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2 recompute=full",
+        "pp=2 microbatch=4",
+        "pp=2 microbatch=2 schedule=zero-bubble",
+        "tp=2",
+        "cp=2",
+        "dp=2 zero=3 recompute=full microbatch=2",
+    ],
+)
+def test_blocks_draw_the_same_on_every_axis(layout: str) -> None:
+    assert_equal(NoisyBlocks, layout, loss=cross_entropy, dataset=Even(True))
+
+
+def test_numbers_of_hidden_neurons_are_cut_as_they_are() -> None:
+    """Nothing is gathered for them."""
+    prepared = source(NoisyBlocks, Layout.parse("tp=2"), data_of(NoisyBlocks)).prepared
+    assert prepared is not None
+    assert prepared.analysis.gathered == {}
+
+
+def test_a_data_set_that_seeds_the_generator_of_the_process_disturbs_no_numbers() -> None:
+    """A pipeline's stage reads samples inside a forward."""
+    assert_equal(NoisyBlocks, "pp=2 microbatch=4", loss=cross_entropy, dataset=Seeding(True))
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (Mixup, "influence each other|dimension 0 must|an order of samples"),
+        (OtherRows, "samples influence each other"),
+        (OwnGenerator, "randn draws from a generator of its own"),
+        (Seeded, "randn: the forward seeds the generator itself, .* as a buffer, work"),
+        (Poisson, "poisson: its random numbers would differ between layouts"),
+    ],
+)
+def test_what_would_differ_is_refused_by_name(build: type[nn.Module], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        in_layout(build, "dp=2")
+
+
+def test_a_loss_that_draws_is_refused_with_what_works() -> None:
+    with pytest.raises(
+        ModelError, match=r"random numbers in the loss; numbers that the model's forward draws and returns work"
+    ):
+        in_layout(Net, "dp=1", loss=noisy_loss)
+
+
+def evaluated(rank: int, world: int, layout: str) -> list[float]:
+    """Return the loss of held-out samples, twice, of code that draws in evaluation too."""
+    torch.manual_seed(rank)
+    where, dataset = Layout.parse(layout), data_of(Behind)
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    run = Run(source(Behind, where, dataset), where, JOB, place)
+    held_out = Batch(0, np.arange(16, 24), dataset)
+    return [run.evaluate(held_out)[0] for _ in range(2)]
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3"])
+def test_evaluation_draws_the_same_each_time_and_in_every_layout(layout: str) -> None:
+    (first, again), (other, _) = pool(2).run(evaluated, layout)
+    assert first == again == other
+    assert first == pytest.approx(evaluated(0, 1, "dp=1")[0], rel=1e-12)
