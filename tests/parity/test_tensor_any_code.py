@@ -487,15 +487,160 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "by the gradient of Clipped mixes tokens",
     ),
     "a mean over tokens behind a cut": (normed("", Heads, Centred(), **ATTENTION_PLAN), "mixes tokens by mean"),
-    "each cut in a module of its own": (
-        functools.partial(Decoder, Apart, {"up.0": "column", "down.0": "row"}, as_it_is),
-        "returns, what tp cuts",
-    ),
     "an attention": (
         between(lambda m, x: F.scaled_dot_product_attention(*[x[:, None]] * 3)[:, 0]),
         "the attention in blocks.0 stands outside",
     ),
 }
+
+
+class Part(nn.Module):
+    """A part that tp cuts, with code and modules of its own."""
+
+    def __init__(self, code: Callable[[Any, Tensor], Any], modules: dict[str, Callable[[], nn.Module]]) -> None:
+        super().__init__()
+        self.up, self.down, self.code = nn.Linear(WIDTH, NEURONS), nn.Linear(NEURONS, WIDTH), code
+        for name, module in modules.items():
+            self.add_module(name, module())
+
+    def forward(self, x: Tensor, *others: Any) -> Any:
+        return self.code(self, x, *others)
+
+
+class OfParts(nn.Module):
+    """A block of two parts, one with code and modules of its own, and of code around them."""
+
+    def __init__(self, code: Any, around: Any, modules: dict[str, Callable[[], nn.Module]]) -> None:
+        super().__init__()
+        self.norm, self.part, self.around = nn.LayerNorm(WIDTH), Part(code, modules), around
+        self.second = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.around(self, x)
+
+
+def in_turn(block: Any, x: Tensor) -> Tensor:
+    x = x + block.part(block.norm(x))
+    return x + block.second(x)
+
+
+def side_by_side(block: Any, x: Tensor) -> Tensor:
+    normed = block.norm(x)
+    return x + block.second(normed) + block.part(normed)
+
+
+def with_its_mean(block: Any, x: Tensor) -> Tensor:
+    y, mean = block.part(x)
+    return block.second(x + y * mean)
+
+
+def with_what_it_kept(block: Any, x: Tensor) -> Tensor:
+    y = block.part(x)
+    return block.second(x + y * KEPT[0])
+
+
+def returning_its_mean(m: Any, x: Tensor) -> Any:
+    h = m.up(x)
+    return m.down(F.gelu(h)), m.gate(x).mean((1, 2), keepdim=True)
+
+
+def lending(block: Any, x: Tensor) -> Tensor:
+    return block.second(x + block.part(x, block.norm.weight) * block.norm.weight)
+
+
+def borrowing(block: Any, x: Tensor) -> Tensor:
+    return block.second(x * block.part.gate.weight[0] + block.part(x))
+
+
+KEPT: list[Tensor] = []
+
+
+def keeping_its_mean(m: Any, x: Tensor) -> Tensor:
+    KEPT[:] = [m.gate(x).mean(1, keepdim=True)]
+    return m.down(F.gelu(m.up(x)))
+
+
+def parts(code: Any, around: Any = in_turn, **modules: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    plan = {"part.up": "column", "part.down": "row", "second.0": "column", "second.2": "row"}
+    return functools.partial(Decoder, lambda: OfParts(code, around, modules), plan, as_it_is)
+
+
+class Mixer(nn.Module):
+    """A convolution and an attention whose features are not cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.qkv = nn.Conv1d(WIDTH, WIDTH, 3), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.mix(F.pad(x.mT, (2, 0))).mT)[:, None].chunk(3, dim=-1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+
+
+class InTwo(nn.Module):
+    """A block whose columns are in one module and whose rows are in another, with the sum that follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, NEURONS), nn.GELU())
+        self.outer = Part(lambda m, h, x: m.norm(m.down(h) + x), {"norm": lambda: nn.LayerNorm(WIDTH)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x), x)
+
+
+WHOLE = functools.partial(nn.Linear, WIDTH, WIDTH)
+PARTS: dict[str, Callable[[], nn.Module]] = {
+    "a whole gate": parts(lambda m, x: m.down(F.gelu(m.up(x))) * torch.sigmoid(m.gate(x)), gate=WHOLE),
+    "a mean over tokens": parts(lambda m, x: m.down(F.gelu(m.up(m.low(x - x.mean(1, keepdim=True))))), low=WHOLE),
+    "a norm at the end": parts(lambda m, x: m.norm(m.down(F.gelu(m.up(x)))), norm=functools.partial(nn.LayerNorm, WIDTH)),
+    "beside another": parts(lambda m, x: m.down(F.gelu(m.up(m.low(x)))), side_by_side, low=WHOLE),
+    "the block's own code": mlp(lambda m, h, x: F.gelu(h) * m.scale, scale=(NEURONS,)),
+    "an attention that is not cut": between(lambda m, x: x + m.mix(x), mix=Mixer),
+    "each cut in a module of its own": functools.partial(Decoder, Apart, {"up.0": "column", "down.0": "row"}, as_it_is),
+    "two modules": functools.partial(Decoder, InTwo, {"inner.0": "column", "outer.down": "row"}, as_it_is),
+}  # fmt: skip
+"""Parts that compute whole sequences, and parts that are no module."""
+MIXING |= {
+    "tokens mixed behind the rows of a part": (
+        parts(lambda m, x: m.down(F.gelu(m.up(x))).cumsum(1)), "blocks.0.part mixes tokens by cumsum",
+    ),
+    "what a part returns besides": (
+        parts(returning_its_mean, with_its_mean, gate=WHOLE), "blocks.0 uses what a part that tp cuts has computed",
+    ),
+    "what a part keeps": (
+        parts(keeping_its_mean, with_what_it_kept, gate=WHOLE), "blocks.0 uses what a part that tp cuts has computed",
+    ),
+    "the length of a slice within a part": (
+        mlp(lambda m, h, x: h * h[:, : x.shape[1]].mean(1, keepdim=True)), "computes differently, or with other numbers",
+    ),
+    "a weight of the block in a part": (
+        parts(lambda m, x, w: m.down(F.gelu(m.up(x * w))), lending, weight=functools.partial(nn.LayerNorm, WIDTH)),
+        "blocks.0.part uses a weight that is used between",
+    ),
+    "a weight of a part in the block": (
+        parts(lambda m, x: m.down(F.gelu(m.up(x))) * m.gate(x), borrowing, gate=WHOLE),
+        "blocks.0 uses a tensor that takes a gradient",
+    ),
+    "own tokens within a part": (
+        mlp(lambda m, h, x: h * x.detach().mean().sigmoid()), "uses a rank's own tokens",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, "tp=2 sequence_parallel") for name in PARTS),
+        ("a norm at the end", "tp=2 sequence_parallel recompute=full"),
+        ("beside another", "tp=2 sequence_parallel recompute=selective microbatch=4"),
+        pytest.param("a whole gate", "dp=2 tp=2 zero=3 sequence_parallel recompute=full", marks=pytest.mark.nightly),
+        pytest.param("two modules", "tp=2 pp=2 sequence_parallel recompute=full microbatch=2", marks=pytest.mark.nightly),
+        pytest.param("beside another", "tp=2 pp=2 sequence_parallel schedule=zero-bubble microbatch=2", marks=pytest.mark.nightly),
+    ],
+)  # fmt: skip
+def test_parts_that_compute_whole_sequences_are_equal(name: str, layout: str) -> None:
+    prove(layout, f"part: {name}")
 
 
 @pytest.mark.parametrize("name", TOKENWISE)
@@ -543,6 +688,7 @@ def _traced() -> Iterator[None]:
     cut, sliced = Layout.parse("tp=2"), Layout.parse("tp=2 sequence_parallel")
     models = [(name, build, cut) for name, build in (LEGAL | GATHERED).items() if name not in EVERY_NIGHT]
     models += [(f"between: {name}", build, sliced) for name, build in TOKENWISE.items()]
+    models += [(f"part: {name}", build, sliced) for name, build in PARTS.items()]
     for name, build, layout in models:
         MODELS[name] = build
         source_of(name, layout, clipped())

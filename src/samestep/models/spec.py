@@ -107,20 +107,23 @@ Partial = Literal["", "cut", "sequence"]
 """Why the gradient of a replicated weight is partial: cut, it works on activations that a tensor cut divides, such as
 the norm of each head; sequence, it works on a rank's tokens under sequence parallelism."""
 
-BoundaryKind = Literal["gather", "scatter", "enter", "leave"]
+BoundaryKind = Literal["gather", "scatter", "join", "split"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """A boundary of a tensor-cut part of a block, at which the sequence is gathered or a sum is scattered.
+    """A boundary of a tensor-cut part of a block, where a rank's tokens become the whole sequence, or the reverse.
 
-    A part that computes on whole sequences as under tp alone, its sums included, is entered and left. `elements` are those
-    of the whole sequence of one sample.
+    gather    the sequence is gathered; the ranks' gradients of it are summed
+    scatter   the ranks' sums are added, and a rank keeps its tokens of them
+    join      the sequence is gathered for a part that computes as under tp alone, whose gradient every rank has whole
+    split     a rank keeps its tokens of what such a part returns
+
+    `elements` are those of the whole sequence of one sample.
     """
 
     owner: str
-    """Path of the module that takes the gathered sequence (gather, enter), or returns the sum (scatter) or the whole
-    sequence (leave)."""
+    """Path of the module that takes the gathered sequence (gather, join), or returns the sum or what is split."""
     elements: int
     kind: BoundaryKind
     has_gradient: bool = True
@@ -417,6 +420,11 @@ class LayerSpec:
     def called(self) -> tuple[str, ...]:
         """Paths of all modules that it calls."""
         return *self.modules, *self.again
+
+    @property
+    def whole_parts(self) -> tuple[str, ...]:
+        """Paths of its parts that compute whole sequences under sequence parallelism, as under tp alone."""
+        return tuple(boundary.owner for boundary in self.sequence_boundaries if boundary.kind == "split")
 
     @property
     def sends_gradient(self) -> bool:

@@ -109,9 +109,9 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     spec = spread_over_calls(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
     spec = _with_loss(spec)
-    readers = sequence_boundaries.readers_of(recorder.operations)
-    calls = replace(calls, copied=proof.copied, cut=proof.cut_storages, readers=readers)
-    spec, parts = sequence_boundaries.with_sequence(spec, plan.module, planned.styles, calls)
+    spec, parts = sequence_boundaries.with_sequence(
+        spec, plan.module, planned.styles, proof, calls, recorder.operations
+    )
     placed: list[MaskSpec] = []
 
     @contextmanager
@@ -342,10 +342,8 @@ def _with_tokens_of_a_rank(traced: TracedModel, layout: Layout, example: Any) ->
     if known or spec.sequence_refusal or spec.sequence % degree:
         return traced
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
-    sample, parts = _first_of(example, torch.float32), analysis.sequence_parts
-    refusal, tried = sequence_proof.refuse_slices(
-        traced.module, sample, parts, spec, degree, value_of, analysis.experts
-    )
+    sample = _first_of(example, torch.float32)
+    refusal, tried = sequence_proof.refuse_slices(traced.module, sample, analysis, degree, value_of)
     spec = replace(_with_tried(spec, tried), sequence_refusal=refusal, expert_refusal=refusal)
     return replace(traced, analysis=replace(analysis, spec=spec, slices_between=(*analysis.slices_between, degree)))
 

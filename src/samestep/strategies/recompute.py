@@ -59,15 +59,14 @@ def apply(program: Program) -> Program:
                 # torch repeats the forward only as far as backward needs it, usually without the block's last sum, and
                 # only when backward asks for a saved tensor, which is after the backward of that sum.
                 sums = sums_of.get(op.layer, [])
-                tensor_sums = [part for part in sums if part.kind is not OpKind.ALL_TO_ALL]
+                joins, split = _whole_parts(program.step, layers[op.layer])
+                tensor_sums = [part for part in sums if part.kind is not OpKind.ALL_TO_ALL and part.owner not in joins]
                 last = None if layers[op.layer].repeats_last_sum or not tensor_sums else tensor_sums[-1]
                 # The backward of a gathered output sends nothing: what it asks for next, its module has saved.
                 sends = last is not None and last.kind is not OpKind.ALL_GATHER
-                early = [
-                    part
-                    for part in _following(ops, number)
-                    if last and _is_before(part, last, layers[op.layer], sends=sends)
-                ]
+                owners = {last.owner} if sends and last else set()
+                owners |= {split} if last and split and is_below(last.owner, split) else set()
+                early = [part for part in _following(ops, number) if part.owner in owners]
                 yield from (part.but(layer=op.layer, after=op.after) for part in early)
                 yield repeated
                 yield from (part.but(after=(repeated.name,)) for part in sums if part is not last)
@@ -77,15 +76,15 @@ def apply(program: Program) -> Program:
     return program.with_bodies(rewrite)
 
 
-def _is_before(part: Op, last: Op, layer: LayerSpec, *, sends: bool) -> bool:
-    """Return whether a collective of a backward runs before that of the forward's last sum, or is its own.
+def _whole_parts(step: StepSpec, layer: LayerSpec) -> tuple[tuple[str, ...], str]:
+    """Return a block's parts that compute whole sequences under sequence parallelism, and the one that ends it, if any.
 
-    So does the all_gather by which the part of a block around that sum is left, under sequence parallelism.
+    What gathers their sequence is repeated; what gathers their output's gradient comes before, as they keep nothing of it.
     """
-    if part.owner == last.owner:
-        return sends
-    is_around = part.owner not in layer.modules and is_below(last.owner, part.owner)
-    return part.kind is OpKind.ALL_GATHER and is_around
+    if not step.layout.sequence_parallel or not layer.sequence_boundaries:
+        return (), ""
+    end = layer.sequence_boundaries[-1]
+    return layer.whole_parts, end.owner if end.kind == "split" else ""
 
 
 def _following(ops: Ops, number: int) -> Iterator[Op]:

@@ -9,20 +9,20 @@ has 1/tp of the sequence there, and the two boundaries of a tensor-cut part beco
    entry     nothing     ◄ all_reduce         all_gather      ◄ reduce_scatter
    exit      all_reduce  ◄ nothing            reduce_scatter  ◄ all_gather
 ```
-which moves the same bytes. A part that gathers a fused projection, or has whole weights, computes on the whole sequence as
-under tp alone, with the same sums: it is entered by an all_gather of its input, whose gradient each rank has whole, and left
-with a rank's tokens of what it returns, whose gradient an all_gather makes whole. A weight between the parts (of a norm, or the bias of a row-cut product) sees a rank's
+which moves the same bytes. A part with more than cut weights, or whose code gathers features within it, computes the whole
+sequence as under tp alone, sums included: it is gathered before (the backward keeps a rank's tokens of the gradient, which
+every rank has whole), and a rank keeps its tokens of what the part returns (the backward gathers). A weight between the parts (of a norm, or the bias of a row-cut product) sees a rank's
 tokens only, so its gradient is summed over `tp` once a step, with its bucket or unit. The first block takes a rank's
 tokens out of the whole sequence, and the whole sequence is gathered after the last block, so that code before and after
 the blocks is unchanged.
 
-Experts and their routers are between the tensor-cut parts too: under tp alone every rank computes all rows, here only
-its own.
+Experts and their routers that no such part holds are between them too: under tp alone every rank computes all rows, here
+only its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, is_below, remembered
@@ -51,8 +51,10 @@ def refusal(step: StepSpec) -> str | None:
 
 
 def _keeps_behind(layer: LayerSpec) -> bool:
-    """Return whether a block keeps something after the last sum of a part that is left at its end."""
-    return layer.repeats_last_sum and any(one.kind == "leave" for one in layer.sequence_boundaries[-1:])
+    """Return whether a block may keep something after the last sum of a part that is split at its end, or has no sum there."""
+    ends = [one.owner for one in layer.sequence_boundaries[-1:] if one.kind == "split"]
+    has_sum = any(is_below(part.owner, end) for part in layer.forward_sums for end in ends)
+    return bool(ends) and (layer.repeats_last_sum or not has_sum)
 
 
 def refuse_model(model: ModelSpec, degree: int) -> str | None:
@@ -105,27 +107,29 @@ def _cut(model: ModelSpec, degree: int) -> ModelSpec:
 
 def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
     """Return one rank's part of a block; the output of the last block is gathered."""
-    whole_parts = [boundary.owner for boundary in layer.sequence_boundaries if boundary.kind == "leave"]
     gathered = sum(boundary.elements for boundary in layer.sequence_boundaries if boundary.kind == "gather")
-    if whole_parts:  # it is not told apart what a part that computes on whole sequences keeps of them
-        gathered = layer.saved_elements
     kept = layer.saved_cut_elements + min(gathered, layer.saved_elements - layer.saved_cut_elements)
+    whole_parts = layer.whole_parts
     selective = layer.saved_selective_cut_elements
     passed = layer.output_elements  # as large as the sequence in its input; positions and masks stay whole
     products = tuple(p.sliced_by(degree) if p.is_between else p for p in layer.products)
     whole, mine = (sum(product.flops for product in parts) for parts in (layer.products, products))
-    return replace(
+    dispatches = tuple(
+        part if _is_within(part.owner, whole_parts) else replace(part, rows=-(-part.rows // degree))
+        for part in layer.dispatches
+    )
+    passing = replace(
         layer,
         forward_flops=layer.forward_flops * mine // whole if whole else layer.forward_flops,
         products=products,
-        dispatches=tuple(
-            part
-            if any(is_below(part.owner, one) for one in whole_parts)
-            else replace(part, rows=-(-part.rows // degree))
-            for part in layer.dispatches
-        ),
+        dispatches=dispatches,
         input_elements=layer.input_elements - passed + passed // degree,
         output_elements=passed if is_last else passed // degree,
+    )
+    if whole_parts:  # at most what tp alone keeps and moves: how much of it these parts do is not known
+        return passing
+    return replace(
+        passing,
         saved_elements=kept + (layer.saved_elements - kept) // degree,
         saved_norm_elements=layer.saved_norm_elements // degree,
         working_elements=layer.working_cut_elements + (layer.working_elements - layer.working_cut_elements) // degree,
@@ -142,31 +146,38 @@ def _with_boundaries(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
     layers = step.model.layers
     blocks = [index for index, layer in enumerate(layers) if layer.is_block]
     boundaries = _forward if is_forward(key) else _backward
-    here, sums = 0, list[Op]()
-    block: Op | None = None
-    for op in (*ops, None):
-        here = here if op is None or op.layer is None else op.layer
-        if op is not None and op.axis == AXIS and layers[here].is_block:
-            sums.append(op)
+    sums = _sums_of(ops)
+    here = 0
+    for op in ops:
+        here = here if op.layer is None else op.layer
+        if op.axis == AXIS and layers[here].is_block:
             continue
-        if block is not None and block.layer is not None:
-            is_first, is_last = block.layer == blocks[0], block.layer == blocks[-1]
-            yield from boundaries(step, layers[block.layer], block, sums, first=is_first, last=is_last)
-        if op is not None:
-            yield op
-        block, sums = op if op is not None and op.layer in blocks else None, []
+        yield op
+        if op.layer in blocks:
+            ends = (here == blocks[0], here == blocks[-1])
+            yield from boundaries(step, layers[here], op, sums.get(here, []), first=ends[0], last=ends[1])
 
 
-def _within(part: str, sums: list[Op]) -> Iterator[Op]:
-    """Yield the sums of a part that computes as under tp alone."""
-    return (op for op in sums if is_below(op.owner, part))
+def _sums_of(ops: Ops) -> dict[int, list[Op]]:
+    """Return the collectives over `tp` that follow each layer's compute op."""
+    found: dict[int, list[Op]] = {}
+    here = 0
+    for op in ops:
+        here = here if op.layer is None else op.layer
+        if op.axis == AXIS:
+            found.setdefault(here, []).append(op)
+    return found
+
+
+def _is_within(path: str, parts: Collection[str]) -> bool:
+    return any(is_below(path, part) for part in parts)
 
 
 def _forward(step: StepSpec, layer: LayerSpec, after: Op, sums: list[Op], *, first: bool, last: bool) -> Iterator[Op]:
-    """Yield the collectives of a block's boundaries in its forward; `sums` are those under tp alone."""
+    """Yield the collectives of a block's boundaries in its forward, and of its parts that compute as under tp alone."""
     for boundary in layer.sequence_boundaries:
-        if boundary.kind == "leave":
-            yield from _within(boundary.owner, sums)
+        if boundary.kind == "split":
+            yield from (op for op in sums if is_below(op.owner, boundary.owner))
             continue
         kind = OpKind.REDUCE_SCATTER if boundary.kind == "scatter" else OpKind.ALL_GATHER
         yield _exchange(kind, boundary.owner, boundary.elements, step, after)
@@ -175,13 +186,13 @@ def _forward(step: StepSpec, layer: LayerSpec, after: Op, sums: list[Op], *, fir
 
 
 def _backward(step: StepSpec, layer: LayerSpec, after: Op, sums: list[Op], *, first: bool, last: bool) -> Iterator[Op]:
-    """Yield the collectives of a block's boundaries in its backward; `sums` are those under tp alone."""
+    """Yield the collectives of a block's boundaries in its backward, and of its parts that compute as under tp alone."""
     for boundary in reversed(layer.sequence_boundaries):
-        if boundary.has_gradient and boundary.kind != "enter":
+        if boundary.has_gradient and boundary.kind != "join":
             kind = OpKind.REDUCE_SCATTER if boundary.kind == "gather" else OpKind.ALL_GATHER
             yield _exchange(kind, boundary.owner, boundary.elements, step, after)
-        if boundary.kind == "leave":
-            yield from _within(boundary.owner, sums)
+        if boundary.kind == "split":
+            yield from (op for op in sums if is_below(op.owner, boundary.owner))
     if first and any(param.trainable for param in _before_blocks(step)):
         whole = layer.output_elements * (1 if last else step.layout.tp)
         yield _exchange(OpKind.ALL_GATHER, layer.modules[0], whole, step, after)

@@ -1,17 +1,12 @@
-"""Boundaries within a block, between which sequence parallelism cuts the sequence.
-
-A part of a block that tp cuts is given the whole sequence. Where its column cuts read what it is given, and its sums are
-what it returns, these become all_gathers and reduce_scatters. Any other part is entered and left: it computes on the whole
-sequence as under tp alone, with the same sums, as one does with a fused projection whose output is gathered, with
-latent attention, or with a norm of its own.
-"""
+"""Boundaries within a block, between which sequence parallelism cuts the sequence."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +14,7 @@ from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts, facts_of
 from samestep.models.spec import Boundary, BoundaryKind, LayerSpec, ModelSpec, is_below
+from samestep.tracing.features.cut_proof import CutProof
 from samestep.tracing.meta_tensors import address
 from samestep.tracing.operations import Operation
 
@@ -41,12 +37,6 @@ class Calls:
     left: dict[str, list[Tensor | None]] = field(default_factory=dict)
     states: dict[str, tuple[int, bool]] = field(default_factory=dict)
     """`state_of` the tensor that a module is given in its first call."""
-    copied: frozenset[str] = frozenset()
-    """Modules at whose input `copy` sums a gradient under a tensor cut, by their paths."""
-    cut: frozenset[int] = frozenset()
-    """Storages that hold a part, or a summand, on each rank."""
-    readers: Mapping[int, set[str]] = field(default_factory=dict)
-    """Modules whose code reads each storage."""
 
 
 @contextmanager
@@ -70,7 +60,7 @@ def record_calls(model: nn.Module) -> Iterator[Calls]:
         yield calls
 
 
-def readers_of(operations: Sequence[Operation]) -> dict[int, set[str]]:
+def _readers_of(operations: Sequence[Operation]) -> dict[int, set[str]]:
     """Return the modules whose code reads each storage of a recorded forward."""
     found: dict[int, set[str]] = {}
     for op in operations:
@@ -79,8 +69,14 @@ def readers_of(operations: Sequence[Operation]) -> dict[int, set[str]]:
     return found
 
 
-def with_sequence(spec: ModelSpec, model: nn.Module, styles: Styles, calls: Calls) -> tuple[ModelSpec, Parts]:
-    """Return the spec with the boundaries of its sequence, or a refusal; and with it each block's cut parts."""
+def with_sequence(
+    spec: ModelSpec, model: nn.Module, styles: Styles, proof: CutProof, calls: Calls, operations: Sequence[Operation]
+) -> tuple[ModelSpec, Parts]:
+    """Return the spec with the boundaries of its sequence, or a refusal; and with it each block's cut parts.
+
+    `operations` are those of the forward that `calls` are of.
+    """
+    seen = _Seen(model, styles, proof, calls, _readers_of(operations))
     if spec.cut_refusal:
         return replace(spec, sequence_refusal=f"{spec.name} cannot be cut, {spec.cut_refusal}"), {}
     blocks = [layer for layer in spec.layers if layer.is_block]
@@ -95,8 +91,8 @@ def with_sequence(spec: ModelSpec, model: nn.Module, styles: Styles, calls: Call
                 found.append((layer, set()))
                 continue
             path = layer.modules[0]
-            parts[path] = _parts(path, model, styles)
-            found.append(_with_boundaries(layer, model, spec, styles, calls, parts[path]))
+            parts[path] = _parts(layer, seen)
+            found.append(_with_boundaries(layer, spec, seen, parts[path]))
     except _CannotCutError as reason:
         return replace(spec, sequence_refusal=str(reason)), {}
     given = calls.entered[blocks[0].modules[0]][0]
@@ -133,115 +129,178 @@ def _check_row(spec: ModelSpec, blocks: list[LayerSpec], calls: Calls) -> None:
         handed = gave
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A model, the cut styles of its modules, and their calls in a forward."""
+
+    model: nn.Module
+    styles: Styles
+    proof: CutProof
+    calls: Calls
+    readers: Mapping[int, set[str]]
+    """Modules whose code reads each storage."""
+
+    def rows_in(self, part: str) -> list[str]:
+        """Return the modules of a part that are cut by rows, in order of the forward."""
+        return [path for path in self.calls.entered if is_below(path, part) and self.styles.get(path) == "row"]
+
+    def leaves_features_cut(self, part: str) -> bool:
+        """Return whether modules of a part are cut by columns, and none by rows."""
+        by_columns = (is_below(path, part) and style in ("column", "qkv") for path, style in self.styles.items())
+        return any(by_columns) and not self.rows_in(part)
+
+    def has_weights(self, path: str) -> bool:
+        """Return whether a module has weights of its own."""
+        return any(True for _ in self.model.get_submodule(path).parameters(recurse=False))
+
+
 def _with_boundaries(
-    layer: LayerSpec,
-    model: nn.Module,
-    spec: ModelSpec,
-    styles: Styles,
-    calls: Calls,
-    parts: tuple[str, ...],
+    layer: LayerSpec, spec: ModelSpec, seen: _Seen, parts: tuple[str, ...]
 ) -> tuple[LayerSpec, set[str]]:
     """Return a block with its boundaries, and the names of the weights used between its cut parts."""
-    path = layer.modules[0]
+    path, calls, styles = layer.modules[0], seen.calls, seen.styles
     ran = [module for module in calls.entered if module in parts]
-    given = {part: _one_call(part, calls, calls.entered[path][0]) for part in ran}
-    inner = {part: _inner_boundaries(part, model, styles, given[part], calls) for part in ran}
-    whole = {part for part in ran if any(inner[one] is None for one in ran if given[one] is given[part])}
-    if whole and (
-        outer := next((o for o in calls.copied if is_below(o, path) and not any(is_below(o, p) for p in parts)), "")
-    ):
-        raise _CannotCutError(
-            f"the gradient of the input of {outer} is summed, and {min(whole)} computes below it as a whole"
-        )
+    whole = _whole_parts(path, ran, seen)
     boundaries: list[Boundary] = []
     last: dict[bool, tuple[Tensor, tuple[int, bool]]] = {}
-    for part in ran:
-        is_whole, now = part in whole, (given[part], calls.states[part])
-        before = last.get(is_whole)
-        if before is None or before[0] is not now[0] or before[1] != now[1]:
-            kind: BoundaryKind = "enter" if is_whole else "gather"
-            boundaries.append(_boundary(part, kind, now[0], has_gradient=now[0].requires_grad and now[1][1]))
-        last[is_whole] = now
-        if is_whole:
-            gave = calls.left[part][0]
-            assert gave is not None
-            boundaries.append(_boundary(part, "leave", gave, has_gradient=gave.requires_grad))
-        else:
-            boundaries += inner[part] or ()
+    for part in calls.entered:
+        if part in ran:
+            given, state = _one_call(part, calls, calls.entered[path][0]), calls.states[part]
+            _check_whole_features(part, seen)
+            known = last.get(part in whole)
+            if known is None or given is not known[0] or state != known[1]:
+                kind: BoundaryKind = "join" if part in whole else "gather"
+                has_gradient = given.requires_grad and state[1]
+                boundaries.append(Boundary(owner=part, elements=given.numel(), kind=kind, has_gradient=has_gradient))
+            last[part in whole] = given, state
+        if part in whole:
+            boundaries.append(_end(part, "split", calls))
+        elif styles.get(part) == "row" and is_below(part, path) and not any(is_below(part, one) for one in whole):
+            boundaries.append(_end(part, "scatter", calls))
     between = [
         param
         for param in spec.params
-        if param.trainable and is_below(param.name, path) and _stands_between(param.name, parts, whole, styles)
+        if param.trainable
+        and param.cut is None
+        and is_below(param.name, path)
+        and _stands_between(param.name, parts, whole, styles)
     ]
     if shared := next((param.name for param in between if param.shared), None):
         raise _CannotCutError(f"{shared} is shared, and would be used on a part of the sequence")
-    products = tuple(replace(p, is_between=not any(is_below(p.owner, part) for part in parts)) for p in layer.products)
+    products = tuple(
+        replace(p, is_between=p.owner not in styles and not any(is_below(p.owner, part) for part in parts))
+        for p in layer.products
+    )
     return replace(layer, products=products, sequence_boundaries=tuple(boundaries)), {param.name for param in between}
 
 
-def _boundary(owner: str, kind: BoundaryKind, tensor: Tensor, *, has_gradient: bool) -> Boundary:
-    return Boundary(owner=owner, elements=tensor.numel(), kind=kind, has_gradient=has_gradient)
-
-
-def _parts(block: str, model: nn.Module, styles: Styles) -> tuple[str, ...]:
-    """Return the children of a block that hold cut modules; `sequence_proof` shows what the rest of the block does.
+def _check_whole_features(part: str, seen: _Seen) -> None:
+    """Check that a part is given, and returns, whole features, unless it leaves them to a module that is cut by rows.
 
     Raises:
-        _CannotCutError: the block's own code uses a cut module.
+        _CannotCutError: tp cuts them.
     """
-    parts: list[str] = []
-    for name in dict(model.get_submodule(block).named_children()):
+    ends = (seen.calls.entered[part], () if seen.leaves_features_cut(part) else seen.calls.left[part])
+    if any(tensor is not None and address(tensor) in seen.proof.cut_storages for tensor in chain(*ends)):
+        raise _CannotCutError(f"{part} is given, or returns, what tp cuts: put both cuts into one module")
+
+
+def _end(path: str, kind: BoundaryKind, calls: Calls) -> Boundary:
+    output = calls.left[path][0]
+    if output is None or len(calls.left[path]) > 1:
+        raise _CannotCutError(f"{path} is not called once, with a tensor [batch, sequence, features]")
+    return Boundary(owner=path, elements=output.numel(), kind=kind, has_gradient=output.requires_grad)
+
+
+def _parts(layer: LayerSpec, seen: _Seen) -> tuple[str, ...]:
+    """Return the children of a block that are given whole sequences: those that are cut by columns, or hold such modules, and
+    uncut ones that attend or convolve; `sequence_proof` shows what the rest of the block does.
+
+    Raises:
+        _CannotCutError: the output of a child is gathered.
+    """
+    block, parts = layer.modules[0], []
+    mixing = [p.owner for p in layer.products if p.taps > 1 or p.factors in ("attention", "causal", "pair")]
+    for name in dict(seen.model.get_submodule(block).named_children()):
         path = f"{block}.{name}"
-        if path in styles:
-            raise _CannotCutError(
-                f"{path} is cut in the block's own code: put attention and MLP into modules of their own"
-            )
-        if any(is_below(inner, path) for inner in styles):
+        if seen.styles.get(path) in ("gather", "vocab"):
+            raise _CannotCutError(f"the block's own code uses {path}, whose output is gathered")
+        styles = {style for inner, style in seen.styles.items() if is_below(inner, path)}
+        mixes = not styles and any(is_below(owner, path) for owner in mixing)
+        if styles & {*_COLUMN} or (mixes and _is_one_call(path, seen.calls, seen.calls.entered[block][0])):
             parts.append(path)
     return tuple(parts)
 
 
+def _whole_parts(block: str, ran: list[str], seen: _Seen) -> set[str]:
+    """Return the parts that compute whole sequences as under tp alone: those with gradients that are whole on every rank
+    beside partial ones, so that what they are given takes neither their sum nor one of them alone.
+
+    Parts that are given one tensor are alike.
+
+    Raises:
+        _CannotCutError: such a part leaves features cut, or weights that are not cut stand before the module that sums them.
+    """
+    entered = seen.calls.entered
+    partial = {part for part in ran if len(seen.rows_in(part)) < 2 and _has_partial_gradients(part, seen)}
+    given = {id(entered[part][0]) for part in ran if part not in partial}
+    whole = {part for part in ran if id(entered[part][0]) in given}
+    opens = ""
+    for path in (path for path in entered if is_below(path, block) and path != block):
+        around = next((part for part in ran if is_below(path, part)), "")
+        if not around and seen.styles.get(path) == "row":
+            opens = ""
+        elif path == around and seen.leaves_features_cut(path):
+            opens = path
+            if path in whole:
+                raise _CannotCutError(f"{path} leaves features cut, and has weights or inputs that are not")
+        elif opens and (path == around or (not around and seen.has_weights(path) and path not in seen.styles)):
+            raise _CannotCutError(f"{path} is not cut, and stands behind {opens} and before what is cut by rows")
+    if opens:
+        raise _CannotCutError(f"nothing that is cut by rows follows {opens} in its block")
+    return whole
+
+
+def _has_partial_gradients(part: str, seen: _Seen) -> bool:
+    """Return whether all that a part is made of is cut, and reads what the part is given: its gradients are partial then."""
+    given = seen.calls.entered[part][0]
+    for path, _ in seen.model.get_submodule(part).named_modules(prefix=part):
+        style = seen.styles.get(path)
+        if style == "gather" or (style is None and seen.has_weights(path)):
+            return False
+        takes_input = style in _COLUMN or path in seen.proof.copied
+        if takes_input and any(tensor is not given for tensor in seen.calls.entered.get(path, ())):
+            return False
+    by_columns = [path for path, style in seen.styles.items() if style in _COLUMN]
+    readers = seen.readers.get(address(given), ()) if given is not None else ()
+    others = (path for path in readers if not any(is_below(path, column) for column in by_columns))
+    return not any(is_below(path, part) for path in others)  # as where a part adds what it is given to what it returns
+
+
 def _one_call(part: str, calls: Calls, block: Tensor | None) -> Tensor:
-    given, gave = calls.entered[part][0], calls.left[part][0]
-    is_one = len(calls.entered[part]) == 1 and given is not None and gave is not None and block is not None
-    if not is_one or given.shape[:2] != block.shape[:2] or gave.shape[:2] != block.shape[:2]:  # type: ignore[union-attr]
+    if not _is_one_call(part, calls, block):
         raise _CannotCutError(f"{part} is not called once, with a tensor [batch, sequence, features]")
+    given = calls.entered[part][0]
     assert given is not None
-    assert gave is not None
-    if {address(given), address(gave)} & calls.cut:
-        raise _CannotCutError(f"{part} is given, or returns, what tp cuts: put both cuts into one module")
     return given
 
 
-def _inner_boundaries(
-    part: str, model: nn.Module, styles: Styles, given: Tensor, calls: Calls
-) -> list[Boundary] | None:
-    """Return the sums of a part of a block that leave a rank its tokens; None for a part that computes as under tp alone."""
-    found: list[Boundary] = []
-    for path, module in model.get_submodule(part).named_modules(prefix=part):
-        if path not in styles and any(True for _ in module.parameters(recurse=False)):
-            return None  # the gradient of a whole weight would be that of one rank's tokens alone
-    by_columns = [path for path, style in styles.items() if style in _COLUMN]
-    for where in calls.readers.get(address(given), ()):
-        if is_below(where, part) and not any(is_below(where, path) for path in by_columns):
-            return None  # as where a part adds what it is given to what it returns
-    for path in calls.entered:
-        style = styles.get(path) if is_below(path, part) else None
-        if style == "gather" or (style in _COLUMN and any(tensor is not given for tensor in calls.entered[path])):
-            return None
-        if style == "row":
-            output = calls.left[path][0]
-            assert output is not None
-            found.append(_boundary(path, "scatter", output, has_gradient=output.requires_grad))
-    return found
+def _is_one_call(part: str, calls: Calls, block: Tensor | None) -> bool:
+    """Return whether a module is called once, with a tensor [batch, sequence, features] as the block around it, and returns one."""
+    if len(calls.entered.get(part, ())) != 1 or block is None:
+        return False
+    first = (calls.entered[part][0], calls.left[part][0])
+    return all(tensor is not None and tensor.shape[:2] == block.shape[:2] for tensor in first)
 
 
-def _stands_between(name: str, parts: tuple[str, ...], whole: Collection[str], styles: Styles) -> bool:
-    """Return whether a weight is used on a rank's tokens alone: outside the cut parts, or the bias of a scattered sum."""
+def _stands_between(name: str, parts: tuple[str, ...], whole: set[str], styles: Styles) -> bool:
+    """Return whether a weight is used on a rank's tokens alone: outside the cut parts, or a row cut's bias."""
     owner, _, leaf = name.rpartition(".")
     if any(is_below(name, part) for part in whole):
         return False
-    return not any(is_below(name, part) for part in parts) or (styles.get(owner) == "row" and leaf == "bias")
+    if styles.get(owner, "sum") != "sum":
+        return styles[owner] == "row" and leaf == "bias"
+    return not any(is_below(name, part) for part in parts)
 
 
 def state_of(given: Tensor) -> tuple[int, bool]:

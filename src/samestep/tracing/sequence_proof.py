@@ -1,28 +1,31 @@
 """Proof that a block works token by token between its tensor-cut parts, as sequence parallelism needs it.
 
 A forward runs on the meta device as a rank runs it: the first block is given a slice of the tokens, each cut part the
-whole sequence; the sums of a part are slices again, or what it returns, where it computes on whole sequences. Between the parts it is followed on which token each value
-depends (`dependence/independence.py`), and every part and the last block's output must have a row for each token of the slice. What
-the parts do with whole sequences is their own affair. A second forward, on the whole sequence, must use the same numbers.
+whole sequence, and what a part returns is a slice again. A part is a module, or the block's own code from modules that are
+cut by columns to one that is cut by rows, where a rank keeps its tokens. Between the parts it is followed on which token each value depends
+(`dependence/independence.py`), and every part and the last block's output must have a row for each token of the slice. Within
+the parts whole sequences alone are used, and what is computed of them is not used outside, other than what a part returns
+first. A weight is used either between the parts, where each rank has a part of its gradient, or within them. A second forward, on the whole sequence, must use the same numbers, and within the parts the same operations and shapes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from samestep.building.families import facts_of
 from samestep.errors import InputError
-from samestep.models.analysis import ExpertModules
-from samestep.models.spec import ModelSpec, is_below
-from samestep.tracing.dependence.independence import Along, Mixed
+from samestep.models.analysis import ExpertModules, ModelAnalysis
+from samestep.tracing.dependence.independence import Along
 from samestep.tracing.forward import ValueOf, watch_forward
-from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
+from samestep.tracing.meta_tensors import NeedsValuesError, operands
 from samestep.tracing.sequence_boundaries import first_of, given_of, with_first, with_given
 from samestep.tracing.slices import SliceProver
 from samestep.tracing.trace import containers_of
@@ -31,24 +34,19 @@ from samestep.tracing.trace import containers_of
 def refuse_slices(
     module: nn.Module,
     sample: Any,
-    parts: Mapping[str, tuple[str, ...]],
-    spec: ModelSpec,
+    analysis: ModelAnalysis,
     degree: int,
     value_of: ValueOf,
-    experts: ExpertModules,
 ) -> tuple[str, list[str]]:
     """Return why a rank may not work on one of `degree` slices of the tokens between the cut parts, empty if it may, and
     what was tried.
-
-    `parts` are the cut parts of each block, in the order of the blocks.
     """
-    sums = {one.owner for layer in spec.layers for one in layer.sequence_boundaries if one.kind == "scatter"}
-    sizes = (spec.sequence, spec.sequence // degree)
-    if sizes[1] < 2:  # a single token would be broadcast to whole sequences
-        return f"a rank would have {sizes[1]} of the {spec.sequence} tokens of a sample, and 2 are needed", []
-    watches = [_TokenProver(module, parts, sums, size, spec.sequence) for size in sizes]
+    tokens = analysis.spec.sequence
+    if tokens // degree < 2:  # a single token would be broadcast to whole sequences
+        return f"a rank would have {tokens // degree} of the {tokens} tokens of a sample, and 2 are needed", []
+    watches = [_TokenProver(module, analysis, size) for size in (tokens, tokens // degree)]
     for watch in watches:
-        if refusal := _refusal_of(watch, module, sample, value_of, experts):
+        if refusal := _refusal_of(watch, module, sample, value_of, analysis.experts):
             return refusal, []
     first, second = (watch.calls for watch in watches)
     if first != second:
@@ -75,34 +73,81 @@ class _TokenProver(SliceProver):
 
     between = "and between cut parts a rank has its own tokens alone"
 
-    def __init__(
-        self, module: nn.Module, parts: Mapping[str, tuple[str, ...]], sums: Collection[str], size: int, whole: int
-    ) -> None:
-        super().__init__(module, list(parts), size, whole)
-        self.parts, self.sums, self._facts = parts, sums, facts_of(module)
+    def __init__(self, module: nn.Module, analysis: ModelAnalysis, size: int) -> None:
+        super().__init__(module, list(analysis.sequence_parts), size, analysis.spec.sequence)
+        self._facts, self._parts = facts_of(module), tuple(chain(*analysis.sequence_parts.values()))
+        boundaries = chain(*(layer.sequence_boundaries for layer in analysis.spec.layers))
+        self._ends = [boundary.owner for boundary in boundaries if boundary.kind in ("scatter", "split")]
+        self._is_whole = False
+        """Whether what runs is a part, which has whole sequences."""
+        self._of_whole: set[int] = set()
+        """Storages that parts have written."""
+        weights = dict(module.named_parameters())
+        self._between = {
+            self.key(weights[param.name])
+            for param in analysis.spec.params
+            if param.partial == "sequence" and analysis.cut_styles.get(param.name.rpartition(".")[0]) != "row"
+        }
+        """Storages of weights that are used between the parts, and of what is made of them there."""
 
     def placed(self, module: nn.Module) -> ExitStack:
         """Return a context in which blocks and cut parts are given what a rank gives them."""
         hooks = ExitStack()
         first, last = (module.get_submodule(path) for path in (self.blocks[0], self.blocks[-1]))
         hooks.enter_context(first.register_forward_pre_hook(self._split, with_kwargs=True))
-        for path in (path for of_block in self.parts.values() for path in of_block):
+        for path in self._parts:
             part = module.get_submodule(path)
             hooks.enter_context(part.register_forward_pre_hook(functools.partial(self._gather, path), with_kwargs=True))
-            hooks.enter_context(part.register_forward_hook(functools.partial(self._left, path)))
-        for path in self.sums:
+        for path in self._ends:
             hooks.enter_context(module.get_submodule(path).register_forward_hook(self._scatter))
         hooks.enter_context(last.register_forward_hook(self._join))
         return hooks
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Refuse an attention between the cut parts, which would be given a rank's tokens alone."""
+        if self._is_whole:
+            self._check_whole("attention", [query, key, value, *([] if mask is None else [mask])], ())
         if self.is_following and any(self.known.of(tensor) is not None for tensor in (query, key, value)):
             self.refuse(f"the attention in {self.where} stands outside the parts that tp cuts")
 
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        outcome = super().__torch_dispatch__(func, types, args, kwargs)
+        given = [tensor for tensor in operands(*args, *(kwargs or {}).values()) if tensor.is_meta]
+        with _disable_current_modes():
+            made = {self.key(tensor) for tensor in operands(outcome) if tensor.is_meta}
+            if self._is_whole:
+                numbers = [one for one in tree_leaves((args, kwargs)) if isinstance(one, int | float | complex)]
+                self._check_whole(str(func), given, numbers)
+                read = set() if func._schema.is_mutable else {self.key(tensor) for tensor in given}
+                self._of_whole |= made - read
+            elif self.is_following:
+                self._check_between(given)
+                self._between |= made
+        return outcome
+
+    def _check_between(self, given: list[Tensor]) -> None:
+        """Refuse an operation between the parts on what they have computed, or on a tensor whose gradient no rank has whole."""
+        for tensor in given:
+            key = self.key(tensor)
+            if key in self._of_whole:
+                self.refuse(f"{self.where} uses what a part that tp cuts has computed of the whole sequence")
+            elif tensor.requires_grad and self.known.of(tensor) is None and key not in self._between:
+                self.refuse(f"{self.where} uses a tensor that takes a gradient, and is not made of a rank's own tokens")
+
+    def _check_whole(self, name: str, given: list[Tensor], numbers: Iterable[complex]) -> None:
+        """Refuse an operation of a part on a rank's own tokens, and note the others, which must be those of whole sequences."""
+        if any(self.known.of(tensor) is not None for tensor in given):
+            self.refuse(f"{self.where} uses a rank's own tokens beside the whole sequence")
+        if any(tensor.requires_grad and self.key(tensor) in self._between for tensor in given):
+            self.refuse(f"{self.where} uses a weight that is used between the cut parts too")
+        self.calls.append((self.where, name, *(str(tuple(t.shape)) for t in given), *map(repr, numbers)))
+
     def _split(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        given = with_given(args, kwargs, self._slice, self._facts)
         self.is_following = not self.refusal
-        return with_given(args, kwargs, self._slice, self._facts)
+        return given
 
     def _slice(self, x: Tensor) -> Tensor:
         part = x.narrow(1, self.whole - self.size, self.size).clone()
@@ -112,26 +157,17 @@ class _TokenProver(SliceProver):
 
     def _gather(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
         given = given_of(args, kwargs, self._facts)
+        self.is_following = not self.refusal
         self._check(given, f"{path} is not given a row for each token")
-        self.is_following = False
-        return with_given(args, kwargs, self._whole, self._facts)
+        self._is_whole = self.is_following = False
+        gathered = with_given(args, kwargs, self._whole, self._facts)
+        self._is_whole = True
+        return gathered
 
     def _scatter(self, _: nn.Module, args: Any, output: Any) -> Any:
+        self._is_whole = False
         output = with_first(output, self._slice)
         self.is_following = not self.refusal
-        return output
-
-    def _left(self, path: str, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return what a part returns, of which a rank has its tokens; what else it returns is whole, and is no constant."""
-        first, *others = tensors_in(output)
-        with _disable_current_modes():
-            for other in others:
-                if other is not first and other.requires_grad and self.known.of(other) is None:
-                    self.known.learn(other, Mixed(f"{path} by what else it returns", shown=False))
-        if not any(is_below(one, path) for one in self.sums):
-            return self._scatter(module, args, output)
-        with _disable_current_modes():
-            self._check(first, f"{path} does not return the sums of its row cuts, with a row for each token")
         return output
 
     def _join(self, _: nn.Module, args: Any, output: Any) -> Any:
@@ -140,7 +176,9 @@ class _TokenProver(SliceProver):
         return with_first(output, self._whole)
 
     def _whole(self, x: Tensor) -> Tensor:
-        return x.new_empty((x.shape[0], self.whole, *x.shape[2:]))
+        whole = x.new_empty((x.shape[0], self.whole, *x.shape[2:]))
+        self._of_whole.add(self.key(whole))
+        return whole
 
     def _check(self, tensor: Tensor | None, reason: str) -> None:
         with _disable_current_modes():

@@ -54,8 +54,7 @@ def structural_plan(model: nn.Module, operations: list[Operation], experts: Coll
     linears = {
         path: part
         for path, part in model.named_modules()
-        if ((isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward) or facts.is_transposed(part))
-        and not any(is_below(path, one) for one in experts)
+        if (_adds_nothing_else(part) or facts.is_transposed(part)) and not any(is_below(path, one) for one in experts)
     }
     blocks = containers_of(model)
     flow = _flow(model, operations, linears, blocks)
@@ -74,6 +73,11 @@ def structural_plan(model: nn.Module, operations: list[Operation], experts: Coll
         return {}
     plan = {path: "column" for path in inside if path in columns} | {path: "row" for path in inside if path in rows}
     return plan | dict.fromkeys(_vocabulary(model, linears, inside, flow), "vocab")
+
+
+def _adds_nothing_else(part: nn.Module) -> bool:
+    """Return whether a module is a linear layer with torch's own forward, or one without a bias, which a cut by rows holds back."""
+    return isinstance(part, nn.Linear) and (type(part).forward is nn.Linear.forward or part.bias is None)
 
 
 def _vocabulary(model: nn.Module, linears: Mapping[str, nn.Module], inside: Collection[str], flow: _Flow) -> list[str]:

@@ -1,10 +1,10 @@
 """Sequence parallelism on real modules (twin of `strategies/sequence.py`).
 
 Between two boundaries within a block the sequence is cut. A child with tensor-cut modules (attention, MLP) is given
-the whole sequence by `gather`, and its row-cut modules leave a rank its tokens of their sum by `scatter`; or it is given
-the whole sequence by `enter`, computes as under tp alone, and keeps a rank's tokens by `leave`. Everything
+the whole sequence by `gather`, and its row-cut modules leave a rank its tokens of their sum by `scatter`. Everything
 else in a block must work on each token by itself: norms, dropouts and plain linear layers do, and experts and routers
-where `tracing/dependence/independence.py` has shown it; the residual sums are the block's own code.
+where `tracing/dependence/independence.py` has shown it; the residual sums are the block's own code. A part that computes
+whole sequences as under tp alone is given them by `_join`, and `_split` leaves a rank its tokens of what it returns.
 `tracing/sequence_boundaries.py` finds all of it on the meta device, in the forward of one sample.
 """
 
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts
 from samestep.errors import LayoutError
-from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.runtime.axes.differentiable import Move, moved
 from samestep.runtime.ledger import owned
@@ -45,27 +44,28 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
     split = functools.partial(_split, group=group, owner=blocks[0])
     first.register_forward_pre_hook(lambda _, args, kwargs: with_given(args, kwargs, split, facts), with_kwargs=True)
+    whole_parts = {part for layer in step.model.layers for part in layer.whole_parts}
     for path in blocks:
-        gathered, entered = Shared(gather, group), Shared(enter, group)
+        gathered, joined = Shared(gather, group), Shared(_join, group)
         for part in traced.analysis.sequence_parts[path]:
-            module, is_whole = model.get_submodule(part), part in whole_parts(step.model)
-            once = functools.partial(entered if is_whole else gathered, part)
-            given = functools.partial(_gather_given, once, facts)
-            module.register_forward_pre_hook(given, with_kwargs=True, prepend=True)  # before its input is copied
-            if is_whole:
-                left = functools.partial(leave, group=group, owner=part)
-                module.register_forward_hook(lambda _, args, output, left=left: with_first(output, left))
-    join = functools.partial(enter, group=group, owner=blocks[-1])
+            module = model.get_submodule(part)
+            once = functools.partial(joined if part in whole_parts else gathered, part)
+            module.register_forward_pre_hook(
+                functools.partial(_gather_given, once, facts), with_kwargs=True, prepend=True
+            )
+            if part in whole_parts:
+                own = functools.partial(_split, group=group, owner=part)
+                module.register_forward_hook(functools.partial(_leave, own))
+    join = functools.partial(_join, group=group, owner=blocks[-1])
     last.register_forward_hook(lambda _, args, output: with_first(output, join))
-
-
-def whole_parts(model: ModelSpec) -> set[str]:
-    """Return the parts of blocks that compute on whole sequences as under tp alone, by their paths."""
-    return {one.owner for layer in model.layers for one in layer.sequence_boundaries if one.kind == "leave"}
 
 
 def _gather_given(gather: Callable[[Tensor], Tensor], facts: FamilyFacts, _: nn.Module, args: Any, kwargs: Any) -> Any:
     return with_given(args, kwargs, gather, facts)
+
+
+def _leave(change: Callable[[Tensor], Tensor], _: nn.Module, args: Any, output: Any) -> Any:
+    return with_first(output, change)
 
 
 class Shared:
@@ -122,22 +122,11 @@ def _split(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
             f"sequence_parallel: tp={degree} does not divide the {x.shape[1]} tokens of this batch; "
             f"{x.shape[1] // degree * degree} tokens work, and so does tp={degree} alone"
         )
-    return leave(x, group, owner)
-
-
-def leave(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Return this rank's tokens of a sequence that all ranks hold, [B, T, D] -> [B, T/N, D]; the backward gathers the gradient.
-
-    Collective over `group` in the backward: if a rank does not run it, the others wait until the time limit.
-    """
     return moved(x, group, owner, _own, _all_gathered)
 
 
-def enter(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Return the sequence gathered from all ranks, [B, T/N, D] -> [B, T, D]; the backward keeps this rank's part of the gradient.
-
-    Collective over `group`: every rank of the group calls it; if one does not, the others wait until the time limit.
-    """
+def _join(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Return the sequence gathered from all ranks; the backward keeps this rank's part of the gradient."""
     return moved(x, group, owner, _all_gathered, _own)
 
 

@@ -53,17 +53,15 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     group = mesh.groups["tp"]
     whole = _Boundaries(sequence.Shared(copy, group), functools.partial(_reduced, group))
     within = _Boundaries(lambda _, x: x, lambda path, x: sequence.scatter(x, group, path))
-    parts = [part for of_block in analysis.sequence_parts.values() for part in of_block]
-    sliced = [part for part in parts if part not in sequence.whole_parts(program.step.model)]
     by_columns = {path for path, style in analysis.cut_styles.items() if style not in ("row", "sum")}
     shared = {path: heads for path, heads in analysis.shareable_heads.items() if heads < mesh.size("tp")}
+    cuts_sequence = functools.partial(_cuts_sequence, program)
     for path, style in analysis.cut_styles.items():
         module = model.get_submodule(path)
         if style != "sum" and (path in cut or path in shared):
             if is_head(module, style) and not program.step.cuts_loss:
                 style = "gather"
-            cuts_sequence = program.step.layout.sequence_parallel and any(is_below(path, part) for part in sliced)
-            boundaries = within if cuts_sequence else whole
+            boundaries = within if cuts_sequence(path) else whole
             if path not in analysis.copied:
                 boundaries = replace(boundaries, enter=lambda _, x: x)
             if path in shared:
@@ -71,13 +69,21 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
             else:
                 _AROUND[style](module, path, mesh, boundaries, facts)
     for path in sorted(analysis.copied - by_columns):
-        cuts_sequence = program.step.layout.sequence_parallel and any(is_below(path, part) for part in sliced)
-        enter = functools.partial((within if cuts_sequence else whole).enter, path)
+        enter = functools.partial((within if cuts_sequence(path) else whole).enter, path)
         model.get_submodule(path).register_forward_pre_hook(functools.partial(_enter, enter))
     for path, name, divisor in analysis.counts[mesh.size("tp")]:
         module = model.get_submodule(path)
         setattr(module, name, getattr(module, name) // divisor)
     sequence.apply(traced, program, mesh)
+
+
+def _cuts_sequence(program: Program, path: str) -> bool:
+    """Return whether the input and output of a cut module are at boundaries of sequence parallelism."""
+    if not program.step.layout.sequence_parallel:
+        return False
+    layers = [layer for layer in program.step.model.layers if layer.is_block]
+    is_within = any(is_below(path, block) for layer in layers for block in layer.modules)
+    return is_within and not any(is_below(path, part) for layer in layers for part in layer.whole_parts)
 
 
 def _enter(enter: Callable[[Tensor], Tensor], _: nn.Module, args: Any) -> Any:
