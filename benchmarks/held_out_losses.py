@@ -84,7 +84,6 @@ APART: Mapping[str, Way] = {
     "warm-up 300, outer_lr 0.9, outer_momentum 0.4": _apart(
         300, "numerics.outer_lr=0.9", "numerics.outer_momentum=0.4"
     ),
-    "warm-up 300, outer_momentum 0.9": _apart(300, "numerics.outer_momentum=0.9"),
     "warm-up 150": _apart(150),
     "warm-up 150, 5 parts": _apart(150, PARTS),
     "warm-up 150, 5 parts, 1 step later": _apart(150, PARTS, "numerics.exchange_delay=1"),
@@ -93,6 +92,11 @@ APART: Mapping[str, Way] = {
         150, "numerics.outer_lr=0.8", "numerics.outer_momentum=0.3", PARTS
     ),
     "warm-up 50": _apart(50),
+    "warm-up 50, outer_momentum 0.9 (the paper's)": _apart(50, "numerics.outer_momentum=0.9"),
+    "warm-up 50, outer_lr 1": _apart(50, "numerics.outer_lr=1.0"),
+    "warm-up 50, outer_lr 1, outer_momentum 0 (local SGD)": _apart(
+        50, "numerics.outer_lr=1.0", "numerics.outer_momentum=0.0"
+    ),
 }
 """What is compared where replicas are trained apart."""
 TABLES: Mapping[str, tuple[int, Mapping[str, Way]]] = {"codecs": (300, CODED), "exchanges": (700, APART)}

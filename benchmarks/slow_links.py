@@ -13,6 +13,8 @@ number of cores make each other slower.
     wire        bytes that a host sends in a step: by the kernel's counter of its interface, headers of packets and answers to
                 packets received included; and by the ledger, the collectives that torch was asked for. The ledger must be the
                 program's, row by row, or the run ends with an error.
+                Behind the last step all parts of the weights are exchanged, so that of a run as short as three periods, with an
+                exchange in parts, the kernel counts another one.
     step        seconds of a step, the median; of `every 20` that of whole periods of 20 steps
     predicted   `samestep simulate` with the profile that `samestep measure` has made of this machine at the beginning (or
                 --hardware), and the link at its rate without the headers: nothing is fitted to these runs

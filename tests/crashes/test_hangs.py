@@ -113,7 +113,7 @@ def test_a_run_of_which_no_rank_answers_is_ended(step: int, after_s: int, ranks:
     assert said == []
     assert end is not None
     assert end[0] == after_s
-    assert end[1].startswith("rank 0 of 1 does not answer" if ranks == 1 else "ranks 0, 1 of 2 does not answer")
+    assert end[1].startswith("rank 0 of 1 does not answer" if ranks == 1 else "ranks 0, 1 of 2 do not answer")
 
 
 def test_a_run_that_was_stopped_as_a_whole_goes_on() -> None:

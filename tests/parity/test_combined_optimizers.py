@@ -55,7 +55,7 @@ JOB = job_of(
 def source_of(job: Job = JOB) -> Source:
     source = Source(perturbed(Small), loss_of(job), optimizer_of(job), "small")
     example = next(batches(Tokens(), job)).samples([0])
-    return replace(source, prepared=traced.prepared(("small", Tokens), source, job, example, Layout()))
+    return replace(source, prepared=traced.prepared(("small", Tokens), source, job, example, Layout(), for_any=True))
 
 
 def run_of(layout: str, rank: int = 0, world: int = 1) -> Run:

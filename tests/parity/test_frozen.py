@@ -33,11 +33,11 @@ HIDDEN = 16
 GRADIENTS = ("all_reduce", "reduce_scatter")
 
 
-def run_of(rank: int, world: int, layout: str, job: Job) -> Run:
+def run_of(rank: int, world: int, layout: str, job: Job, *, for_any: bool = False) -> Run:
     where = Layout.parse(layout)
     source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)
     example = next(batches(Tokens(), job)).samples([0])
-    prepared = traced.prepared(job.model.model_dump_json(), source, job, example, where)
+    prepared = traced.prepared(job.model.model_dump_json(), source, job, example, where, for_any=for_any)
     return Run(replace(source, prepared=prepared), where, job, RankInfo(rank, rank, world, world, torch.device("cpu")))
 
 

@@ -123,7 +123,7 @@ def test_every_layout_gives_the_weights_of_one_device(layout: str, folder: Path)
 
 
 def prepared(job: Job) -> Run:
-    run = run_of(0, 1, "dp=1", job)
+    run = run_of(0, 1, "dp=1", job, for_any=True)
     run.prepare(next(batches(Tokens(), job)).samples([0]))
     return run
 

@@ -48,7 +48,7 @@ def job_with(precision: str = "float64", **tables: Any) -> Job:
 def run_of(rank: int, world: int, layout: str, job: Job) -> Run:
     source = Source(perturbed(Small), loss_of(job), optimizer_of(job), "small")
     example = next(batches(Tokens(), job)).samples([0])
-    prepared = traced.prepared(("small", Tokens), source, job, example, Layout())
+    prepared = traced.prepared(("small", Tokens), source, job, example, Layout(), for_any=True)
     run = Run(
         replace(source, prepared=prepared),
         Layout.parse(layout),

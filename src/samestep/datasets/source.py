@@ -73,9 +73,10 @@ def open_dataset(job: Job, split: Split = "train") -> Dataset:
             return packed_part(rows, open_tokenizer(job), tokenizer_key(job), data, split)
     if re.fullmatch(r"[\w.]+:\w+", data.source):
         return function_part(data, split)
-    words = [name.partition(":")[0] for name in SOURCES if name != "module:function"]
+    words = {name.partition(":")[0]: name for name in SOURCES if name != "module:function"}
+    meant = f" (did you mean {words[word]}?)" if word in words else did_you_mean(word, words)
     raise DataError(
-        f"unknown data source {data.source!r}{did_you_mean(word, words)}; the sources are "
+        f"unknown data source {data.source!r}{meant}; the sources are "
         + "; ".join(f"{name} ({about})" for name, about in SOURCES.items())
     )
 

@@ -27,6 +27,7 @@ LETTERS = {
     OpKind.WEIGHT: "W",
     OpKind.RECOMPUTE: "R",
     OpKind.UPDATE: "U",
+    OpKind.OUTER: "O",
     OpKind.ALL_REDUCE: "a",
     OpKind.ALL_GATHER: "g",
     OpKind.REDUCE_SCATTER: "s",

@@ -2,10 +2,11 @@
 
 A forward runs on the meta device as a rank runs it: the first block is given a slice of the tokens, each cut part the
 whole sequence, and what a part returns is a slice again. A part is a module, or the block's own code from modules that are
-cut by columns to one that is cut by rows, where a rank keeps its tokens. Between the parts it is followed on which token each value depends
-(`dependence/independence.py`), and every part and the last block's output must have a row for each token of the slice. Within
-the parts whole sequences alone are used, and what is computed of them is not used outside, other than what a part returns
-first. A weight is used either between the parts, where each rank has a part of its gradient, or within them. A second forward, on the whole sequence, must use the same numbers, and within the parts the same operations and shapes.
+cut by columns to one that is cut by rows, where a rank keeps its tokens. Between the parts it is followed on which token each
+value depends (`dependence/independence.py`), and every part and the last block's output must have a row for each token of the
+slice. Within the parts whole sequences alone are used, and what is computed of them is not used outside, other than what a
+part returns first. A weight is used either between the parts, where each rank has a part of its gradient, or within them. A
+second forward, on the whole sequence, must use the same numbers, and within the parts the same operations and shapes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def refuse_slices(
     what was tried.
     """
     tokens = analysis.spec.sequence
+    if tokens // degree < 2:  # a single token would be broadcast to whole sequences
+        return f"a rank would have {tokens // degree} of the {tokens} tokens of a sample, and 2 are needed", []
     watches = [_TokenProver(module, analysis, size) for size in (tokens, tokens // degree)]
     for watch in watches:
         if refusal := _refusal_of(watch, module, sample, value_of, analysis.experts):

@@ -23,12 +23,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
 from samestep.planning.bounds.layer_kinds import Seconds, Sizes
 from samestep.planning.bounds.overlap import Reduced, longer_s
 from samestep.planning.bounds.pipeline_time import Bodies, Times, behind_last_backward, play_bodies
+from samestep.planning.bounds.traffic import LayerTraffic, Reductions, Sending
 from samestep.program.buckets import bucket_bytes
 from samestep.program.ops import BYTES_OF, SHARD_AXES, STEP_SCALARS, OpKind
 from samestep.program.step import StepSpec
@@ -71,8 +71,9 @@ class Bounds:
         return max(self.closed_times(step).ends_s) + self._scalars_s(step) + self._update_s(step, updated, 0.0)
 
     def _scalars_s(self, step: StepSpec) -> float:
-        size = BYTES_OF["float64"] * len(STEP_SCALARS)
-        return self._sent_s(OpKind.ALL_REDUCE, size, "world", step.layout.world_size, step)
+        return self._sent_s(
+            OpKind.ALL_REDUCE, BYTES_OF["float64"] * len(STEP_SCALARS), "world", step.layout.world_size, step
+        )
 
     def _bodies(self, step: StepSpec) -> tuple[Bodies, ...]:
         """Return the bodies of each run; under zero=2 and 3 they wait for gathers."""
@@ -85,8 +86,8 @@ class Bounds:
         return tuple(known[run] for run in runs.counts)
 
     def _plain(self, step: StepSpec, cost: Seconds) -> Bodies:
-        last_s = cost.weight_s if step.splits_backward else cost.backward_s
-        return Bodies(cost.forward_s, cost.forward_s, cost.backward_s, cost.weight_s, last_s)
+        forward_s, backward_s, weight_s = cost.forward_s, cost.backward_s, cost.weight_s
+        return Bodies(forward_s, forward_s, backward_s, weight_s, weight_s if step.splits_backward else backward_s)
 
     def _gathering(self, step: StepSpec, run: tuple[tuple[int, int], ...], cost: Seconds) -> Bodies:
         """Bound bodies that gather and scatter a layer at a time, one layer ahead: along the data axis' stream, and that
@@ -120,7 +121,7 @@ class Bounds:
             backward_s = last_s
         return Bodies(forward_s, plain_s, backward_s, cost.weight_s, last_s)
 
-    def _part(self, step: StepSpec, kind: int, number: int, axis: str) -> _LayerTraffic:
+    def _part(self, step: StepSpec, kind: int, number: int, axis: str) -> LayerTraffic:
         """Return what layers of a kind send over one of the axes along which units are cut."""
         one = self.prices.units(step)[kind]
         gathered, scattered = (
@@ -129,7 +130,7 @@ class Bounds:
         ranks = step.ranks.size(axis)
         gather_s = self._sent_s(OpKind.ALL_GATHER, gathered, axis, ranks, step)
         scatter_s = self._sent_s(OpKind.REDUCE_SCATTER, scattered * step.least_reduced_bytes, axis, ranks, step)
-        return _LayerTraffic(kind, number, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
+        return LayerTraffic(kind, number, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
 
     def _slowed_s(self, sent_s: float, exposed_s: float) -> float:
         """Return the seconds by which compute grows beside so many seconds of communication over one axis.
@@ -210,7 +211,7 @@ class Bounds:
             return self.played_times(step)
         longer: dict[tuple[int, ...], float] = {}
         kinds = self.prices.runs(step).kinds
-        beside = kinds[:1] if self._reduces_behind_sends(step) else kinds
+        beside = kinds[:1] if _reduces_behind_sends(step) else kinds
         for run in beside:
             if run not in longer:
                 longer[run] = self._longer_s(step, run)
@@ -225,11 +226,6 @@ class Bounds:
             return self._play(step, bodies)
         times = self.closed_times(step)
         return Times(times.whole_s, (times.whole_s[0] + bodies[0].last_s,))
-
-    @staticmethod
-    def _reduces_behind_sends(step: StepSpec) -> bool:
-        """Return whether all runs but the first one reduce nothing beside their last backward, but behind what it sends."""
-        return step.zero < 2 and not step.splits_backward
 
     def _play(self, step: StepSpec, bodies: Sequence[Bodies]) -> Times:
         layout = step.layout
@@ -270,12 +266,15 @@ class Bounds:
             return [(one, 0.0) for one in (early, *scatters)]
         if layout.reduce == "hierarchical":
             return []  # its two streams wait for each other bucket by bucket, which is not bounded here
-        kind = OpKind.REDUCE_SCATTER if step.zero else OpKind.ALL_REDUCE
-        axis, ranks = ("dp_shard", shards) if step.zero else ("dp_replicate", replicas)
+        of_shards, of_replicas = (
+            (OpKind.REDUCE_SCATTER, "dp_shard", shards),
+            (OpKind.ALL_REDUCE, "dp_replicate", replicas),
+        )
+        kind, axis, ranks = of_shards if step.zero else of_replicas
         found = []
         for part, (name, size) in enumerate(((axis, ranks), ("dp_expert", step.ranks.size("dp_expert")))):
             begun_s = self._sent_s(kind, 1, name, size, step)  # without any bytes; buckets may hold several layers
-            waiting_s = self._sent_s(kind, (self._full_numel(step, size) + 1) * sent, name, size, step)
+            waiting_s = self._sent_s(kind, (_full_numel(step, size) + 1) * sent, name, size, step)
             sent_s = [
                 max(0.0, self._sent_s(kind, numel[part] * sent, name, size, step) - begun_s)
                 for numel in self.prices.cut(step).early
@@ -283,15 +282,11 @@ class Bounds:
             found.append((sent_s, max(0.0, waiting_s - begun_s)))
         return found
 
-    @staticmethod
-    def _full_numel(step: StepSpec, num_shards: int) -> int:
-        return bucket_bytes(num_shards if step.zero else 1) // BYTES_OF[step.master_dtype]
-
     def step_s(self, step: StepSpec, times: Times) -> float:
         """Bound the step of a layout whose stages come so far no sooner than that."""
         step = smallest(step)
         runs, pp = self.prices.runs(step), step.layout.pp
-        sendings: dict[tuple[object, ...], _Sending] = {}
+        sendings: dict[tuple[object, ...], Sending] = {}
         met_s = last_s = 0.0
         first_s: float | None = None
         for stage in range(pp):
@@ -317,7 +312,7 @@ class Bounds:
         return met_s + self._scalars_s(step) + last_s
 
     @staticmethod
-    def _summed_s(whole_s: Sequence[float], of_runs: Sequence[_Reductions]) -> float:
+    def _summed_s(whole_s: Sequence[float], of_runs: Sequence[Reductions]) -> float:
         """When the last gradients of a stage are summed: those of its last run of layers come first, on any stream."""
         ends_s = [0.0] * len(of_runs[0].streams_s)
         for begun_s, one in zip(reversed(whole_s), reversed(of_runs), strict=True):
@@ -326,7 +321,7 @@ class Bounds:
             ]
         return max(ends_s)
 
-    def _sending(self, step: StepSpec, stage: int) -> _Sending:
+    def _sending(self, step: StepSpec, stage: int) -> Sending:
         """Return what a stage sends over the data axes."""
         took, mine = self.prices.stage_seconds(step, stage), self.prices.stage_sizes(step, stage)
         update_s = self._update_s(step, self._updated(step, mine), 0.0 if step.zero >= 2 else mine.apart)
@@ -343,11 +338,11 @@ class Bounds:
         )
         return sends._replace(left_s=left_s, exposed_s=sent_s, of_runs=of_runs)
 
-    def _reductions(self, step: StepSpec, run: int) -> _Reductions:
+    def _reductions(self, step: StepSpec, run: int) -> Reductions:
         runs = self.prices.runs(step)
         first = self.prices.seconds(step)[runs.kinds[run][-1]]
         behind_s = first.weight_s if step.splits_backward else first.backward_s - first.behind_s
-        if run and self._reduces_behind_sends(step):
+        if run and _reduces_behind_sends(step):
             behind_s = self.prices.run_seconds(step)[run].backward_s
         if step.zero < 2:
             streams_s = self._bucket_streams(step, self.prices.run_sizes(step)[run])
@@ -357,14 +352,14 @@ class Bounds:
                 for kind, number in runs.counts[run]
             )
             streams_s = (sum(each),)
-        return _Reductions(behind_s, streams_s)
+        return Reductions(behind_s, streams_s)
 
-    def _of_buckets(self, step: StepSpec, mine: Sizes, update_s: float) -> _Sending:
+    def _of_buckets(self, step: StepSpec, mine: Sizes, update_s: float) -> Sending:
         layout, master = step.layout, BYTES_OF[step.master_dtype]
         streams_s = self._bucket_streams(step, mine)
         reduced_s, beside_s = max(streams_s), max(streams_s[:2])
-        if step.zero == 0:
-            return _Sending(reduced_s=reduced_s, update_s=update_s, beside_s=beside_s)
+        if not step.zero:
+            return Sending(reduced_s=reduced_s, update_s=update_s, beside_s=beside_s)
         sizes = (
             (mine.trained - mine.expert_trained, mine.apart - mine.expert_apart),
             (mine.expert_trained, mine.expert_apart),
@@ -376,7 +371,7 @@ class Bounds:
             self._in_buckets_s(step, OpKind.ALL_GATHER, size, "dp_shard", shards, own),
             self._in_buckets_s(step, OpKind.ALL_GATHER, expert_size, "dp_expert", holders, of_experts),
         )
-        return _Sending(reduced_s=reduced_s, update_s=update_s + gathered_s, beside_s=beside_s)
+        return Sending(reduced_s=reduced_s, update_s=update_s + gathered_s, beside_s=beside_s)
 
     def _bucket_streams(self, step: StepSpec, mine: Sizes) -> tuple[float, ...]:
         """Seconds that reductions take of each stream: of weights that all ranks have, of experts, of shards."""
@@ -409,12 +404,12 @@ class Bounds:
     def _in_buckets_s(self, step: StepSpec, kind: OpKind, size: float, axis: str, ranks: int, numel: float) -> float:
         """Send what buckets of so many elements hold: each is closed by the weight that fills it, maybe its first one."""
         cut, of_experts = self.prices.cut(step), axis == "dp_expert"
-        full = self._full_numel(step, step.ranks.size(axis) if of_experts else step.layout.num_shards)
+        full = _full_numel(step, step.ranks.size(axis) if of_experts else step.layout.num_shards)
         alone = of_experts and cut.least_of_experts >= full
         count = max(1, int(numel / (cut.largest if alone else full + cut.largest)))
         return count * self._sent_s(kind, size / count, axis, ranks, step)
 
-    def _of_units(self, step: StepSpec, stage: int, mine: Seconds, update_s: float) -> _Sending:
+    def _of_units(self, step: StepSpec, stage: int, mine: Seconds, update_s: float) -> Sending:
         layout, runs, m = step.layout, self.prices.runs(step), step.num_microbatches
         last, scattered = self.prices.kind_of[-1], m if layout.accumulate == "sharded" else 1
         all_s = scattered_s = 0.0
@@ -440,7 +435,7 @@ class Bounds:
         busy_s += self._slowed_s(scattered_s, m * (mine.sent_forward_s + mine.sent_backward_s))
         if self.hardware.overlap:
             all_s = max(all_s, first.gather_s + busy_s)
-        return _Sending(first.gather_s, reduced_s, behind_s, all_s, update_s, beside_s=reduced_s)
+        return Sending(first.gather_s, reduced_s, behind_s, all_s, update_s, beside_s=reduced_s)
 
     def _replicated_s(self, step: StepSpec, numel: float) -> float:
         """Sum so many elements of gradients over the replicas."""
@@ -461,43 +456,11 @@ class Bounds:
         return moved / self.hardware.memory_bytes_per_s / self.hardware.memory_efficiency + self.hardware.host_step_s
 
 
-class _Reductions(NamedTuple):
-    """Gradients of a run of layers."""
-
-    behind_s: float
-    """From the start of its last backward until the first ones are whole."""
-    streams_s: tuple[float, ...]
-    """Seconds of each stream."""
+def _reduces_behind_sends(step: StepSpec) -> bool:
+    """Return whether all runs but the first one reduce nothing beside their last backward, but behind what it sends."""
+    return step.zero < 2 and not step.splits_backward
 
 
-class _Sending(NamedTuple):
-    """Seconds that a stage sends over data axes."""
-
-    first_s: float = 0.0
-    """Before its first forward."""
-    reduced_s: float = 0.0
-    """From when the first gradients are whole."""
-    behind_s: float = 0.0
-    """Behind its last backward."""
-    all_s: float = 0.0
-    """In all, over one axis, or with all that it computes."""
-    update_s: float = 0.0
-    """The update, and what is gathered behind it."""
-    left_s: float = 0.0
-    """What is computed from when the first gradients are whole."""
-    exposed_s: float = 0.0
-    """The part of it that is sent in the queue of compute."""
-    of_runs: tuple[_Reductions, ...] = ()
-    beside_s: float = 0.0
-    """The part of `reduced_s` that is issued between the last backwards: the clock lets it slow those behind it."""
-
-
-class _LayerTraffic(NamedTuple):
-    """The communication of layers of a kind over an axis along which they are cut: seconds of one layer."""
-
-    kind: int
-    number: int
-    gather_s: float
-    scatter_s: float
-    reads: bool
-    """Their backward reads the weights, so that they are gathered for it."""
+def _full_numel(step: StepSpec, num_shards: int) -> int:
+    """Return the elements of gradients at which a bucket is closed that so many ranks divide."""
+    return bucket_bytes(num_shards if step.zero else 1) // BYTES_OF[step.master_dtype]

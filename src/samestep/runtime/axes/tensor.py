@@ -235,7 +235,7 @@ def _own_last(gradient: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    total = x.contiguous().clone()
+    total = x.clone(memory_format=torch.contiguous_format)
     with owned(owner):
         dist.all_reduce(total, group=group)
     return total

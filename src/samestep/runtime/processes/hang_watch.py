@@ -102,8 +102,11 @@ class HangWatch:
         named = f"rank{'s' * (len(guilty) > 1)} {', '.join(map(str, guilty))} of {self._ranks}"
         first = self._last.get(guilty[0])
         silent = self._is_silent(guilty[0], now_s)
-        what = "does not answer, and was last seen" if silent else "has not moved"
-        text = f"{named} {what} {_place(first)}, for {still_s:.0f} s" if first else f"{named} does not answer"
+        does, has = ("do", "have") if len(guilty) > 1 else ("does", "has")
+        what = (
+            f"{does} not answer, and {'were' if len(guilty) > 1 else 'was'} last seen" if silent else f"{has} not moved"
+        )
+        text = f"{named} {what} {_place(first)}, for {still_s:.0f} s" if first else f"{named} {does} not answer"
         others: dict[str, list[int]] = {}
         for rank in working:
             if rank not in guilty and rank in self._last:
