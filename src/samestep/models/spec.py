@@ -221,7 +221,7 @@ class MaskSpec:
 
     @property
     def name(self) -> str:
-        """What is drawn, as text."""
+        """Return the kind of the draw, as an error names it."""
         return "random numbers" if self.is_numbers else "a dropout mask"
 
 

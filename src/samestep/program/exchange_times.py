@@ -27,7 +27,7 @@ from samestep.models.spec import ModelSpec
 
 
 class Phase(StrEnum):
-    """What is done for an exchange behind a step."""
+    """A phase of an exchange, which is carried out behind a step."""
 
     START = "start"
     """Replicas write down what their weights have moved by, and the first collective is issued."""
