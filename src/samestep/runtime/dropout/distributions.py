@@ -97,19 +97,20 @@ def _size_of(size: tuple[Any, ...], named: dict[str, Any]) -> tuple[int, ...]:
 def _made(
     mode: MaskSource,
     func: Any,
-    shape: tuple[int, ...],
+    shape: Sequence[int],
     draw: Callable[[Tensor, torch.dtype], Tensor],
     named: dict[str, Any],
     *,
+    like: Tensor | None = None,
     is_shared: bool = False,
 ) -> Tensor:
-    """Return a new tensor of random numbers that is like none."""
-    device = torch.device(named.pop("device", None) or torch.get_default_device())
-    dtype = named.pop("dtype", None) or torch.get_default_dtype()
+    """Return a new tensor of random numbers, with the samples, device and dtype of the tensor that it is like, if any."""
+    device = torch.device(named.pop("device", None) or (torch.get_default_device() if like is None else like.device))
+    dtype = named.pop("dtype", None) or (torch.get_default_dtype() if like is None else like.dtype)
     wants_gradient = named.pop("requires_grad", False)
     _check_others(mode, func, named)
     with torch.no_grad():
-        numbers = draw(mode.hashes(None, shape, device, func.__name__, is_shared=is_shared), dtype).to(dtype)
+        numbers = draw(mode.hashes(like, shape, device, func.__name__, is_shared=is_shared), dtype).to(dtype)
     return numbers.requires_grad_() if wants_gradient else numbers
 
 
@@ -117,7 +118,7 @@ def _like(draw: Callable[[Tensor, torch.dtype], Tensor]) -> Callable[..., Tensor
     """Return the handler of `torch.rand_like` or `torch.randn_like`."""
 
     def handler(mode: MaskSource, func: Any, /, input: Tensor, **named: Any) -> Tensor:
-        return _made_like(mode, func, input, draw, named)
+        return _made(mode, func, input.shape, draw, named, like=input)
 
     return handler
 
@@ -125,24 +126,11 @@ def _like(draw: Callable[[Tensor, torch.dtype], Tensor]) -> Callable[..., Tensor
 def _integers_like(mode: MaskSource, func: Any, /, input: Tensor, *bounds: Any, **named: Any) -> Tensor:
     """Handle `torch.randint_like(input, [low,] high)`."""
     low, high = _range(mode, func, bounds, named)
-    return _made_like(mode, func, input, lambda bits, _: _integers(bits, low, high), named)
-
-
-def _made_like(
-    mode: MaskSource, func: Any, like: Tensor, draw: Callable[[Tensor, torch.dtype], Tensor], named: dict[str, Any]
-) -> Tensor:
-    device = torch.device(named.pop("device", None) or like.device)
-    dtype = named.pop("dtype", None) or like.dtype
-    wants_gradient = named.pop("requires_grad", False)
-    _check_others(mode, func, named)
-    with torch.no_grad():
-        numbers = draw(mode.hashes(like, like.shape, device, func.__name__), dtype).to(dtype)
-    return numbers.requires_grad_() if wants_gradient else numbers
+    return _made(mode, func, input.shape, lambda bits, _: _integers(bits, low, high), named, like=input)
 
 
 def _permutation(mode: MaskSource, func: Any, /, n: int, **named: Any) -> Tensor:
     """Handle `torch.randperm`: one order for the whole step."""
-
     named = {"dtype": torch.int64, **named}
     return _made(mode, func, (n,), lambda bits, _: bits.argsort(stable=True), named, is_shared=True)
 

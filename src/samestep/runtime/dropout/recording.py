@@ -107,7 +107,7 @@ class MaskRecorder(DropoutMode):
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """What a traced forward of several samples knows of where tensors have their samples."""
+    """The places of samples in tensors, as far as a traced forward of several samples knows them."""
 
     rows_of: RowsOf
     place: Place
