@@ -90,10 +90,9 @@ def _parser() -> ArgumentParser:
 def _job(words: Namespace) -> jobs.Job:
     if words.job is None:
         return jobs.default(words.set)
-    if not words.job.exists() and words.job.name.lower() in PRESETS:
-        raise InputError(
-            f"no job file at {words.job}; to plan and simulate, --set model.source=preset:{words.job.name.lower()} works"
-        )
+    name = words.job.name.lower().removeprefix("preset:")
+    if not words.job.exists() and name in PRESETS:
+        raise InputError(f"no job file at {words.job}; to plan and simulate, --set model.source=preset:{name} works")
     return jobs.load(words.job, words.set)
 
 

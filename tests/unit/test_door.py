@@ -51,8 +51,9 @@ def test_presets_and_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> 
     assert {"h100x8", "cpu-laptop", "v100x8"} <= {row.split()[0] for row in rows[1:]}
 
 
-def test_a_preset_given_as_a_file_says_how_to_name_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main("plan", "llama3-70b", "--devices", "8") == 2
+@pytest.mark.parametrize("name", ["llama3-70b", "preset:llama3-70b"])
+def test_a_preset_given_as_a_file_says_how_to_name_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("plan", name, "--devices", "8") == 2
     assert "--set model.source=preset:llama3-70b works" in capsys.readouterr().err
 
 
