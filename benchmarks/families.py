@@ -94,6 +94,9 @@ SMALL: Mapping[str, Any] = {
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "pronunciation_vocab_size": 64,
     "pronunciation_embed_dim": 8, "shape_vocab_size": 64, "shape_embed_dim": 8, "hidden_size_global": 16,
     "moe_topk": 2, "encoder_hash_byte_group_vocab": 64,
+    "linear_num_heads": 4, "linear_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8,
+    "mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16,
 }  # fmt: skip
 """Small values of the fields of configurations; a family has some of them."""
 OF_FAMILY: Mapping[str, Mapping[str, Any]] = {
@@ -124,8 +127,8 @@ OF_FAMILY: Mapping[str, Mapping[str, Any]] = {
         "attention_head_size": 8, "feed_forward_size": 40, "num_buckets": 2, "lsh_attn_chunk_length": 8,
         "local_attn_chunk_length": 8,
     },
-    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "attn_layer_indices": [1]},
-    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "layer_types": ["mamba", "attention"]},
+    "bamba": {"attn_layer_indices": [1]}, "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "nemotron_h": {"n_groups": 1}, "olmo_hybrid": {"linear_num_key_heads": 4},
     "big_bird": {"attention_type": "original_full"},  # it turns to this one for sequences as short as ours
     "helium": {"head_dim": 4},
     "xmod": {"default_language": "en_XX"},
