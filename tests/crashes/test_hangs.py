@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from samestep.errors import WorkerError
+from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.processes import hang_watch, workers
 from samestep.runtime.processes.hang_watch import HangWatch
 from samestep.runtime.processes.whereabouts import Whereabouts
@@ -22,15 +23,17 @@ from samestep.training import train as training
 from tests import small
 
 
-def _at(calls: int, call: str = "", step: int = 7, median_s: float = 0.1, task: str = "") -> Whereabouts:
-    return Whereabouts({"world": calls}, call, "model.py:3" if call else "", task, step, median_s)
+def _at(
+    calls: int, call: str = "", step: int = 7, median_s: float = 0.1, task: str = "", apart: str = ""
+) -> Whereabouts:
+    return Whereabouts({"world": calls}, call, "model.py:3" if call else "", task, 0 if apart else step, median_s, apart)
 
 
 def _watch(
     history: Any, until_s: float, hang_s: float = 120.0, ranks: int = 2
 ) -> tuple[list[tuple[float, str]], tuple[float, str] | None]:
     """Let ranks answer every second what `history(rank, second)` is; return when each warning came, and the end."""
-    watch, said = HangWatch(ranks, hang_s, apart_s=600.0), []
+    watch, said = HangWatch(ranks, hang_s, start_s=600.0), []
     for second in range(int(until_s)):
         for rank in range(ranks):
             if (answer := history(rank, second)) is not None:
@@ -79,7 +82,10 @@ def test_a_rank_that_does_not_answer_and_one_that_lacks_a_call_are_named() -> No
         lambda rank, second: _at(0, step=second // 9 + 1),  # one rank, which calls nobody
         lambda rank, second: _at(0, step=0),  # the first step, or its compilation
         lambda rank, second: _at(second // 60, "all_reduce", median_s=60),  # steps of a minute
-        lambda rank, second: _at(0, step=0 if rank == 0 else 7),  # rank 0 saves
+        lambda rank, second: _at(0, apart="a save" if rank == 0 else ""),
+        lambda rank, second: _at(0, "all_gather", apart="a save") if rank == 0 else _at(0, apart="a save"),  # writes
+        lambda rank, second: None if rank == 1 and second % 8 else _at(0, apart="a save"),  # encodes in between
+        lambda rank, second: None if rank == 1 and second % 8 else _at(0, apart="an evaluation"),
         lambda rank, second: _at(second if rank == 0 else 0),  # one of them moves: a stage that others wait for
         lambda rank, second: _at(0, median_s=130) if second < 1200 else _at(second),  # ten median steps
         lambda rank, second: None if rank == 1 and second % 30 else _at(second),  # answers that come late
@@ -98,18 +104,45 @@ def test_a_rank_that_stopped_before_it_answered_or_in_a_phase_of_its_own_is_name
         assert end is not None
 
 
-def test_a_rank_that_does_not_answer_while_others_save_is_named() -> None:
+@pytest.mark.parametrize(
+    ("mine", "others", "where", "end_s"),
+    [
+        ("a save", "a save", "a save", 122),
+        ("", "a save", "step 7", 122),  # stopped at the end of a step
+        ("an evaluation", "a save", "an evaluation", 122),
+    ],
+)
+def test_a_rank_that_does_not_answer_while_others_save_is_named_and_ended(
+    mine: str, others: str, where: str, end_s: int
+) -> None:
+    def history(rank: int, second: int) -> Whereabouts | None:
+        return _at(0, apart=others) if rank == 0 else _at(0, apart=mine) if second < 3 else None
+
+    ((when, text),), end = _watch(history, 1500)
+    assert when == 12
+    assert text.startswith(f"rank 1 of 2 does not answer, and was last seen in {where}, for 10 s; rank 0 in a save")
+    assert end is not None
+    assert end[0] == end_s
+    assert end[1].endswith("run.hang_s = 120")
+    _, end = _watch(history, 1500, hang_s=2.5)
+    assert end is not None
+    assert end[0] == 32, "a limit of its own"
+
+
+def test_a_rank_that_does_not_answer_before_the_first_step_is_over_is_named_and_not_ended() -> None:
     said, end = _watch(lambda rank, second: _at(0, step=0) if rank == 0 or second < 3 else None, 1500)
     assert end is None, "the time limit of the collective ends it"
     ((when, text),) = said
     assert when == 12
-    assert text.startswith("rank 1 of 2 does not answer, and was last seen in a save, an evaluation or the first step")
+    assert text.startswith("rank 1 of 2 does not answer, and was last seen in the first step or what comes before it")
 
 
-@pytest.mark.parametrize(("step", "after_s"), [(7, 122), (0, 602)])  # in a step, and in a save
+@pytest.mark.parametrize(("step", "apart", "after_s"), [(7, "", 122), (7, "a save", 122), (0, "", 602)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_of_which_no_rank_answers_is_ended(step: int, after_s: int, ranks: int) -> None:
-    said, end = _watch(lambda rank, second: _at(second, step=step) if second < 3 else None, 1500, ranks=ranks)
+def test_a_run_of_which_no_rank_answers_is_ended(step: int, apart: str, after_s: int, ranks: int) -> None:
+    said, end = _watch(
+        lambda rank, second: _at(second, step=step, apart=apart) if second < 3 else None, 1500, ranks=ranks
+    )
     assert said == []
     assert end is not None
     assert end[0] == after_s
@@ -117,7 +150,7 @@ def test_a_run_of_which_no_rank_answers_is_ended(step: int, after_s: int, ranks:
 
 
 def test_a_run_that_was_stopped_as_a_whole_goes_on() -> None:
-    watch = HangWatch(1, 120.0, apart_s=600.0)
+    watch = HangWatch(1, 120.0, start_s=600.0)
     for second in (*range(9), *range(5000, 5009)):  # as a cluster suspends it
         watch.check([0], second)
         watch.hear(0, _at(second), second)
@@ -174,6 +207,34 @@ def test_a_run_with_a_stopped_rank_is_ended_and_goes_on(
     assert "run.hang_s = 2.5" in said
     assert f"restart 1 of 1 in 1 s, from {run}/checkpoints/step-000004" in said
     assert small.metrics(run) == small.metrics(whole)
+
+
+@pytest.mark.filterwarnings("ignore:rank 1 of 2 does not answer")
+@pytest.mark.usefixtures("stop_signals")
+def test_a_rank_that_is_stopped_in_a_save_is_ended_and_one_that_saves_slowly_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, once = tmp_path / "run", tmp_path / "once"
+    begin = checkpoint.begin
+
+    def saving(run: Any, *args: Any) -> Any:
+        if run.place.rank == 0 and run.steps_taken == 2:
+            time.sleep(5.0)  # longer than a rank may be silent
+        if run.place.rank == 1 and run.steps_taken == 4 and once.exists():
+            once.unlink()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return begin(run, *args)
+
+    monkeypatch.setattr(checkpoint, "begin", saving)
+    for name, seconds in (("_NAMED_AFTER_S", 2.0), ("_SILENT_S", 1.5), ("_SILENT_APART_S", 3.0)):
+        monkeypatch.setattr(hang_watch, name, seconds)
+    monkeypatch.setattr(workers, "_ASK_EVERY_S", 0.2)
+    once.touch()
+    keys = {"checkpoint.every": 2, "run.hang_s": 1.0, "run.restarts": 1}
+    assert small.train("--layout", "dp=2", "--out", run, **keys) == 0
+    said = capfd.readouterr().out
+    assert re.search(r"rank 1 of 2 does not answer, and was last seen in a save, for \d s; rank 0 in .*a save", said)
+    assert f"restart 1 of 1 in 1 s, from {run}/checkpoints/step-000002" in said
 
 
 @pytest.mark.filterwarnings("ignore:rank . of 2 (does not answer|has not moved)")

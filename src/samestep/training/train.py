@@ -338,7 +338,7 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
     )  # plain data
     evaluated = Evaluations(run, workload, folder, [evaluations.EvaluatedStep(*row) for row in rows])
     _loop(evaluated, until, profiler, screen, metrics)
-    with progress.apart():
+    with progress.apart("the evaluation at the end"):
         return _ended(evaluated, checked, screen, metrics)
 
 
@@ -433,18 +433,18 @@ def _loop(
     saver = Saver(run, folder / run_folder.CHECKPOINTS, screen.say if screen else lambda text: None)
     with screen.live() if screen else contextlib.nullcontext():
         for report in steps_of(run, workload.dataset, until, profiler):
-            with progress.apart():
+            with progress.apart("an evaluation"):
                 losses = evaluated.losses() if evaluated.is_due(report.step) and not report.stop else {}
             if screen is not None and metrics is not None:
                 logged = dataclasses.replace(report, held_out=losses) if losses else report
                 metrics.write(logged, is_last=report.stop or report.step == until)
                 screen.show(logged)
-            with progress.apart():
+            with progress.apart("a save of the best weights"):
                 line = evaluated.add(report.step, losses) if losses else ""
             if screen is not None and line:
                 screen.say(line)
             if run.job.numerics.on_spike == "rollback" and report.spike:
-                with progress.apart():
+                with progress.apart("a way back to a checkpoint"):
                     line = saver.roll_back(report.step)
                 if screen is not None:
                     screen.say(line)
@@ -452,7 +452,7 @@ def _loop(
             if is_last or saver.is_due(report):
                 if metrics is not None:
                     metrics.sync()  # before the checkpoint, which must never be ahead of the log
-                with progress.apart():
+                with progress.apart("a save"):
                     saver.save(is_last=is_last)
             if is_last:
                 break

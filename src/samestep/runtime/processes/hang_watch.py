@@ -3,8 +3,10 @@
 A rank moves while it begins calls of collectives, or steps. Where no rank has moved for a while (10 s, or the time of 10
 steps) the one at fault is named: a rank that does not answer, else one that has made fewer calls than others of its group,
 else one that is in no call while others are. After `run.hang_s` the run is ended. A slow rank that is healthy moves again before.
-Where no rank answers at all, as a single one that was stopped, the run is ended as well; what takes long apart from steps then
-has the time limit of a collective.
+Apart from steps, as in a save, nobody need move, and who answers is never ended. A rank that does not even answer there was
+stopped, or its host is gone: it is named too, and ended after `run.hang_s`, but not before 30 s: a healthy rank may be silent so
+long in a call that holds Python's lock. Before the end of the first step such a call may be a long one (a library is
+loaded, a data set is read): ranks are ended there only where none answers, after the time limit of a collective.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ _STEPS = 10
 """The number of median steps in which a rank may stand still."""
 _SILENT_S = 4.0
 """Seconds without an answer after which a rank counts as one that does not answer; it is asked every second."""
+_SILENT_APART_S = 30.0
+"""Seconds for which a healthy rank may not answer apart from steps, as while it encodes the manifest of a large model."""
 
 
 class HangWatch:
     """The last answers of the ranks of a run, and since when each has been the same."""
 
-    def __init__(self, ranks: int, hang_s: float, apart_s: float = math.inf) -> None:
-        self._ranks, self._hang_s, self._apart_s = ranks, hang_s, apart_s
+    def __init__(self, ranks: int, hang_s: float, start_s: float = math.inf) -> None:
+        self._ranks, self._hang_s, self._start_s = ranks, hang_s, start_s
         self._last: dict[int, Whereabouts] = {}
         self._moved_s: dict[int, float] = {}
         self._answered_s: dict[int, float] = {}
@@ -60,7 +64,7 @@ class HangWatch:
         if not self._hang_s:
             return
         if not answering or not all(self._last[rank].step for rank in answering):
-            self._check_silent(working, now_s, says and bool(answering), ends=not answering)
+            self._check_silent(working, now_s, says and bool(answering), is_all=not answering)
             return
         still_s = now_s - max(self._moved_s[rank] for rank in answering)
         steps_s = _STEPS * max(at.median_step_s for at in self._last.values())
@@ -80,17 +84,23 @@ class HangWatch:
             self._began_s = now_s
         self._awake_s = now_s
 
-    def _check_silent(self, working: Sequence[int], now_s: float, says: bool, *, ends: bool) -> None:
-        """Warn of ranks that do not answer while others are apart from steps, and with `ends` end a run of which none does.
+    def _check_silent(self, working: Sequence[int], now_s: float, says: bool, *, is_all: bool) -> None:
+        """Warn of ranks that do not answer while others are apart from steps, and end the run after a limit of its own.
+
+        Before every rank has taken a step, the run is ended only where none answers (`is_all`).
 
         Raises:
-            WorkerError: none has answered for too long.
+            WorkerError: one, or before the first step each, has not answered for too long.
         """
         quiet_s = [now_s - self._answered_s.get(rank, self._began_s or 0.0) for rank in working]
-        are_in_steps = all(rank in self._last and self._last[rank].step for rank in working)
+        last = [self._last[rank] for rank in working if rank in self._last]
         steps_s = _STEPS * max((at.median_step_s for at in self._last.values()), default=0.0)
-        if ends and min(quiet_s, default=0.0) >= max(self._hang_s, steps_s if are_in_steps else self._apart_s):
-            raise WorkerError(f"{self._text(working, min(quiet_s), now_s)}; run.hang_s = {self._hang_s:g}")
+        if len(last) == len(working) and all(at.step or at.apart for at in last):
+            over_s, limit_s = max(quiet_s, default=0.0), max(steps_s, _SILENT_APART_S * any(at.apart for at in last))
+        else:
+            over_s, limit_s = min(quiet_s, default=0.0), self._start_s if is_all else math.inf
+        if over_s >= max(self._hang_s, limit_s):
+            raise WorkerError(f"{self._text(working, over_s, now_s)}; run.hang_s = {self._hang_s:g}")
         longest_s = max((s for s, rank in zip(quiet_s, working, strict=True) if rank in self._last), default=0.0)
         is_late = longest_s >= max(_NAMED_AFTER_S, steps_s)
         if says and is_late and not self._is_named:
@@ -132,5 +142,5 @@ def _place(at: Whereabouts) -> str:
     """Return where a rank is, as text."""
     call = f"in {at.call}, " if at.call else ""
     task = f"in the {at.task} of " if at.task else "in "
-    step = f"step {at.step}" if at.step else "a save, an evaluation or the first step"
+    step = f"step {at.step}" if at.step else at.apart or "the first step or what comes before it"
     return f"{call}{task}{step}{f' ({at.where})' if at.where else ''}"

@@ -83,18 +83,19 @@ class _Watch:
 
     def guard(self) -> None:
         """End this process where it does not move and the store does not answer."""
-        watch = HangWatch(1, self._hang_s)
+        watch = HangWatch(2, self._hang_s)  # of this rank and of the store, which answers by a thread of its own in a save too
         while not self.is_over.wait(_EVERY_S):
-            now = time.monotonic()
-            watch.hear(0, whereabouts_of(self._main_thread), now)
+            now, at = time.monotonic(), whereabouts_of(self._main_thread)
+            watch.hear(0, at, now)
             if now - self._store_s < _SILENT_S:
+                watch.hear(1, at, now)
                 continue
             try:
-                watch.check([0], now, says=False)
+                watch.check([0, 1], now, says=False)
             except WorkerError:
                 silent_s = now - self._store_s
                 _end(
-                    f"rank {self._place.rank} of {self._place.world_size} stands still, and the store at {self._store_at} has "
+                    f"rank {self._place.rank} of {self._place.world_size} {f'is in {at.apart}' if at.apart else 'stands still'}, and the store at {self._store_at} has "
                     f"not answered for {silent_s:.0f} s: its process stands still or is gone; run.hang_s = {self._hang_s:g}"
                 )
 

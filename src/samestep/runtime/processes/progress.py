@@ -1,8 +1,8 @@
 """How far this rank has come in its run, for the process that watches it: the step it takes, or that it takes none.
 
-Between the first step and the last a rank that stands still hangs. Whatever else takes long says so (`apart`): preparing the
-model, the first step, in which kernels are compiled and chosen, saves, evaluations and samples; they are not watched, and
-the time limit of collectives ends them.
+Between the first step and the last a rank that stands still hangs. What else may take long has a name of its own (`apart`): a
+save, an evaluation; there a rank need not move, but it answers who asks it. Preparing the model and the first step, in which
+kernels are compiled and chosen, are not watched: the time limit of collectives ends them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class _Progress:
     step: int = 0
-    num_apart: int = 0
+    apart: list[str] = field(default_factory=list)
+    """The names of what it does apart from steps, the innermost last."""
 
 
 _NUM_STEPS = 20
@@ -28,7 +29,8 @@ _took_s: deque[float] = deque(maxlen=_NUM_STEPS)
 
 def begin() -> None:
     """Forget what a process that this one was forked from has done."""
-    _progress.step = _progress.num_apart = 0
+    _progress.step = 0
+    _progress.apart.clear()
     _took_s.clear()
 
 
@@ -43,18 +45,23 @@ def taking(step: int, *, is_first: bool) -> Iterator[None]:
 
 
 @contextmanager
-def apart() -> Iterator[None]:
-    """Do between steps what may take long on a healthy rank."""
-    _progress.num_apart += 1
+def apart(name: str) -> Iterator[None]:
+    """Do between steps what may take long on a healthy rank, and what a message calls so: `a save`."""
+    _progress.apart.append(name)
     try:
         yield
     finally:
-        _progress.num_apart -= 1
+        _progress.apart.pop()
 
 
 def watched_step() -> int:
     """Return the step that this rank takes or has taken last; 0 where it need not move."""
-    return 0 if _progress.num_apart else _progress.step
+    return 0 if _progress.apart else _progress.step
+
+
+def done_apart() -> str:
+    """Return the name of what this rank does apart from steps, after its first one; empty where it does nothing apart."""
+    return next(reversed(_progress.apart), "") if _progress.step else ""
 
 
 def median_step_s() -> float:

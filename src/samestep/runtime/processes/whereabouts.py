@@ -69,13 +69,15 @@ class Whereabouts:
     step: int = 0
     """The step that it takes; 0 where it does what may take long."""
     median_step_s: float = 0.0
+    apart: str = ""
+    """The name of what it does apart from steps, as "a save"; empty in a step, and before the first one is over."""
 
 
 def whereabouts_of(main_thread: int | None) -> Whereabouts:
     """Return how far this process has come, by its main thread; another thread may ask."""
     frame = sys._current_frames().get(main_thread) if main_thread else None
     task, step, median_s = _task_in(frame), progress.watched_step(), progress.median_step_s()
-    return Whereabouts(calls_made(), *_waiting_at(frame), task, step, median_s)
+    return Whereabouts(calls_made(), *_waiting_at(frame), task, step, median_s, progress.done_apart())
 
 
 def calls_made() -> dict[str, int]:

@@ -66,7 +66,7 @@ class LaunchOptions:
     threads: int
     timeout_s: float
     hang_s: float
-    """Seconds after which ranks that stand still in a step are ended; 0 lets them stand."""
+    """Seconds after which ranks that stand still in a step, or do not answer, are ended; 0 lets them stand."""
     quiet: bool
     isolated: bool
     interface: str = LOOPBACK

@@ -239,7 +239,7 @@ class _WorkerPool:
         self.calls_at_return: dict[int, Mapping[str, int]] = {}
         self.waiting: dict[int, tuple[float, Whereabouts]] = {}
         self.asked_at = 0.0
-        self.hang_watch = HangWatch(options.ranks, options.hang_s, apart_s=options.timeout_s)
+        self.hang_watch = HangWatch(options.ranks, options.hang_s, start_s=options.timeout_s)
         self.signals: list[int] = []
         self.num_obeyed = 0
         """The number of signals that the workers were told of."""
