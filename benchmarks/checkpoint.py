@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import CLIP_NORM, DDP_OPTIONS, Windows, adamw, build, loss_mean, loss_sum
+from peers import CLIP_NORM, Windows, adamw, build, ddp_options, loss_mean, loss_sum
 from torch import nn
 
 import samestep
@@ -117,7 +117,7 @@ def torchs(rank: Any, layout: str, size: str, folder: Path) -> Contestant:
             fully_shard(block)
         fully_shard(model)
     elif world > 1:
-        model = DistributedDataParallel(model, **DDP_OPTIONS)
+        model = DistributedDataParallel(model, **ddp_options())
     optimizer = adamw(model.parameters())
     data, taken, saving = Windows(size, 4096), 0, None
 

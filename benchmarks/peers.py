@@ -14,11 +14,12 @@ so that start-up and memory are each one's own.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +27,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 VOCAB = 256
 STEPS = 1000
 """Steps for which there are samples; one pass over them."""
 CLIP_NORM = 1.0
-DDP_OPTIONS = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
-"""What makes torch's DDP leanest; the peers hand it on."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,15 @@ SIZES = {"middle": Size(192, 4, 4, 64), "heavy": Size(512, 2, 8, 64)}
 
 
 # -- what all contestants share --------------------------------------------------------------------
+
+
+def ddp_options(to: Callable[..., Any] = DistributedDataParallel) -> dict[str, bool]:
+    """Return the arguments that make torch's DDP leanest, by the names that it has where they are given `to`."""
+    names = inspect.signature(to).parameters
+    of_buffers = (
+        "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    )  # older torch, and Accelerate
+    return {"gradient_as_bucket_view": True, of_buffers: False}
 
 
 class Block(nn.Module):
@@ -188,13 +197,12 @@ def plain(words: Words) -> None:
 def ddp(words: Words) -> None:
     """PyTorch's DistributedDataParallel by hand."""
     import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader, DistributedSampler
 
     dist.init_process_group("gloo")
 
     def losses() -> Iterator[float]:
-        model = DistributedDataParallel(build(words.size), **DDP_OPTIONS)
+        model = DistributedDataParallel(build(words.size), **ddp_options())
         optimizer = adamw(model.parameters())
         data = words.data()
         sampler = DistributedSampler(data, shuffle=False)
@@ -215,7 +223,9 @@ def accelerate(words: Words) -> None:
     from accelerate import Accelerator, DistributedDataParallelKwargs
     from torch.utils.data import DataLoader
 
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(**DDP_OPTIONS)])
+    accelerator = Accelerator(
+        cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(**ddp_options(DistributedDataParallelKwargs))]
+    )
 
     def losses() -> Iterator[float]:
         model = build(words.size)
@@ -239,7 +249,7 @@ def fabric(words: Words) -> None:
     from lightning_fabric.strategies import DDPStrategy
     from torch.utils.data import DataLoader
 
-    lightning = Fabric(accelerator="cpu", devices=words.ranks, strategy=DDPStrategy(**DDP_OPTIONS))
+    lightning = Fabric(accelerator="cpu", devices=words.ranks, strategy=DDPStrategy(**ddp_options()))
     lightning.launch()
 
     def losses() -> Iterator[float]:

@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
+from peers import ddp_options
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 from torch.nn.parallel import DistributedDataParallel
 
@@ -75,7 +76,7 @@ class Hook:
         self._first_lr, self._factor = job.optimizer.lr, learning_rate_factor(job.schedule, job.train.steps)
         self._clip_norm, self._loss = job.optimizer.clip_norm, source.loss
         self._optimizer = source.optimizer(list(model.named_parameters()))
-        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+        self.model = DistributedDataParallel(model, **ddp_options())
         if rank is not None:
             state = powersgd.PowerSGDState(
                 None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=1
