@@ -1,4 +1,4 @@
-"""What a load does beyond reading: events of Python's audit hook, of the pytest process and of every rank that it forks.
+"""What a load does beyond reading: events of Python's audit hook, of the pytest process and of all that it starts.
 
     pickle.find_class                        something is unpickled that names a class or function
     subprocess.Popen, os.system, os.exec...  a process is started
@@ -7,8 +7,10 @@
 Every test fails in which samestep causes one (`by_samestep`; `MAY` names who may): the innermost file of the repository on
 the stack is one of samestep. A test that says so (`watched`) finds those that any code causes.
 
-A hook cannot be removed, so it is installed once, before the first rank is forked. The word that says whether a test watches
-lies in memory that all these processes share, and what they find they append to one of two files.
+A hook cannot be removed, so it is installed once, before the first rank is forked; a process that is spawned, or that a test
+starts by a command, installs it as it starts (`site/sitecustomize.py`). The word that says whether a test watches lies in
+memory that all these processes share, and what they find they append to one of two files. None of the three has a name that
+could be left behind: a new process opens them as the descriptors of the pytest process, which a variable of its environment names.
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import samestep
-
+VARIABLE = "SAMESTEP_TESTS_AUDIT"
 STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
 PIPES = {
     "samestep/runtime/processes/local_workers.py": "pickle.loads(", "tests/pool.py": "pickle.loads(",
     "multiprocessing/connection.py": ".loads(", "multiprocessing/queues.py": ".loads(",
+    "multiprocessing/spawn.py": "pickle.load(",
 }  # fmt: skip
 """Who unpickles what a process that it has started itself, or its own thread, sends it over a pipe; and the words of that line."""
 ROOT = Path(__file__).parents[1]
-PACKAGE, TESTS = f"{Path(samestep.__file__).parent}/", f"{ROOT}/tests/"
+PACKAGE, TESTS = f"{ROOT}/src/samestep/", f"{ROOT}/tests/"
 COPIES = "transformers_modules"
 """Part of the path to which transformers copies code of a model's folder before it runs it."""
 
@@ -61,11 +63,23 @@ class _Hook:
     samesteps: int
     """The file of what samestep causes, at any time."""
 
+    @classmethod
+    def of_pytest(cls) -> _Hook:
+        """Return the hook of the pytest process, open here too; of a new one, which the processes find that it starts."""
+        if files := os.environ.get(VARIABLE, ""):
+            is_on, *found = (os.open(file, os.O_RDWR | os.O_APPEND) for file in files.split())
+        else:
+            is_on, *found = (_nameless_file() for _ in range(3))
+            os.write(is_on, b"\0")
+            os.environ[VARIABLE] = " ".join(f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in (is_on, *found))
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (f"{TESTS}site", os.environ.get("PYTHONPATH"))))
+        return cls(mmap.mmap(is_on, 1), *found)
+
 
 @functools.cache
 def install() -> _Hook:
     """Install the hook."""
-    installed, folders = _Hook(mmap.mmap(-1, 1), _nameless_file(), _nameless_file()), tempfile.gettempdir()
+    installed, folders = _Hook.of_pytest(), tempfile.gettempdir()
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if not (found := _seen(event, args, folders)):

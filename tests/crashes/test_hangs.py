@@ -26,7 +26,9 @@ from tests import small
 def _at(
     calls: int, call: str = "", step: int = 7, median_s: float = 0.1, task: str = "", apart: str = ""
 ) -> Whereabouts:
-    return Whereabouts({"world": calls}, call, "model.py:3" if call else "", task, 0 if apart else step, median_s, apart)
+    return Whereabouts(
+        {"world": calls}, call, "model.py:3" if call else "", task, 0 if apart else step, median_s, apart
+    )
 
 
 def _watch(

@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {
 def samestep(verb: str, *words: str, **settings: Any) -> str:
     """Run the command line on simulated devices; return what it prints."""
     sets = [word for key, value in {**SMALL, **settings}.items() for word in ("--set", f"{key}={value}")]
-    path = os.pathsep.join(map(str, (ROOT / "tests/device/site", ROOT, ROOT / "src")))
+    path = os.pathsep.join(map(str, (ROOT / "tests/site", ROOT, ROOT / "src")))
     variables = {"PYTHONPATH": path, "SAMESTEP_TESTS_SIMULATE_A_DEVICE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "samestep", verb, *words, *sets]
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, cwd=ROOT, timeout=300)

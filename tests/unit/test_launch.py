@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -18,12 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from samestep.building import plain_calls
 from samestep.errors import JobError
 from samestep.runtime.processes import join as joining
 from samestep.runtime.processes import local_workers, workers
 from samestep.runtime.processes.interfaces import LOOPBACK
 from samestep.runtime.processes.join import RankInfo, join, leave
 from samestep.runtime.processes.workers import run_workers
+from tests import audit
 from tests.pool import Pool, pool
 from tests.time_limit import OutOfTime
 
@@ -69,9 +74,19 @@ def test_workers_apart_never_meet(tmp_path: Path) -> None:
     assert [(tmp_path / name).read_text() for name in "01"] == ["rank 0 of 1 sums 1.0"] * 2
 
 
-def test_more_threads_are_spawned() -> None:
-    place, total, threads = run_workers(_sum_of_ranks, (1.0,), ranks=1, threads=2, timeout_s=60)
+def _sum_and_unpickle(place: RankInfo, more: float) -> tuple[RankInfo, torch.Tensor, int]:
+    unpickled_by_samestep = functools.partial(pickle.loads, b"ctorch.nn\nModule\n(tR.")
+    plain_calls.call(unpickled_by_samestep, 0)
+    return _sum_of_ranks(place, more)
+
+
+def test_more_threads_are_spawned_and_what_they_load_is_found_as_in_forks() -> None:
+    with audit.watched() as found:
+        place, total, threads = run_workers(_sum_and_unpickle, (1.0,), ranks=1, threads=2, timeout_s=60)
     assert (place.world_size, total.tolist(), threads) == (1, [1.0, 1.0], 2)
+    (one,) = audit.by_samestep()
+    assert re.fullmatch(r"building/plain_calls.py:\d+: pickle.find_class .*torch.nn.*", one)
+    assert len(found) == 1
     with pytest.raises(JobError, match="must be able to import main"):
         run_workers(lambda place: None, ranks=1, threads=2)
 

@@ -83,7 +83,9 @@ class _Watch:
 
     def guard(self) -> None:
         """End this process where it does not move and the store does not answer."""
-        watch = HangWatch(2, self._hang_s)  # of this rank and of the store, which answers by a thread of its own in a save too
+        watch = HangWatch(
+            2, self._hang_s
+        )  # of this rank and of the store, which answers by a thread of its own in a save too
         while not self.is_over.wait(_EVERY_S):
             now, at = time.monotonic(), whereabouts_of(self._main_thread)
             watch.hear(0, at, now)
