@@ -42,9 +42,12 @@ from published_machines import is_by_engine, is_late, machine_of
 from published_models import decoder_of, recipe_of
 
 from samestep.hardware import Hardware
-from samestep.models.decoder import Decoder, spec
+from samestep.models.decoder import Decoder
+from samestep.models.decoder_spec import spec
+from samestep.models.layer_spec import LayerSpec, Product
+from samestep.models.param_spec import ParamSpec
 from samestep.models.presets import resnet
-from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, Product
+from samestep.models.spec import ModelSpec
 
 _YES = ("true", "yes", "1", "on", "1.0")
 TARGETS = ("metric_step_time_s", "metric_tokens_per_s_per_gpu", "metric_tflops_per_gpu", "metric_mfu")

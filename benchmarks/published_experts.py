@@ -17,7 +17,9 @@ from published_machines import is_by_engine, is_late
 
 from samestep.hardware import Hardware
 from samestep.models.decoder import Decoder
-from samestep.models.spec import Boundary, Cut, LayerSpec, ModelSpec, ParamSpec, Product
+from samestep.models.layer_spec import Boundary, LayerSpec, Product
+from samestep.models.param_spec import Cut, ParamSpec
+from samestep.models.spec import ModelSpec
 
 ROUTING = 12
 """Operations that Megatron-LM starts less to route rows than a decoder counts: it fuses the sorting, and most of it has no backward."""

@@ -70,7 +70,7 @@ def job_keys() -> str:
 
 
 def presets() -> str:
-    """Every preset: what `decoder.spec` counts in it."""
+    """Every preset: what `decoder_spec.spec` counts in it."""
     lines = ["| preset | parameters | layers | hidden | heads | experts | tokens of a sample |"]
     lines.append("| --- |" + " ---: |" * 6)
     for name, decoder in DECODERS.items():

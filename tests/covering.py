@@ -23,7 +23,7 @@ import pytest
 from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.models import decoder
+from samestep.models import decoder_spec
 from samestep.models.decoder import Decoder
 from samestep.models.spec import ModelSpec
 from samestep.program.step import StepSpec
@@ -225,4 +225,4 @@ def _spec(model: str) -> ModelSpec:
         layers=4, hidden=16, heads=heads, kv_heads=kv_heads, vocab=64, sequence=12, gated=True, intermediate=40,
         tied=model in ("deep_gpt2", "deep_tied"), **experts,
     )  # fmt: skip
-    return decoder.spec(shape, model)
+    return decoder_spec.spec(shape, model)

@@ -23,7 +23,7 @@ from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Dataset, batches
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.models.spec import Cut
+from samestep.models.param_spec import Cut
 from samestep.program.program import LedgerRow
 from samestep.runtime.axes.tensor import joined
 from samestep.runtime.checkpoints import checkpoint, manifests

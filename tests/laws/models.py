@@ -15,9 +15,12 @@ from samestep.errors import LayoutError
 from samestep.hardware import Hardware, Link, load
 from samestep.job import Job
 from samestep.layout import Accumulate, Layout, Recompute, Reduce
-from samestep.models.decoder import Decoder, spec
+from samestep.models.decoder import Decoder
+from samestep.models.decoder_spec import spec
+from samestep.models.layer_spec import ExpertDispatch, LayerSpec
+from samestep.models.param_spec import ParamSpec
 from samestep.models.presets import resnet
-from samestep.models.spec import ExpertDispatch, LayerSpec, ModelSpec, ParamSpec
+from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.schedules import SCHEDULES

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from samestep.errors import InputError
 from samestep.hardware import Hardware, Link, load, profiles
-from samestep.models import decoder
+from samestep.models import decoder_spec
 from samestep.models.decoder import Decoder
 from samestep.program.bodies import UPDATE_BODY
 from samestep.program.ops import Op, OpKind
@@ -110,7 +110,7 @@ EXPERTS = Decoder(layers=2, hidden=64, heads=4, vocab=64, sequence=32, gated=Tru
 @pytest.mark.parametrize("words", ["tp=2", "cp=2", "ep=2", "tp=2 recompute=full", "cp=2 zero=3", "ep=2 zero=1"])
 def test_compute_waits_for_what_the_next_product_needs(words: str) -> None:
     """Sums of a tensor cut, heads of an attention and rows of experts are exposed; what is gathered ahead is not."""
-    program = case(decoder.spec(EXPERTS, "experts"), f"dp=2 {words}").program
+    program = case(decoder_spec.spec(EXPERTS, "experts"), f"dp=2 {words}").program
     spans = [(op, span) for span, (_, op) in zip(play([program], SLOW).spans, program.ops(), strict=True)]
     exposed = [span for op, span in spans if op.is_exposed]
     assert exposed

@@ -16,7 +16,7 @@ from samestep.errors import JobError
 from samestep.job import Job
 from samestep.job_tables import Compression
 from samestep.layout import Layout
-from samestep.models.decoder import spec
+from samestep.models.decoder_spec import spec
 from samestep.models.presets import DECODERS
 from samestep.program.buckets import CODED_BUCKETS
 from samestep.program.codecs import CODECS

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from samestep.errors import LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.models import decoder
+from samestep.models import decoder_spec
 from samestep.models.decoder import Decoder
 from samestep.models.spec import ModelSpec
 from samestep.program.ops import BYTES_OF, OpKind
@@ -29,7 +29,7 @@ def model(kv_heads: int = 2) -> ModelSpec:
     shape = Decoder(
         layers=3, hidden=HEADS * WIDTH, heads=HEADS, kv_heads=kv_heads, vocab=256, sequence=LENGTH, gated=True
     )
-    return decoder.spec(shape, "decoder")
+    return decoder_spec.spec(shape, "decoder")
 
 
 def program(layout: str, kv_heads: int = 2) -> Program:

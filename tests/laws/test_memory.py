@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models import catalog
-from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec
+from samestep.models.layer_spec import LayerSpec
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import ModelSpec
 from samestep.output.byte_sizes import readable
 from samestep.program.ops import BYTES_OF
 from samestep.simulation.memory import (

@@ -14,7 +14,7 @@ from samestep.errors import JobError, LayoutError
 from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.models.decoder import spec
+from samestep.models.decoder_spec import spec
 from samestep.models.presets import DECODERS
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.step_time import Bounds

@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, given
 
-from samestep.models.spec import ModelSpec, ParamSpec
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import from_json, to_json
 from samestep.program import buckets
 from samestep.program.bodies import BodyKey

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.models.spec import ParamSpec
+from samestep.models.param_spec import ParamSpec
 from samestep.program.bodies import ends_step
 from samestep.program.holding import Holding
 from samestep.program.step import StepSpec

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.models.spec import ParamSpec
+from samestep.models.param_spec import ParamSpec
 from samestep.program.holding import Holding
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program

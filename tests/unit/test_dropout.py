@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from samestep.errors import LayoutError, ModelError
-from samestep.models.spec import Cut, MaskSpec, ModelSpec, ParamSpec
+from samestep.models.param_spec import Cut, ParamSpec
+from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.runtime.dropout.masks import MaskSlice, drop_mask, hash_positions, hashed, mix, positions
 from samestep.runtime.dropout.mode import (
     Draw,

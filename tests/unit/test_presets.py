@@ -8,7 +8,8 @@ import torch
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.models import catalog, presets
-from samestep.models.decoder import Decoder, spec
+from samestep.models.decoder import Decoder
+from samestep.models.decoder_spec import spec
 from samestep.models.presets import preset
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import from_json, to_json

@@ -20,7 +20,8 @@ import pytest
 from samestep import hardware
 from samestep.errors import JobError
 from samestep.job import Job
-from samestep.models.spec import LayerSpec, ModelSpec, Product
+from samestep.models.layer_spec import LayerSpec, Product
+from samestep.models.spec import ModelSpec
 from samestep.output import output_file
 from samestep.runtime.step_report import StepReport
 from samestep.training import trackers

@@ -14,7 +14,8 @@ from samestep.building.initial_values import blueprint
 from samestep.building.model import call_model, model_source
 from samestep.errors import ModelError
 from samestep.job import Job
-from samestep.models.spec import LayerSpec, ModelSpec
+from samestep.models.layer_spec import LayerSpec
+from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import from_json, to_json
 from samestep.tracing import trace as traces
 from samestep.tracing.trace import model_spec, trace

@@ -22,7 +22,9 @@ from samestep.errors import LayoutError, ModelError
 from samestep.job import Job
 from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
-from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec
+from samestep.models.layer_spec import LayerSpec
+from samestep.models.param_spec import Cut, ParamSpec
+from samestep.models.spec import ModelSpec
 from samestep.program.step import StepSpec
 from samestep.program.update_rules import UPDATED_WHOLE
 from samestep.runtime.optimizers import update_rule

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from samestep.building.tape import Ref, Slice, Tape, drawing
+from samestep.building.tape import Tape, drawing
+from samestep.building.tape_entries import Ref, Slice
 
 _aten = torch.ops.aten
 _BY_ELEMENT = frozenset(

@@ -37,7 +37,8 @@ from samestep.building.parameter_marks import ParameterMarks, take_marks, tensor
 from samestep.building.pretrained import PretrainedModel
 from samestep.building.stored_weights import StoredWeights, parts_of
 from samestep.building.surface import Surface, process_randomness, whole_truncated_normal
-from samestep.building.tape import WAY_OUT, Ref, Slice, Tape, contiguous, replay
+from samestep.building.tape import WAY_OUT, Tape, contiguous, replay
+from samestep.building.tape_entries import Ref, Slice
 from samestep.errors import JobError, ModelError, did_you_mean
 
 

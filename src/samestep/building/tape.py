@@ -13,13 +13,11 @@ Code that asks for a tensor's device gets "cpu": `torch.nn.init` and several mod
 from __future__ import annotations
 
 import bisect
-import functools
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from samestep.building.dispatch_mode import DispatchMode
+from samestep.building.tape_entries import EMPTY, LIFTS, Entry, Memory, Ref, Slice, Traits, traits_of
 from samestep.errors import ModelError
 
 WAY_OUT = "pass an instance instead of a build function: it is built whole on every rank from the job's seed"
@@ -38,116 +37,7 @@ _FEW_BYTES = 1 << 20
 """The bytes of constants, such as tables from Python's numbers, that a build without files may hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """A tensor as the tape identifies it: a view of a memory."""
-
-    memory: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    conj: bool = False
-    neg: bool = False
-
-    @property
-    def extent(self) -> tuple[int, int]:
-        """Offset of the first byte, and of the byte after the last."""
-        if 0 in self.size:
-            return 0, 0
-        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
-        return self.offset * self.dtype.itemsize, (last + 1) * self.dtype.itemsize
-
-    def overlaps(self, other: Ref) -> bool:
-        """Return whether two tensors in one memory share bytes between their first and last ones."""
-        return max(self.extent[0], other.extent[0]) < min(self.extent[1], other.extent[1])
-
-    def window(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return this tensor's view of `storage`."""
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-        tensor.set_(storage, self.offset, self.size, self.stride)
-        tensor = tensor.conj() if self.conj else tensor
-        return tensor._neg_view() if self.neg else tensor
-
-
-@dataclass(slots=True)
-class _Memory:
-    """One storage: its counterpart on meta, its initial bytes, and the entries that wrote it, in order."""
-
-    meta: torch.UntypedStorage
-    constant: torch.UntypedStorage | None = None
-    real: torch.UntypedStorage | None = None
-    """The real storage it represents; kept, so that its address is not used again."""
-    foreign: bool = False
-    """Whether it came from outside the tape without values."""
-    placeless: bool = False
-    """Whether the code itself asked for it on the meta device, and is told that it is there."""
-    writers: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One operation; `args` and `kwargs` hold a `Ref` in place of each tensor."""
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: tuple[Ref | None, ...]
-    """Outputs in newly allocated memory; None for those in memory that existed before."""
-    reads: frozenset[int]
-    writes: frozenset[int]
-    kills: frozenset[int]
-    """Memories it writes whole, so that earlier writes do not matter."""
-    random: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """The entries from which one memory descends, in order, and the memories whose initial bytes they read."""
-
-    entries: tuple[int, ...]
-    bases: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Traits:
-    """Properties of an operator that the tape needs."""
-
-    written: tuple[tuple[int, str], ...]
-    """Position and name of each argument it writes."""
-    overwrites: bool
-    """Whether it writes without reading the earlier content."""
-    random: bool
-    needs_values: bool
-    only_geometry: bool
-    has_device: bool
-
-
-def _aten(names: str) -> frozenset[str]:
-    """Return the schema names of operators of aten."""
-    return frozenset(f"aten::{name}" for name in names.split())
-
-
-_EMPTY = _aten("empty empty_like empty_strided empty_permuted new_empty new_empty_strided")
-_LIFTS = _aten("lift_fresh lift lift_fresh_copy")
-_OVERWRITES = _aten("zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_")
 _NOT_THEIRS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
-
-
-@functools.cache
-def _traits(func: Any) -> _Traits:
-    """Return the properties of an operator, from its schema."""
-    arguments = func._schema.arguments
-    written = [(index, a.name, a.is_out) for index, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
-    tags = func.tags
-    return _Traits(
-        written=tuple((index, name) for index, name, _ in written),
-        overwrites=func._schema.name in _OVERWRITES or all(is_out for *_, is_out in written),
-        random=torch.Tag.nondeterministic_seeded in tags,
-        needs_values=torch.Tag.data_dependent_output in tags,
-        only_geometry=torch.Tag.inplace_view in tags,
-        has_device=any(a.name == "device" for a in arguments),
-    )
 
 
 class Tape(DispatchMode):
@@ -155,8 +45,8 @@ class Tape(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.entries: list[_Entry] = []
-        self.memories: list[_Memory] = []
+        self.entries: list[Entry] = []
+        self.memories: list[Memory] = []
         self._number: dict[int, int] = {}
         self._paused = False
         self._any_placeless = False
@@ -172,9 +62,9 @@ class Tape(DispatchMode):
         kwargs = dict(kwargs or {})
         if self._paused:
             return func(*args, **kwargs)
-        traits = _traits(func)
+        traits = traits_of(func)
         with torch._C.DisableTorchFunction():  # else our own questions about a tensor's device are answered "cpu"
-            if func._schema.name in _LIFTS and not args[0].is_meta:
+            if func._schema.name in LIFTS and not args[0].is_meta:
                 return self.lift(args[0])
             if traits.needs_values:
                 return self._answer(func, args, kwargs)
@@ -185,7 +75,7 @@ class Tape(DispatchMode):
                 return func(*(args if real else self._twins(args)), **kwargs)
             return self._run(func, traits, args, kwargs)
 
-    def _run(self, func: Any, traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func` on meta and record it.
 
         Raises:
@@ -236,13 +126,13 @@ class Tape(DispatchMode):
             outputs.append(self.ref(leaf, fresh=True) if fresh else None)
         made = {output.memory for output in outputs if output}
         writes = made | {target.memory for target in targets}
-        if not writes or getattr(getattr(func, "_schema", None), "name", None) in _EMPTY:
+        if not writes or getattr(getattr(func, "_schema", None), "name", None) in EMPTY:
             return
         for memory in writes:
             self.memories[memory].writers.append(len(self.entries))
         reads = frozenset(seen) - kills
         self.entries.append(
-            _Entry(func, args, kwargs, tuple(outputs), reads, frozenset(writes), frozenset(kills | made), random)
+            Entry(func, args, kwargs, tuple(outputs), reads, frozenset(writes), frozenset(kills | made), random)
         )
 
     def ref(self, tensor: Tensor, fresh: bool = False, copies: bool = True) -> Ref:
@@ -260,7 +150,7 @@ class Tape(DispatchMode):
         if memory is None:
             memory = self._number[storage._cdata] = len(self.memories)
             if tensor.is_meta:
-                self.memories.append(_Memory(storage, foreign=not fresh))
+                self.memories.append(Memory(storage, foreign=not fresh))
             else:
                 self.memories.append(self._stand_in(storage, copies))
                 self._number[self.memories[memory].meta._cdata] = memory
@@ -328,7 +218,7 @@ class Tape(DispatchMode):
         """Return a tensor on meta whose memory starts with this one's values; this one is not tracked."""
         constant = tensor.detach().clone(memory_format=torch.contiguous_format)
         twin = torch.empty_like(constant, device=_META)
-        memory = _Memory(twin.untyped_storage(), constant=constant.untyped_storage())
+        memory = Memory(twin.untyped_storage(), constant=constant.untyped_storage())
         self._number[memory.meta._cdata] = len(self.memories)
         self.memories.append(memory)
         return twin
@@ -389,7 +279,7 @@ class Tape(DispatchMode):
             kwargs["device"] = _CPU
         return pytree.tree_map_only(Tensor, self.lift, func(*args, **kwargs))
 
-    def _draw_now(self, func: Any, traits: _Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _draw_now(self, func: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Draw from a generator of the code's own: its numbers are constants, whatever the job's seed.
 
         Raises:
@@ -402,17 +292,17 @@ class Tape(DispatchMode):
         drawn = torch.empty(args[0].shape, dtype=args[0].dtype)
         func(drawn, *args[1:], **kwargs)
         copy = torch.ops.aten.copy_.default
-        return self._run(copy, _traits(copy), (args[0], self.lift(drawn)), {})
+        return self._run(copy, traits_of(copy), (args[0], self.lift(drawn)), {})
 
     def _covers(self, ref: Ref) -> bool:
         """Return whether a tensor fills its memory, each element once."""
         whole = math.prod(ref.size) * ref.dtype.itemsize == self.memories[ref.memory].meta.nbytes()
         return whole and ref.offset == 0 and ref.stride == contiguous(ref.size)
 
-    def _stand_in(self, storage: torch.UntypedStorage, copies: bool) -> _Memory:
+    def _stand_in(self, storage: torch.UntypedStorage, copies: bool) -> Memory:
         """Return the memory that represents a real storage; numpy may write to the storage unseen, hence the copy."""
         meta = torch.UntypedStorage(storage.nbytes(), device="meta")
-        return _Memory(meta, constant=storage.clone() if copies else storage, real=storage)
+        return Memory(meta, constant=storage.clone() if copies else storage, real=storage)
 
 
 def _is_real(storage: Any) -> bool:
@@ -485,7 +375,7 @@ def replay(tape: Tape, part: Slice, ref: Ref, device: torch.device, keys: dict[i
         return _alone(window(ref))
 
 
-def _keep(entry: _Entry, outcome: Any, storages: dict[int, torch.UntypedStorage], tape: Tape) -> None:
+def _keep(entry: Entry, outcome: Any, storages: dict[int, torch.UntypedStorage], tape: Tape) -> None:
     """Keep the memory an entry made, in the geometry that the tape recorded: kernels may choose other strides."""
     leaves = pytree.tree_leaves(outcome)
     for ref, made in zip(entry.outputs, leaves if entry.outputs else (), strict=False):

@@ -1,6 +1,7 @@
-"""A transformer counted from its hyperparameters: the `ModelSpec` that tracing would find, without a module.
+"""A transformer counted from its hyperparameters: the work and the activations that tracing would find, without a module.
 
-A `Decoder` holds the hyperparameters of a model's configuration; `spec` counts the work of one sample. With s tokens,
+A `Decoder` holds the hyperparameters of a model's configuration; its parts are counted for one sample (`decoder_spec.py` makes
+a `ModelSpec` of them). With s tokens,
 hidden size h, a heads of size d, k key-value heads, intermediate size f and vocabulary V:
 
     q, k, v      [s, h] x [h, (a + 2k) d]       proj   [s, a d] x [a d, h]
@@ -15,26 +16,15 @@ product. Latent attention (DeepSeek-V2, arXiv:2405.04434) has low-rank queries, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from samestep.models.spec import (
-    Boundary,
-    BoundaryKind,
-    Cut,
+from samestep.models.layer_spec import (
     Cutting,
-    Exchange,
     ExpertDispatch,
-    HeadSpec,
-    LayerSpec,
-    ModelSpec,
-    ParamSpec,
-    Partial,
-    PartialSum,
     Product,
-    Use,
 )
+from samestep.models.param_spec import Cut, Partial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +111,7 @@ class Decoder:
 
 
 @dataclass(slots=True)
-class _Block:
+class Counts:
     """The counts of a layer while it is put together, in elements of one sample."""
 
     params: list[tuple[str, tuple[int, ...], Cut | None, Partial, int]]
@@ -169,181 +159,10 @@ class _Block:
         self.results_cut += cut
 
 
-def _tied(embedding: ParamSpec, head: int) -> ParamSpec:
-    """Return the weight of an embedding that the layer `head` uses too."""
-    uses = (Use(layer=0, owner=embedding.name.rpartition(".")[0]), Use(layer=head, owner="lm_head"))
-    return replace(embedding, shared=True, aliases=("lm_head.weight",), uses=uses)
-
-
-def spec(decoder: Decoder, name: str) -> ModelSpec:
-    """Return the shape of a decoder: layers, weights, work and activations of one sample."""
-    embedding, head = _embedding(decoder), _head(decoder)
-    dense, sparse = _block(decoder, False), _block(decoder, True) if decoder.experts else None
-    roots = dict.fromkeys(f"model.{name.rpartition('.')[0]}" for name, *_ in embedding.params)
-    layers = [_layer(decoder, embedding, "embed_tokens", tuple(roots), False)]
-    params = list(_params(embedding, 0, "model"))
-    work = {False: _layer(decoder, dense, "", (), True)}
-    if sparse:
-        work[True] = _layer(decoder, sparse, "", (), True)
-    for index in range(decoder.layers):
-        is_sparse = decoder.is_sparse(index)
-        path = f"model.layers.{index}"
-        layers.append(_named(work[is_sparse], path))
-        params += _params(sparse if is_sparse and sparse else dense, index + 1, path, is_block=True)
-    layers.append(_layer(decoder, head, "norm+lm_head", ("model.norm", "lm_head"), False))
-    params += _params(head, decoder.layers + 1, "")
-    if decoder.tied:
-        params = [_tied(p, decoder.layers + 1) if p.name.endswith("tokens.weight") else p for p in params]
-    if decoder.adapter_rank:
-        params = [p if ".lora_" in p.name else replace(p, trainable=False) for p in params]
-        layers = [
-            replace(layer, products=tuple(map(_frozen, layer.products)), has_backward=index > 0)
-            for index, layer in enumerate(layers)
-        ]
-    return ModelSpec(
-        name=name,
-        layers=tuple(layers),
-        params=tuple(params),
-        cut_refusal="",
-        logit_rows=decoder.sequence,
-        chunk_refusal="",
-        sequence=decoder.sequence,
-        sequence_refusal="",
-        length=decoder.sequence,
-        expert_refusal="",
-        slice_refusal="its attention is made of plain products" if decoder.attention == "plain" else "",
-    )
-
-
-def _frozen(product: Product) -> Product:
-    return replace(product, factors="frozen") if product.factors == "weight" and product.owner != "lora" else product
-
-
-def _named(layer: LayerSpec, path: str) -> LayerSpec:
-    """Return the layer of a block with the block's path in the names of its modules, sums and dispatches."""
-
-    def placed(parts: tuple[PartialSum, ...]) -> tuple[PartialSum, ...]:
-        return tuple(replace(part, owner=f"{path}.{part.owner}") for part in parts)
-
-    return replace(
-        layer,
-        name=path,
-        modules=(path,),
-        forward_sums=placed(layer.forward_sums),
-        backward_sums=placed(layer.backward_sums),
-        sequence_boundaries=tuple(replace(b, owner=f"{path}.{b.owner}") for b in layer.sequence_boundaries),
-        dispatches=tuple(replace(part, owner=f"{path}.{part.owner}") for part in layer.dispatches),
-    )
-
-
-def _params(block: _Block, layer: int, path: str, is_block: bool = False) -> Iterator[ParamSpec]:
-    """Yield the parameters of a layer, by its index and path."""
-    for name, shape, cut, partial, experts in block.params:
-        full = f"{path}.{name}" if path else name
-        if is_block and cut is None:
-            partial = partial or "sequence"
-        embeds = _TABLES.get(name, "")
-        yield ParamSpec(name=full, shape=shape, layer=layer, cut=cut, partial=partial, experts=experts, embeds=embeds)
-
-
-_TABLES: dict[str, Literal["", "tokens", "positions"]] = {
-    "embed_tokens.weight": "tokens",
-    "embed_positions.weight": "positions",
-}
-"""Weights that are tables of embeddings."""
-
-
-def _layer(decoder: Decoder, made: _Block, name: str, modules: tuple[str, ...], is_block: bool) -> LayerSpec:
-    """Return the layer of the given counts, with its sums and boundaries."""
-    stream = decoder.sequence * decoder.hidden
-    is_head = name.startswith("norm")
-    is_embedding = name.startswith("embed")
-    forward: tuple[PartialSum, ...] = ()
-    backward: tuple[PartialSum, ...] = ()
-    boundaries: tuple[Boundary, ...] = ()
-    if is_block:
-        parts = [("self_attn", "q_proj", "o_proj")]
-        if not made.dispatches:
-            parts.append(("mlp", "up_proj", "down_proj"))
-        elif decoder.shared_experts:
-            parts.append(("mlp.shared_experts", "up_proj", "down_proj"))
-        forward = tuple(PartialSum(owner=f"{part}.{last}", elements=stream) for part, _, last in parts)
-        backward = tuple(PartialSum(owner=f"{part}.{first}", elements=stream) for part, first, _ in reversed(parts))
-        kinds: tuple[BoundaryKind, ...] = ("gather", "scatter")
-        owners = [(part, f"{part}.{last}") for part, _, last in parts]
-        boundaries = tuple(
-            Boundary(owner=owner, elements=stream, kind=kind)
-            for pair in owners
-            for owner, kind in zip(pair, kinds, strict=True)
-        )
-    elif is_embedding:
-        forward = (PartialSum(owner="model.embed_tokens", elements=stream),)
-    elif is_head:
-        backward = (PartialSum(owner="lm_head", elements=stream),)
-    given = 0 if is_embedding else stream
-    # A fused loss keeps 2-byte logits and writes their gradient in float32; else three float32 copies are alive.
-    loss = decoder.sequence * decoder.vocab // (2 if decoder.fused else 1) if is_head else 0
-    return LayerSpec(
-        name=name,
-        modules=modules,
-        is_block=is_block,
-        forward_flops=sum(product.flops for product in made.products),
-        output_elements=decoder.sequence * decoder.vocab if is_head else stream,
-        saved_elements=round(made.saved),
-        saved_cut_elements=round(made.saved_cut),
-        working_elements=round(made.working),
-        working_cut_elements=round(made.working_cut),
-        loss_elements=loss,
-        loss_working_elements=2 * loss,
-        head=_head_spec(decoder, made) if is_head else None,
-        saved_selective_elements=round(min(given + made.results, made.saved)),
-        saved_selective_cut_elements=round(min(made.results_cut, made.saved_cut)),
-        input_elements=given,
-        backward_reads_weights=not is_embedding,
-        forward_sums=forward,
-        backward_sums=backward,
-        sequence_boundaries=boundaries,
-        products=tuple(made.products),
-        moved_elements=round(made.moved),
-        moved_cut_elements=round(made.moved_cut),
-        kernels=made.kernels + len(made.products),
-        exchanges=tuple(_exchanges(decoder)) if is_block else (),
-        dispatches=made.dispatches,
-    )
-
-
-def _head_spec(decoder: Decoder, made: _Block) -> HeadSpec:
-    return HeadSpec(
-        owner="lm_head",
-        rows=decoder.sequence,
-        inner=decoder.hidden,
-        columns=decoder.vocab,
-        saved_elements=round(made.saved),
-        working_elements=decoder.sequence * decoder.hidden,
-        is_frozen=decoder.adapter_rank > 0,
-    )
-
-
-def _exchanges(decoder: Decoder) -> Iterator[Exchange]:
-    """Yield the all_to_alls of an attention under context parallelism: queries, keys, values and output."""
-    keys = decoder.heads if decoder.latent_rank else decoder.kv
-    wide = decoder.dim + decoder.rotary_dim if decoder.latent_rank else decoder.dim
-    parts: tuple[tuple[Literal["query", "key", "value", "output"], int, int], ...] = (
-        ("query", decoder.heads, wide),
-        ("key", keys, wide),
-        ("value", keys, decoder.dim),
-        ("output", decoder.heads, decoder.dim),
-    )
-    for role, heads, size in parts:
-        elements = decoder.sequence * heads * size
-        yield Exchange(
-            role=role, elements=elements, heads=heads, query_heads=decoder.heads, is_cut=True, is_kept=role == "output"
-        )
-
-
-def _embedding(decoder: Decoder) -> _Block:
+def embedding_counts(decoder: Decoder) -> Counts:
+    """Return the counts of what comes before the blocks."""
     s, h = decoder.sequence, decoder.hidden
-    made = _Block([], [])
+    made = Counts([], [])
     made.weight("embed_tokens.weight", (decoder.vocab, h), Cut(style="vocab", dim=0, groups=decoder.vocab))
     if decoder.positions:
         made.weight("embed_positions.weight", (decoder.positions, h))
@@ -355,7 +174,7 @@ def _embedding(decoder: Decoder) -> _Block:
     return made
 
 
-def _norm(decoder: Decoder, made: _Block, name: str, *, is_added: bool = False) -> None:
+def _norm(decoder: Decoder, made: Counts, name: str, *, is_added: bool = False) -> None:
     made.weight(f"{name}.weight", (decoder.hidden,))
     if decoder.layer_norm:
         made.weight(f"{name}.bias", (decoder.hidden,))
@@ -367,7 +186,7 @@ def _norm(decoder: Decoder, made: _Block, name: str, *, is_added: bool = False) 
 
 
 def _linear(
-    decoder: Decoder, made: _Block, name: str, rows: int, inner: int, columns: int, cut: Cutting, groups: int = 0,
+    decoder: Decoder, made: Counts, name: str, rows: int, inner: int, columns: int, cut: Cutting, groups: int = 0,
     experts: int = 0, is_shareable: bool = False,
 ) -> None:  # fmt: skip
     """Add a weight [columns, inner] and its product, cut between `groups` (heads, neurons) on one side."""
@@ -386,9 +205,10 @@ def _linear(
     made.result(0 if cut == "columns" else rows * columns, rows * columns if cut == "columns" else 0)
 
 
-def _block(decoder: Decoder, is_sparse: bool) -> _Block:
+def block_counts(decoder: Decoder, is_sparse: bool) -> Counts:
+    """Return the counts of a block, dense or with experts."""
     s, h = decoder.sequence, decoder.hidden
-    made = _Block([], [])
+    made = Counts([], [])
     _norm(decoder, made, "input_layernorm")
     (_latent_attention if decoder.latent_rank else _attention)(decoder, made)
     if decoder.post_norm:
@@ -408,7 +228,7 @@ def _block(decoder: Decoder, is_sparse: bool) -> _Block:
     return made
 
 
-def _attention(decoder: Decoder, made: _Block) -> None:
+def _attention(decoder: Decoder, made: Counts) -> None:
     s, h, a, k, d = decoder.sequence, decoder.hidden, decoder.heads, decoder.kv, decoder.dim
     if decoder.bias:
         _linear(decoder, made, "self_attn.qkv", s, h, (a + 2 * k) * d, "columns", min(a, k))
@@ -428,7 +248,7 @@ def _attention(decoder: Decoder, made: _Block) -> None:
     _linear(decoder, made, "self_attn.o_proj", s, a * d, h, "inner", a)
 
 
-def _query_norms(decoder: Decoder, made: _Block) -> None:
+def _query_norms(decoder: Decoder, made: Counts) -> None:
     """Add the norms of queries and keys: one weight for every head, or one for all heads, cut like its product."""
     a, k, d = decoder.heads, decoder.kv, decoder.dim
     for name, heads in (("q_norm", a), ("k_norm", k)):
@@ -442,7 +262,7 @@ def _query_norms(decoder: Decoder, made: _Block) -> None:
     made.save(0, (1 if decoder.fused else 3) * elements)  # their inputs; attention keeps their outputs
 
 
-def _adapters(decoder: Decoder, made: _Block, columns: int) -> None:
+def _adapters(decoder: Decoder, made: Counts, columns: int) -> None:
     rank = decoder.adapter_rank
     if rank:
         s, h = decoder.sequence, decoder.hidden
@@ -452,7 +272,7 @@ def _adapters(decoder: Decoder, made: _Block, columns: int) -> None:
         made.products.append(Product(rows=s, inner=rank, columns=columns + h, owner="lora"))
 
 
-def _scores(decoder: Decoder, made: _Block, key_dim: int, value_dim: int) -> None:
+def _scores(decoder: Decoder, made: Counts, key_dim: int, value_dim: int) -> None:
     """Add the attention itself, fused or with its scores in memory."""
     s, a, keys = decoder.sequence, decoder.heads, decoder.keys or decoder.sequence
     if decoder.attention != "plain":
@@ -475,7 +295,7 @@ def _scores(decoder: Decoder, made: _Block, key_dim: int, value_dim: int) -> Non
     made.result(0, a * s * keys + a * value_dim * s)
 
 
-def _latent_attention(decoder: Decoder, made: _Block) -> None:
+def _latent_attention(decoder: Decoder, made: Counts) -> None:
     s, h, a, d, r = decoder.sequence, decoder.hidden, decoder.heads, decoder.dim, decoder.rotary_dim
     if decoder.query_rank:
         _linear(decoder, made, "self_attn.q_a_proj", s, h, decoder.query_rank, "")
@@ -492,7 +312,7 @@ def _latent_attention(decoder: Decoder, made: _Block) -> None:
     _linear(decoder, made, "self_attn.o_proj", s, a * d, h, "inner", a)
 
 
-def _feed_forward(decoder: Decoder, made: _Block, name: str = "mlp", width: int = 0) -> None:
+def _feed_forward(decoder: Decoder, made: Counts, name: str = "mlp", width: int = 0) -> None:
     s, h, f = decoder.sequence, decoder.hidden, width or decoder.ffn
     for part in ("gate_proj", "up_proj") if decoder.gated else ("up_proj",):
         _linear(decoder, made, f"{name}.{part}", s, h, f, "columns")
@@ -504,7 +324,7 @@ def _feed_forward(decoder: Decoder, made: _Block, name: str = "mlp", width: int 
     _linear(decoder, made, f"{name}.down_proj", s, f, h, "inner")
 
 
-def _experts(decoder: Decoder, made: _Block) -> None:
+def _experts(decoder: Decoder, made: Counts) -> None:
     """Add a router, and rows that are sorted by expert, multiplied, weighted and put back."""
     s, h, f, e = decoder.sequence, decoder.hidden, decoder.expert_ffn, decoder.experts
     rows = s * decoder.top_k
@@ -530,9 +350,10 @@ def _experts(decoder: Decoder, made: _Block) -> None:
         _feed_forward(plain, made, "mlp.shared_experts", f * decoder.shared_experts)
 
 
-def _head(decoder: Decoder) -> _Block:
+def head_counts(decoder: Decoder) -> Counts:
+    """Return the counts of the last norm and the product that makes the logits."""
     s, h, v = decoder.sequence, decoder.hidden, decoder.vocab
-    made = _Block([], [])
+    made = Counts([], [])
     made.weight("model.norm.weight", (h,))
     if decoder.layer_norm:
         made.weight("model.norm.bias", (h,))

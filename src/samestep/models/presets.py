@@ -1,6 +1,6 @@
 """Models by name, from their published hyperparameters, to plan and simulate without a module.
 
-`preset:NAME` as a job's model source needs no torch. `decoder.spec` counts transformers, and `resnet` counts ResNet-50.
+`preset:NAME` as a job's model source needs no torch. `decoder_spec.spec` counts transformers, and `resnet` counts ResNet-50.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from itertools import chain
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from samestep.errors import ModelError, did_you_mean, shown
-from samestep.models.decoder import Decoder, spec
-from samestep.models.spec import BatchNormCall, LayerSpec, ModelSpec, ParamSpec, Product
+from samestep.models.decoder import Decoder
+from samestep.models.decoder_spec import spec
+from samestep.models.layer_spec import BatchNormCall, LayerSpec, Product
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import ModelSpec
 
 _GPT: Mapping[str, Any] = {
     "bias": True,

@@ -6,22 +6,19 @@ import dataclasses
 import json
 from typing import Any
 
-from samestep.models.spec import (
+from samestep.models.layer_spec import (
     BatchNormCall,
     Boundary,
     Crossing,
-    Cut,
     Exchange,
     ExpertDispatch,
     HeadSpec,
     LayerSpec,
-    MaskSpec,
-    ModelSpec,
-    ParamSpec,
     PartialSum,
     Product,
-    Use,
 )
+from samestep.models.param_spec import Cut, ParamSpec, Use
+from samestep.models.spec import MaskSpec, ModelSpec
 
 FORMAT_VERSION = 13
 

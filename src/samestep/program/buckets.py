@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from samestep.models.spec import ParamSpec
+from samestep.models.param_spec import ParamSpec
 from samestep.program.codecs import PLAIN, CodedPart, Matrix
 from samestep.program.contributions import Contributions
 from samestep.program.holding import Holding

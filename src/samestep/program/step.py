@@ -14,7 +14,8 @@ from functools import cached_property
 from samestep.job import Job
 from samestep.job_tables import Compression, NumericsTable, OptimizerStates, Precision, Waiver
 from samestep.layout import Layout
-from samestep.models.spec import ModelSpec, ParamSpec
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import ModelSpec
 from samestep.program.bodies import BodyKey, ends_step
 from samestep.program.codecs import CODECS, PLAIN, is_factored
 from samestep.program.contributions import Contributions

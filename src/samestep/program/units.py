@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from samestep.models.packing import packed_bytes
-from samestep.models.spec import ParamSpec, is_below
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import is_below
 from samestep.program.buckets import padded
 from samestep.program.codecs import CodedPart
 from samestep.program.contributions import Contributions

@@ -10,7 +10,8 @@ from typing import Any
 from samestep.errors import JobError, did_you_mean
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.models.spec import ModelSpec, ParamSpec
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import ModelSpec
 
 _STATES = {
     "adadelta": 2, "adafactor": 0, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "asgd": 1, "muon": 1, "nadam": 2,

@@ -25,7 +25,7 @@ from samestep.runtime.optimizers.weight_averages import WeightAverages
 from samestep.runtime.preparation import Loss
 from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.step_observer import Indices
-from samestep.tracing.stages import mapped
+from samestep.tracing.flow import mapped
 
 
 def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | None = None) -> tuple[float, float]:

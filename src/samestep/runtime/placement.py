@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samestep.models.spec import ParamSpec
+from samestep.models.param_spec import ParamSpec
 from samestep.program.holding import Holding
 from samestep.runtime.processes.mesh import Mesh
 

@@ -44,11 +44,11 @@ from samestep.tracing.arranged_layers import spread_over_calls
 from samestep.tracing.batch_norms import with_groups, without_own_groups
 from samestep.tracing.features import cut_proof
 from samestep.tracing.features.rank_trial import DiffersError
-from samestep.tracing.forward import outputs_on_meta
 from samestep.tracing.operations import Recorder
 from samestep.tracing.structural_plan import structural_plan
 from samestep.tracing.trace import containers_of, samples_traced, trace
 from samestep.tracing.traced_model import TracedModel
+from samestep.tracing.watched_forward import outputs_on_meta
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
 

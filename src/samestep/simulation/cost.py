@@ -29,7 +29,8 @@ from typing import Literal, NamedTuple
 
 from samestep.errors import InputError
 from samestep.hardware import Hardware
-from samestep.models.spec import ModelSpec, Product, remembered
+from samestep.models.layer_spec import Product
+from samestep.models.spec import ModelSpec, remembered
 from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32, Op, OpKind
 from samestep.program.program import Program

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from samestep.models.spec import LayerSpec
+from samestep.models.layer_spec import LayerSpec
 from samestep.program.ops import BYTES_OF
 from samestep.program.step import StepSpec
 

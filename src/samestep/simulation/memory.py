@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from samestep.hardware import Hardware
-from samestep.models.spec import ParamSpec
+from samestep.models.param_spec import ParamSpec
 from samestep.output.byte_sizes import gib
 from samestep.program.bodies import is_forward
 from samestep.program.codecs import CODECS, PLAIN, coded_bytes

@@ -22,7 +22,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from samestep.models.spec import BatchNormCall, gradients_within
+from samestep.models.layer_spec import BatchNormCall
+from samestep.models.spec import gradients_within
 from samestep.program.bodies import BodyKey
 from samestep.program.ops import Buffer, Op, OpKind, Ops
 from samestep.program.program import Program

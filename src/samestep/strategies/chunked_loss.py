@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from samestep.models.spec import LayerSpec, ModelSpec, remembered
+from samestep.models.layer_spec import LayerSpec
+from samestep.models.spec import ModelSpec, remembered
 from samestep.program.ops import OpKind
 from samestep.program.program import Program
 from samestep.program.step import StepSpec

@@ -23,7 +23,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from samestep.models.spec import Exchange, LayerSpec, ModelSpec, gradients_within, remembered
+from samestep.models.layer_spec import Exchange, LayerSpec
+from samestep.models.spec import ModelSpec, gradients_within, remembered
 from samestep.program.bodies import BodyKey, is_backward
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program

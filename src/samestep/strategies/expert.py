@@ -34,7 +34,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.models.spec import ExpertDispatch, LayerSpec, ModelSpec, ParamSpec, Product, remembered
+from samestep.models.layer_spec import ExpertDispatch, LayerSpec, Product
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import ModelSpec, remembered
 from samestep.program.bodies import is_forward
 from samestep.program.holding import Holding
 from samestep.program.ops import BYTES_OF, Op, OpKind, Ops

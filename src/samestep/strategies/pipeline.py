@@ -16,7 +16,7 @@ Layers are divided into chunks so that the slowest chunk is as fast as possible,
 begins with a block, the first one excepted.
 
 Most models pass one tensor from block to block. Where later layers read others as well (the embeddings, skips, an
-encoder's output), all tensors that are made before a boundary and read behind it cross it (`tracing/stages.py`): a stage
+encoder's output), all tensors that are made before a boundary and read behind it cross it (`tracing/flow.py`): a stage
 passes on what it was given for later ones, and sums the gradients that come back.
 
 A weight that layers of several stages use (a tied embedding, a block that is called again and again, a norm or an
@@ -34,7 +34,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from samestep import schedules
-from samestep.models.spec import Crossing, ModelSpec, ParamSpec, Use, remembered
+from samestep.models.layer_spec import Crossing
+from samestep.models.param_spec import ParamSpec, Use
+from samestep.models.spec import ModelSpec, remembered
 from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, is_backward, position
 from samestep.program.holding import Holding
 from samestep.program.ops import Op, OpKind, Ops

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from samestep.models.spec import LayerSpec, is_below
+from samestep.models.layer_spec import LayerSpec
+from samestep.models.spec import is_below
 from samestep.program.bodies import BodyKey, is_backward
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program

@@ -25,7 +25,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, is_below, remembered
+from samestep.models.layer_spec import LayerSpec
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import ModelSpec, is_below, remembered
 from samestep.program.bodies import BodyKey, is_backward, is_forward
 from samestep.program.holding import Holding
 from samestep.program.ops import Op, OpKind, Ops

@@ -25,7 +25,8 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from samestep.models.spec import ModelSpec, ParamSpec, is_below, read_by_own_code, remembered
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import ModelSpec, is_below, read_by_own_code, remembered
 from samestep.program.bodies import UPDATE_BODY, BodyKey, ends_step, is_forward, starts_step
 from samestep.program.codecs import PLAIN
 from samestep.program.holding import REPLICAS, SHARDS, Holding

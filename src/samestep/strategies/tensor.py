@@ -29,8 +29,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from samestep.models.layer_spec import LayerSpec, PartialSum
 from samestep.models.packing import BLOCK
-from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, gradients_within, remembered
+from samestep.models.param_spec import Cut, ParamSpec
+from samestep.models.spec import ModelSpec, gradients_within, remembered
 from samestep.program.holding import Holding
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from samestep.models.spec import ParamSpec
+from samestep.models.param_spec import ParamSpec
 from samestep.program.bodies import UPDATE_BODY
 from samestep.program.buckets import owners_of
 from samestep.program.ops import Op, OpKind, Ops

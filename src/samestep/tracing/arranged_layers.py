@@ -16,7 +16,9 @@ from typing import TypeVar
 
 from torch import nn
 
-from samestep.models.spec import LayerSpec, ModelSpec, Use, is_below
+from samestep.models.layer_spec import LayerSpec
+from samestep.models.param_spec import Use
+from samestep.models.spec import ModelSpec, is_below
 from samestep.tracing.crossings import beginnings
 from samestep.tracing.forward import ForwardTracer, Visit
 

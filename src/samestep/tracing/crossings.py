@@ -1,4 +1,4 @@
-"""The tensors that cross the boundary before each block, by the flow of a forward (`tracing/stages.py`)."""
+"""The tensors that cross the boundary before each block, by the flow of a forward (`tracing/flow.py`)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from samestep.models.spec import Crossing, LayerSpec
+from samestep.models.layer_spec import Crossing, LayerSpec
 from samestep.program.ops import BYTES_OF
-from samestep.tracing.stages import CannotPassError, Event, Flow, Value
+from samestep.tracing.flow import CannotPassError, Event, Flow, Value
 
 Sized = tuple[Flow, int]
 """The flow of a batch, and its number of samples."""

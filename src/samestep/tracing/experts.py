@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from samestep.building.families import facts_of
 from samestep.errors import ModelError
 from samestep.models.analysis import ExpertModules
-from samestep.models.spec import ExpertDispatch, LayerSpec, ModelSpec, ParamSpec, is_below
+from samestep.models.layer_spec import ExpertDispatch, LayerSpec
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import ModelSpec, is_below
 
 
 def experts_of(model: nn.Module) -> ExpertModules:

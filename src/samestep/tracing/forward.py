@@ -12,35 +12,30 @@ tokens takes the branch it would really take; on request all values of the sampl
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from samestep.building.dispatch_mode import DispatchMode
 from samestep.building.families import facts_of
-from samestep.building.model import call_model
 from samestep.building.named_tensors import tensors_of
-from samestep.building.surface import process_randomness
-from samestep.building.transforms import transforms_beside_hooks
-from samestep.errors import ModelError, SamestepError
-from samestep.models.spec import BatchNormCall, Cutting, Exchange, Factors, Product, is_below
+from samestep.errors import ModelError
+from samestep.models.layer_spec import BatchNormCall, Cutting, Exchange, Factors, Product
 from samestep.tracing import batch_norms
 from samestep.tracing.attention import AttentionCall
-from samestep.tracing.custom_functions import report_module_hooks, reported
+from samestep.tracing.custom_functions import report_module_hooks
+from samestep.tracing.flow import Flow
+from samestep.tracing.flow_recorder import FlowRecorder
 from samestep.tracing.meta_tensors import (
     GROUPED_PRODUCTS,
     KNOWN_ELEMENTS,
-    KnownConstants,
     KnownValues,
     NeedsValuesError,
     address,
@@ -48,11 +43,9 @@ from samestep.tracing.meta_tensors import (
     operands,
     run_on_meta,
     storage_elements,
-    tensors_in,
     unwrapped,
 )
 from samestep.tracing.operations import Recorder, Region
-from samestep.tracing.stages import Flow, FlowRecorder
 
 _META = torch.device("meta")
 
@@ -423,173 +416,6 @@ class ForwardTracer(DispatchMode):
                     self.values.learn(one.tensor, value_of(one.name))
         yield
         self.values = KnownValues(keeps_all=False)
-
-
-_SEED = 0
-"""Of what code draws in a traced forward: the same on all ranks."""
-
-
-def outputs_on_meta(module: nn.Module, sample: Any, num_samples: int, value_of: ValueOf | None, keeps_all: bool) -> Any:
-    """Run the forward on the meta device, on copies of a sample, and return the outputs and the batch; nothing is recorded.
-
-    `keeps_all` follows the values of all tensors, for models whose code looks at them.
-
-    Raises:
-        NeedsValuesError: it looks at values that are not known.
-    """
-    watch = ForwardTracer(module, lambda block: None, {}, keeps_all=keeps_all)
-    copies = tree_map_only(Tensor, lambda t: torch.cat([t] * num_samples) if t.dim() else t, sample)
-    batch = tree_map_only(Tensor, watch.to_meta, copies)
-    drawing = process_randomness(_SEED)
-    with (
-        drawing,
-        watch.knowing(module, value_of),
-        _fused_attention(watch),
-        torch.enable_grad(),
-        watch,
-        KnownConstants(),
-    ):
-        return call_model(module, batch), batch
-
-
-def watch_forward(
-    module: nn.Module,
-    sample: Any,
-    num_samples: int,
-    name: str,
-    containers: tuple[str, ...],
-    watch: ForwardTracer,
-    value_of: ValueOf | None,
-) -> Any:
-    """Run the forward under `watch`, on `num_samples` copies of the sample, and return its outputs.
-
-    Raises:
-        ModelError: the forward fails.
-        NeedsValuesError: it looks at values that `watch` does not know.
-    """
-    copies = tree_map_only(Tensor, lambda t: torch.cat([t] * num_samples) if t.dim() else t, sample)
-    batch = tree_map_only(Tensor, watch.to_meta, copies)
-    for key, held in batch.items() if isinstance(batch, Mapping) else [("", batch)]:
-        tensors = [tensor for tensor in tree_leaves(held) if isinstance(tensor, Tensor)]
-        watch.given_by |= {watch.key(tensor): "positions" if key == "position_ids" else "tokens" for tensor in tensors}
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(process_randomness(_SEED))
-            stack.enter_context(watch.knowing(module, value_of))
-            stack.enter_context(_hooks(module, containers, watch))
-            stack.enter_context(_fused_attention(watch))
-            stack.enter_context(reported(watch.applied, watch.hooked))
-            stack.enter_context(watch.flow_recorder.over(module, functools.partial(is_outside, containers=containers)))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
-            stack.enter_context(transforms_beside_hooks())
-            stack.enter_context(watch)
-            stack.enter_context(KnownConstants())
-            outputs = call_model(module, watch.given(batch))
-    except (SamestepError, NeedsValuesError):
-        raise
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelError(f"{name} cannot be traced: {watch.reached} fails: {type(error).__name__}: {reason}") from error
-    watch.returned = {watch.key(tensor) for tensor in tensors_in(outputs)}
-    watch.flow = watch.flow_recorder.finish(outputs)
-    return outputs
-
-
-def _given_back(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "a watch that goes back"
-    return tensor
-
-
-@contextmanager
-def _hooks(module: nn.Module, containers: tuple[str, ...], watch: ForwardTracer) -> Iterator[None]:
-    """Report every module that is entered and left to `watch`."""
-    with ExitStack() as hooks:
-        for path, part in module.named_modules():
-            outside = is_outside(path, containers)
-            enter = functools.partial(
-                lambda path, outside, part, *given: watch.enter(path, part, outside, given), path, outside
-            )
-            leave = functools.partial(
-                lambda outside, part, given, output: watch.leave(outside, part, given, output), outside
-            )
-            hooks.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
-            hooks.enter_context(part.register_forward_hook(leave))
-        yield
-
-
-def is_outside(path: str, containers: tuple[str, ...]) -> bool:
-    """Return whether a module is the model itself, a container of blocks, or holds such a container."""
-    return not path or any(is_below(container, path) for container in containers)
-
-
-class _Attention(torch.autograd.Function):
-    """The tensors that the fused kernels of attention make and keep."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, watch: ForwardTracer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
-    ) -> Tensor:
-        # Queries come as [..., head, token, features]; the kernels write the heads of a token side by side.
-        *batch, num_heads, length = query.shape[:-1] if query.dim() > 3 else (*query.shape[:-2], 1, query.shape[-2])
-        output = query.new_empty((*batch, length, num_heads, value.shape[-1])).transpose(-3, -2)
-        output = output if query.dim() > 3 else output.squeeze(-3)
-        log_sum_exp = query.new_empty(query.shape[:-1])
-        # A boolean mask is converted to a floating one, at every call.
-        masks = () if mask is None else (query.new_empty(mask.shape) if mask.dtype is torch.bool else mask,)
-        ctx.save_for_backward(query, key, value, output, log_sum_exp, *masks)
-        products = query.shape[:-1].numel() * key.shape[-2]
-        flops = 2 * products * (query.shape[-1] + value.shape[-1])
-        product = Product(
-            rows=query.shape[-2], inner=query.shape[-1] + value.shape[-1], columns=key.shape[-2],
-            count=query.shape[:-2].numel(), factors="causal" if causal else "attention", owner=watch.innermost,
-            cut="count" if watch.key(query) in watch.cut else "",
-        )  # fmt: skip
-        given = [query, key, value, *([] if mask is None else [mask])]
-        watch.record(given, [output, log_sum_exp], flops, product)
-        watch.attend(query, key, value, output, mask)
-        watch.pairs |= {watch.key(one) for one in masks}
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        found = [torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3]]
-        for read in (*ctx.saved_tensors, *gradients):
-            read.detach()
-        return None, *found, None, None
-
-
-@contextmanager
-def _fused_attention(watch: ForwardTracer) -> Iterator[None]:
-    """Trace scaled_dot_product_attention as a fused kernel; on the meta device torch itself uses plain products."""
-    held = weakref.ref(watch)  # torch keeps a reference to the last replacement of an operator
-
-    def attention(*args: Any, **named: Any) -> Tensor:
-        call = AttentionCall(*args, **named)
-        query, key, value, mask = call[:4]
-        if not torch._C._len_torch_dispatch_stack():  # called outside the trace, as for the shape of a dropout mask
-            return query.new_empty((*query.shape[:-1], value.shape[-1]))
-        watch = held()
-        assert watch is not None, "it watches this forward"
-        watch.check_attention(call)
-        output: Tensor = _Attention.apply(watch, query, key, value, mask, call.is_causal)
-        if watch.recorder is not None:
-            watch.recorder.record("attention", watch.where, tuple(call), {}, output)
-        values = watch.values
-        if values.keeps_all and all(tensor is None or values.knows(tensor) for tensor in call[:4]):
-            with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                known = call._replace(
-                    query=values.of(query),
-                    key=values.of(key),
-                    value=values.of(value),
-                    attn_mask=None if mask is None else values.of(mask),
-                )
-                values.learn(output, known.run(nn.functional.scaled_dot_product_attention))
-        return output
-
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("scaled_dot_product_attention", attention, "AutogradMeta")
-        yield
 
 
 _PICKING = (torch.ops.aten.index, torch.ops.aten.masked_select)

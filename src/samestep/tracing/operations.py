@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.models.spec import Product
+from samestep.models.layer_spec import Product
 from samestep.tracing.meta_tensors import unwrapped, written_by
 
 FEW_ELEMENTS = 64

@@ -30,10 +30,11 @@ from samestep.tracing.dependence.calls import Call
 from samestep.tracing.dependence.dependence_rules import assumed
 from samestep.tracing.dependence.dimension_maps import named
 from samestep.tracing.dependence.independence import NO_DIM, Along, Dependence, Mixed
-from samestep.tracing.forward import ValueOf, watch_forward
+from samestep.tracing.forward import ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, address, operands, tensors_in
 from samestep.tracing.prover import Prover
 from samestep.tracing.trace import containers_of
+from samestep.tracing.watched_forward import watch_forward
 
 NUM_SAMPLES = 4
 """Samples that are traced: code that pairs samples, or looks at groups of two or four, runs on so many."""

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts, facts_of
-from samestep.models.spec import Boundary, BoundaryKind, LayerSpec, ModelSpec, is_below
+from samestep.models.layer_spec import Boundary, BoundaryKind, LayerSpec
+from samestep.models.spec import ModelSpec, is_below
 from samestep.tracing.features.cut_proof import CutProof
 from samestep.tracing.meta_tensors import address
 from samestep.tracing.operations import Operation

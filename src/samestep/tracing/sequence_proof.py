@@ -25,11 +25,12 @@ from samestep.building.families import facts_of
 from samestep.errors import InputError
 from samestep.models.analysis import ExpertModules, ModelAnalysis
 from samestep.tracing.dependence.independence import Along
-from samestep.tracing.forward import ValueOf, watch_forward
+from samestep.tracing.forward import ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, operands
 from samestep.tracing.sequence_boundaries import first_of, given_of, with_first, with_given
 from samestep.tracing.slices import SliceProver
 from samestep.tracing.trace import containers_of
+from samestep.tracing.watched_forward import watch_forward
 
 
 def refuse_slices(

@@ -34,11 +34,12 @@ from samestep.models.spec import ModelSpec
 from samestep.tracing.attention import AttentionCall
 from samestep.tracing.crossings import with_slices_of
 from samestep.tracing.dependence.independence import Along, Dependence, Mixed
-from samestep.tracing.forward import ValueOf, watch_forward
+from samestep.tracing.flow import CannotPassError, reads_shape_alone
+from samestep.tracing.forward import ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, operands
 from samestep.tracing.prover import Prover
-from samestep.tracing.stages import CannotPassError, reads_shape_alone
 from samestep.tracing.trace import containers_of
+from samestep.tracing.watched_forward import watch_forward
 
 WHOLE = -1
 """The dimension of tokens of an argument that has none."""

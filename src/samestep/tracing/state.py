@@ -33,10 +33,11 @@ from samestep.building.dispatch_mode import DispatchMode
 from samestep.errors import ModelError
 from samestep.models.analysis import StateKind, StateSpec
 from samestep.models.spec import ModelSpec
-from samestep.tracing.forward import ForwardTracer, ValueOf, watch_forward
+from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, address, operands, run_on_meta, tensors_in
 from samestep.tracing.reachable import Variable
 from samestep.tracing.snapshot import OUTSIDE, Content, Slot, Snapshot
+from samestep.tracing.watched_forward import watch_forward
 
 _FEW = 16
 _MOST_JUMPS, _LARGEST_JUMP = 8, 10_000

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from samestep.building import adapters
 from samestep.building.families import facts_of
 from samestep.errors import ModelError
-from samestep.models.spec import Cut, LayerSpec, ModelSpec, ParamSpec, PartialSum, is_below
+from samestep.models.layer_spec import LayerSpec, PartialSum
+from samestep.models.param_spec import Cut, ParamSpec
+from samestep.models.spec import ModelSpec, is_below
 from samestep.tracing.features import cut_proof
 from samestep.tracing.features.cut_proof import CutProof
 from samestep.tracing.operations import Recorder

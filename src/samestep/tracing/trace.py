@@ -36,7 +36,9 @@ from samestep.building.model import model_source
 from samestep.building.nf4 import marked
 from samestep.errors import ModelError
 from samestep.job import Job
-from samestep.models.spec import HeadSpec, LayerSpec, ModelSpec, ParamSpec, Product, is_below
+from samestep.models.layer_spec import HeadSpec, LayerSpec, Product
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import ModelSpec, is_below
 from samestep.tracing.arranged_layers import Layer, UsesOfWeights, arrange, entered_again
 from samestep.tracing.backward import (
     Backward,
@@ -47,10 +49,11 @@ from samestep.tracing.backward import (
     working_sets,
 )
 from samestep.tracing.crossings import with_crossings
-from samestep.tracing.forward import ForwardTracer, ValueOf, is_outside, watch_forward
+from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
 from samestep.tracing.operations import Recorder
 from samestep.tracing.snapshot import Snapshot
+from samestep.tracing.watched_forward import is_outside, watch_forward
 
 KNOWN_WEIGHTS = 2**26
 """Code that looks at floating values is run for real in models of at most so many weights."""

@@ -12,7 +12,7 @@ from samestep.building.initial_values import Blueprint
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
 from samestep.tracing.features.cut_proof import CutProof
-from samestep.tracing.stages import Flow
+from samestep.tracing.flow import Flow
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,9 @@ from typing import Any
 from samestep.job import Job
 from samestep.models import catalog
 from samestep.models.analysis import StateSpec
-from samestep.models.spec import Crossing, LayerSpec, ModelSpec, ParamSpec
+from samestep.models.layer_spec import Crossing, LayerSpec
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import ModelSpec
 from samestep.output.text_table import aligned
 from samestep.planning import legality
 from samestep.training.workload import traced_model

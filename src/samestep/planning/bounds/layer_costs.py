@@ -17,7 +17,8 @@ from typing import NamedTuple, get_args
 from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.layout import Recompute
-from samestep.models.spec import LayerSpec, ModelSpec
+from samestep.models.layer_spec import LayerSpec
+from samestep.models.spec import ModelSpec
 from samestep.planning.bounds.layer_kinds import (
     Parts,
     Seconds,

@@ -26,7 +26,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, t
 
 from samestep.building.loss import target_of
 from samestep.errors import LayoutError
-from samestep.models.spec import LayerSpec, ModelSpec
+from samestep.models.layer_spec import LayerSpec
+from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.runtime.axes.differentiable import moved
 from samestep.runtime.axes.recompute import Anew

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from samestep.models.spec import ParamSpec, is_below
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import is_below
 from samestep.program.buckets import Bucket
 from samestep.program.program import Program
 

@@ -18,26 +18,26 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from samestep.building.families import FamilyFacts
 from samestep.building.model import call_model
 from samestep.errors import LayoutError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.models.spec import LayerSpec
+from samestep.models.layer_spec import LayerSpec
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.runtime.axes.context import Slicing, WholeSequences
 from samestep.runtime.axes.precision import DTYPES, cast_floating
-from samestep.runtime.axes.stage_flow import Flows, StageForward, placeholder
+from samestep.runtime.axes.stage_flow import Flows, StageForward
 from samestep.runtime.axes.stage_messages import Awaited, Messages
 from samestep.runtime.axes.stage_weights import ReadWeights
+from samestep.runtime.axes.stand_ins import Placeholders, Reporting, StandIn
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.forward_only import is_forward_only
 from samestep.runtime.processes.mesh import Mesh
@@ -51,8 +51,8 @@ from samestep.tracing.crossings import (
     with_exact_crossings,
     with_slices_of,
 )
+from samestep.tracing.flow import CannotPassError, Flow
 from samestep.tracing.sequence_boundaries import with_first
-from samestep.tracing.stages import CannotPassError, Flow
 from samestep.tracing.trace import samples_traced
 from samestep.tracing.traced_model import TracedModel
 
@@ -120,8 +120,8 @@ class Stage:
         """How often modules have been entered where each chunk begins."""
         self._real = {path: self._model.get_submodule(path) for _, path in self._slots}
         self._parents = {path: self._model.get_submodule(path.rpartition(".")[0]) for path in self._real}
-        make = _Placeholders.of(traced, program.step, mesh.device)
-        self._stand_ins = {path: _StandIn(real, self._facts, make) for path, real in self._real.items()}
+        make = Placeholders.of(traced, program.step, mesh.device)
+        self._stand_ins = {path: StandIn(real, self._facts, make) for path, real in self._real.items()}
         self._weights = ReadWeights(traced, program, mesh.device)
         self._messages = Messages(program, mesh)
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
@@ -228,7 +228,7 @@ class Stage:
 
         start, stop = (boundary_at(self._layers, index, flow) for index in (layers.start, layers.stop))
         mode = StageForward(flow, start or 0, stop, self._mesh.device, receive, send)
-        reporting = self._replaced(lambda path, _: _Reporting(self._stand_ins[path], path, mode))
+        reporting = self._replaced(lambda path, _: Reporting(self._stand_ins[path], path, mode))
         with reporting, self._weights.placed(flow, mode), mode:
             outputs = call_model(self._model, samples)
         mode.finish()
@@ -383,87 +383,6 @@ def boundary_at(layers: Sequence[LayerSpec], index: int, flow: Flow) -> int | No
         return boundary_before(layers, index, flow)
     except CannotPassError as reason:
         raise LayoutError(f"no stage can begin with {layers[index].name}: {reason}: pp=1 works") from None
-
-
-@dataclass(frozen=True)
-class _Placeholders:
-    """Makes tensors in place of the weights that another stage holds, for code that asks for their dtype or device."""
-
-    device: torch.device
-    dtypes: Mapping[int, torch.dtype]
-    """Dtype that each weight has within the module on the stage that holds it, by the identity of the weight here."""
-
-    @classmethod
-    def of(cls, traced: TracedModel, step: StepSpec, device: torch.device) -> _Placeholders:
-        """Return what makes the placeholders of a run."""
-        named = dict(traced.module.named_parameters(remove_duplicate=False))
-        names = ((name, param) for param in traced.spec.params for name in (param.name, *param.aliases))
-        return cls(
-            device, {id(named[name]): DTYPES[step.working_dtype(param)] for name, param in names if name in named}
-        )
-
-    def of_weight(self, weight: Tensor) -> Tensor:
-        """Return a tensor that stands in for a weight, unless this stage holds it."""
-        if not weight.is_meta:
-            return weight
-        return placeholder(weight.shape, self.dtypes.get(id(weight), weight.dtype), self.device)
-
-
-class _StandIn(nn.Module):
-    """Replaces a layer that another stage runs; attributes that the model's code reads are those of the layer."""
-
-    def __init__(self, real: nn.Module, facts: FamilyFacts, placeholders: _Placeholders) -> None:
-        super().__init__()
-        object.__setattr__(self, "_real", real)
-        self._facts, self._placeholders = facts, placeholders
-        self._parameters = {  # for code that asks the model for its parameters
-            name: nn.Parameter(placeholders.of_weight(param), requires_grad=False) if param.is_meta else param
-            for name, param in real.named_parameters()
-        }
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """The layer's class, for code that asks with `isinstance`."""
-        return type(self.__dict__["_real"])
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(object.__getattribute__(self, "_real"), name)
-        if isinstance(found, Tensor):
-            return self._placeholders.of_weight(found)
-        if isinstance(found, nn.Module) and any(param.is_meta for param in found.parameters()):
-            return _StandIn(found, self._facts, self._placeholders)
-        return found
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the input; an embedding returns zeros that take no memory."""
-        real = object.__getattribute__(self, "_real")
-        given = args[0] if args else kwargs[self._facts.name_of_hidden(kwargs)]
-        if not any(True for _ in real.parameters()):
-            return real(*args, **kwargs)  # rotary angles and the like, which every stage computes for itself
-        if isinstance(real, nn.Embedding) and isinstance(given, Tensor):
-            dtype = self._placeholders.of_weight(real.weight).dtype
-            return torch.zeros((), dtype=dtype, device=given.device).expand(*given.shape, real.embedding_dim)
-        if isinstance(given, Tensor):
-            return given
-        on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))  # it is given a shape, say
-        with torch.no_grad():
-            return tree_map_only(Tensor, self._placeholders.of_weight, real(*on_meta[0], **on_meta[1]))
-
-
-class _Reporting(_StandIn):
-    """Replaces a layer of any stage in a forward that follows a recorded flow, and reports its calls."""
-
-    def __init__(self, stand_in: _StandIn, path: str, mode: StageForward) -> None:
-        real = object.__getattribute__(stand_in, "_real")
-        super().__init__(real, stand_in._facts, stand_in._placeholders)
-        object.__setattr__(self, "_call", functools.partial(mode.call, path, real))
-        self._has_weights = any(True for _ in real.parameters())
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the layer returns if it is this stage's, or what stands in for that."""
-        if not self._has_weights:
-            return object.__getattribute__(self, "_real")(*args, **kwargs)
-        return self._call(args, kwargs)
 
 
 # -- what passes in the run's dtypes ---------------------------------------------------------------

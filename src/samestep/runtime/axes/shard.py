@@ -49,7 +49,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from samestep.building import nf4
 from samestep.errors import LayoutError
 from samestep.models.packing import packed_bytes
-from samestep.models.spec import ParamSpec, is_below
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import is_below
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.exchange_times import Phase
 from samestep.program.ops import BYTES_OF, Op, OpKind

@@ -1,4 +1,4 @@
-"""A forward in which one stage computes its part of a recorded flow (`tracing/stages.py`), and nothing else.
+"""A forward in which one stage computes its part of a recorded flow (`tracing/flow.py`), and nothing else.
 
 The model's own code runs whole on every stage. Outside of the events of this stage, a module call or a function of
 values is not carried out: it returns tensors of the recorded shapes that take no memory and that nothing reads. Where
@@ -36,11 +36,12 @@ from samestep.tracing import experts
 from samestep.tracing.backward import nodes_of_loss
 from samestep.tracing.batch_norms import OfAnySize
 from samestep.tracing.changed_containers import Container, changes_of, containers_in, contents_of
-from samestep.tracing.forward import ForwardTracer, watch_forward
+from samestep.tracing.flow import Event, Flow, made_by, mapped, name_of, reads_shape_alone, tensors_of
+from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import NeedsValuesError, is_transformed
-from samestep.tracing.stages import Event, Flow, made_by, mapped, name_of, reads_shape_alone, tensors_of
 from samestep.tracing.trace import containers_of
 from samestep.tracing.traced_model import TracedModel
+from samestep.tracing.watched_forward import watch_forward
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

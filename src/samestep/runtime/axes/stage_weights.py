@@ -1,6 +1,6 @@
 """Weights that the model's own code reads, in the forward of one chunk of a pipeline.
 
-Such a weight is a value of the recorded flow (`tracing/stages.py`), which every stage that reads it holds. While a forward
+Such a weight is a value of the recorded flow (`tracing/flow.py`), which every stage that reads it holds. While a forward
 runs, the modules hold in place of these weights:
 
     read in this chunk     the weight itself; under zero=2|3 a copy, because the gathered weight is freed too soon
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from samestep.program.program import Program
 from samestep.runtime.axes.stage_flow import StageForward, placeholder
-from samestep.tracing.stages import Flow
+from samestep.tracing.flow import Flow
 from samestep.tracing.traced_model import TracedModel
 
 _Slots = list[tuple[nn.Module, str]]

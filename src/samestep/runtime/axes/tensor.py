@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts
 from samestep.building.loss import IGNORED_LABEL, at_least_float32, prediction_of, target_of, with_prediction
-from samestep.models.spec import Cut, is_below
+from samestep.models.param_spec import Cut
+from samestep.models.spec import is_below
 from samestep.program.program import Program
 from samestep.runtime.axes import sequence
 from samestep.runtime.axes.differentiable import moved

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.models.spec import ModelSpec, ParamSpec
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import ModelSpec
 from samestep.program.bodies import Task
 from samestep.program.owners import Owned, Owners
 from samestep.program.program import Program

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.models.spec import ParamSpec
+from samestep.models.param_spec import ParamSpec
 from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.placement import WeightSlice, part_index, part_of, whole
 from samestep.runtime.prepared_run import PreparedRun

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from samestep.errors import LayoutError
-from samestep.models.spec import Cut, ModelSpec, ParamSpec, is_below
+from samestep.models.param_spec import Cut, ParamSpec
+from samestep.models.spec import ModelSpec, is_below
 
 _GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, odd, as a signed number
 _MIX_1 = -0x40A7B892E31B1A47

@@ -42,10 +42,21 @@ from samestep.program.bodies import Task
 from samestep.runtime import evaluation, microbatches
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
-from samestep.runtime.axes.pending_logits import PendingLogits
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.expert_routes import RouteMode, Routes
-from samestep.runtime.guards.model_state import ModelState, unmoved_generators
+from samestep.runtime.guards import padding_trial
+from samestep.runtime.guards.deviation import (
+    ALLOWANCE_FACTOR,
+    PERTURBED_FORWARDS,
+    floating,
+    is_equal,
+    largest_deviation,
+    nudged,
+    relative_deviation,
+    rows_of,
+    samples_dim,
+)
+from samestep.runtime.guards.model_state import ModelState, unmoved_generators, weight_versions
 from samestep.runtime.guards.update_replay import UpdateReplay
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import Microbatches, StepBatch
@@ -57,18 +68,10 @@ from samestep.schedules import TaskKind
 from samestep.tracing.meta_tensors import tensors_in
 from samestep.tracing.snapshot import preserved_function
 
-PERTURBED_FORWARDS = 8
-"""The number of forwards that measure what one rounding of every module's output does."""
-ALLOWANCE_FACTOR = 8
-"""The allowed deviation of a sample, over the largest deviation of the perturbed forwards."""
-_TRIED = 4
-"""Of so many samples the sizes are compared."""
 _WRITES = (
     "the forward writes into weights, and the micro-batches of a step run it several times: the whole batch in one forward "
     "works (dp=1 without microbatch); so does to write none"
 )
-_BEYOND = 1e30
-"""The deviation of outputs that are not finite in one of two forwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ class Canary(StepObserver):
         turn, self._num_watched, self._replays = self._num_watched, self._num_watched + 1, replays
         chosen = -(turn + 1) % self._assembly.parallel.program.step.num_microbatches  # the last one first, too
         indices = share.drawn(chosen)
-        versions = self._versions()
+        versions = weight_versions(self._model)
         self._assembly.weights.store.compare_values(True)
         row = -(turn // self._assembly.parallel.program.step.num_microbatches + 1) % len(indices)  # the last one first
         self._watched = _Watched(batch, chosen, indices, row, turn, is_first, ModelState(self._model), versions)
@@ -250,56 +253,18 @@ class Canary(StepObserver):
     # -- samples of different sizes ----------------------------------------------------------------
 
     def _padding(self, allowed: float) -> Finding | None:
-        """Hold the loss of two samples of different sizes, padded to one, against the sum of theirs alone.
-
-        The size to which a sample is padded is that of the longest one that is read with it, which a layout changes.
-        """
+        """Hold the loss of two samples of different sizes, padded to one, against the sum of theirs alone."""
         if not (self._is_split and self._alone) or self._routed:
             return None
-        sizes = self._of_two_sizes()
-        if not self._largest(float(sizes is not None)):
-            return None
-        watched = self._watched
-        assert watched is not None
-        pair = watched.indices[:1].repeat(2) if sizes is None else sizes  # a rank without runs as many forwards
-
-        def losses(nudge: tuple[float, int] | None = None) -> list[Tensor | None]:
-            return [self._loss_of(part, nudge) for part in (pair, pair[:1], pair[1:])]
-
-        def distance(found: list[Tensor | None]) -> float:
-            both, one, other = found
-            return (
-                0.0 if sizes is None or both is None or one is None or other is None else _relative(both, one + other)
-            )
-
-        found = losses()
-        deviation = self._largest(distance(found))
-        if deviation <= allowed:
-            return None
-        rounding = allowed / ALLOWANCE_FACTOR
-        shaken = [self._loss_of(pair, (rounding, seed)) for seed in range(PERTURBED_FORWARDS)]
-        measured = [_relative(found[0], one) for one in shaken if found[0] is not None and one is not None]
-        if deviation <= ALLOWANCE_FACTOR * max(self._largest(max(measured, default=0.0)), rounding):
-            return None
-        why = (
-            f"samples {pair[0]} and {pair[1]} have different sizes, and padded to one size their loss and count differ by "
-            f"{deviation:.1e} from the sum of theirs alone: what they are padded with counts, and how long a sample is padded "
-            "depends on the samples that are read with it, which a layout changes; a forward and a loss that mask the padding "
-            "work, samples of one size, and one rank with the whole batch as its micro-batch"
-        )
-        return Finding("samples", why)
-
-    def _of_two_sizes(self) -> Indices | None:
-        """Return two samples, of the micro-batch or else of the step, which are larger together than one of them alone."""
         watched = self._watched
         assert watched is not None
         everything = watched.batch.shares(0, 1, 1)[0]
-        tried = dict.fromkeys([*watched.indices[:_TRIED].tolist(), *everything[:_TRIED].tolist()])
-        sized = sorted((sum(math.prod(shape) for shape in self._shapes([index])), index) for index in tried)
-        (least, small), (most, large) = sized[0], sized[-1]
-        if least == most or self._shapes([small, large]) == self._shapes([small]):
+        pair = padding_trial.of_two_sizes((watched.indices, everything), self._shapes)
+        if not self._largest(float(pair is not None)):
             return None
-        return np.array([large, small], dtype=np.int64)
+        sizes = watched.indices[:1].repeat(2) if pair is None else pair  # a rank without runs as many forwards
+        why = padding_trial.misfit(sizes, self._loss_of, self._largest, allowed, is_idle=pair is None)
+        return Finding("samples", why) if why else None
 
     def _shapes(self, indices: list[int] | Indices) -> list[torch.Size]:
         """Return the shapes of samples that are read together, without the dimension of the samples."""
@@ -312,18 +277,8 @@ class Canary(StepObserver):
         assembly, watched = self._assembly, self._watched
         assert watched is not None
         samples, _ = microbatches.read(assembly, watched.batch, indices)
-        modes = functools.partial(self._modes, indices)
-
-        @contextmanager
-        def around() -> Iterator[None]:
-            with (
-                modes(),
-                assembly.parallel.slicing.of(samples),
-                assembly.parallel.pending(),
-            ):  # masks: of exchanged heads
-                yield
-
-        shaken = _nudged(self._model, *nudge) if nudge else nullcontext()
+        around = functools.partial(self._around, indices, samples, alone=True)
+        shaken = nudged(self._model, *nudge) if nudge else nullcontext()
         try:
             with watched.state.restored(), precision.raised_islands(assembly.parallel.program), shaken:
                 outputs = evaluation.forward(assembly, samples, around)
@@ -345,10 +300,10 @@ class Canary(StepObserver):
         if watched is None or not self._is_chosen() or watched.is_measured:
             return
         count = len(watched.indices)
-        watched.inputs = [_rows(given, 0, watched.row, count) for given in _given(args, kwargs, count)]
+        watched.inputs = [rows_of(given, 0, watched.row, count) for given in _given(args, kwargs, count)]
         task, stage = watched.task, self._assembly.parallel.stage
         if task is not None and stage.is_last(task.chunk):
-            watched.outputs = [(leaf.shape, self._part(index, leaf)) for index, leaf in enumerate(_floating(output))]
+            watched.outputs = [(leaf.shape, self._part(index, leaf)) for index, leaf in enumerate(floating(output))]
 
     def _part(self, index: int, leaf: Tensor) -> Tensor | None:
         """Return a copy of this sample's rows of an output of the micro-batch; None if it has none."""
@@ -356,7 +311,7 @@ class Canary(StepObserver):
         dim, count = self._dims.get(index, 0), len(self._watched.indices)
         if leaf.dim() <= dim or leaf.shape[dim] % count:
             return None
-        return _rows(leaf.detach(), dim, self._watched.row, count)
+        return rows_of(leaf.detach(), dim, self._watched.row, count)
 
     # -- once more ---------------------------------------------------------------------------------
 
@@ -380,10 +335,10 @@ class Canary(StepObserver):
             return Finding("loss", f"the loss of the same outputs is another the second time: {why}")
         if math.isinf(deviation) or deviation <= max(self._allowance, ALLOWANCE_FACTOR * rounding):
             return None
-        if self._largest(_distance(self._forward(self._alone), first)) > repeatable:
+        if self._largest(largest_deviation(self._forward(self._alone), first)) > repeatable:
             return self._finding(deviation, is_random=True)
         perturbed = [self._forward(self._alone, (rounding, seed)) for seed in range(PERTURBED_FORWARDS)]
-        measured = self._largest(max(_distance(one, first) for one in perturbed))
+        measured = self._largest(max(largest_deviation(one, first) for one in perturbed))
         self._allowance = ALLOWANCE_FACTOR * max(measured, rounding)
         if deviation <= self._allowance:
             return None
@@ -424,18 +379,8 @@ class Canary(StepObserver):
             samples = tree_map_only(Tensor, lambda leaf: leaf[watched.row : watched.row + 1], samples)
             indices = indices[watched.row : watched.row + 1]
         modes = functools.partial(self._modes, indices)
-
-        @contextmanager
-        def around() -> Iterator[None]:
-            with (
-                modes(),
-                assembly.parallel.slicing.of(samples),
-                assembly.parallel.pending(),
-                nullcontext() if alone else assembly.parallel.batch_norms.of(watched.microbatch),
-            ):  # masks: of exchanged heads
-                yield
-
-        shaken = _nudged(self._model, *nudge) if nudge else nullcontext()
+        around = functools.partial(self._around, indices, samples, alone=alone)
+        shaken = nudged(self._model, *nudge) if nudge else nullcontext()
         try:
             with watched.state.restored(), precision.raised_islands(assembly.parallel.program), shaken:
                 outputs = evaluation.forward(assembly, samples, around)
@@ -447,8 +392,8 @@ class Canary(StepObserver):
                 raise
             return []  # code that takes no sample by itself
         if outputs is None or len(indices) == len(watched.indices) or not alone or len(watched.indices) > 1:
-            return None if outputs is None else list(_floating(outputs))
-        return [self._of_second(index, leaf) for index, leaf in enumerate(_floating(outputs))]
+            return None if outputs is None else list(floating(outputs))
+        return [self._of_second(index, leaf) for index, leaf in enumerate(floating(outputs))]
 
     def _with_companion(self) -> Indices:
         """Return the samples of the micro-batch; if it is one alone, with another sample of the step before it."""
@@ -467,7 +412,7 @@ class Canary(StepObserver):
     def _of_second(self, index: int, leaf: Tensor) -> Tensor:
         """Return the rows of the second of two samples."""
         dim = self._dims.get(index, 0)
-        return leaf if leaf.dim() <= dim or leaf.shape[dim] % 2 else _rows(leaf, dim, 1, 2)
+        return leaf if leaf.dim() <= dim or leaf.shape[dim] % 2 else rows_of(leaf, dim, 1, 2)
 
     def _loss(self, outputs: Any, samples: Any, around: Callable[[], AbstractContextManager[None]]) -> Tensor:
         """Return the sum and the count of the loss on outputs of samples, float64 [2]."""
@@ -475,6 +420,22 @@ class Canary(StepObserver):
         with around():
             found = self._assembly.objective.loss(outputs, self._assembly.parallel.slicing.part(samples))
         return torch.stack([as_number(value, like) for value in found])
+
+    @contextmanager
+    def _around(self, indices: Indices, samples: Any, *, alone: bool) -> Iterator[None]:
+        """Return the context of one forward of samples, or with `alone` unset of the whole micro-batch."""
+        parallel, watched = self._assembly.parallel, self._watched
+        assert watched is not None
+        batch_norms: AbstractContextManager[Any] = (
+            nullcontext() if alone else parallel.batch_norms.of(watched.microbatch)
+        )
+        with (
+            self._modes(indices),
+            parallel.slicing.of(samples),
+            parallel.pending(),
+            batch_norms,
+        ):  # masks: of exchanged heads
+            yield
 
     @contextmanager
     def _modes(self, indices: Indices) -> Iterator[None]:
@@ -496,21 +457,11 @@ class Canary(StepObserver):
         """Return by how much two losses of the same outputs differ; 0 where there are none."""
         assert self._watched is not None
         losses = self._watched.losses
-        return _relative(*losses) if losses else 0.0
+        return relative_deviation(*losses) if losses else 0.0
 
     def _has_written_weights(self) -> bool:
         assert self._watched is not None
-        return self._versions() != self._watched.written
-
-    def _versions(self) -> list[Any]:
-        """Return the versions and the norms of the weights: writing through `.data` leaves no version."""
-        params = [param for param in self._model.parameters() if not param.is_meta]  # those of other stages are
-        values = [getattr(param, "_local_tensor", param).detach() for param in params]
-        values = [value for value in values if value.numel() and value.is_floating_point()]  # bytes are ours alone
-        norms = (
-            torch.stack(torch._foreach_norm(values, 2.0, torch.float64)).nan_to_num(math.inf).tolist() if values else []
-        )
-        return [*(param._version for param in params), *norms]
+        return weight_versions(self._model) != self._watched.written
 
     def _has_other_inputs(self) -> bool:
         """Return whether the sample, read again, is not what the step has read."""
@@ -518,7 +469,7 @@ class Canary(StepObserver):
         assert watched is not None
         samples, _ = microbatches.read(self._assembly, watched.batch, watched.indices)
         read = [leaf[watched.row : watched.row + 1] for leaf in tree_leaves(samples) if isinstance(leaf, Tensor)]
-        return not all(any(_is_equal(given, one) for one in read) for given in watched.inputs)
+        return not all(any(is_equal(given, one) for one in read) for given in watched.inputs)
 
     def _deviation(self, outputs: list[Tensor] | None) -> float:
         """Return the largest relative deviation from the step's outputs; infinity if none can be compared."""
@@ -535,8 +486,8 @@ class Canary(StepObserver):
                 and kept.shape == ours.shape
                 and (self._alone or leaf.shape == shape)
             ):
-                found.append(_relative(kept, ours))
-            elif (dim := _samples_dim(shape, leaf.shape, len(watched.indices))) is not None:
+                found.append(relative_deviation(kept, ours))
+            elif (dim := samples_dim(shape, leaf.shape, len(watched.indices))) is not None:
                 self._dims[index] = dim  # the next step under watch keeps these rows
                 found.append(0.0)
         return max(found, default=math.inf)
@@ -553,67 +504,3 @@ class Canary(StepObserver):
 
 def _given(args: Any, kwargs: Any, count: int) -> list[Tensor]:
     return [given for given in tensors_in((args, kwargs)) if given.dim() and given.shape[0] == count]
-
-
-def _floating(outputs: Any) -> Iterator[Tensor]:
-    """Yield the floating tensors of outputs; of logits that are not made, the hidden states that they are made of."""
-    made = (leaf.made.hidden if isinstance(leaf, PendingLogits) else leaf for leaf in tensors_in(outputs))
-    return (leaf for leaf in made if leaf.is_floating_point())
-
-
-def _rows(tensor: Tensor, dim: int, row: int, count: int) -> Tensor:
-    """Return a copy of the rows of one of `count` samples."""
-    each = tensor.shape[dim] // count
-    return tensor.narrow(dim, row * each, each).detach().clone()
-
-
-def _samples_dim(whole: torch.Size, alone: torch.Size, count: int) -> int | None:
-    """Return the one dimension in which a sample alone has a part of the micro-batch; None if there is none."""
-    if len(whole) != len(alone):
-        return None
-    odd = [dim for dim, (all_rows, rows) in enumerate(zip(whole, alone, strict=True)) if all_rows != rows]
-    return odd[0] if len(odd) == 1 and alone[odd[0]] * count == whole[odd[0]] else None
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-
-
-def _relative(expected: Tensor, found: Tensor) -> float:
-    """Return max|difference| over the largest finite value expected; what is not finite must be the same."""
-    a, b = expected.double(), found.double()
-    same = (a == b) | (a.isnan() & b.isnan())
-    if bool(same.all()):
-        return 0.0
-    difference = (a - b).abs().masked_fill(same, 0.0)
-    largest = a.abs().masked_fill(~a.isfinite(), 0.0).max().clamp_min(1e-300)
-    return min(float((difference / largest).nan_to_num(_BEYOND, posinf=_BEYOND).max()), _BEYOND)
-
-
-def _distance(ours: list[Tensor] | None, theirs: list[Tensor] | None) -> float:
-    """Return the largest relative difference of two forwards of the same samples."""
-    pairs = zip(ours or [], theirs or [], strict=False)
-    return max((_relative(b, a) for a, b in pairs if a.shape == b.shape), default=0.0)
-
-
-@contextmanager
-def _nudged(model: nn.Module, rounding: float, seed: int) -> Iterator[None]:
-    """Let the output of every module with weights be off by one rounding inside, up or down."""
-
-    def signs(leaf: Tensor) -> Tensor:
-        # By arithmetic: a forward may draw no random numbers.
-        index = torch.arange(leaf.numel(), device=leaf.device) + 7919 * (seed + 1)
-        return (1 - 2 * ((index * 2654435761 >> 16) & 1)).to(leaf.dtype).view(leaf.shape)
-
-    def nudge(_: nn.Module, args: Any, output: Any) -> Any:
-        def off(leaf: Tensor) -> Tensor:
-            return leaf * (1 + rounding / 2 * signs(leaf)) if leaf.is_floating_point() else leaf
-
-        return tree_map_only(Tensor, off, output)
-
-    handles = [module.register_forward_hook(nudge) for module in model.modules() if module._parameters]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -11,6 +11,7 @@ that it has now. So a forward inside leaves no trace but in the generators, whic
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,15 @@ class ModelState:
             yield
         finally:
             now.restore(generators=False)
+
+
+def weight_versions(model: nn.Module) -> list[Any]:
+    """Return the versions and the norms of the weights that this rank holds: writing through `.data` leaves no version."""
+    params = [param for param in model.parameters() if not param.is_meta]  # those of other stages are
+    values = [getattr(param, "_local_tensor", param).detach() for param in params]
+    values = [value for value in values if value.numel() and value.is_floating_point()]  # bytes are ours alone
+    norms = torch.stack(torch._foreach_norm(values, 2.0, torch.float64)).nan_to_num(math.inf).tolist() if values else []
+    return [*(param._version for param in params), *norms]
 
 
 @contextmanager

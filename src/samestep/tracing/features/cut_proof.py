@@ -27,10 +27,11 @@ from samestep.tracing.features.feature_units import MixesError, UnitFlow, UnitRo
 from samestep.tracing.features.features import data_in, follow, owners_in
 from samestep.tracing.features.partial_gradients import COPYING, PartialGradients, partial_gradients
 from samestep.tracing.features.rank_trial import Count, DiffersError, Forward, RankTrial, alike, having
-from samestep.tracing.forward import ForwardTracer, ValueOf, watch_forward
+from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
 from samestep.tracing.operations import Operation, Recorder, view_of
 from samestep.tracing.trace import containers_of, samples_traced
+from samestep.tracing.watched_forward import watch_forward
 
 FUSED = 3
 """Style `qkv`: three weights in one."""

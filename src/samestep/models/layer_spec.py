@@ -1,0 +1,376 @@
+"""A layer's shape as data: its matrix products, what it keeps for its backward, and what its ranks exchange.
+
+All counts are those of one sample, before any cut. `cut_by` and `sliced_by` return one rank's part: under a tensor cut, and
+under context parallelism, which leaves it a slice of the sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Cutting = Literal["", "columns", "inner", "count"]
+"""The size of a product that a tensor cut divides; empty for none."""
+
+Factors = Literal["weight", "frozen", "pair", "attention", "causal"]
+"""The factors of a product: see `Product.factors`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """Equal matrix products in the forward of one sample: `count` products [rows, inner] x [inner, columns]."""
+
+    rows: int
+    inner: int
+    columns: int
+    count: int = 1
+    factors: Factors = "weight"
+    """weight: the second factor is a trained weight, so more samples are more rows; frozen: it is a weight that is not
+    trained. pair: both factors are activations, so more samples are more products. attention: queries x keys, and the
+    result x values, in one kernel, with `inner` the sum of both head sizes; causal: the same, of which the kernel skips
+    half."""
+    groups: int = 1
+    """Number of weights among which the rows are divided: experts."""
+    taps: int = 1
+    """Number of rows that share an element of the first factor: the elements of a convolution's kernel."""
+    cut: Cutting = ""
+    """Size that a tensor cut divides."""
+    most_parts: int = 0
+    """Largest number of parts of a tensor cut: heads of keys and values, shared by more ranks; 0 for any number."""
+    owner: str = ""
+    """Path of the module that runs it."""
+    chunk_rows: int = 0
+    """Rows of a chunk, if it makes logits in chunks with their loss, and once more in the backward; 0 if at once."""
+    is_between: bool = False
+    """Whether it runs between the tensor-cut parts of a block, under sequence parallelism on a rank's tokens."""
+
+    @property
+    def is_deferrable(self) -> bool:
+        """Whether its weight gradient can be deferred: it needs only the input and the gradient of the output."""
+        return self.factors == "weight" and self.groups == 1 and self.taps == 1 and not self.chunk_rows
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one sample, masked positions included."""
+        return 2 * self.rows * self.inner * self.columns * self.count
+
+    def cut_by(self, degree: int) -> Product:
+        """Return one rank's part of the product under a tensor cut."""
+        parts = min(degree, self.most_parts or degree)
+        return replace(self, **{self.cut: -(-getattr(self, self.cut) // parts)}) if self.cut else self
+
+    def sliced_by(self, degree: int) -> Product:
+        """Return one rank's part of the product under a cut of the sequence: rows, or heads of an attention."""
+        if self.factors in ("attention", "causal"):
+            return replace(self, count=-(-self.count // degree))
+        return replace(self, rows=-(-self.rows // degree))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialSum:
+    """A tensor that each rank of a tensor cut has a summand of; `elements` are those of one sample."""
+
+    owner: str
+    """Path of the module whose output (forward) or input gradient (backward) it is."""
+    elements: int
+    kind: Literal["sum", "gather", "logits"] = "sum"
+    """gather: it is no summand but a part, which is gathered; logits: gathered unless the loss works on cut logits."""
+
+
+BoundaryKind = Literal["gather", "scatter", "join", "split"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """A boundary of a tensor-cut part of a block, where a rank's tokens become the whole sequence, or the reverse.
+
+    gather    the sequence is gathered; the ranks' gradients of it are summed
+    scatter   the ranks' sums are added, and a rank keeps its tokens of them
+    join      the sequence is gathered for a part that computes as under tp alone, whose gradient every rank has whole
+    split     a rank keeps its tokens of what such a part returns
+
+    `elements` are those of the whole sequence of one sample.
+    """
+
+    owner: str
+    """Path of the module that takes the gathered sequence (gather, join), or returns the sum or what is split."""
+    elements: int
+    kind: BoundaryKind
+    has_gradient: bool = True
+    """Whether a gradient flows back through it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """One all_to_all of an attention under context parallelism: of its queries, keys, values or output.
+
+    Counts are those of one sample, all tokens, before any cut (`strategies/context.py`).
+    """
+
+    role: Literal["query", "key", "value", "output"]
+    elements: int
+    heads: int
+    query_heads: int
+    """Number of heads of the same attention's queries; keys and values may have fewer."""
+    is_cut: bool = False
+    """Whether a tensor cut leaves a rank a part of the heads."""
+    takes_gradient: bool = True
+    """Whether a gradient flows back through it."""
+    is_kept: bool = False
+    """Whether the reader of an output keeps it for the backward, before and after the all_to_all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertDispatch:
+    """The rows that one sample dispatches to a module of experts: one for each token and each expert chosen for it."""
+
+    owner: str
+    """Path of the module that holds the experts."""
+    rows: int
+    width: int
+    """Elements of a row, dispatched or combined."""
+    experts: int
+    """Number of experts of the module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchNormCall:
+    """A call of batch norm that takes the statistics of samples, of a group of them."""
+
+    owner: str
+    """Path of the module whose code calls it."""
+    channels: int
+    keeps_statistics: bool = True
+    """Whether it updates running statistics."""
+    takes_gradient: bool = True
+    """Whether a gradient flows back into its input."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A tensor that a pipeline stage is sent besides, or in place of, the output of the layer before its first."""
+
+    owner: str
+    """Name of the message: that of the layer before, and if there are several, what made the tensor."""
+    elements: int
+    """Elements for each sample."""
+    fixed_elements: int = 0
+    """Elements whatever the number of samples is."""
+    dtype: str = ""
+    """Dtype of its elements; empty for the compute dtype."""
+    takes_gradient: bool = True
+    """Whether a gradient is sent back."""
+    is_sliced: bool = False
+    """Whether it has a row for each token between blocks, so that context parallelism leaves a rank a part of it."""
+
+    def sliced_by(self, degree: int) -> Crossing:
+        """Return one rank's part of the tensor under context parallelism."""
+        if not self.is_sliced:
+            return self
+        return replace(self, elements=-(-self.elements // degree), fixed_elements=-(-self.fixed_elements // degree))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpec:
+    """The linear module that makes the logits, and what its layer needs without them; counts are those of one sample."""
+
+    owner: str
+    """Path of the module."""
+    rows: int
+    """Rows of logits."""
+    inner: int
+    """Elements of a row of its input."""
+    columns: int
+    """Classes."""
+    saved_elements: int = 0
+    """Elements that the layer keeps for its backward, without logits and what is made of them."""
+    working_elements: int = 0
+    """Largest number of elements alive in the layer's backward besides these, without gradients of logits and weights."""
+    is_frozen: bool = False
+    """Whether its weight is not trained."""
+
+    @property
+    def logits(self) -> int:
+        """Elements of the logits."""
+        return self.rows * self.columns
+
+    def cut_by(self, degree: int) -> HeadSpec:
+        """Return one rank's part where a tensor cut divides the classes."""
+        return replace(self, columns=-(-self.columns // degree))
+
+    def sliced_by(self, degree: int) -> HeadSpec:
+        """Return one rank's part under context parallelism."""
+        parts = {name: -(-getattr(self, name) // degree) for name in ("rows", "saved_elements", "working_elements")}
+        return replace(self, **parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One layer: a block, or everything before, between or after the blocks. Counts are those of one sample."""
+
+    name: str
+    modules: tuple[str, ...]
+    """Paths of the modules that it is the first to call; no two layers share one."""
+    again: tuple[str, ...] = ()
+    """Paths of modules with weights that an earlier layer has called before."""
+    repeats: str = ""
+    """Name of the earlier layer whose block it calls again; empty if it is the first to call its own."""
+    calls: int = 0
+    """Number of calls of top-most modules with weights."""
+    entered: tuple[tuple[str, int], ...] = ()
+    """Modules that other layers enter too, and how often it does."""
+    is_block: bool = False
+    forward_flops: int = 0
+    output_elements: int = 0
+    """Elements that it passes to the next layer."""
+    saved_elements: int = 0
+    """Elements kept from its forward for its backward, without weights."""
+    saved_selective_elements: int = 0
+    """Elements kept under recompute=selective: its input and the results of its matrix products."""
+    input_elements: int = 0
+    """Elements of its input, which recompute=full keeps."""
+    saved_norm_elements: int = 0
+    """Additional elements kept under bf16 and fp16, because norms keep float32 copies of 2-byte activations."""
+    saved_cut_elements: int = 0
+    """The part of `saved_elements` that a tensor cut divides."""
+    saved_selective_cut_elements: int = 0
+    """The part of `saved_selective_elements` that a tensor cut divides."""
+    working_elements: int = 0
+    """Largest number of elements alive in its backward besides those its forward kept, without weight gradients."""
+    working_cut_elements: int = 0
+    """The part of `working_elements` that a tensor cut divides."""
+    loss_elements: int = 0
+    """Elements that the loss keeps of the last layer's output, in float32 at least; 0 for other layers."""
+    loss_working_elements: int = 0
+    """Elements alive in the loss's backward besides those; 0 for other layers."""
+    head: HeadSpec | None = None
+    """The module of the last layer that makes the logits, if it is known; None of other layers."""
+    products: tuple[Product, ...] = ()
+    """Its matrix products; empty if only their FLOPs are known."""
+    moved_elements: int = 0
+    """Elements that all other operations of its forward read and write."""
+    moved_cut_elements: int = 0
+    """The part of `moved_elements` that a tensor cut divides."""
+    kernels: int = 0
+    """Operations of its forward that the host launches."""
+    backward_reads_weights: bool = True
+    """Whether a gradient flows through its weights to its input; not so in a layer of embeddings."""
+    has_backward: bool = True
+    """Whether a backward runs in it: not so where its weights are frozen, and those of every layer before it."""
+    forward_sums: tuple[PartialSum, ...] = ()
+    """Partial sums of a tensor cut in the forward, in order: outputs of row-cut modules and cut embeddings."""
+    repeats_last_sum: bool = False
+    """Whether something is kept after the last of them, so that recompute repeats that sum as well."""
+    backward_sums: tuple[PartialSum, ...] = ()
+    """Partial sums of a tensor cut in the backward, in order: input gradients of column-cut modules."""
+    exchanges: tuple[Exchange, ...] = ()
+    """All_to_alls of its attentions under context parallelism, in order of the forward."""
+    saved_pair_elements: int = 0
+    """The part of `saved_elements` that context parallelism leaves whole: masks of pairs of tokens."""
+    sequence_boundaries: tuple[Boundary, ...] = ()
+    """Boundaries of a block under sequence parallelism, in order of the forward; empty if it cannot be used."""
+    dispatches: tuple[ExpertDispatch, ...] = ()
+    """Rows that it dispatches to experts, in order of the forward."""
+    batch_norms: tuple[BatchNormCall, ...] = ()
+    """Its calls of batch norm that take the statistics of samples, in order of the forward."""
+    crossings: tuple[Crossing, ...] = ()
+    """Tensors that cross the boundary before it, if a stage begins with it; empty if that is the output of the layer
+    before alone, in the compute dtype."""
+    crossing_refusal: str = ""
+    """Why no stage can begin with it; empty if one can."""
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Paths of all modules that it calls."""
+        return *self.modules, *self.again
+
+    @property
+    def whole_parts(self) -> tuple[str, ...]:
+        """Paths of its parts that compute whole sequences under sequence parallelism, as under tp alone."""
+        return tuple(boundary.owner for boundary in self.sequence_boundaries if boundary.kind == "split")
+
+    @property
+    def sends_gradient(self) -> bool:
+        """Whether a stage that begins with it sends a gradient to the stage before."""
+        return not self.crossings or any(crossing.takes_gradient for crossing in self.crossings)
+
+    @property
+    def may_begin_stage(self) -> bool:
+        """Whether a pipeline stage other than the first can begin with it."""
+        return self.is_block and not self.crossing_refusal
+
+    @property
+    def backward_flops(self) -> int:
+        """FLOPs of one sample's backward: gradients of inputs and of weights that are not frozen, logits made once more."""
+        if not self.has_backward:
+            return 0
+        frozen = sum(product.flops for product in self.products if product.factors == "frozen")
+        return 2 * self.forward_flops - frozen + sum(product.flops for product in self.products if product.chunk_rows)
+
+    @property
+    def deferred_flops(self) -> int:
+        """FLOPs of the weight gradients that one sample's backward can defer: those of linear layers."""
+        return sum(product.flops for product in self.products if product.is_deferrable)
+
+    def cut_by(self, degree: int) -> LayerSpec:
+        """Return one rank's part of the layer under a tensor cut: its work and what it keeps; partial sums stay."""
+        products = tuple(product.cut_by(degree) for product in self.products)
+        whole, mine = (sum(product.flops for product in parts) for parts in (self.products, products))
+
+        def elsewhere(elements: int) -> int:
+            """Return the elements on the other ranks."""
+            return elements - elements // degree
+
+        return replace(
+            self,
+            forward_flops=self.forward_flops * mine // whole if whole else self.forward_flops // degree,
+            products=products,
+            head=self.head.cut_by(degree) if self.head else None,
+            saved_elements=self.saved_elements - elsewhere(self.saved_cut_elements),
+            saved_selective_elements=self.saved_selective_elements - elsewhere(self.saved_selective_cut_elements),
+            working_elements=self.working_elements - elsewhere(self.working_cut_elements),
+            working_cut_elements=self.working_cut_elements // degree,
+            saved_cut_elements=self.saved_cut_elements // degree,
+            saved_selective_cut_elements=self.saved_selective_cut_elements // degree,
+            moved_elements=self.moved_elements - elsewhere(self.moved_cut_elements),
+            moved_cut_elements=self.moved_cut_elements // degree,
+        )
+
+    def sliced_by(self, degree: int) -> LayerSpec:
+        """Return one rank's part of the layer under context parallelism: its work, its sums and what it keeps."""
+
+        def part(elements: int) -> int:
+            """Return one rank's elements, rounded up."""
+            return -(-elements // degree)
+
+        def sums(parts: tuple[PartialSum, ...]) -> tuple[PartialSum, ...]:
+            """Return the partial sums of one rank's tokens."""
+            return tuple(replace(one, elements=part(one.elements)) for one in parts)
+
+        kept_twice = [part(exchange.elements) for exchange in self.exchanges if exchange.is_kept]
+        cut_twice = [part(exchange.elements) for exchange in self.exchanges if exchange.is_kept and exchange.is_cut]
+        return replace(
+            self,
+            forward_flops=part(self.forward_flops),
+            products=tuple(product.sliced_by(degree) for product in self.products),
+            output_elements=part(self.output_elements),
+            input_elements=part(self.input_elements),
+            saved_elements=part(self.saved_elements - self.saved_pair_elements)
+            + self.saved_pair_elements
+            + sum(kept_twice),
+            saved_selective_elements=part(self.saved_selective_elements),
+            saved_norm_elements=part(self.saved_norm_elements),
+            working_elements=part(self.working_elements),
+            working_cut_elements=part(self.working_cut_elements),
+            saved_cut_elements=part(self.saved_cut_elements) + sum(cut_twice),
+            saved_selective_cut_elements=part(self.saved_selective_cut_elements),
+            moved_elements=part(self.moved_elements),
+            moved_cut_elements=part(self.moved_cut_elements),
+            forward_sums=sums(self.forward_sums),
+            backward_sums=sums(self.backward_sums),
+            loss_elements=part(self.loss_elements),
+            loss_working_elements=part(self.loss_working_elements),
+            dispatches=tuple(replace(dispatch, rows=part(dispatch.rows)) for dispatch in self.dispatches),
+            crossings=tuple(crossing.sliced_by(degree) for crossing in self.crossings),
+            head=self.head.sliced_by(degree) if self.head else None,
+        )

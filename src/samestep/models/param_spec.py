@@ -1,0 +1,110 @@
+"""A parameter's shape as data: how the forward uses it, and where a tensor cut may divide it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from samestep.models.packing import HeldAs, packed_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """The tensor cut that a weight allows: along `dim`, between `groups` (heads, columns, vocabulary tokens)."""
+
+    style: Literal["column", "row", "vocab", "gather"]
+    """gather: by columns, and the output is gathered. A vocabulary and what is gathered may also stay whole."""
+    dim: int
+    groups: int
+    parts: int = 1
+    """Number of weights fused along `dim`, each cut by itself: 3 for fused q, k and v."""
+    is_shareable: bool = False
+    """Whether several ranks may share a group: a head of keys and values, of which there are fewer than of queries."""
+
+
+Partial = Literal["", "cut", "sequence"]
+"""Why the gradient of a replicated weight is partial: cut, it works on activations that a tensor cut divides, such as
+the norm of each head; sequence, it works on a rank's tokens under sequence parallelism."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """The use of a weight in one layer, by a module that owns it or by other code."""
+
+    layer: int
+    owner: str = ""
+    """Path of the module that owns the weight, if it is called in the layer, or a module around it; empty where other code
+    reads the weight."""
+    calls: int = 1
+    """Number of these calls."""
+    called: tuple[int, int] = (0, 0)
+    """First and last event of the forward, as `ParamSpec.called`, among these calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamSpec:
+    """One parameter of the model, and how the forward uses it."""
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int
+    """Index of the layer that uses it first."""
+    aliases: tuple[str, ...] = ()
+    """Other full names of the same tensor, for a tied weight."""
+    shared: bool = False
+    """Whether a forward uses it more than once (tied, or its module called again), and sums several gradients."""
+    calls: int = 1
+    """Largest number of calls of the module that owns it in one forward."""
+    called: tuple[int, int] = (0, 0)
+    """First and last event of the forward at which its unit's module is entered or left, as indices of such events."""
+    uses: tuple[Use, ...] = ()
+    """Its uses in the order of layers, if several layers use it; empty if one does."""
+    read_outside: bool = False
+    """Whether code outside the layer that owns it reads it, such as a model that multiplies by its embedding."""
+    is_replaced: bool = False
+    """Whether the forward puts another tensor in its place, as `torch.func.functional_call` does."""
+    takes_gradient: bool = True
+    """Whether a gradient flows back into the input of the module it is gathered with; none flows into tokens."""
+    sparse_gradient: bool = False
+    """Whether its gradient is a sparse tensor, as an embedding's may be."""
+    trainable: bool = True
+    is_idle: bool = False
+    """Whether it asks for a gradient and the loss does not depend on it: no optimizer of torch would update it."""
+    is_updated_whole: bool = False
+    """Whether the optimizer's rule needs all its elements at once, so that ZeRO gives it to one rank to update."""
+    cut: Cut | None = None
+    """Tensor cut that it allows; None keeps it whole on every rank."""
+    partial: Partial = ""
+    """Why its gradient is partial over `tp`, though the weight is replicated; empty if it is not partial."""
+    experts: int = 0
+    """Number of experts along its first dimension; 0 if it belongs to none."""
+    stages: tuple[int, ...] = ()
+    """Pipeline stages that hold it, tied, and sum its gradients, if there are several; empty if one does."""
+    held_as: HeldAs = ""
+    embeds: Literal["", "tokens", "positions"] = ""
+    """What is looked up in it, if it is the table of an embedding: what a sample holds, or the positions in a sequence."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def bytes_of(self, numel: int, element_bytes: int) -> int:
+        """Return the bytes of so many of its elements, each of `element_bytes` unless they are held in 4 bits."""
+        return packed_bytes(numel) if self.held_as else numel * element_bytes
+
+    @property
+    def last_layer(self) -> int:
+        """Index of the last layer that uses it."""
+        return self.uses[-1].layer if self.uses else self.layer
+
+    @property
+    def rows(self) -> int:
+        """Number of indices of its first dimension, which ZeRO divides; a single number is one row."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_numel(self) -> int:
+        """Number of elements of a row."""
+        return math.prod(self.shape[1:])

@@ -1,0 +1,93 @@
+"""How far two forwards of the same samples are apart, and what one rounding in every module does to one of them.
+
+Two numbers are compared relative to the largest finite value expected. Kernels add up the elements of another shape in another
+order, so the allowance of a sample that is run alone is measured: `ALLOWANCE_FACTOR` times the largest deviation of
+`PERTURBED_FORWARDS` forwards, in each of which the output of every module with weights is off by one rounding (`nudged`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from samestep.runtime.axes.pending_logits import PendingLogits
+from samestep.tracing.meta_tensors import tensors_in
+
+PERTURBED_FORWARDS = 8
+"""The number of forwards that measure what one rounding of every module's output does."""
+
+ALLOWANCE_FACTOR = 8
+"""The allowed deviation of a sample, over the largest deviation of the perturbed forwards."""
+
+_BEYOND = 1e30
+"""The deviation of outputs that are not finite in one of two forwards."""
+
+
+def floating(outputs: Any) -> Iterator[Tensor]:
+    """Yield the floating tensors of outputs; of logits that are not made, the hidden states that they are made of."""
+    made = (leaf.made.hidden if isinstance(leaf, PendingLogits) else leaf for leaf in tensors_in(outputs))
+    return (leaf for leaf in made if leaf.is_floating_point())
+
+
+def rows_of(tensor: Tensor, dim: int, row: int, count: int) -> Tensor:
+    """Return a copy of the rows of one of `count` samples."""
+    each = tensor.shape[dim] // count
+    return tensor.narrow(dim, row * each, each).detach().clone()
+
+
+def samples_dim(whole: torch.Size, alone: torch.Size, count: int) -> int | None:
+    """Return the one dimension in which a sample alone has a part of the micro-batch; None if there is none."""
+    if len(whole) != len(alone):
+        return None
+    odd = [dim for dim, (all_rows, rows) in enumerate(zip(whole, alone, strict=True)) if all_rows != rows]
+    return odd[0] if len(odd) == 1 and alone[odd[0]] * count == whole[odd[0]] else None
+
+
+def is_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same shape, dtype and values."""
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def relative_deviation(expected: Tensor, found: Tensor) -> float:
+    """Return max|difference| over the largest finite value expected; what is not finite must be the same."""
+    a, b = expected.double(), found.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return 0.0
+    difference = (a - b).abs().masked_fill(same, 0.0)
+    largest = a.abs().masked_fill(~a.isfinite(), 0.0).max().clamp_min(1e-300)
+    return min(float((difference / largest).nan_to_num(_BEYOND, posinf=_BEYOND).max()), _BEYOND)
+
+
+def largest_deviation(ours: list[Tensor] | None, theirs: list[Tensor] | None) -> float:
+    """Return the largest relative difference of two forwards of the same samples."""
+    pairs = zip(ours or [], theirs or [], strict=False)
+    return max((relative_deviation(b, a) for a, b in pairs if a.shape == b.shape), default=0.0)
+
+
+@contextmanager
+def nudged(model: nn.Module, rounding: float, seed: int) -> Iterator[None]:
+    """Let the output of every module with weights be off by one rounding inside, up or down."""
+
+    def signs(leaf: Tensor) -> Tensor:
+        # By arithmetic: a forward may draw no random numbers.
+        index = torch.arange(leaf.numel(), device=leaf.device) + 7919 * (seed + 1)
+        return (1 - 2 * ((index * 2654435761 >> 16) & 1)).to(leaf.dtype).view(leaf.shape)
+
+    def nudge(_: nn.Module, args: Any, output: Any) -> Any:
+        def off(leaf: Tensor) -> Tensor:
+            return leaf * (1 + rounding / 2 * signs(leaf)) if leaf.is_floating_point() else leaf
+
+        return tree_map_only(Tensor, off, output)
+
+    handles = [module.register_forward_hook(nudge) for module in model.modules() if module._parameters]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,194 @@
+"""What passes between runs of layers: the data flow between the modules with weights of one forward.
+
+Pipeline stages are runs of layers. Outside of their modules runs the model's own code, which a stage can repeat where it
+reads the batch alone (masks, positions, rotary angles), but not where it reads what other stages compute. So the forward
+is recorded as a series of *events*, each of which reads and makes *values*, tensors that depend on weights:
+
+    call      a call of a top-most module with weights; all tensors that it returns, or puts into lists and dictionaries
+              that it is given, are values
+    function  a torch function outside of these modules that is given a value; its results are values
+
+A weight that such a function or call is given by the model's own code (a class token, a gain for each skip, the
+embedding that a head multiplies by) is a value too, made by the first event that uses it.
+
+```
+x0 = embed(ids)        call 0    makes 0
+x = blocks[0](x0)      call 1    reads 0    makes 1
+x = x + x0             function  reads 1 0  makes 2    ─── boundary before blocks.1: values 2 and 0 cross it
+x = blocks[1](x, x0)   call 3    reads 2 0  makes 3
+```
+The boundary before a layer is the event that calls its first module. A value crosses it if it was made before and is
+read there or later, unless it is a weight: every stage that uses one holds it. A tensor that reaches a module past its arguments (through an attribute, a cache, a closure) cannot
+be passed on; the boundaries that it crosses are refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from samestep.tracing.changed_containers import (
+    Change,
+)
+
+_SHAPE_ALONE = (
+    frozenset(
+        f"{name}{suffix}"
+        for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
+        for suffix in ("_like",)
+    )
+    | {f"new_{name}" for name in ("zeros", "ones", "empty", "full", "tensor", "empty_strided")}
+    | {"_base.__get__"}
+)
+"""Functions that read the shape, dtype and device of their tensor, or what it views, and no value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that depends on weights, as one forward made it."""
+
+    event: int
+    """Number of the event that made it."""
+    maker: str
+    """Path of the module that made it, or the module after which the function ran that made it."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    takes_gradient: bool
+    """Whether a gradient flows back to it: not if the loss is known not to depend on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One call of a module with weights, or one torch function outside of them that is given values."""
+
+    name: str
+    """Path of the module, or name of the function."""
+    is_call: bool
+    reads: tuple[int, ...]
+    """Values among its arguments, in their order."""
+    outcome: Any
+    """What it returned, with tensors on the meta device."""
+    changes: tuple[Change, ...]
+    """How a call has changed lists and dictionaries that it was given."""
+    makes: tuple[int | None, ...]
+    """For each tensor of the outcome and of the changes the value that it is, or None if it is an argument."""
+    given: tuple[int, ...]
+    """For each of them that is an argument, its place among the tensors given; -1 for the others."""
+    writes: tuple[tuple[int, int], ...]
+    """Arguments that it writes into: the place among the tensors given, and the value that the tensor is afterwards."""
+    is_random: bool = False
+    """Whether it draws random numbers."""
+    first: int | None = None
+    """The value of a call's first argument, if it is one."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The events of one forward in order, their values, and the values that the model's outputs hold."""
+
+    events: tuple[Event, ...]
+    values: tuple[Value, ...]
+    hidden: tuple[tuple[int, int, str], ...]
+    """Reads past the arguments: the event that made the tensor, the event that read it, and both as text."""
+    last_reads: tuple[int, ...]
+    """For each value the last event that reads it; the number of events if the outputs hold it, -1 if nothing does."""
+    weights: tuple[tuple[str, int], ...] = ()
+    """Weights that are values: the name and the value."""
+    uses: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """The events that use each weight, in a module of its own or not."""
+    behind: tuple[str, ...] = ()
+    """Weights that a module reads past its arguments, though they are not its own."""
+
+    @cached_property
+    def calls(self) -> tuple[int, ...]:
+        """Numbers of the events that are calls."""
+        return tuple(number for number, event in enumerate(self.events) if event.is_call)
+
+    @cached_property
+    def _passed(self) -> dict[int, Value]:
+        weights = {number for _, number in self.weights}
+        return {number: value for number, value in enumerate(self.values) if number not in weights}
+
+    def crossing(self, boundary: int) -> tuple[int, ...]:
+        """Return the values that are made before an event and read by it or later; a weight is held where it is read."""
+        return tuple(
+            number for number, value in self._passed.items() if value.event < boundary <= self.last_reads[number]
+        )
+
+    def uses_within(self, name: str, start: int, stop: int | None) -> bool:
+        """Return whether an event of a range uses a weight."""
+        return any(start <= use and (stop is None or use < stop) for use in self._uses[name])
+
+    @cached_property
+    def _uses(self) -> dict[str, tuple[int, ...]]:
+        return dict(self.uses)
+
+    def check_boundary(self, boundary: int) -> None:
+        """Check that what crosses the boundary before an event is passed by the arguments and results of modules.
+
+        Raises:
+            CannotPassError: a tensor is not.
+        """
+        text = next((text for made, read, text in self.hidden if made < boundary <= read), None)
+        if text is not None:
+            raise CannotPassError(text)
+
+
+class CannotPassError(Exception):
+    """The reason why no stage can begin at a layer."""
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a value with `change` applied to the tensors in its nested tuples, lists, mappings and dataclasses."""
+
+    def leaf(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return change(item)
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            found = copy.copy(item)
+            for one in dataclasses.fields(item):
+                if hasattr(item, one.name):
+                    object.__setattr__(found, one.name, mapped(getattr(item, one.name), change))
+            return found
+        return item
+
+    return tree_map(leaf, value)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors that `mapped` would change, in its order."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    for item in tree_flatten(value)[0]:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            for one in dataclasses.fields(item):
+                found += tensors_of(getattr(item, one.name, None))
+    return found
+
+
+def made_by(outcome: Any, changes: Sequence[Change]) -> list[Tensor]:
+    """Return the tensors that a call returns, and those that it puts into its arguments."""
+    return [*tensors_of(outcome), *(tensor for change in changes for tensor in tensors_of(change.items))]
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a torch function; that of a property is the name of the attribute."""
+    if getattr(function, "__name__", "") == "__get__":
+        return f"{function.__self__.__name__}.__get__"
+    return str(getattr(function, "__name__", function))
+
+
+def reads_shape_alone(function: Any) -> bool:
+    """Return whether a torch function reads no value of the tensor that it is given."""
+    return name_of(function) in _SHAPE_ALONE

@@ -1,0 +1,123 @@
+"""Running a model's forward on the meta device under a `ForwardTracer`, which records it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from samestep.building.model import call_model
+from samestep.building.surface import process_randomness
+from samestep.building.transforms import transforms_beside_hooks
+from samestep.errors import ModelError, SamestepError
+from samestep.models.spec import is_below
+from samestep.tracing.custom_functions import reported
+from samestep.tracing.forward import ForwardTracer, ValueOf
+from samestep.tracing.fused_attention import fused_attention
+from samestep.tracing.meta_tensors import (
+    KnownConstants,
+    NeedsValuesError,
+    tensors_in,
+)
+
+_SEED = 0
+"""Of what code draws in a traced forward: the same on all ranks."""
+
+
+def outputs_on_meta(module: nn.Module, sample: Any, num_samples: int, value_of: ValueOf | None, keeps_all: bool) -> Any:
+    """Run the forward on the meta device, on copies of a sample, and return the outputs and the batch; nothing is recorded.
+
+    `keeps_all` follows the values of all tensors, for models whose code looks at them.
+
+    Raises:
+        NeedsValuesError: it looks at values that are not known.
+    """
+    watch = ForwardTracer(module, lambda block: None, {}, keeps_all=keeps_all)
+    copies = tree_map_only(Tensor, lambda t: torch.cat([t] * num_samples) if t.dim() else t, sample)
+    batch = tree_map_only(Tensor, watch.to_meta, copies)
+    drawing = process_randomness(_SEED)
+    with (
+        drawing,
+        watch.knowing(module, value_of),
+        fused_attention(watch),
+        torch.enable_grad(),
+        watch,
+        KnownConstants(),
+    ):
+        return call_model(module, batch), batch
+
+
+def watch_forward(
+    module: nn.Module,
+    sample: Any,
+    num_samples: int,
+    name: str,
+    containers: tuple[str, ...],
+    watch: ForwardTracer,
+    value_of: ValueOf | None,
+) -> Any:
+    """Run the forward under `watch`, on `num_samples` copies of the sample, and return its outputs.
+
+    Raises:
+        ModelError: the forward fails.
+        NeedsValuesError: it looks at values that `watch` does not know.
+    """
+    copies = tree_map_only(Tensor, lambda t: torch.cat([t] * num_samples) if t.dim() else t, sample)
+    batch = tree_map_only(Tensor, watch.to_meta, copies)
+    for key, held in batch.items() if isinstance(batch, Mapping) else [("", batch)]:
+        tensors = [tensor for tensor in tree_leaves(held) if isinstance(tensor, Tensor)]
+        watch.given_by |= {watch.key(tensor): "positions" if key == "position_ids" else "tokens" for tensor in tensors}
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(process_randomness(_SEED))
+            stack.enter_context(watch.knowing(module, value_of))
+            stack.enter_context(_hooks(module, containers, watch))
+            stack.enter_context(fused_attention(watch))
+            stack.enter_context(reported(watch.applied, watch.hooked))
+            stack.enter_context(watch.flow_recorder.over(module, functools.partial(is_outside, containers=containers)))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
+            stack.enter_context(transforms_beside_hooks())
+            stack.enter_context(watch)
+            stack.enter_context(KnownConstants())
+            outputs = call_model(module, watch.given(batch))
+    except (SamestepError, NeedsValuesError):
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"{name} cannot be traced: {watch.reached} fails: {type(error).__name__}: {reason}") from error
+    watch.returned = {watch.key(tensor) for tensor in tensors_in(outputs)}
+    watch.flow = watch.flow_recorder.finish(outputs)
+    return outputs
+
+
+def _given_back(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "a watch that goes back"
+    return tensor
+
+
+@contextmanager
+def _hooks(module: nn.Module, containers: tuple[str, ...], watch: ForwardTracer) -> Iterator[None]:
+    """Report every module that is entered and left to `watch`."""
+    with ExitStack() as hooks:
+        for path, part in module.named_modules():
+            outside = is_outside(path, containers)
+            enter = functools.partial(
+                lambda path, outside, part, *given: watch.enter(path, part, outside, given), path, outside
+            )
+            leave = functools.partial(
+                lambda outside, part, given, output: watch.leave(outside, part, given, output), outside
+            )
+            hooks.enter_context(part.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(leave))
+        yield
+
+
+def is_outside(path: str, containers: tuple[str, ...]) -> bool:
+    """Return whether a module is the model itself, a container of blocks, or holds such a container."""
+    return not path or any(is_below(container, path) for container in containers)
