@@ -1,14 +1,12 @@
-"""A model in a layout, taking steps: the interpreter that carries out the program's tasks.
+"""A model in a layout, taking steps: what a user's own loop, the trainer and the proof call.
 
 ```python
 run = samestep.parallelize(model, loss, optimizer, layout="dp=2 zero=3", job=job)
 for batch in samestep.batches(dataset, job):
     report = run.step(batch)
 ```
-A loss is a sum over samples or tokens, and their count. Backward runs on the sum, divided by a power of two near the
-count, which loses no bit. All ranks learn the true count after the last micro-batch, in the one all_reduce that also
-carries the loss, the gradient norm and the stop flag; the gradients are divided by it then. So nothing is ever a mean
-of means, and a user's loss need not know its count before its forward.
+The forwards and backwards of a step are carried out by an `Interpreter`. The ranks then agree on the step by one all_reduce,
+and each updates its weights, or none does.
 """
 
 from __future__ import annotations
@@ -26,28 +24,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.building.loss import as_number, with_graph
 from samestep.building.pretrained_form import PretrainedForm
-from samestep.errors import DataError, LayoutError, NonFiniteError, SpikeError
+from samestep.errors import DataError, LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program.bodies import Task
 from samestep.program.program import Program
 from samestep.runtime import evaluation, kept_state, whole_state
 from samestep.runtime.assembly import Assembly, Weights, assemble, set_modes
-from samestep.runtime.axes import precision, recompute
+from samestep.runtime.axes import recompute
 from samestep.runtime.checkpoints import checkpoint
-from samestep.runtime.dropout import mode as dropout
-from samestep.runtime.guards import deterministic, nonfinite
+from samestep.runtime.guards import deterministic, nonfinite, watched_steps
 from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.refusals import Refusals
-from samestep.runtime.guards.step_trials import StepTrials, is_split
-from samestep.runtime.host_copies import Reading, to_device
+from samestep.runtime.guards.skipped_steps import SkippedSteps
+from samestep.runtime.guards.step_trials import StepTrials
+from samestep.runtime.host_copies import Reading
+from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.local_replicas import LocalReplicas
 from samestep.runtime.loss_spikes import SpikeWatch
-from samestep.runtime.microbatches import Microbatches, StepBatch
+from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.optimizer_step import Updater, clip_factor
 from samestep.runtime.preparation import Loss, Source, built
 from samestep.runtime.processes import join
@@ -57,7 +54,6 @@ from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.runtime.step_report import StepReport, forget_peak, peak_memory_bytes, peak_reserved_bytes
 from samestep.runtime.step_sums import SAVE, WRITTEN, OpenStep, decide, scalars_of
-from samestep.schedules import TaskKind
 
 _NOBODY = StepObserver()
 _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
@@ -93,8 +89,7 @@ class Run:
         """Updates of the weights in this process, of which the host waits for the first."""
         self.spikes = SpikeWatch(job.numerics)
         """The losses of the last steps, by which a spike is told."""
-        self._num_skipped = 0
-        """Steps that were skipped since the last one that was not."""
+        self._skipped = SkippedSteps(job.numerics)
         self._refusals = Refusals(job.run)
         self._open: OpenStep | None = None
         """The step whose update was launched, and whose sums the host has not read."""
@@ -293,17 +288,17 @@ class Run:
     def _checked_step(self, batch: StepBatch) -> StepReport:
         """Take a step, and where one is due, do a part of it once more and compare what ranks hold."""
         self._num_taken += 1
-        regularly = self._is_watched(batch.step)
+        every, taken = self.job.train.watch_every, self._num_taken
+        regularly = watched_steps.is_regular(batch.step, every, taken, self.program)
         if self.replicas is not None and len(self.replicas.assemblies) > 1:  # the canary knows one model
             return self._step(batch, may_run_ahead=False)
-        if not regularly and not self._is_watched_early():
+        if not regularly and not watched_steps.is_early(every, taken, self.program):
             return self._step(batch)
         self._held.weights.store.settle()  # what is repeated or compared reads any weight
         if self._observer.is_proof:  # which compares more
             return self._compared_step(batch) if regularly else self._step(batch)
         self._trials.loss_is_tried &= not regularly  # again: a loss may come to couple samples later
-        is_first = self._num_taken == 1
-        watching = self._canary.watching(batch, self._observer, is_first=is_first, replays=regularly)
+        watching = self._canary.watching(batch, self._observer, is_first=taken == 1, replays=regularly)
         with watching as canary, self._observed_by(canary):
             return canary.checked(self._compared_step(batch) if regularly else self._step(batch))
 
@@ -356,21 +351,6 @@ class Run:
     def _prepare_from(self, batch: StepBatch) -> None:
         if self._assembly is None:
             self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
-
-    def _is_watched(self, step: int) -> bool:
-        """Return whether a step is one of every so many that are checked, or the first of a model with what no rule shows."""
-        every = self.job.train.watch_every
-        is_first = self._num_taken == 1 and bool(self._held.model.spec.tried)
-        return (every > 0 and (step + 1) % every == 0) or (is_first and is_split(self.program))
-
-    def _is_watched_early(self) -> bool:
-        """Return whether samples are run again in this step, the first, second, fourth, eighth and so on of this process.
-
-        What code begins to do after a while is found within twice that time, until the regular checks begin; what it does from
-        the beginning, such as divide by the number of samples in a micro-batch, is found whether there are regular checks or not.
-        """
-        taken, every = self._num_taken, self.job.train.watch_every
-        return taken & (taken - 1) == 0 and (taken == 1 or taken < every) and is_split(self.program)
 
     @functools.cached_property
     def _drift_monitor(self) -> DriftMonitor:
@@ -483,23 +463,24 @@ class Run:
         finite = math.isfinite(loss) and math.isfinite(norm)
         spike = self.spikes.judge(loss) if finite else ""
         note = spike if finite else self._diagnose(batch)
-        skipped = bool(note) and self._skips(note, math.isfinite(loss), is_spike=finite)
-        self._num_skipped = self._num_skipped + 1 if skipped else 0
+        skipped = bool(note) and self._skipped.skips(
+            batch.step + 1,
+            note,
+            loss_is_finite=math.isfinite(loss),
+            is_spike=finite,
+            is_scaled=updater.loss_scale.scale > 1.0,
+        )
+        self._skipped.note(skipped=skipped)
         self._num_updates += not skipped
         if skipped:
             nonfinite.put_back(opened.running_buffers)
+        factors = [
+            scale * clip_factor(norm, self.job.optimizer.clip_norm) for scale, norm in zip(scales, norms, strict=True)
+        ]
         for number, assembly in self._own_replicas():
-            mine = assembly.weights.updater
-            if opened.report is None:
-                mine.set_lr(opened.lr_factor)
-                mine.step_index = batch.step
-            if skipped:
-                mine.forget_sent()
-            elif was_held_back or opened.report is None:
-                if is_written or self.replicas is not None:
-                    mine.reread()
-                factor = scales[number] * clip_factor(norms[number], self.job.optimizer.clip_norm)
-                self._update(functools.partial(mine.step, factor, was_held_back=was_held_back > 0))
+            if skipped or was_held_back or opened.report is None:
+                must_reread = bool(is_written) or self.replicas is not None
+                self._end_update(opened, None if skipped else factors[number], must_reread, was_held_back > 0)
             if math.isfinite(loss):
                 self._adapt_loss_scale(assembly.weights, overflowed=not finite)
         self.steps_taken = batch.step + 1
@@ -522,6 +503,19 @@ class Run:
             note=note,
             remarks=self._refusals.news(),
         )
+
+    def _end_update(self, opened: OpenStep, factor: float | None, must_reread: bool, was_held_back: bool) -> None:
+        """Make the update that the device has not made, with gradients times `factor`; make none where that is None."""
+        updater = self._held.weights.updater
+        if opened.report is None:
+            updater.set_lr(opened.lr_factor)
+            updater.step_index = opened.batch.step
+        if factor is None:
+            updater.forget_sent()
+            return
+        if must_reread:
+            updater.reread()
+        self._update(functools.partial(updater.step, factor, was_held_back=was_held_back))
 
     def _adapt_loss_scale(self, weights: Weights, *, overflowed: bool) -> None:
         """Adapt the loss scale after a step, and what codes have lost of gradients under it."""
@@ -550,77 +544,12 @@ class Run:
         Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
         time limit.
         """
-        parallel, store = self._held.parallel, self._held.weights.store
-        totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
-        held: dict[tuple[int, int], Tensor | None] = {}
-        reading = self._trials.reading if self.layout.pp > 1 else nullcontext
-        microbatches = Microbatches(self._held, batch, reading)
-        self._held.model.dropout.begin_step(self._held.model.module)
-        store.begin_step()
-        parallel.stage.begin_step(microbatches.shapes_of)
-        with parallel.checkpoints():
-            for task in parallel.program.tasks_of(index):
-                with self._observer.running(task, microbatches.indices(task.microbatch)), store.running(task):
-                    if task.kind is TaskKind.FORWARD:
-                        held[task.microbatch, task.chunk] = self._forward(task, microbatches, totals)
-                        continue
-                    if task.kind is TaskKind.WEIGHT:
-                        parallel.deferred.add_up(task.microbatch)
-                    else:
-                        self._backward(task, held.pop((task.microbatch, task.chunk)))
-                    self._trials.check_generators(self._held, self.steps_taken + 1, "the backward")
-        self._data_wait_s = microbatches.wait_s
+        interpreter = Interpreter(self._held, self.job, self.place, self._observer, self._trials, self.steps_taken + 1)
+        totals = interpreter.forward_backward(batch, index)
+        self._data_wait_s = interpreter.data_wait_s
         for line in self.assembly.model.compiled.news():
             self._refusals.remark(line)
-        store.finish_gradients()
-        if self._observer.dropout_mode() is None:
-            self._held.model.dropout.end_step(self._held.model.module)
-        parallel.stage.finish()
-        return totals / self.layout.model_ranks  # which count the same samples
-
-    def _forward(self, task: Task, microbatches: Microbatches, totals: Tensor) -> Tensor | None:
-        """Run the forward of one chunk on a micro-batch; return its scaled loss where the chunk ends the model."""
-        parallel, objective = self._held.parallel, self._held.objective
-        samples, weight = microbatches.samples(task.microbatch)
-        if task.chunk == parallel.stage.num_chunks - 1:
-            microbatches.forget(task.microbatch)
-        self._trials.settle(whole=task.microbatch == 0)
-        with self._forward_modes(microbatches, task.microbatch):
-            with parallel.slicing.of(samples), parallel.pending(), parallel.batch_norms.of(task.microbatch):
-                outputs = parallel.stage.forward(task.microbatch, task.chunk, samples)
-            self._trials.check_generators(self._held, self.steps_taken + 1, "the forward", samples)
-            if not parallel.stage.is_last(task.chunk):
-                return None
-            part = parallel.slicing.part(samples)
-            loss_sum, count = objective.loss(precision.for_loss(outputs), part)
-            self._trials.check_generators(self._held, self.steps_taken + 1, "the loss")
-            loss_sum = with_graph(loss_sum, count, outputs)
-            loss_sum = objective.balance.added_to(loss_sum, outputs, count, weight)
-        if weight and not self._trials.loss_is_tried:
-            self._trials.try_loss(self._held, outputs, part, len(microbatches.indices(task.microbatch)))
-        totals += torch.stack([as_number(loss_sum.detach(), totals), as_number(count, totals)]) * weight
-        return loss_sum * (weight * self._held.weights.updater.loss_scale.scale / objective.nominal_count)
-
-    @contextmanager
-    def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> Iterator[None]:
-        """Return the context of a training forward: raised float32 islands, and the dropout mode if one is needed."""
-        parallel, model = self._held.parallel, self._held.model
-        make_mode = self._observer.dropout_mode()
-        with precision.raised_islands(parallel.program):
-            if make_mode is None and model.dropout.dropout is dropout.Dropout.ABSENT:
-                yield
-                return
-            samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.place.device)
-            draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples)
-            with (make_mode or dropout.DropoutMode)(model.module, draw, model.mask_part) as mode:
-                mode.allows_random = "random" in self.job.run.allow
-                yield
-            model.dropout.end_forward(mode.num_draws)
-
-    def _backward(self, task: Task, loss: Tensor | None) -> None:
-        parallel = self._held.parallel
-        parallel.deferred.microbatch = task.microbatch
-        parallel.stage.backward(task.microbatch, task.chunk, loss)
+        return totals
 
     def _agree(self, own: Sequence[Tensor], is_ahead: bool = False) -> Tensor:
         """Sum the loss, the count and the squared gradient norm of each replica and the flags over all ranks, waiting for
@@ -677,24 +606,3 @@ class Run:
     def _diagnose(self, batch: StepBatch) -> str:
         """Run the step's forwards and backwards once more, and name the first module that makes a non-finite value."""
         return nonfinite.cause_of_nonfinite(self._held, lambda: self.forward_backward(batch)[0])
-
-    def _skips(self, note: str, loss_is_finite: bool, *, is_spike: bool) -> bool:
-        """Return whether a step that is not finite, or whose loss is a spike, is skipped; every rank decides alike.
-
-        Raises:
-            NonFiniteError: `numerics.on_nonfinite` is "stop", or `numerics.max_skipped` steps were skipped before it.
-            SpikeError: so many were skipped before a spike.
-        """
-        policy, most = self.job.numerics.on_nonfinite, self.job.numerics.max_skipped
-        if self._num_skipped >= most:
-            raise (SpikeError if is_spike else NonFiniteError)(
-                f"step {self.steps_taken + 1}: {note}; the {most} steps before were skipped too, and "
-                f"numerics.max_skipped = {most}"
-            )
-        if is_spike:
-            return True
-        if loss_is_finite and self._held.weights.updater.loss_scale.scale > 1.0:
-            return True  # an overflow of scaled gradients: the next step runs at half the scale
-        if policy == "stop":
-            raise NonFiniteError(f"step {self.steps_taken + 1}: {note}; numerics.on_nonfinite = 'skip' would go on")
-        return policy == "skip"

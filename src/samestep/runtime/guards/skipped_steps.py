@@ -1,0 +1,38 @@
+"""Whether a step with a bad number is skipped: its samples are used up, and its update is not made. Bounded, so that no run skips for ever."""
+
+from __future__ import annotations
+
+from samestep.errors import NonFiniteError, SpikeError
+from samestep.job_tables import NumericsTable
+
+
+class SkippedSteps:
+    """The number of steps that were skipped since the last one that was not, and the policy of the job."""
+
+    def __init__(self, numerics: NumericsTable) -> None:
+        self._policy, self._most = numerics.on_nonfinite, numerics.max_skipped
+        self._num_in_a_row = 0
+
+    def note(self, *, skipped: bool) -> None:
+        """Note whether a step was skipped."""
+        self._num_in_a_row = self._num_in_a_row + 1 if skipped else 0
+
+    def skips(self, step: int, note: str, *, loss_is_finite: bool, is_spike: bool, is_scaled: bool) -> bool:
+        """Return whether a step, counted from 1, is skipped that is not finite or whose loss is a spike; every rank decides alike.
+
+        Raises:
+            NonFiniteError: `numerics.on_nonfinite` is "stop", or `numerics.max_skipped` steps were skipped before it.
+            SpikeError: so many were skipped before a spike.
+        """
+        if self._num_in_a_row >= self._most:
+            raise (SpikeError if is_spike else NonFiniteError)(
+                f"step {step}: {note}; the {self._most} steps before were skipped too, and "
+                f"numerics.max_skipped = {self._most}"
+            )
+        if is_spike:
+            return True
+        if loss_is_finite and is_scaled:
+            return True  # an overflow of scaled gradients: the next step runs at half the scale
+        if self._policy == "stop":
+            raise NonFiniteError(f"step {step}: {note}; numerics.on_nonfinite = 'skip' would go on")
+        return self._policy == "skip"

@@ -1,0 +1,120 @@
+"""The interpreter of a step's tasks: it carries out the forwards, backwards and weight gradients of a program on one rank.
+
+A loss is a sum over samples or tokens, and their count. Backward runs on the sum, divided by a power of two near the
+count, which loses no bit. All ranks learn the true count after the last micro-batch, in the one all_reduce that also
+carries the loss, the gradient norm and the stop flag; the gradients are divided by it then. So nothing is ever a mean
+of means, and a user's loss need not know its count before its forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from samestep.building.loss import as_number, with_graph
+from samestep.job import Job
+from samestep.program.bodies import Task
+from samestep.runtime.assembly import Assembly
+from samestep.runtime.axes import precision
+from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.guards.step_trials import StepTrials
+from samestep.runtime.host_copies import to_device
+from samestep.runtime.microbatches import Microbatches, StepBatch
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.step_observer import StepObserver
+from samestep.schedules import TaskKind
+
+
+@dataclass(slots=True)
+class Interpreter:
+    """Carries out the tasks of one step on one rank. Every rank makes one for each replica that it trains."""
+
+    assembly: Assembly
+    job: Job
+    place: RankInfo
+    observer: StepObserver
+    trials: StepTrials
+    step: int
+    """The step, counted from 1."""
+    data_wait_s: float = field(default=0.0, init=False)
+    """Seconds for which it has waited for data."""
+
+    def forward_backward(self, batch: StepBatch, index: int) -> Tensor:
+        """Run the forwards and backwards of the replica at `index`; return this rank's loss sum and count, float64 [2].
+
+        Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
+        time limit.
+        """
+        parallel, store = self.assembly.parallel, self.assembly.weights.store
+        totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
+        held: dict[tuple[int, int], Tensor | None] = {}
+        reading = self.trials.reading if self.layout.pp > 1 else nullcontext
+        microbatches = Microbatches(self.assembly, batch, reading)
+        self.assembly.model.dropout.begin_step(self.assembly.model.module)
+        store.begin_step()
+        parallel.stage.begin_step(microbatches.shapes_of)
+        with parallel.checkpoints():
+            for task in parallel.program.tasks_of(index):
+                with self.observer.running(task, microbatches.indices(task.microbatch)), store.running(task):
+                    if task.kind is TaskKind.FORWARD:
+                        held[task.microbatch, task.chunk] = self._forward(task, microbatches, totals)
+                        continue
+                    if task.kind is TaskKind.WEIGHT:
+                        parallel.deferred.add_up(task.microbatch)
+                    else:
+                        self._backward(task, held.pop((task.microbatch, task.chunk)))
+                    self.trials.check_generators(self.assembly, self.step, "the backward")
+        self.data_wait_s = microbatches.wait_s
+        store.finish_gradients()
+        if self.observer.dropout_mode() is None:
+            self.assembly.model.dropout.end_step(self.assembly.model.module)
+        parallel.stage.finish()
+        return totals / self.layout.model_ranks  # which count the same samples
+
+    def _forward(self, task: Task, microbatches: Microbatches, totals: Tensor) -> Tensor | None:
+        """Run the forward of one chunk on a micro-batch; return its scaled loss where the chunk ends the model."""
+        parallel, objective = self.assembly.parallel, self.assembly.objective
+        samples, weight = microbatches.samples(task.microbatch)
+        if task.chunk == parallel.stage.num_chunks - 1:
+            microbatches.forget(task.microbatch)
+        self.trials.settle(whole=task.microbatch == 0)
+        with self._forward_modes(microbatches, task.microbatch):
+            with parallel.slicing.of(samples), parallel.pending(), parallel.batch_norms.of(task.microbatch):
+                outputs = parallel.stage.forward(task.microbatch, task.chunk, samples)
+            self.trials.check_generators(self.assembly, self.step, "the forward", samples)
+            if not parallel.stage.is_last(task.chunk):
+                return None
+            part = parallel.slicing.part(samples)
+            loss_sum, count = objective.loss(precision.for_loss(outputs), part)
+            self.trials.check_generators(self.assembly, self.step, "the loss")
+            loss_sum = with_graph(loss_sum, count, outputs)
+            loss_sum = objective.balance.added_to(loss_sum, outputs, count, weight)
+        if weight and not self.trials.loss_is_tried:
+            self.trials.try_loss(self.assembly, outputs, part, len(microbatches.indices(task.microbatch)))
+        totals += torch.stack([as_number(loss_sum.detach(), totals), as_number(count, totals)]) * weight
+        return loss_sum * (weight * self.assembly.weights.updater.loss_scale.scale / objective.nominal_count)
+
+    @contextmanager
+    def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> Iterator[None]:
+        """Return the context of a training forward: raised float32 islands, and the dropout mode if one is needed."""
+        parallel, model = self.assembly.parallel, self.assembly.model
+        make_mode = self.observer.dropout_mode()
+        with precision.raised_islands(parallel.program):
+            if make_mode is None and model.dropout.dropout is dropout.Dropout.ABSENT:
+                yield
+                return
+            samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.place.device)
+            draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples)
+            with (make_mode or dropout.DropoutMode)(model.module, draw, model.mask_part) as mode:
+                mode.allows_random = "random" in self.job.run.allow
+                yield
+            model.dropout.end_forward(mode.num_draws)
+
+    def _backward(self, task: Task, loss: Tensor | None) -> None:
+        parallel = self.assembly.parallel
+        parallel.deferred.microbatch = task.microbatch
+        parallel.stage.backward(task.microbatch, task.chunk, loss)
