@@ -24,6 +24,7 @@ from samestep.layout import Layout
 from samestep.program.step import StepSpec
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from samestep.runtime.stepper import Stepper
 from samestep.training.out_of_memory import held
 from samestep.training.workload import Workload
 
@@ -89,7 +90,7 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(args.turns + 1):
         for name, run in runs.items():
-            with patch.object(run, "_update", _timed(run, device, updates[name])):
+            with patch.object(run._stepper, "_update", _timed(run._stepper, device, updates[name])):
                 began = _now(device)
                 losses[name] += [run.step(next(streams[name])).loss for _ in range(STEPS)]
                 times[name].append((_now(device) - began) / STEPS)
@@ -109,12 +110,12 @@ def main() -> None:
         print(f"| {name} | {each:.2f} | {step:.1f} | {update:.1f} | {statistics.median(ratios):.3f} | {said} |")
 
 
-def _timed(run: Run, device: torch.device, found: list[float]):  # type: ignore[no-untyped-def]
-    original = Run._update
+def _timed(steps: Stepper, device: torch.device, found: list[float]):  # type: ignore[no-untyped-def]
+    original = Stepper._update
 
     def update(do) -> None:  # type: ignore[no-untyped-def]
         began = _now(device)
-        original(run, do)
+        original(steps, do)
         found.append(_now(device) - began)
 
     return update

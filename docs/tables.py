@@ -260,7 +260,10 @@ TECHNIQUES = (
     ("ZeRO-2", "strategies/shard.py runtime/axes/shard.py"),
     ("ZeRO-3 (FSDP)", "strategies/shard.py runtime/axes/shard.py"),
     ("hybrid sharding", "strategies/shard.py strategies/data.py runtime/axes/shard.py"),
-    ("gradient accumulation", "strategies/__init__.py strategies/shard.py runtime/run.py runtime/microbatches.py"),
+    (
+        "gradient accumulation",
+        "strategies/__init__.py strategies/shard.py runtime/interpreter.py runtime/microbatches.py",
+    ),
     ("recompute", "strategies/recompute.py runtime/axes/recompute.py"),
     (
         "loss_chunk",

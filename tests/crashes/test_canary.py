@@ -190,7 +190,7 @@ def told(
     """Take steps, from the second one on late; return what was said."""
     run = make_run(rank, world, model, layout, job, Tokens)
     if optimizer is not None:
-        run._source = replace(run._source, optimizer=optimizer_source(optimizer))
+        run._own.source = replace(run._own.source, optimizer=optimizer_source(optimizer))
     notes = []
     try:
         for batch in batches(dataset(), job):
@@ -275,7 +275,7 @@ def noisy_loss(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 def test_a_loss_that_draws_later_is_named():
     run = make_run(0, 1, "Harmless", "dp=1", watched(1))
-    run._source = replace(run._source, loss=noisy_loss)
+    run._own.source = replace(run._own.source, loss=noisy_loss)
     first, *_ = batches(Tokens(), watched(1))
     NOISE_OF["loss"] = 1.0
     with pytest.raises(UnprovenError, match="step 1: the loss draws random numbers from the generator NOISE"):

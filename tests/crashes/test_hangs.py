@@ -15,10 +15,10 @@ import pytest
 
 from samestep.errors import WorkerError
 from samestep.runtime.checkpoints import checkpoint
+from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.processes import hang_watch, workers
 from samestep.runtime.processes.hang_watch import HangWatch
 from samestep.runtime.processes.whereabouts import Whereabouts
-from samestep.runtime.run import Run
 from samestep.training import train as training
 from tests import small
 
@@ -169,13 +169,13 @@ def test_who_moves_again_is_not_ended_and_named_anew() -> None:
 
 def _stops_once(step: int, once: Path) -> Any:
     """A backward in which rank 1 stops for ever, as often as a file exists."""
-    backward = Run._backward
+    backward = Interpreter._backward
 
-    def stopping(run: Run, task: Any, loss: Any) -> None:
-        if run.steps_taken == step and run.place.rank == 1 and once.exists():
+    def stopping(interpreter: Interpreter, task: Any, loss: Any) -> None:
+        if interpreter.step == step + 1 and interpreter.place.rank == 1 and once.exists():
             once.unlink()
             os.kill(os.getpid(), signal.SIGSTOP)
-        backward(run, task, loss)
+        backward(interpreter, task, loss)
 
     return stopping
 
@@ -198,7 +198,7 @@ def test_a_run_with_a_stopped_rank_is_ended_and_goes_on(
     monkeypatch.setattr(hang_watch, "_NAMED_AFTER_S", 1.0)
     monkeypatch.setattr(hang_watch, "_SILENT_S", 1.5)
     monkeypatch.setattr(workers, "_ASK_EVERY_S", 0.0)  # more questions than the pipe of a rank that reads none can hold
-    monkeypatch.setattr(Run, "_backward", _stops_once(4, once))
+    monkeypatch.setattr(Interpreter, "_backward", _stops_once(4, once))
     once.touch()
     capfd.readouterr()
     more = {"run.hang_s": 2.5, "run.restarts": 1}
@@ -260,7 +260,7 @@ def test_a_stopped_rank_of_another_launcher_is_named_and_the_others_end(
         port = free.getsockname()[1]
     monkeypatch.setattr(hang_watch, "_NAMED_AFTER_S", 1.0)
     monkeypatch.setattr(hang_watch, "_SILENT_S", 1.5)
-    monkeypatch.setattr(Run, "_backward", _stops_in_step_5(stopped))
+    monkeypatch.setattr(Interpreter, "_backward", _stops_in_step_5(stopped))
     command = ["train", *small.settings(**{"run.hang_s": 3}), "--layout", "dp=2", "--out", str(tmp_path / "run")]
     given = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": 2}
     ranks = [small.in_background(command, tmp_path / f"{rank}", RANK=rank, **given) for rank in range(2)]
@@ -272,11 +272,11 @@ def test_a_stopped_rank_of_another_launcher_is_named_and_the_others_end(
 
 
 def _stops_in_step_5(rank: int) -> Any:
-    backward = Run._backward
+    backward = Interpreter._backward
 
-    def stopping(run: Run, task: Any, loss: Any) -> None:
-        if run.steps_taken == 4 and run.place.rank == rank:
+    def stopping(interpreter: Interpreter, task: Any, loss: Any) -> None:
+        if interpreter.step == 5 and interpreter.place.rank == rank:
             os.kill(os.getpid(), signal.SIGSTOP)
-        backward(run, task, loss)
+        backward(interpreter, task, loss)
 
     return stopping

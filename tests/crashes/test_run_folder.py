@@ -16,7 +16,7 @@ import pytest
 from samestep.errors import JobError, SaveError
 from samestep.output import durable_files
 from samestep.runtime.checkpoints import manifests
-from samestep.runtime.run import Run
+from samestep.runtime.interpreter import Interpreter
 from samestep.training import restarts, run_folder
 from tests import small
 
@@ -74,7 +74,7 @@ def test_a_run_that_fails_in_its_first_step_leaves_its_folder_free(
 ) -> None:
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_backward", _fails_at(0))
+        patch.setattr(Interpreter, "_backward", _fails_at(0))
         assert small.train("--layout", "dp=2", "--out", run) == 1
     assert "broken cable" in capfd.readouterr().err
     assert not run.exists()
@@ -83,15 +83,15 @@ def test_a_run_that_fails_in_its_first_step_leaves_its_folder_free(
 
 def _fails_at(step: int, times: Path | None = None) -> Any:
     """A backward that fails in one step; as often as a file has bytes, if one is given."""
-    backward = Run._backward
+    backward = Interpreter._backward
 
-    def failing(run: Run, task: Any, loss: Any) -> None:
+    def failing(interpreter: Interpreter, task: Any, loss: Any) -> None:
         left = times.read_bytes() if times else b" "
-        if run.steps_taken == step and run.place.rank == 0 and left:
+        if interpreter.step == step + 1 and interpreter.place.rank == 0 and left:
             if times:
                 times.write_bytes(left[1:])
             raise RuntimeError(f"broken cable {len(left)}")
-        backward(run, task, loss)
+        backward(interpreter, task, loss)
 
     return failing
 
@@ -194,7 +194,7 @@ def test_a_failed_worker_is_started_again_until_its_error_comes_twice(
     pauses: list[float] = []
     monkeypatch.setattr(restarts.time, "sleep", pauses.append)
     monkeypatch.setattr(restarts.restarting, "__defaults__", (pauses.append,))
-    monkeypatch.setattr(Run, "_backward", _fails_at(4, times))
+    monkeypatch.setattr(Interpreter, "_backward", _fails_at(4, times))
     times.write_bytes(b"..")
     capfd.readouterr()
     assert small.train("--layout", "dp=2", "--out", run, **keys, **{"run.restarts": 3}) == 0
@@ -203,7 +203,7 @@ def test_a_failed_worker_is_started_again_until_its_error_comes_twice(
     assert f"restart 2 of 3 in 2 s, from {run}/checkpoints/step-000004" in said
     assert pauses == [1.0, 2.0]
     assert small.metrics(run) == small.metrics(whole)
-    monkeypatch.setattr(Run, "_backward", _fails_at(0))
+    monkeypatch.setattr(Interpreter, "_backward", _fails_at(0))
     assert small.train("--layout", "dp=2", "--out", tmp_path / "never", **{"run.restarts": 9}) == 1
     assert "the same error came twice behind step 0: no restart helps" in capfd.readouterr().err
 
@@ -217,20 +217,20 @@ def test_a_restart_of_a_run_with_first_weights_keeps_what_it_has_learned(
     keys = {"checkpoint.every": 2, "run.restarts": 1}
     assert small.train(*words, "--out", whole, **keys) == 0
     monkeypatch.setattr(restarts.restarting, "__defaults__", (lambda pause_s: None,))
-    monkeypatch.setattr(Run, "_backward", _fails_at(4, times))
+    monkeypatch.setattr(Interpreter, "_backward", _fails_at(4, times))
     times.write_bytes(b".")
     assert small.train(*words, "--out", run, **keys) == 0
     assert small.metrics(run) == small.metrics(whole)
 
 
-def _rank_3_never_comes_far(run: Run, task: Any, loss: Any) -> None:
+def _rank_3_never_comes_far(interpreter: Interpreter, task: Any, loss: Any) -> None:
     """A backward in which the last of four ranks dies in the third step."""
-    if run.steps_taken == 2 and run.place.rank == 3:
+    if interpreter.step == 3 and interpreter.place.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    _backward(run, task, loss)
+    _backward(interpreter, task, loss)
 
 
-_backward = Run._backward
+_backward = Interpreter._backward
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_worker_that_fails_wherever_it_starts_is_left_out(
     keys = {"checkpoint.every": 2, "run.restarts": 3}
     assert small.train("--ranks", "1", "--out", whole, **keys) == 0
     monkeypatch.setattr(restarts.restarting, "__defaults__", (lambda pause_s: None,))
-    monkeypatch.setattr(Run, "_backward", _rank_3_never_comes_far)
+    monkeypatch.setattr(Interpreter, "_backward", _rank_3_never_comes_far)
     capfd.readouterr()
     assert small.train("--layout", layout, "--ranks", "2:4", "--out", run, **keys) == 0
     assert re.search(rf"goes on with [23] of 4 ranks, layout '{left}", capfd.readouterr().out)
@@ -259,7 +259,7 @@ def test_where_no_layout_of_fewer_ranks_is_allowed_the_run_says_what_would_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(restarts.restarting, "__defaults__", (lambda pause_s: None,))
-    monkeypatch.setattr(Run, "_backward", _rank_3_never_comes_far)
+    monkeypatch.setattr(Interpreter, "_backward", _rank_3_never_comes_far)
     words = ["--layout", "tp=4", "--ranks", "1:4", "--out", str(tmp_path / "run")]
     assert small.train(*words) == 2
     assert "run.restarts = 0: --set run.restarts=3 works" in capfd.readouterr().err

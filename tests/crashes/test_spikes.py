@@ -146,7 +146,7 @@ def test_a_run_that_would_skip_for_ever_ends() -> None:
 
     given = job("skip", max_skipped=3)
     run = make_run(0, 1, "plain", "dp=1", given)
-    run.spikes = Rising(given.numerics)
+    run._stepper.spikes = Rising(given.numerics)
     given_batches = iter(batches(Tokens(), given))
     assert all(run.step(next(given_batches)).spike for _ in range(3))
     with pytest.raises(SpikeError, match=r"step 4: loss is a spike; the 3 steps before were skipped too"):

@@ -17,7 +17,7 @@ import torch
 
 from samestep.output import durable_files
 from samestep.runtime.checkpoints import manifests
-from samestep.runtime.run import Run
+from samestep.runtime.interpreter import Interpreter
 from samestep.training import metrics, train
 from tests import small
 
@@ -259,12 +259,12 @@ def test_a_run_does_not_skip_for_ever(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 def _no_memory_at(step: int) -> Callable[[Any, Any], Any]:
     """A backward that asks torch for more than any machine has, in one step."""
-    backward = Run._backward
+    backward = Interpreter._backward
 
-    def asking(run: Any, task: Any, loss: Any) -> None:
-        if run.steps_taken + 1 == step and run.place.rank == run.place.world_size - 1:
+    def asking(interpreter: Any, task: Any, loss: Any) -> None:
+        if interpreter.step == step and interpreter.place.rank == interpreter.place.world_size - 1:
             torch.empty(2**60)
-        backward(run, task, loss)
+        backward(interpreter, task, loss)
 
     return asking
 
@@ -275,7 +275,7 @@ def _no_memory_at(step: int) -> Callable[[Any, Any], Any]:
 def test_memory_that_runs_out_is_told_by_its_parts(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Run, "_backward", _no_memory_at(step=2))
+    monkeypatch.setattr(Interpreter, "_backward", _no_memory_at(step=2))
     assert small.train("--out", tmp_path / "run", "--layout", layout) == 1
     first, held, predicted, *rest = capfd.readouterr().err.splitlines()
     ranks = 2 if "=2" in layout else 1

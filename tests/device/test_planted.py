@@ -12,8 +12,9 @@ from torch import Tensor
 
 from samestep.job import Job
 from samestep.runtime import microbatches
+from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.optimizers.optimizer_step import Updater
-from samestep.runtime.run import Run
+from samestep.runtime.stepper import Stepper
 from tests.device.simulated_cuda import refusal
 from tests.laboratory import clipped, observe, on_ranks
 
@@ -29,37 +30,37 @@ def batch_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def scalars_are_sent_from_the_host(patch: pytest.MonkeyPatch) -> None:
-    agree = Run._agree
+    agree = Stepper._agree
 
-    def from_host(self: Run, own: Sequence[Tensor], *rest: bool) -> Tensor:
+    def from_host(self: Stepper, own: Sequence[Tensor], *rest: bool) -> Tensor:
         dist.all_reduce(own[0].cpu())
         return agree(self, own, *rest)
 
-    patch.setattr(Run, "_agree", from_host)
+    patch.setattr(Stepper, "_agree", from_host)
 
 
 def generator_of_the_host_draws(patch: pytest.MonkeyPatch) -> None:
-    forward_backward = Run.forward_backward
+    forward_backward = Stepper.forward_backward
 
-    def drawing(self: Run, *args: Any) -> Tensor:
+    def drawing(self: Stepper, *args: Any) -> Tensor:
         torch.empty(3, device=self.place.device).normal_(generator=torch.Generator())
         return forward_backward(self, *args)
 
-    patch.setattr(Run, "forward_backward", drawing)
+    patch.setattr(Stepper, "forward_backward", drawing)
 
 
 def gathered_weight_is_kept(patch: pytest.MonkeyPatch) -> None:
-    forward = Run._forward
+    forward = Interpreter._forward
     kept: list[Tensor] = []
 
-    def keeping(self: Run, *args: Any) -> Any:
-        module = self.model.get_submodule("model.layers.0.self_attn.q_proj")
+    def keeping(self: Interpreter, *args: Any) -> Any:
+        module = self.assembly.model.module.get_submodule("model.layers.0.self_attn.q_proj")
         handle = module.register_forward_pre_hook(lambda m, a: kept.append(m.weight))
         loss = forward(self, *args)
         handle.remove()
         return loss + 0 * kept[-1].detach().sum()
 
-    patch.setattr(Run, "_forward", keeping)
+    patch.setattr(Interpreter, "_forward", keeping)
 
 
 def gradients_are_sent_behind_the_sums(patch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ class Faulty:
             if batch.step == 0:
                 first = next(iter(self.run.model.children()))
                 first.register_forward_hook(self._fail)
-                self.run._writes_unseen = waits
+                self.run._stepper._writes_unseen = waits
         return reports
 
     def _fail(self, module: object, args: object, output: Tensor) -> Tensor:
@@ -103,8 +103,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(layout: str) -> None:
 def open_steps(rank: int, world: int, model: str, layout: str, job: Job, folder: Path) -> list[bool]:
     """Return after which steps of a run of `samestep train` the host does not know the sums."""
     run = make_run(rank, world, model, layout, job)
-    run._observer = Profiler(range(0), folder, run.place)
-    return [run.step(batch).step > 0 and run._open is not None for batch in batches(Tokens(), job)]
+    run._stepper._observer = Profiler(range(0), folder, run.place)
+    return [run.step(batch).step > 0 and run._stepper._open is not None for batch in batches(Tokens(), job)]
 
 
 def test_a_profiler_does_not_keep_the_host_from_running_ahead(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def written(rank: int, world: int, model: str, layout: str, job: Job) -> list[li
         for batch in batches(Tokens(), job):
             faulty.run.step(batch)
             if batch.step == 0:
-                faulty.run._writes_unseen = waits
+                faulty.run._stepper._writes_unseen = waits
                 parameters = list(faulty.run.model.parameters())
             if batch.step == 2:
                 for parameter in parameters:

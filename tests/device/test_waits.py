@@ -22,8 +22,8 @@ from tests.pool import pool
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
 
-SCALARS = ("to host pinned asynchronous", "runtime/run.py:Run._step")
-STEP_BEFORE = ("synchronize", "runtime/run.py:Run._closed")
+SCALARS = ("to host pinned asynchronous", "runtime/stepper.py:Stepper._step")
+STEP_BEFORE = ("synchronize", "runtime/stepper.py:Stepper._closed")
 WRITTEN = ("to host pinned asynchronous", "runtime/optimizers/pieces.py:LiveWeights.begin_step")
 WRITTEN_THERE = ("synchronize", "runtime/optimizers/pieces.py:LiveWeights.was_written_early")
 SAMPLES = ("to device pinned asynchronous", "runtime/host_copies.py:to_device")

@@ -42,7 +42,7 @@ def job_of(backend: str, precision: str = "float64", **train: Any) -> Job:
 def observed(rank: int, world: int, model: str, layout: str, job: Job) -> Case:
     run = make_run(rank, world, model, layout, job)
     seen = follow(run, Tokens(), job, record=True)
-    remarks = [line for line in run._refusals.remarks if line.startswith("run.compile")]
+    remarks = [line for line in run._stepper.refusals.remarks if line.startswith("run.compile")]
     return seen, remarks, run.assembly.model.compiled.compiler.num_graphs
 
 

@@ -808,7 +808,7 @@ def train(
     if each is not None:
         step, run.step = run.step, lambda batch: (step(batch), each(run))[0]
     seen = follow(run, dataset, job)
-    return seen, run._refusals.remarks
+    return seen, run._stepper.refusals.remarks
 
 
 def in_layout(

@@ -20,9 +20,11 @@ from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.expert import Balance
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.dropout import mode as dropout
+from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.optimizers import optimizer_step
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.run import Run
+from samestep.runtime.stepper import Stepper
 from tests.models import Tokens
 from tests.proof.planting import Patch, around, changed, fault, rank, unless
 
@@ -35,7 +37,7 @@ def loss_is_mean_over_microbatches(patch: Patch) -> None:
         total, count = cross_entropy(outputs, batch)
         return total / count, torch.ones_like(count)
 
-    around(patch, Run, "_forward", lambda forward, self, *args: _with_loss(self, mean, forward, *args))
+    around(patch, Interpreter, "_forward", lambda forward, self, *args: _with_loss(self, mean, forward, *args))
 
 
 @fault(Cause.MEAN_OF_MEANS, "dp=2")
@@ -43,19 +45,19 @@ def loss_is_mean_over_ranks(patch: Patch) -> None:
     loss_is_mean_over_microbatches(patch)
 
 
-def _with_loss(self: Run, loss: Any, forward: Any, *args: Any) -> Any:
-    self.adopt(lambda assembly: replace(assembly, objective=replace(assembly.objective, loss=loss)))
+def _with_loss(self: Interpreter, loss: Any, forward: Any, *args: Any) -> Any:
+    self.assembly = replace(self.assembly, objective=replace(self.assembly.objective, loss=loss))
     return forward(self, *args)
 
 
 @fault(Cause.MEAN_OF_MEANS, "dp=2 microbatch=2")
 def gradients_are_mean_over_microbatches(patch: Patch) -> None:
-    def forward(original: Any, self: Run, task: Any, microbatches: Any, totals: Tensor) -> Any:
+    def forward(original: Any, self: Interpreter, task: Any, microbatches: Any, totals: Tensor) -> Any:
         before = totals.clone()
         found = original(self, task, microbatches, totals)
         return found / (totals - before)[1] * 12.0
 
-    around(patch, Run, "_forward", forward)
+    around(patch, Interpreter, "_forward", forward)
 
 
 @fault(Cause.GRADIENT_SCALE, "dp=2")
@@ -75,11 +77,11 @@ def gradients_are_not_divided_by_the_microbatches(patch: Patch) -> None:
 
 @fault(Cause.LOSS_SCALE, "dp=2")
 def loss_is_divided_twice(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor, *rest: bool) -> Tensor:
+    def agree(original: Any, self: Stepper, totals: Tensor, *rest: bool) -> Tensor:
         found = original(self, totals, *rest)
         return changed(found, count=2 * float(found[1]))
 
-    around(patch, Run, "_agree", agree)
+    around(patch, Stepper, "_agree", agree)
 
 
 @fault(Cause.AUXILIARY_LOSS, "dp=2 ep=2", "mixtral_balanced")
@@ -94,11 +96,11 @@ def experts_are_balanced_within_each_rank(patch: Patch) -> None:
 
 @fault(Cause.MISSING_REDUCTION, "dp=2")
 def loss_is_that_of_the_rank(patch: Patch) -> None:
-    def agree(original: Any, self: Run, own: Sequence[Tensor], *rest: bool) -> Tensor:
+    def agree(original: Any, self: Stepper, own: Sequence[Tensor], *rest: bool) -> Tensor:
         found, (totals,) = original(self, own, *rest), own
         return changed(found, loss_sum=float(totals[0] / totals[1] * found[1]))
 
-    around(patch, Run, "_agree", agree)
+    around(patch, Stepper, "_agree", agree)
 
 
 # -- reductions over the data axis -----------------------------------------------------------------
@@ -173,7 +175,7 @@ def _given(param: Tensor, gradient: Tensor) -> Tensor:
 def the_first_microbatch_is_forgotten(patch: Patch) -> None:
     around(
         patch,
-        Run,
+        Interpreter,
         "_backward",
         lambda backward, self, task, loss: backward(self, task, loss * float(task.microbatch > 0)),
     )
@@ -183,7 +185,7 @@ def the_first_microbatch_is_forgotten(patch: Patch) -> None:
 def a_microbatch_counts_twice(patch: Patch) -> None:
     around(
         patch,
-        Run,
+        Interpreter,
         "_backward",
         lambda backward, self, task, loss: backward(self, task, loss * (2.0 if task.microbatch == 1 else 1.0)),
     )
@@ -326,11 +328,11 @@ def a_running_statistic_is_that_of_the_rank(patch: Patch) -> None:
 
 @fault(Cause.CLIP_NORM, "dp=2 zero=1", optimizer={"clip_norm": 0.05})
 def the_norm_is_that_of_the_shard(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor, *rest: bool) -> Tensor:
-        mine = float(self.assembly.weights.store.norm_squared())
+    def agree(original: Any, self: Stepper, totals: Tensor, *rest: bool) -> Tensor:
+        mine = float(self.settled.weights.store.norm_squared())
         return changed(original(self, totals, *rest), norm_squared=mine)
 
-    around(patch, Run, "_agree", agree)
+    around(patch, Stepper, "_agree", agree)
 
 
 @fault(Cause.CLIP_NORM, "dp=1 tp=2", "attentive", optimizer={"clip_norm": 0.05})
@@ -343,11 +345,11 @@ def the_norm_counts_whole_weights_once_a_tp_rank(patch: Patch) -> None:
 
 @fault(Cause.CLIP_NORM, "dp=1 pp=2 microbatch=4", "deep_llama", optimizer={"clip_norm": 0.05})
 def the_norm_lacks_the_other_stages(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor, *rest: bool) -> Tensor:
-        mine = float(self.assembly.weights.store.norm_squared())
+    def agree(original: Any, self: Stepper, totals: Tensor, *rest: bool) -> Tensor:
+        mine = float(self.settled.weights.store.norm_squared())
         return changed(original(self, totals, *rest), norm_squared=mine)
 
-    around(patch, Run, "_agree", agree)
+    around(patch, Stepper, "_agree", agree)
 
 
 @fault(Cause.CLIP_NORM, "dp=2 zero=1", optimizer={"clip_norm": 0.05})

@@ -18,7 +18,7 @@ from samestep.proof.verdict import Cause
 from samestep.runtime.axes import context, pipeline, sequence, tensor
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.weight_gradients import Deferred
-from samestep.runtime.run import Run
+from samestep.runtime.stepper import Stepper
 from samestep.schedules import Action, TaskKind
 from samestep.tracing.attention import AttentionCall
 from tests.proof.planting import Patch, around, changed, fault, rank, unless
@@ -214,20 +214,20 @@ FP16 = {"precision": "fp16", "loss_scale": 2.0**10}
 
 @fault(Cause.SKIP, "dp=2", own_precision=True, numerics=FP16)
 def a_rank_skips_by_itself(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor, *rest: bool) -> Tensor:
+    def agree(original: Any, self: Stepper, totals: Tensor, *rest: bool) -> Tensor:
         found = original(self, totals, *rest)
         return changed(found, norm_squared=float("inf")) if rank() == 1 and self.steps_taken == 1 else found
 
-    around(patch, Run, "_agree", agree)
-    patch.setattr(Run, "_diagnose", lambda self, batch: "overflow")
+    around(patch, Stepper, "_agree", agree)
+    patch.setattr(Stepper, "_diagnose", lambda self, batch: "overflow")
 
 
 @fault(Cause.SKIP, "dp=1 pp=2 microbatch=4", "llama", own_precision=True, numerics=FP16)
 def a_stage_skips_by_itself(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor, *rest: bool) -> Tensor:
+    def agree(original: Any, self: Stepper, totals: Tensor, *rest: bool) -> Tensor:
         found = original(self, totals, *rest)
-        overflows = self.assembly.parallel.stage.is_last(0) and self.steps_taken == 1
+        overflows = self.settled.parallel.stage.is_last(0) and self.steps_taken == 1
         return changed(found, norm_squared=float("inf")) if overflows else found
 
-    around(patch, Run, "_agree", agree)
-    patch.setattr(Run, "_diagnose", lambda self, batch: "overflow")
+    around(patch, Stepper, "_agree", agree)
+    patch.setattr(Stepper, "_diagnose", lambda self, batch: "overflow")

@@ -22,12 +22,12 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.proof import sides, verify
 from samestep.proof.verdict import Cause
-from samestep.runtime import run as run_module
+from samestep.runtime import stepper
 from samestep.runtime.axes import pipeline
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.preparation import Source, prepare
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.run import Run
+from samestep.runtime.stepper import Stepper
 from tests.laboratory import job_of, perturbed
 from tests.models import MODELS, VOCABULARY, Tokens
 from tests.parity.test_loaded_weights import fine_tuned
@@ -194,15 +194,15 @@ def a_key_of_the_batch_is_dropped(patch: Patch) -> None:
 
 
 def nothing_is_clipped(patch: Patch) -> None:
-    patch.setattr(run_module, "clip_factor", lambda norm, limit: 1.0)
+    patch.setattr(stepper, "clip_factor", lambda norm, limit: 1.0)
 
 
 def the_mean_is_over_another_count(patch: Patch) -> None:
-    def agree(original: Any, self: Run, totals: Tensor, *rest: bool) -> Tensor:
+    def agree(original: Any, self: Stepper, totals: Tensor, *rest: bool) -> Tensor:
         found = original(self, totals, *rest)
         return changed(found, count=float(found[1]) + 1)
 
-    around(patch, Run, "_agree", agree)
+    around(patch, Stepper, "_agree", agree)
 
 
 def weights_are_updated_twice(patch: Patch) -> None:

@@ -50,9 +50,10 @@ class Interpreter:
         time limit.
         """
         parallel, store = self.assembly.parallel, self.assembly.weights.store
+        layout = parallel.program.step.layout
         totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
         held: dict[tuple[int, int], Tensor | None] = {}
-        reading = self.trials.reading if self.layout.pp > 1 else nullcontext
+        reading = self.trials.reading if layout.pp > 1 else nullcontext
         microbatches = Microbatches(self.assembly, batch, reading)
         self.assembly.model.dropout.begin_step(self.assembly.model.module)
         store.begin_step()
@@ -73,7 +74,7 @@ class Interpreter:
         if self.observer.dropout_mode() is None:
             self.assembly.model.dropout.end_step(self.assembly.model.module)
         parallel.stage.finish()
-        return totals / self.layout.model_ranks  # which count the same samples
+        return totals / layout.model_ranks  # which count the same samples
 
     def _forward(self, task: Task, microbatches: Microbatches, totals: Tensor) -> Tensor | None:
         """Run the forward of one chunk on a micro-batch; return its scaled loss where the chunk ends the model."""

@@ -21,15 +21,22 @@ class PreparedRun(Protocol):
     """A run whose model stands in its layout: a `run.Run` that is prepared."""
 
     job: Job
-    layout: Layout
     place: RankInfo
     steps_taken: int
     changes: tuple[str, ...]
     """What resumes have changed of the job and its layout, and after which steps."""
-    spikes: SpikeWatch
-    """The losses of the last steps."""
-    replicas: LocalReplicas | None
-    """The replicas that this rank trains, where a job trains them apart."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the program."""
+
+    @property
+    def spikes(self) -> SpikeWatch:
+        """The losses of the last steps."""
+
+    @property
+    def replicas(self) -> LocalReplicas | None:
+        """The replicas that this rank trains, where a job trains them apart."""
 
     @property
     def assembly(self) -> Assembly:

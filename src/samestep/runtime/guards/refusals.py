@@ -1,7 +1,7 @@
 """Refusals that one rank finds in the middle of a step, raised on every rank at the end of its backward.
 
 A rank that raised by itself would leave the others waiting in the step's next collective. So a rank keeps the reason,
-and adds a number to the stop flag, which all ranks sum in the step's one all_reduce (`run.Run._agree`); where the sum
+and adds a number to the stop flag, which all ranks sum in the step's one all_reduce (`stepper.Stepper._agree`); where the sum
 shows that some rank has a reason, all ranks exchange theirs and raise the first.
 """
 
