@@ -38,7 +38,7 @@ from samestep.errors import SamestepError, WorkerError
 
 
 class Wanted(NamedTuple):
-    """Samples that a step reads."""
+    """The samples that a step will ask for."""
 
     step: int
     indices: Integers

@@ -62,7 +62,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two features in one layout."""
+    """Two features of layouts, and whether one layout can have both."""
 
     first: str
     second: str

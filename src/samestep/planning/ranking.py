@@ -60,7 +60,7 @@ def as_text(found: Plan) -> str:
 
 
 def _kept_free(machine: Hardware) -> list[str]:
-    """Say what is kept free of the memory, if anything is."""
+    """Return a line on the memory that is kept free, if any is."""
     if not machine.kept_free:
         return []
     room, memory = gib(machine.room_bytes), gib(machine.memory_bytes)
@@ -70,7 +70,7 @@ def _kept_free(machine: Hardware) -> list[str]:
 
 
 def _cautions(best: Sequence[Prediction]) -> list[str]:
-    """Say what speaks against the best layout: ranks without work, memory that is full."""
+    """Return lines on what speaks against the best layout: ranks without work, memory that is full."""
     first, lines = best[0], []
     samples, ranks = first.programs[0].step.global_batch, first.layout.dp
     if samples < ranks:

@@ -126,7 +126,7 @@ def _groups_of(what: _Open) -> tuple[CandidateGroup, ...]:
 
 
 class Fallen(NamedTuple):
-    """Layouts that fell out together."""
+    """A group of layouts that fell out by one rule, and why."""
 
     group: CandidateGroup
     rule: str
@@ -320,7 +320,7 @@ class _Search:
         del self.best[self.top :]
 
     def _close(self) -> None:
-        """Say of what was never played why not."""
+        """Throw out what was never played, each with its reason."""
         limit_s = self._limit_s()
         for bound_s, _, what, _ in self._open:
             rule = "slower" if bound_s >= limit_s else "unplayed"
@@ -424,7 +424,7 @@ def _at_least(need: Need, total: float, hardware: Hardware) -> str:
 
 
 def _nearest(fallen: Sequence[Fallen]) -> str:
-    """Say what comes nearest to fitting."""
+    """Return the layout that comes nearest to fitting, and what it needs, as text."""
     too_large = [one for one in fallen if one.rule == "memory"]
     if not too_large:
         return "no layout of these devices is legal"

@@ -42,7 +42,7 @@ NUM_SAMPLES = 4
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Whether samples influence each other."""
+    """The answer to whether samples influence each other."""
 
     refusal: str = ""
     """Where samples influence each other, as text; empty if nothing shows it."""

@@ -83,7 +83,7 @@ class _WriteRecorder(DispatchMode):
 
 @dataclass(slots=True)
 class Changes:
-    """Whether a trace has shown anything that a forward may keep."""
+    """The answer to whether a forward keeps anything, complete once the forward has ended."""
 
     found: bool = False
 

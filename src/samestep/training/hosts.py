@@ -59,7 +59,7 @@ def away(checked: Checked, meeting: Meeting) -> Away:
 
 @dataclass(frozen=True)
 class Lost:
-    """What a follower knows of a run whose leading host is lost."""
+    """A run whose leading host is lost, as a follower knows it: enough to go on without that host."""
 
     why: str
     folder: Path | None
@@ -75,7 +75,7 @@ class Lost:
 def follow(meeting: Meeting, job: Job, init_from: str | Path | None, work: Callable[..., Any]) -> dict[str, Any] | Lost:
     """Start workers of `work` as the leading host says, until the run is over, and return its summary.
 
-    Returns what is known of the run where the leading host is lost.
+    Where the leading host is lost, returns the `Lost` run.
 
     Raises:
         SamestepError: the run failed; class and text are those of the leading host.

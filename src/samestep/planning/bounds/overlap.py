@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 
 class Reduced(NamedTuple):
-    """A layer's part of the last backward."""
+    """The seconds that the last backward of a layer takes: of computing, of sending, and of reducing its gradients."""
 
     compute_s: float
     sent_s: float
-    """Of compute's own queue."""
+    """Seconds of sending in compute's own queue."""
     reduced_s: float
-    """What its gradients take of a stream, at least, once they are all there."""
+    """Least seconds that its gradients take of a stream once they are all there."""
 
 
 def longer_s(layers: Sequence[Reduced], waiting_s: float, contention: float) -> float:

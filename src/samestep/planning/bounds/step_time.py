@@ -313,7 +313,7 @@ class Bounds:
 
     @staticmethod
     def _summed_s(whole_s: Sequence[float], of_runs: Sequence[Reductions]) -> float:
-        """When the last gradients of a stage are summed: those of its last run of layers come first, on any stream."""
+        """Return the seconds after which the last gradients of a stage are summed: those of its last run of layers come first."""
         ends_s = [0.0] * len(of_runs[0].streams_s)
         for begun_s, one in zip(reversed(whole_s), reversed(of_runs), strict=True):
             ends_s = [

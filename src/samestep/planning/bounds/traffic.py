@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Reductions(NamedTuple):
-    """Gradients of a run of layers."""
+    """The reductions of the gradients of a run of layers: when they can start, and how long they take."""
 
     behind_s: float
-    """From the start of its last backward until the first ones are whole."""
+    """Seconds from the start of the run's last backward until its first gradients are whole."""
     streams_s: tuple[float, ...]
-    """Seconds of each stream."""
+    """Seconds that they take of each stream."""
 
 
 class Sending(NamedTuple):

@@ -24,7 +24,7 @@ class _Form(BaseModel):
 
 
 class Part(_Form):
-    """One rank's file."""
+    """The record of one rank's file in a manifest."""
 
     file: Annotated[StrictStr, Field(pattern=r"^rank-\d{4,}\.safetensors$")]
     digest: StrictStr

@@ -43,7 +43,7 @@ class TorchChunk:
 
 @dataclass(frozen=True, slots=True)
 class TorchEntry:
-    """A tensor in such a checkpoint."""
+    """A tensor in a checkpoint of torch's, and its chunks."""
 
     name: str
     shape: tuple[int, ...]

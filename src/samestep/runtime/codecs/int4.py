@@ -26,7 +26,7 @@ _ZERO = 8
 
 @dataclass(frozen=True, slots=True)
 class Int4:
-    """The codec."""
+    """The codec of 4 bits an element."""
 
     kernels: Kernels
 

@@ -21,7 +21,7 @@ from samestep.runtime.codecs.scaled import Kernels, fused_kernels, kernels
 
 @dataclass(frozen=True, slots=True)
 class Int8:
-    """The codec."""
+    """The codec of 8 bits an element."""
 
     kernels: Kernels
 

@@ -34,7 +34,7 @@ _NOT_FINITE = 127
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What encodes and decodes blocks."""
+    """The two functions of a codec with scaled blocks: one encodes rows of a gradient, the other adds decoded rows."""
 
     quantise: Callable[[Tensor, Tensor | None, Tensor, Tensor], None]
     """Writes codes [blocks, block] and the exponents of scales [blocks], int8, of rows [blocks, block] plus what was lost before,

@@ -20,7 +20,7 @@ from samestep.runtime.codecs.codec import Codec
 
 
 class TopK:
-    """The codec."""
+    """The codec that sends the largest elements of each block."""
 
     def encode(self, values: Tensor, block: int, wire: Tensor, lost: Tensor | None = None) -> None:
         """Write the largest of values [rows, n], plus what was lost, to `wire`, uint8 [rows, 5 n k / block]."""

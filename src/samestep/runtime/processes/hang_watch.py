@@ -78,7 +78,7 @@ class HangWatch:
             warnings.warn(self._text(working, still_s, now_s), stacklevel=2)
 
     def _wake(self, now_s: float) -> None:
-        """Where this process was stopped itself, and its ranks with it, let the time begin anew."""
+        """Let the time begin anew if this process was stopped itself, and its ranks with it."""
         if now_s - self._awake_s > _SILENT_S:
             self._moved_s, self._answered_s = (dict.fromkeys(self._last, now_s) for _ in range(2))
             self._began_s = now_s

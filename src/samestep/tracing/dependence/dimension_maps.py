@@ -267,7 +267,7 @@ def is_mask(index: Any) -> bool:
 
 
 class Picks(NamedTuple):
-    """Where the dimensions of a tensor go that is indexed as x[i, j, ...] or x[mask]."""
+    """The outcome of an indexing x[i, j, ...] or x[mask], for the dimensions of x: each is kept at some place, or covered by an index."""
 
     place: int
     """The first dimension of what is picked."""
@@ -280,7 +280,7 @@ class Picks(NamedTuple):
 
 
 def picks(x: Any, indices: Iterable[Any]) -> Picks:
-    """Return where the dimensions of a tensor go that is indexed; None covers one that is taken whole."""
+    """Return what an indexing of x does with its dimensions; an index of None takes a dimension whole."""
     at, given = 0, []
     for index in indices:
         count = len(index.shape) if index is not None and is_mask(index) else 1
