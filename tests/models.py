@@ -104,6 +104,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+class Call(nn.Module):
+    """A module whose forward is a given function."""
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._function = forward
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self._function(*args)
+
+
 class Tokens:
     """Random tokens whose samples count very different numbers of labels: a mean of means would be far off."""
 

@@ -17,28 +17,16 @@ from samestep.layout import Layout
 from samestep.proof import verify
 from samestep.proof.sides import Subject
 from samestep.runtime import preparation
+from tests import small
 from tests.device.simulated_cuda import refusal
 
 needs_device = pytest.mark.skipif(bool(refusal()), reason=refusal())
 ROOT = Path(__file__).parents[2]
-SMALL: dict[str, Any] = {
-    "model.config.hidden_size": 16,
-    "model.config.intermediate_size": 40,
-    "model.config.num_hidden_layers": 2,
-    "model.config.num_attention_heads": 4,
-    "model.config.num_key_value_heads": 2,
-    "model.config.max_position_embeddings": 64,
-    "data.sequence_length": 16,
-    "train.global_batch": 8,
-    "train.evaluate_samples": 0,
-    "train.sample_tokens": 0,
-    "schedule.warmup_steps": 2,
-}
 
 
 def samestep(verb: str, *words: str, **settings: Any) -> str:
     """Run the command line on simulated devices; return what it prints."""
-    sets = [word for key, value in {**SMALL, **settings}.items() for word in ("--set", f"{key}={value}")]
+    sets = [word for key, value in {**small.SMALL, **settings}.items() for word in ("--set", f"{key}={value}")]
     path = os.pathsep.join(map(str, (ROOT / "tests/site", ROOT, ROOT / "src")))
     variables = {"PYTHONPATH": path, "SAMESTEP_TESTS_SIMULATE_A_DEVICE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "samestep", verb, *words, *sets]
@@ -85,7 +73,7 @@ def test_a_proof_with_two_threads() -> None:
 
 def test_a_proof_reaches_a_spawned_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its traced module stays behind, since it has hooks of its own; the worker traces the model again."""
-    config = {key.rpartition(".")[2]: value for key, value in SMALL.items() if key.startswith("model.")}
+    config = {key.rpartition(".")[2]: value for key, value in small.SMALL.items() if key.startswith("model.")}
     job = Job(model={"config": config}, data={"sequence_length": 16}, train={"global_batch": 8})
     layout = Layout.parse("dp=2")
     source, data, example = verify._given(job, layout, None, None, None, None)

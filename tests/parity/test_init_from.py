@@ -21,7 +21,6 @@ from tests.folders import SIZES
 from tests.laboratory import job_of
 from tests.models import Tokens
 from tests.parity.test_frozen import run_of
-from tests.parity.test_lora import steps
 from tests.pool import pool
 
 MODEL: dict[str, Any] = {"source": "hf:llama", "config": SIZES}
@@ -29,16 +28,8 @@ OLD = job_of("float32", 2, model=MODEL)
 
 
 @pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps."""
-    out = tmp_path_factory.mktemp("old")
-    steps(0, 1, "dp=1", OLD, out, 2)
-    return out
-
-
-@pytest.fixture(scope="module")
-def exported(old: Path) -> Path:
-    return samestep.export(old, old / "out").folder
+def exported(old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return samestep.export(old, tmp_path_factory.mktemp("exported") / "out").folder
 
 
 def losses_from(rank: int, world: int, layout: str, job: Job, first: FirstWeights, out: Path) -> list[float]:

@@ -23,6 +23,7 @@ from tests import traced
 from tests.folders import saved
 from tests.laboratory import follow, job_of
 from tests.models import Tokens
+from tests.parity.test_lora import train_plainly
 from tests.pool import pool
 
 
@@ -41,17 +42,7 @@ def losses_of(rank: int, world: int, layout: str, job: Job) -> list[float]:
 def plain_losses(folder: Path, job: Job) -> list[float]:
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    optimizer = torch.optim.SGD(model.parameters(), job.optimizer.lr, momentum=0.9)
-    losses = []
-    for batch in batches(Tokens(), job):
-        samples = batch.samples(batch.indices)
-        logits = model(samples["input_ids"], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), samples["labels"].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return train_plainly(model, job)
 
 
 @pytest.fixture(scope="module")

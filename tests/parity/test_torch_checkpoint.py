@@ -23,21 +23,12 @@ from samestep.training.first_weights import FirstWeights
 from tests import audit
 from tests.parity.test_frozen import run_of
 from tests.parity.test_init_from import OLD, losses_from, new_job
-from tests.parity.test_lora import steps
 from tests.pool import pool
 
 
 @pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps."""
-    out = tmp_path_factory.mktemp("old")
-    steps(0, 1, "dp=1", OLD, out, 2)
-    return out
-
-
-@pytest.fixture(scope="module")
-def exported(old: Path) -> Path:
-    return samestep.export(old, old / "out", form="dcp").folder
+def exported(old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return samestep.export(old, tmp_path_factory.mktemp("exported") / "out", form="dcp").folder
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +45,7 @@ def test_torch_reads_what_is_exported_and_a_run_starts_from_it(
     theirs: dict[str, Tensor], old: Path, exported: Path, tmp_path: Path
 ) -> None:
     job = new_job()
-    ours = samestep.export(old, old / "plain").folder
+    ours = samestep.export(old, tmp_path / "plain").folder
     run_of(0, 1, "tp=2", job)
     found = [FirstWeights.of(path, job) for path in (exported, ours, old)]
     read = torch_checkpoint.entries(exported, theirs)

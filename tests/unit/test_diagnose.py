@@ -14,17 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from samestep.runtime.guards.nonfinite import first_nonfinite
-
-
-class Call(nn.Module):
-    """A module whose forward is a given function."""
-
-    def __init__(self, forward: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self._function = forward
-
-    def forward(self, *args: Tensor) -> Tensor:
-        return self._function(*args)
+from tests.models import Call
 
 
 class Block(nn.Module):

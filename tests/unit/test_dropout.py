@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +26,7 @@ from samestep.runtime.dropout.mode import (
 )
 from samestep.runtime.dropout.rates import has_dropout
 from samestep.runtime.dropout.replacements import HANDLERS
+from tests.models import Call
 
 
 def draw(samples: list[int], seed: int = 1, step: int = 3) -> Draw:
@@ -35,17 +35,6 @@ def draw(samples: list[int], seed: int = 1, step: int = 3) -> Draw:
 
 def ones(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.float64)
-
-
-class Call(nn.Module):
-    """A module whose forward is a given function."""
-
-    def __init__(self, forward: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self._function = forward
-
-    def forward(self, *args: Tensor) -> Tensor:
-        return self._function(*args)
 
 
 class Block(nn.Module):
