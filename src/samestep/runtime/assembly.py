@@ -47,6 +47,7 @@ from samestep.runtime.axes import (
 )
 from samestep.runtime.axes.chunked_loss import Chunking
 from samestep.runtime.axes.data import Replicated
+from samestep.runtime.axes.stage_flow import Flows
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.compiled_blocks import CompiledBlocks, compile_blocks
 from samestep.runtime.dropout import mode as dropout
@@ -70,6 +71,7 @@ from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
+from samestep.tracing.traced_model import TracedModel
 
 # Order matters: from the inside out, as in `strategies.STACK`.
 TWINS: tuple[ModuleType, ...] = (tensor, expert)
@@ -186,14 +188,55 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     Raises:
         InputError: the model, the optimizer or the number of processes does not fit the layout.
     """
+    decided = _decided(source, layout, job, place, example)
+    agreement.check(decided.spec, decided.program.step.layout, job)
+    waived = kept_state.check(decided.traced.analysis.states, decided.program, job.run)
+    _set_products(job.numerics)
+    mesh = meshes.build(decided.program, place.device, job.run.timeout_s)
+    plan = decided.traced.blueprint
+    assert all(param.is_meta for param in plan.module.parameters()), "a blueprint is cut and filled by one run alone"
+    form = PretrainedForm.of(plan, job) if job.checkpoint.save_pretrained else None  # before the model is cut
+    held = [name for name, value in plan.module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)]
+    state_names = {name: plan.canonical.get(name, name) for name in held}
+    cut = _cut(decided, mesh)
+    store = _filled(decided, mesh)
+    return Assembly(
+        parallel=_parallel(decided, mesh, cut),
+        model=replace(_prepared(decided, mesh, cut, store), remarks=tuple(waived), form=form, state_names=state_names),
+        objective=_objective(decided, mesh, example),
+        weights=_updated(decided, mesh, store),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """What is decided of a rank's run before its model is cut."""
+
+    source: Source
+    job: Job
+    traced: TracedModel
+    flows: Flows | None
+    spec: ModelSpec
+    """The spec of the whole model, with what its optimizer needs."""
+    whole: WholeWeights
+    couples_weights: bool
+    """Whether the update of a weight is known to depend on others; asked for runs with steps under watch."""
+    program: Program
+
+
+def _decided(source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> _Decided:
+    """Trace the model and make the program of this rank.
+
+    Raises:
+        InputError: the model or the optimizer does not fit the layout.
+    """
     traced = with_slices(prepared_for(source, job, example, layout), layout, example)
     traced, flows = pipeline.with_flows(traced, layout, job, example, source.loss)
-    plan, spec = traced.blueprint, traced.spec
     layout = recompute.layout_for(layout, traced.analysis)
     ranks = Ranks.of(layout)
     stage, replica = ranks.coordinate(place.rank, "pp"), ranks.coordinate(place.rank, "dp")
-    whole = WholeWeights.of(spec, attributes_of(plan.marks))
-    spec = check_optimizer(source.optimizer, spec, layout, whole.attributes)
+    whole = WholeWeights.of(traced.spec, attributes_of(traced.blueprint.marks))
+    spec = check_optimizer(source.optimizer, traced.spec, layout, whole.attributes)
     # Asked now, for the canary: the optimizer that is used must be the last one that the function makes.
     is_watched = 0 < job.train.watch_every <= job.train.steps or bool(spec.tried)
     couples = is_watched and couples_weights(source.optimizer, spec, whole.attributes)
@@ -201,121 +244,157 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     program = program_of(
         spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica, in_chunks
     )
-    agreement.check(spec, layout, job)
-    waived = kept_state.check(traced.analysis.states, program, job.run)
-    _set_products(job.numerics)
-    mesh = meshes.build(program, place.device, job.run.timeout_s)
-    model = plan.module
-    assert all(param.is_meta for param in model.parameters()), "a blueprint is cut and filled by one run alone"
-    form = PretrainedForm.of(plan, job) if job.checkpoint.save_pretrained else None  # before the model is cut
-    held = [name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)]
-    state_names = {name: plan.canonical.get(name, name) for name in held}
+    return _Decided(source, job, traced, flows, spec, whole, couples, program)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What the axes have put around the modules of a model."""
+
+    slicing: context.Slicing | context.WholeSequences
+    batch_norms: batch_norm.BatchNorms
+    compiled: CompiledBlocks
+    deferred: Deferred
+
+
+def _cut(decided: _Decided, mesh: meshes.Mesh) -> _Cut:
+    """Let the axes work on the modules, from the inside out; the weights are still on the meta device."""
+    traced, program = decided.traced, decided.program
+    plan, model = traced.blueprint, traced.module
     precision.apply(traced, program)
     for name in plan.rounded:
         module = model.get_submodule(name.rpartition(".")[0])
         nf4.multiply_packed(module, traced.facts.is_transposed(module))
     for twin in TWINS:
         twin.apply(traced, program, mesh)
-    slicing = context.Slicing(model, program, mesh) if layout.cp > 1 else context.WholeSequences()
+    slicing = context.Slicing(model, program, mesh) if program.step.layout.cp > 1 else context.WholeSequences()
     norms = batch_norm.BatchNorms(model, program, mesh)
-    compiled = compile_blocks(traced, program, job.run)
+    compiled = compile_blocks(traced, program, decided.job.run)
     dropout.leave_out(model, compiled.in_graph)
     dropout.track_modules(model)
-    dropout.place_samples(model, spec.masks)
+    dropout.place_samples(model, decided.spec.masks)
     deferred = Deferred(traced, program)
     recompute.apply(model, program)
+    return _Cut(slicing, norms, compiled, deferred)
+
+
+def _filled(decided: _Decided, mesh: meshes.Mesh) -> WeightStore:
+    """Give this rank its part of every weight, in the store of the layout, and fill the rest of the model."""
+    job, program, spec = decided.job, decided.program, decided.spec
+    plan, model = decided.traced.blueprint, decided.traced.module
+    shapes = {param.name: param for param in spec.params}
+    params = {param.name: param for param in program.step.model.params}
 
     def materialize(name: str, dtype: torch.dtype) -> Tensor:
         cut = params[name]
         holding = program.step.holding(cut)
         held = placement.part_of(shapes[name], cut, holding, mesh)
         if held.dim == 0 and len(held.shape) > 2 and held.intervals:  # a stack of experts, which no rank holds whole
-            return plan.materialize(name, place.device, dtype, held.intervals)
+            return plan.materialize(name, mesh.device, dtype, held.intervals)
         if held.numel and plan.makes_parts(name):
-            return plan.materialize(name, place.device, dtype, held.intervals, held.dim)
-        return placement.local_part(plan.materialize(name, place.device, dtype), cut, holding, mesh)
+            return plan.materialize(name, mesh.device, dtype, held.intervals, held.dim)
+        return placement.local_part(plan.materialize(name, mesh.device, dtype), cut, holding, mesh)
 
-    shapes = {param.name: param for param in spec.params}
-    params = {param.name: param for param in program.step.model.params}
-    store = whole_update.owning(store_of(layout)(model, program, mesh, materialize), program, mesh, spec)
-    _mark(model, spec, whole, store)
+    make = store_of(program.step.layout)
+    store = whole_update.owning(make(model, program, mesh, materialize), program, mesh, spec)
+    _mark(model, spec, decided.whole, store)
     store.hook_gradients(gradient_hooks(plan, program, mesh))
-    fill_rest(plan, place.device, torch.float64 if job.numerics.precision == "float64" else None)
-    packing = None
-    if job.numerics.optimizer_states != "float32":
+    fill_rest(plan, mesh.device, torch.float64 if job.numerics.precision == "float64" else None)
+    return store
 
-        def slice_of(piece: Piece) -> placement.WeightSlice:
-            cut = params[piece.name]
-            if piece.is_uncut:
-                return placement.whole(shapes[piece.name].shape)
-            return placement.part_of(shapes[piece.name], cut, program.step.holding(cut), mesh)
 
-        states = job.numerics.optimizer_states
-        packing = StatePacking(states, job.train.seed, slice_of, program.step.state_blocks)
-    of_tp, of_cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
-    own_loss = source.loss
-    if own_loss is not cross_entropy:
-        own_loss = checked(given_instance.watching(own_loss, source.model))
-    return Assembly(
-        parallel=Parallel(
-            program=program,
-            mesh=mesh,
-            stage=pipeline.Stage(traced, program, mesh, slicing, flows)
-            if layout.pp > 1
-            else pipeline.WholeModel(model),
-            slicing=slicing,
-            batch_norms=norms,
-            deferred=deferred,
-            pending=_pending(model, program, mesh),
-            checkpoints=functools.partial(
-                recompute.in_our_modes,
-                functools.partial(_recompute_contexts, model, program, slicing, norms),
-                plainly=traced.analysis.recomputes_blocks,
-                detached=traced.analysis.detached_checkpoints,
-            ),
-        ),
-        model=PreparedModel(
-            module=model,
-            spec=spec,
-            master_dtype=precision.DTYPES[program.step.master_dtype],
-            compiled=compiled,
-            training_modes={module: module.training for module in model.modules()},
-            running_buffers=[
-                buffer
-                for path in dict.fromkeys((*spec.coupled_modules, *spec.batch_norm_owners))
-                for buffer in model.get_submodule(path).buffers(recurse=False)
-            ],
-            first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
-            dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
-            remarks=tuple(waived),
-            form=form,
-            state_names=state_names,
-            gathered=traced.analysis.gathered if layout.tp > 1 else {},
-            mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
-        ),
-        objective=Objective(
-            # In chunks each part of the logits knows that it is cut.
-            loss=functools.partial(tensor.cut_loss, mesh)
-            if tensor.cuts_logits(program) and layout.loss_chunk is None
-            else own_loss,
-            balance=expert.Balance.of(traced, program, mesh),
-            nominal_count=_nominal_count(example, job.train.global_batch),
-        ),
-        weights=Weights(
-            store=store,
-            updater=Updater.over(
-                store.pieces,
-                source.optimizer,
-                job.numerics,
-                whole,
-                couples_weights=couples,
-                splits_masters=program.step.splits_masters,
-                packing=packing,
-                averages=WeightAverages(job.train.ema) if job.train.ema is not None else None,
-            ),
-            lr_factor=learning_rate_factor(job.schedule, job.train.steps),
+def _packing(decided: _Decided, mesh: meshes.Mesh) -> StatePacking | None:
+    """Return the form in which the optimizer's states are held between two updates; None where they are float32."""
+    states = decided.job.numerics.optimizer_states
+    if states == "float32":
+        return None
+    shapes = {param.name: param for param in decided.spec.params}
+    params = {param.name: param for param in decided.program.step.model.params}
+
+    def slice_of(piece: Piece) -> placement.WeightSlice:
+        if piece.is_uncut:
+            return placement.whole(shapes[piece.name].shape)
+        cut = params[piece.name]
+        return placement.part_of(shapes[piece.name], cut, decided.program.step.holding(cut), mesh)
+
+    return StatePacking(states, decided.job.train.seed, slice_of, decided.program.step.state_blocks)
+
+
+def _parallel(decided: _Decided, mesh: meshes.Mesh, cut: _Cut) -> Parallel:
+    """Return what carries out the program between ranks; the model is filled."""
+    traced, program, model = decided.traced, decided.program, decided.traced.module
+    is_staged = program.step.layout.pp > 1
+    return Parallel(
+        program=program,
+        mesh=mesh,
+        stage=pipeline.Stage(traced, program, mesh, cut.slicing, decided.flows)
+        if is_staged
+        else pipeline.WholeModel(model),
+        slicing=cut.slicing,
+        batch_norms=cut.batch_norms,
+        deferred=cut.deferred,
+        pending=_pending(model, program, mesh),
+        checkpoints=functools.partial(
+            recompute.in_our_modes,
+            functools.partial(_recompute_contexts, model, program, cut.slicing, cut.batch_norms),
+            plainly=traced.analysis.recomputes_blocks,
+            detached=traced.analysis.detached_checkpoints,
         ),
     )
+
+
+def _prepared(decided: _Decided, mesh: meshes.Mesh, cut: _Cut, store: WeightStore) -> PreparedModel:
+    """Return the filled module and the facts that a run needs about it."""
+    traced, program, spec, model = decided.traced, decided.program, decided.spec, decided.traced.module
+    layout = program.step.layout
+    of_tp, of_cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
+    return PreparedModel(
+        module=model,
+        spec=spec,
+        master_dtype=precision.DTYPES[program.step.master_dtype],
+        compiled=cut.compiled,
+        training_modes={module: module.training for module in model.modules()},
+        running_buffers=[
+            buffer
+            for path in dict.fromkeys((*spec.coupled_modules, *spec.batch_norm_owners))
+            for buffer in model.get_submodule(path).buffers(recurse=False)
+        ],
+        first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
+        dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
+        gathered=traced.analysis.gathered if layout.tp > 1 else {},
+        mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
+    )
+
+
+def _objective(decided: _Decided, mesh: meshes.Mesh, example: Any) -> Objective:
+    """Return the sum that a step minimises in this layout."""
+    program, loss = decided.program, decided.source.loss
+    if loss is not cross_entropy:
+        loss = checked(given_instance.watching(loss, decided.source.model))
+    # In chunks each part of the logits knows that it is cut.
+    if tensor.cuts_logits(program) and program.step.layout.loss_chunk is None:
+        loss = functools.partial(tensor.cut_loss, mesh)
+    return Objective(
+        loss=loss,
+        balance=expert.Balance.of(decided.traced, program, mesh),
+        nominal_count=_nominal_count(example, decided.job.train.global_batch),
+    )
+
+
+def _updated(decided: _Decided, mesh: meshes.Mesh, store: WeightStore) -> Weights:
+    """Return the weights of a store, with the optimizer that updates them."""
+    job = decided.job
+    updater = Updater.over(
+        store.pieces,
+        decided.source.optimizer,
+        job.numerics,
+        decided.whole,
+        couples_weights=decided.couples_weights,
+        splits_masters=decided.program.step.splits_masters,
+        packing=_packing(decided, mesh),
+        averages=WeightAverages(job.train.ema) if job.train.ema is not None else None,
+    )
+    return Weights(store=store, updater=updater, lr_factor=learning_rate_factor(job.schedule, job.train.steps))
 
 
 def _pending(model: nn.Module, program: Program, mesh: meshes.Mesh) -> Callable[[], AbstractContextManager[None]]:

@@ -249,7 +249,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
         "ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning
     )
     blocks = CompiledBlocks(settings.compile_backend)
-    model, layers = traced.module, program.step.model.layers
+    model = traced.module
     experts = traced.analysis.experts.counts
     uncompiled = {mask.owner: f"it draws {mask.name}" for mask in program.step.model.masks}
     uncompiled |= dict.fromkeys(experts, "its shapes depend on values")
@@ -280,8 +280,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
                 in_graph.add(child)
                 yield from inside(inner, child)
 
-    chunks = program.chunks or (range(len(layers)),)
-    for path in (path for chunk in chunks for i in chunk if layers[i].is_block for path in layers[i].called):
+    for path in _paths_of_blocks(program):
         block = model.get_submodule(path)
         _refuse_compiled(path, block)
         if path in uncompiled:
@@ -294,6 +293,13 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     config.recompile_limit += blocks.num_blocks + _CHANGES
     config.accumulated_recompile_limit += blocks.num_blocks + _CHANGES
     return blocks
+
+
+def _paths_of_blocks(program: Program) -> Iterator[str]:
+    """Yield the paths of the modules that the blocks of this rank call."""
+    layers = program.step.model.layers
+    for chunk in program.chunks or (range(len(layers)),):
+        yield from (path for index in chunk if layers[index].is_block for path in layers[index].called)
 
 
 def _has_hooks(module: nn.Module) -> bool:

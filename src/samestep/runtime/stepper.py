@@ -235,13 +235,11 @@ class Stepper:
         self._num_updates += not skipped
         if skipped:
             nonfinite.put_back(opened.running_buffers)
-        factors = [
-            scale * clip_factor(norm, self.job.optimizer.clip_norm) for scale, norm in zip(scales, norms, strict=True)
-        ]
+        must_reread = bool(is_written) or self._own.replicas is not None
         for number, assembly in self._own.each():
             if skipped or was_held_back or opened.report is None:
-                must_reread = bool(is_written) or self._own.replicas is not None
-                self._end_update(opened, None if skipped else factors[number], must_reread, was_held_back > 0)
+                factor = None if skipped else scales[number] * clip_factor(norms[number], self.job.optimizer.clip_norm)
+                self._end_update(opened, factor, must_reread, was_held_back > 0)
             if math.isfinite(loss):
                 self._adapt_loss_scale(assembly.weights, overflowed=not finite)
         self.steps_taken = batch.step + 1
