@@ -221,14 +221,14 @@ def test_a_rank_that_is_stopped_in_a_save_is_ended_and_one_that_saves_slowly_is_
 
     def saving(run: Any, *args: Any) -> Any:
         if run.place.rank == 0 and run.steps_taken == 2:
-            time.sleep(5.0)  # longer than a rank may be silent
+            time.sleep(8.0)  # longer than a rank may be silent
         if run.place.rank == 1 and run.steps_taken == 4 and once.exists():
             once.unlink()
             os.kill(os.getpid(), signal.SIGSTOP)
         return begin(run, *args)
 
     monkeypatch.setattr(checkpoint, "begin", saving)
-    for name, seconds in (("_NAMED_AFTER_S", 2.0), ("_SILENT_S", 1.5), ("_SILENT_APART_S", 3.0)):
+    for name, seconds in (("_NAMED_AFTER_S", 2.0), ("_SILENT_S", 1.5), ("_SILENT_APART_S", 6.0)):
         monkeypatch.setattr(hang_watch, name, seconds)
     monkeypatch.setattr(workers, "_ASK_EVERY_S", 0.2)
     once.touch()

@@ -289,10 +289,15 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
             blocks.num_blocks += 1
             enter(path, block)
     blocks.in_graph = in_graph - seen
-    config = torch._dynamo.config  # whose limits count what earlier runs of this process have compiled, too
-    config.recompile_limit += blocks.num_blocks + _CHANGES
-    config.accumulated_recompile_limit += blocks.num_blocks + _CHANGES
+    _allow_more_graphs(blocks.num_blocks + _CHANGES)
     return blocks
+
+
+def _allow_more_graphs(number: int) -> None:
+    """Raise the limits of the compiler, which count what earlier runs of this process have compiled, too."""
+    config = torch._dynamo.config
+    config.recompile_limit += number
+    config.accumulated_recompile_limit += number
 
 
 def _paths_of_blocks(program: Program) -> Iterator[str]:
