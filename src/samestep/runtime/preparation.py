@@ -35,7 +35,7 @@ from samestep.runtime.axes import (
     recompute,
 )
 from samestep.runtime.dropout import rates
-from samestep.runtime.dropout.recording import Placing, record_masks
+from samestep.runtime.dropout.recording import MaskRecorder, Placing, record_masks
 from samestep.runtime.optimizers.update_rule import OptimizerSource
 from samestep.strategies.tensor import refuse_degree
 from samestep.tracing import experts as experts_module
@@ -91,49 +91,31 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts, expert_calls))
         checkpointed = stack.enter_context(recompute.record_checkpointed(plan.module))
         spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss)
-    proof, counts, shareable = _proven(spec, plan, planned, recorder, experts, one, source.loss is cross_entropy)
+    prove = functools.partial(_proven, spec, plan, recorder, experts, one, source.loss is cross_entropy)
+    proof, counts, shareable = prove(planned)
     fewer, refusal = planned, proof.refusal
     while refusal and not spec.varies_at and (smaller := tensor_plan.smaller(plan.module, fewer, refusal)):
-        cuts_loss = source.loss is cross_entropy
-        fewer, refusal = smaller, _proven(spec, plan, smaller, recorder, experts, one, cuts_loss)[0].refusal
+        fewer, refusal = smaller, prove(smaller)[0].refusal
     if fewer is not planned and not refusal:
         return prepare(source, job, example, fewer)  # costs are those of the cuts that are traced
     if planned.gathered:  # what a rank holds and sends is that of the gathered modules
         with _once_more(plan.module, experts), tensor_plan.record_cuts(plan.module, planned) as seen:
             spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, None, source.loss)
-    states: tuple[StateSpec, ...] = ()
-    if changes.found:
-        containers, num_samples = containers_of(plan.module), samples_traced(plan.module)
-        with recompute.record_checkpointed(plan.module):
-            states = state.examine(plan.module, one, spec, containers, num_samples, value_of)
+    states = _states_of(spec, plan, one) if changes.found else ()
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     spec = spread_over_calls(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
     spec = _with_loss(spec)
     spec, parts = sequence_boundaries.with_sequence(
         spec, plan.module, planned.styles, proof, calls, recorder.operations
     )
-    placed: list[MaskSpec] = []
-
-    @contextmanager
-    def placing(rows_of: samples.RowsOf, place: samples.Place) -> Iterator[None]:
-        beside = Placing(rows_of, place, drawn)
-        with record_masks(plan.module, samples.NUM_SAMPLES, beside) as found:
-            yield
-        placed.extend(found.masks)
-
     with _once_more(plan.module, experts):
         run_on_meta = functools.partial(
             outputs_on_meta, plan.module, one, samples_traced(plan.module), value_of, bool(spec.varies_at)
         )
         spec = replace(spec, chunk_refusal=pending_logits.refusal_of(plan.module, spec, source.loss, run_on_meta))
-    with snapshot.preserved(plan.module), recompute.record_checkpointed(plan.module):
-        found = samples.examine(
-            plan.module, one, source.loss, experts, value_of,
-            keeps_all=bool(spec.varies_at), takes_gradients=bool(spec.differentiates_at), around=placing,
-        )  # fmt: skip
-    spec = replace(with_groups(spec, found.batch_norms), mixes_samples=found.refusal, tried=found.tried)
+    spec = _with_samples(spec, plan, source, experts, one, drawn)
     analysis = ModelAnalysis(
-        spec=replace(spec, masks=tuple(placed if len(placed) == len(drawn.masks) else drawn.masks)),
+        spec=spec,
         cut_styles=planned.styles,
         gathered=planned.gathered,
         copied=proof.copied,
@@ -150,6 +132,37 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         ),
     )
     return TracedModel(plan, analysis, facts_of(plan.module), proof)
+
+
+def _states_of(spec: ModelSpec, plan: Blueprint, one: Any) -> tuple[StateSpec, ...]:
+    """Return what a forward keeps for later ones."""
+    containers, num_samples = containers_of(plan.module), samples_traced(plan.module)
+    value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
+    with recompute.record_checkpointed(plan.module):
+        return state.examine(plan.module, one, spec, containers, num_samples, value_of)
+
+
+def _with_samples(
+    spec: ModelSpec, plan: Blueprint, source: Source, experts: ExpertModules, one: Any, drawn: MaskRecorder
+) -> ModelSpec:
+    """Return the spec with what several samples show: whether they influence each other, and the rows of each in the masks."""
+    placed: list[MaskSpec] = []
+
+    @contextmanager
+    def placing(rows_of: samples.RowsOf, place: samples.Place) -> Iterator[None]:
+        beside = Placing(rows_of, place, drawn)
+        with record_masks(plan.module, samples.NUM_SAMPLES, beside) as found:
+            yield
+        placed.extend(found.masks)
+
+    value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
+    with snapshot.preserved(plan.module), recompute.record_checkpointed(plan.module):
+        found = samples.examine(
+            plan.module, one, source.loss, experts, value_of,
+            keeps_all=bool(spec.varies_at), takes_gradients=bool(spec.differentiates_at), around=placing,
+        )  # fmt: skip
+    spec = replace(with_groups(spec, found.batch_norms), mixes_samples=found.refusal, tried=found.tried)
+    return replace(spec, masks=tuple(placed if len(placed) == len(drawn.masks) else drawn.masks))
 
 
 @contextmanager
@@ -196,11 +209,11 @@ def _run_forward(
 def _proven(
     spec: ModelSpec,
     plan: Blueprint,
-    planned: tensor_plan.Cuts,
     recorder: Recorder,
     experts: ExpertModules,
     sample: Any,
     cuts_loss: bool,
+    planned: tensor_plan.Cuts,
 ) -> tuple[cut_proof.CutProof, dict[int, tuple[tuple[str, str, int], ...]], dict[str, int]]:
     """Return the proof of a plan, the counts of a rank, and the heads that ranks may share.
 

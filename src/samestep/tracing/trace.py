@@ -225,18 +225,7 @@ def _layer_specs(
     """Return the spec of each layer, summed over its regions."""
     layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
     working = working_sets(backward, layer_of, watch)
-    inputs, outputs, saved = ([set[int]() for _ in layers] for _ in range(3))
-    for key, readers in watch.readers.items():
-        maker = layer_of[watch.makers[key]] if key in watch.makers else None
-        others = [layer_of[reader] for reader in readers if layer_of[reader] != maker]
-        if others:
-            inputs[others[0]].add(key)
-        if others and maker is not None:
-            outputs[maker].add(key)
-    for key in watch.returned & watch.makers.keys():
-        outputs[layer_of[watch.makers[key]]].add(key)
-    for key, saver in (watch.norm_savers | watch.savers).items():
-        saved[layer_of[saver]].add(key)
+    inputs, outputs, saved = _storages_of(len(layers), layer_of, watch)
 
     def elements(keys: set[int]) -> int:
         return sum(watch.sizes[key] for key in keys) // num_samples
@@ -291,6 +280,23 @@ def _layer_specs(
         head = dataclasses.replace(head, saved_elements=elements(kept), working_elements=works_on // num_samples)
         specs[-1] = dataclasses.replace(specs[-1], head=head)
     return tuple(specs)
+
+
+def _storages_of(count: int, layer_of: Mapping[str, int], watch: ForwardTracer) -> tuple[list[set[int]], ...]:
+    """Return the storages that each of `count` layers takes from others, gives to others, and keeps for its backward."""
+    inputs, outputs, saved = ([set[int]() for _ in range(count)] for _ in range(3))
+    for key, readers in watch.readers.items():
+        maker = layer_of[watch.makers[key]] if key in watch.makers else None
+        others = [layer_of[reader] for reader in readers if layer_of[reader] != maker]
+        if others:
+            inputs[others[0]].add(key)
+        if others and maker is not None:
+            outputs[maker].add(key)
+    for key in watch.returned & watch.makers.keys():
+        outputs[layer_of[watch.makers[key]]].add(key)
+    for key, saver in (watch.norm_savers | watch.savers).items():
+        saved[layer_of[saver]].add(key)
+    return inputs, outputs, saved
 
 
 def _head_of(last: LayerSpec, sizes: Collection[int]) -> HeadSpec | None:

@@ -153,7 +153,7 @@ def run_workers(
         device: cpu, cuda or auto.
         threads: CPU threads of one worker.
         timeout_s: seconds that the start may take, and later any collective.
-        hang_s: seconds after which ranks that stand still in a step of `progress` are ended; 0 lets them stand.
+        hang_s: seconds after which ranks that stand still in a step of `progress`, or do not answer, are ended; 0 lets them stand.
         ranks_per_node: pretend that so many ranks share a machine; without it all do.
         quiet: rank 0 writes to files as well.
         isolated: the workers never meet: each is rank 0 of a run of one, and `place.local_rank` differs between them.
