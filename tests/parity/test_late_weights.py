@@ -44,7 +44,7 @@ send = data._sent
 def make(rank: int, world: int, model: str, layout: str, job: Job, owns_weights: bool, events: list[str]) -> Run:
     """Return a run with several buckets, which notes waits for their weights and the layers that begin."""
     made = make_run(rank, world, model, layout, job)
-    made._owns_weights = owns_weights
+    made._stepper._owns_weights = owns_weights
     made.prepare(next(batches(Tokens(), job)).samples([0]))
     names = {flat.weights.data_ptr(): flat.bucket.name for flat in made.assembly.weights.store._flats}
 

@@ -351,7 +351,7 @@ def test_nothing_but_scalars_is_sent_between_replicas_until_they_exchange() -> N
     exchanging, quiet = (on_ranks("dp=2", observe, MODEL, one, True)[0] for one in (job, apart(every=3, steps=4)))
     assert any(row.owner.startswith("bucket") for rows in exchanging.ledger.values() for row in rows)
     assert quiet.ledger == quiet.predicted
-    program = program_of(make_run(0, 1, MODEL, "dp=2", job)._source.prepared.spec, job, Layout.parse("dp=2"))  # type: ignore[union-attr]
+    program = program_of(make_run(0, 1, MODEL, "dp=2", job)._own.source.prepared.spec, job, Layout.parse("dp=2"))  # type: ignore[union-attr]
     assert {op.owner for _, op in program.ops() if op.axis} == {"scalars"}
 
 

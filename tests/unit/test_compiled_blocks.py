@@ -133,6 +133,6 @@ def test_an_unknown_backend_is_refused():
     ],
 )
 def test_layouts_that_work_within_a_block_are_refused_by_name(layout, works):
-    spec = make_run(0, 1, "llama", "dp=1", clipped())._source.prepared.spec
+    spec = make_run(0, 1, "llama", "dp=1", clipped())._own.source.prepared.spec
     with pytest.raises(LayoutError, match=rf"run\.compile = 'blocks'.*{works}, and so does run\.compile = 'none'"):
         program_of(spec, JOB, Layout.parse(layout))

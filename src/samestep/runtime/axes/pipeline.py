@@ -37,7 +37,7 @@ from samestep.runtime.axes.precision import DTYPES, cast_floating
 from samestep.runtime.axes.stage_flow import Flows, StageForward
 from samestep.runtime.axes.stage_messages import Awaited, Messages
 from samestep.runtime.axes.stage_weights import ReadWeights
-from samestep.runtime.axes.stand_ins import Placeholders, Reporting, StandIn
+from samestep.runtime.axes.stand_ins import LayerStandIn, Placeholders, Reporting
 from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.forward_only import is_forward_only
 from samestep.runtime.processes.mesh import Mesh
@@ -121,7 +121,7 @@ class Stage:
         self._real = {path: self._model.get_submodule(path) for _, path in self._slots}
         self._parents = {path: self._model.get_submodule(path.rpartition(".")[0]) for path in self._real}
         make = Placeholders.of(traced, program.step, mesh.device)
-        self._stand_ins = {path: StandIn(real, self._facts, make) for path, real in self._real.items()}
+        self._stand_ins = {path: LayerStandIn(real, self._facts, make) for path, real in self._real.items()}
         self._weights = ReadWeights(traced, program, mesh.device)
         self._messages = Messages(program, mesh)
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}

@@ -42,7 +42,7 @@ class Placeholders:
         return placeholder(weight.shape, self.dtypes.get(id(weight), weight.dtype), self.device)
 
 
-class StandIn(nn.Module):
+class LayerStandIn(nn.Module):
     """Replaces a layer that another stage runs; attributes that the model's code reads are those of the layer."""
 
     def __init__(self, real: nn.Module, facts: FamilyFacts, placeholders: Placeholders) -> None:
@@ -64,7 +64,7 @@ class StandIn(nn.Module):
         if isinstance(found, Tensor):
             return self._placeholders.of_weight(found)
         if isinstance(found, nn.Module) and any(param.is_meta for param in found.parameters()):
-            return StandIn(found, self._facts, self._placeholders)
+            return LayerStandIn(found, self._facts, self._placeholders)
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,10 +83,10 @@ class StandIn(nn.Module):
             return tree_map_only(Tensor, self._placeholders.of_weight, real(*on_meta[0], **on_meta[1]))
 
 
-class Reporting(StandIn):
+class Reporting(LayerStandIn):
     """Replaces a layer of any stage in a forward that follows a recorded flow, and reports its calls."""
 
-    def __init__(self, stand_in: StandIn, path: str, mode: StageForward) -> None:
+    def __init__(self, stand_in: LayerStandIn, path: str, mode: StageForward) -> None:
         real = object.__getattribute__(stand_in, "_real")
         super().__init__(real, stand_in._facts, stand_in._placeholders)
         object.__setattr__(self, "_call", functools.partial(mode.call, path, real))
