@@ -32,7 +32,7 @@ from samestep.runtime.optimizers import optimizer_source
 from samestep.runtime.optimizers.update_rule import UpdateRule
 from samestep.runtime.processes.join import RankInfo
 from samestep.schedules import Action, TaskKind
-from samestep.tracing import forward, trace
+from samestep.tracing import trace, watched_forward
 from samestep.tracing.dependence import dimension_maps
 from samestep.tracing.features import cut_proof, feature_rules
 from samestep.tracing.features.partial_gradients import PartialGradients
@@ -162,7 +162,7 @@ def unused_weights_have_gradients_of_zeros(patch: Patch) -> None:
 
 def _calls(patch: Patch, call: Callable[[nn.Module, Any], Any]) -> None:
     patch.setattr(pipeline, "call_model", call)
-    patch.setattr(forward, "call_model", call)
+    patch.setattr(watched_forward, "call_model", call)
 
 
 @reverted("A21", "forward(**batch)", "dp=2", Cause.PLAIN, one_device=True)
