@@ -412,7 +412,7 @@ class RunTable(Table):
     restarts: Annotated[int, Field(ge=0, le=MOST_THREADS)] = 0
     """Number of times that the workers are started again, from the newest checkpoint, after one of them failed."""
     hang_s: Annotated[float, Field(ge=0.001, le=MOST_SECONDS)] = 120.0
-    """Seconds for which all ranks may stand still in a step, after the first one, before they are ended; or 10 median steps."""
+    """Seconds for which all ranks may stand still in a step after the first one, or 10 median steps, before they are ended; and for which one may not answer, in a save too."""
     compile: Literal["none", "blocks"] = "none"
     """`blocks` runs each block as a graph of `torch.compile` in training forwards; the first step compiles them."""
     compile_backend: str = "inductor"
