@@ -317,7 +317,9 @@ class Canary(StepObserver):
 
     def _repeat(self) -> Finding | None:
         """Run the sample again; return what that shows, which is the same on all ranks but for its text."""
-        if self._largest(float(self._has_written_weights())):  # which could not be put back
+        watched = self._watched
+        assert watched is not None
+        if self._largest(float(weight_versions(self._model) != watched.written)):  # which could not be put back
             return Finding("state", _WRITES) if self._assembly.parallel.program.step.num_microbatches > 1 else None
         rounding = torch.finfo(precision.DTYPES[self._assembly.parallel.program.step.compute_dtype]).eps
         if finding := self._padding(ALLOWANCE_FACTOR * rounding):
@@ -330,7 +332,7 @@ class Canary(StepObserver):
             deviation = self._largest(self._deviation(first))
         # Kernels of a GPU may add up in another order each time; those of a CPU do not.
         repeatable = 0.0 if self._assembly.parallel.mesh.device.type == "cpu" else ALLOWANCE_FACTOR * rounding
-        if self._largest(self._loss_distance()) > repeatable:
+        if self._largest(relative_deviation(*watched.losses) if watched.losses else 0.0) > repeatable:
             why = "it draws random numbers, or keeps something from one call to the next"
             return Finding("loss", f"the loss of the same outputs is another the second time: {why}")
         if math.isinf(deviation) or deviation <= max(self._allowance, ALLOWANCE_FACTOR * rounding):
@@ -452,16 +454,6 @@ class Canary(StepObserver):
         draw = dropout.Draw(self._job.train.seed, watched.batch.step, samples)
         with (make or dropout.DropoutMode)(model.module, draw, model.mask_part):
             yield
-
-    def _loss_distance(self) -> float:
-        """Return by how much two losses of the same outputs differ; 0 where there are none."""
-        assert self._watched is not None
-        losses = self._watched.losses
-        return relative_deviation(*losses) if losses else 0.0
-
-    def _has_written_weights(self) -> bool:
-        assert self._watched is not None
-        return weight_versions(self._model) != self._watched.written
 
     def _has_other_inputs(self) -> bool:
         """Return whether the sample, read again, is not what the step has read."""
