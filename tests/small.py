@@ -120,7 +120,7 @@ def in_background(words: list[str], folder: Path, namespace: str = "", **variabl
             enter_namespace(namespace)
         return main(*words)
 
-    return _forked(command, folder)
+    return forked(command, folder)
 
 
 def script(path: Path, words: Sequence[str], folder: Path) -> tuple[int, str, str]:
@@ -141,11 +141,11 @@ def script(path: Path, words: Sequence[str], folder: Path) -> tuple[int, str, st
             return 1
         return 0
 
-    status = status_of(_forked(run, folder), 500.0)
+    status = status_of(forked(run, folder), 500.0)
     return status, (folder / "out").read_text(encoding="utf-8"), (folder / "err").read_text(encoding="utf-8")
 
 
-def _forked(action: Callable[[], int], folder: Path) -> int:
+def forked(action: Callable[[], int], folder: Path) -> int:
     """Run an action in a fork of this process, which ends with the status it returns; return its pid."""
     folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
