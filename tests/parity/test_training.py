@@ -201,7 +201,7 @@ def test_torchrun_gives_the_losses_of_our_own_launcher(tmp_path: Path) -> None:
         )
         return max(elastic_launch(config, small.main)(*words).values())
 
-    assert small.status_of(small.forked(agent, tmp_path / "agent"), 120) == 0, (tmp_path / "agent" / "err").read_text()
+    assert small.status_of(small.forked(agent, tmp_path / "agent"), 300) == 0, (tmp_path / "agent" / "err").read_text()
     assert small.main(*words, "--out", tmp_path / "own") == 0
     (run,) = (tmp_path / "runs").iterdir()
     assert small.metrics(run) == small.metrics(tmp_path / "own")
