@@ -35,7 +35,7 @@ def toy(rank: int, world: int, device: str, rows: str) -> tuple[list[int], str]:
     """Return the exit codes of the parts that run in one process, and what they print."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        words = ["--toy", "--device", device, "--rows", rows]
+        words = ["--toy", "--device", device, "--rows", rows, "--limit-s", "400"]
         codes = [gpu.main(["predict", *words]), gpu.main(["throughput", "--sizes", "toy", *words])]
     return codes, printed.getvalue()
 

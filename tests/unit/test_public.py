@@ -27,7 +27,7 @@ def _modules_after(code: str, home: Path) -> set[str]:
         [sys.executable, "-c", f"{code}\n{tell}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env=os.environ | {"HOME": str(home)},
     )
     assert done.returncode == 0, done.stderr
