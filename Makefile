@@ -17,7 +17,7 @@ train: $(READY)
 	$(BIN)/samestep train jobs/default.toml
 
 test: $(READY)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m tests.side_by_side
 
 parity: $(READY)
 	$(BIN)/python -m pytest -q --every-layout

@@ -31,6 +31,8 @@ from typing import Any
 
 VARIABLE = "SAMESTEP_TESTS_AUDIT"
 STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn")
+_EVENTS = frozenset((*STARTS, "pickle.find_class", "exec", "import"))
+"""The others are harmless, and many: each call of `id` is one."""
 PIPES = {
     "samestep/runtime/processes/local_workers.py": "pickle.loads(", "tests/pool.py": "pickle.loads(",
     "multiprocessing/connection.py": ".loads(", "multiprocessing/queues.py": ".loads(",
@@ -82,7 +84,7 @@ def install() -> _Hook:
     installed, folders = _Hook.of_pytest(), tempfile.gettempdir()
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if not (found := _seen(event, args, folders)):
+        if event not in _EVENTS or not (found := _seen(event, args, folders)):
             return
         path, line = _cause()
         if event in MAY.get(path, ()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -41,6 +42,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left = [item for item in items if _runs(config, item)]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(left)])
     items[:] = left
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage look through what is imported by now, nor copy its pages on the ranks that are forked."""
+    gc.collect()
+    gc.freeze()
 
 
 def _runs(config: pytest.Config, item: pytest.Item) -> bool:

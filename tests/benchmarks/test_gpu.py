@@ -26,6 +26,8 @@ from samestep.runtime.processes.join import RankInfo
 from tests.device.simulated_cuda import refusal
 from tests.pool import pool
 
+DEVICES = ["cpu"] if refusal() else ["cuda", pytest.param("cpu", marks=pytest.mark.nightly)]
+"""By default the simulated device, where there can be one: on it the same parts run, and wait for it."""
 CPU = RankInfo(0, 0, 1, 1, torch.device("cpu"))
 
 
@@ -33,7 +35,7 @@ def toy(rank: int, world: int, device: str, rows: str) -> tuple[list[int], str]:
     """Return the exit codes of the parts that run in one process, and what they print."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        words = ["--toy", "--device", device, "--rows", rows]
+        words = ["--toy", "--device", device, "--rows", rows, "--limit-s", "400"]
         codes = [gpu.main(["predict", *words]), gpu.main(["throughput", "--sizes", "toy", *words])]
     return codes, printed.getvalue()
 
@@ -44,9 +46,7 @@ def wrong(rank: int, world: int) -> list[str]:
     return gpu_correctness.wrong_collectives(place) + gpu_correctness.waits_of_a_step(place)
 
 
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(bool(refusal()), reason=refusal()))]
-)
+@pytest.mark.parametrize("device", DEVICES)
 def test_jobs_are_predicted_and_timed(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "gpu.json"
     [(codes, printed)] = pool(1, device).run(toy, device, str(file))

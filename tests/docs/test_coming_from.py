@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import small
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 
@@ -29,19 +28,13 @@ def test_there_is_one_difference_for_each_trainer() -> None:
 
 
 @pytest.mark.parametrize("index", [1, *(pytest.param(index, marks=pytest.mark.nightly) for index in (0, 2, 3))])
-def test_what_comes_instead_trains(index: int, tmp_path: Path) -> None:
+def test_what_comes_instead_trains(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project,) = blocks("python")
     difference = blocks("diff")[index]
     ast.parse(side(difference, "-"))
     (tmp_path / "my_project.py").write_text(project, encoding="utf-8")
     (tmp_path / "script.py").write_text(side(difference, "+"), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\d\.\d+", done.stdout)
+    monkeypatch.chdir(tmp_path)
+    status, said, complaints = small.script(tmp_path / "script.py", (), tmp_path / "said")
+    assert status == 0, said + complaints
+    assert re.search(r"\d\.\d+", said)

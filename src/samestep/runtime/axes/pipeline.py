@@ -416,6 +416,7 @@ def with_flows(
         layers = with_slices_of(layers, one, _flow_of(flows, example, few, step))
     for size in set(step.microbatch_sizes):  # now, once, where workers are forked
         _flow_of(flows, example, size, step)
+    flows.hold()
     return _with_layers(traced, layers, recorded), flows
 
 

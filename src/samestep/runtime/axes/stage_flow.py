@@ -261,26 +261,36 @@ class Flows:
     """
 
     def __init__(self, traced: TracedModel, step: StepSpec, recorded: dict[Hashable, Flow], parts: int = 1) -> None:
-        self._parts = parts
-        self._module = copied(traced.module)
+        self._parts, self._traced = parts, traced
         self._value_of = functools.cache(functools.partial(traced.blueprint.materialize, device=torch.device("cpu")))
         self._program = Program(step=step, bodies={})
         self._name = step.model.name
         self._experts = traced.analysis.experts
-        self._containers = containers_of(self._module)
         self._recorded = recorded
         self._dtypes = (step.compute_dtype, step.master_dtype, *(step.working_dtype(p) for p in step.model.params))
-        double = torch.float64 if step.compute_dtype == "float64" else None
+        self._is_training = traced.module.training
+
+    @functools.cached_property
+    def _module(self) -> nn.Module:
+        """The copy; who only asks for flows that are known needs none."""
+        step, module = self._program.step, copied(self._traced.module)
         for param in step.model.params:
-            _put_in_dtype(self._module, (param.name, *param.aliases), precision.DTYPES[step.working_dtype(param)])
-        for module in self._module.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point() and double:
-                    module._buffers[name] = buffer.to(double)
-        precision.apply(replace(traced, blueprint=replace(traced.blueprint, module=self._module)), self._program)
+            _put_in_dtype(module, (param.name, *param.aliases), precision.DTYPES[step.working_dtype(param)])
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and step.compute_dtype == "float64":
+                    part._buffers[name] = buffer.to(torch.float64)
+        blueprint = replace(self._traced.blueprint, module=module)
+        precision.apply(replace(self._traced, blueprint=blueprint), self._program)
+        return module
+
+    def hold(self) -> nn.Module:
+        """Return the copy, which is made now: after this a run may cut and fill the model, and ask for more flows."""
+        return self._module
 
     def follow(self, model: nn.Module) -> None:
         """Put the copy into the modes (training or evaluation) of the model."""
+        self._is_training = model.training
         for mine, theirs in zip(self._module.modules(), model.modules(), strict=True):
             mine.training = theirs.training
 
@@ -289,7 +299,7 @@ class Flows:
         return self._recorded.get(self._key(shapes, with_loss=False))
 
     def _key(self, shapes: Hashable, *, with_loss: bool) -> Hashable:
-        return self._dtypes, self._parts, self._module.training, with_loss, shapes
+        return self._dtypes, self._parts, self._is_training, with_loss, shapes
 
     def of(self, samples: Any, shapes: Hashable, loss: Callable[[Any, Any], Any] | None = None) -> Flow:
         """Return the flow of samples of these shapes; with `loss`, what that does not depend on takes no gradient."""
@@ -303,7 +313,7 @@ class Flows:
                 raised = precision.raised_islands(self._program)
                 with _without_modes(), checkpointed, followed, raised, sliced, OfAnySize():
                     outputs = watch_forward(
-                        self._module, samples, 1, self._name, self._containers, tracer, self._value_of
+                        self._module, samples, 1, self._name, containers_of(self._module), tracer, self._value_of
                     )
                     if loss is not None and not (tracer.varies or tracer.has_looked):
                         tracer.flow = tracer.flow_recorder.with_idle(nodes_of_loss(outputs, samples, loss))

@@ -1,0 +1,49 @@
+"""`make test`: the parity tests in one session of pytest and all others in another beside it, for the two cores of a CI.
+
+Lines of progress are printed as they come, and what else a session says when it has ended.
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+PARTS = (("tests/parity",), ("tests", "--ignore=tests/parity"))
+"""What the sessions run: each takes about half of the processor time, and they trace few models twice."""
+_printing = threading.Lock()
+
+
+def main() -> int:
+    """Run the sessions; return 0 if every test of both has passed."""
+    begin_s = time.monotonic()
+    with ThreadPoolExecutor(len(PARTS)) as threads:
+        statuses = list(threads.map(_run, PARTS))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    elapsed_s = time.monotonic() - begin_s
+    print(f"together {used.ru_utime + used.ru_stime:.0f} s of processor time, {elapsed_s:.0f} s elapsed")
+    return int(any(statuses))
+
+
+def _run(part: tuple[str, ...]) -> int:
+    """Run one session to its end; return its exit status."""
+    command = [sys.executable, "-m", "pytest", "-q", *part]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as session:
+        assert session.stdout is not None
+        held: list[str] = []
+        for line in session.stdout:
+            if held or line.startswith("="):  # the sections behind the progress
+                held.append(line)
+                continue
+            with _printing:
+                print(line, end="", flush=True)
+    with _printing:
+        print("".join(held), end="", flush=True)
+    return session.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
