@@ -158,7 +158,8 @@ def _coded_bytes(program: Program) -> int:
     master, found = BYTES_OF[step.master_dtype], 0
     buffers = [([bucket.coded(made)], bucket.gathers_codes(made)) for bucket in program.buckets]
     shards = [[*coded_parts(step, made, unit, part)] for unit in program.units for part in exchanged_parts(step, unit)]
-    buffers += [(parts, True) for parts in shards]
+    buffers += [(parts, not step.scatters_codes) for parts in shards]
+    codes = []
     for parts, gathers in buffers:
         numel = sum(part.numel for part in parts)
         if step.codec == PLAIN:
@@ -169,9 +170,11 @@ def _coded_bytes(program: Program) -> int:
                 first, second = part.factor_numels
                 found += master * (part.numel + first + 3 * second)  # what was lost; own, summed factors and directions
             continue
-        size = coded_bytes(step.codec, parts)
-        found += made.each * size * (2 if made.ranks > 1 else 1) + size // (1 if gathers else made.ranks)
+        codes.append(made.code_bytes(coded_bytes(step.codec, parts), gathers=gathers))
         found += master * (made.each * numel + numel // made.ranks) * CODECS[step.codec].feeds_back
+    if step.scatters_codes:  # a unit behind the other, in one buffer
+        return found + max(codes, default=0)
+    found += sum(codes)
     if step.exchange_delay:  # the moves that are exchanged while steps go on, of one part of the weights at a time
         under_way = [0] * step.num_exchange_parts
         for bucket in program.buckets:
@@ -323,8 +326,9 @@ def _arriving(program: Program) -> dict[str, int]:
         return {
             f"backward:{layer.name}": sum(gradient_bytes(step, index)) for index, layer in enumerate(step.model.layers)
         }
+    kind = OpKind.ALL_TO_ALL if step.scatters_codes else OpKind.REDUCE_SCATTER
     return {
-        f"reduce_scatter:{unit.name}": unit.padded_grad_numel // unit.num_shards * BYTES_OF[step.master_dtype]
+        f"{kind}:{unit.name}": unit.padded_grad_numel // unit.num_shards * BYTES_OF[step.master_dtype]
         for unit in program.units
         if unit.num_shards > 1
     }

@@ -27,13 +27,13 @@ from dataclasses import replace
 
 from samestep.models.spec import ModelSpec, ParamSpec, is_below, read_by_own_code, remembered
 from samestep.program.bodies import UPDATE_BODY, BodyKey, ends_step, is_forward, starts_step
-from samestep.program.codecs import PLAIN
+from samestep.program.codecs import PLAIN, exchange
 from samestep.program.holding import REPLICAS, SHARDS, Holding
 from samestep.program.ops import BYTES_OF, Buffer, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.program.step import StepSpec
-from samestep.program.units import Unit, by_layer, last_use, make_units
+from samestep.program.units import Unit, by_layer, coded_parts, last_use, make_units
 
 AXIS = SHARDS
 
@@ -228,6 +228,10 @@ def _gather(unit: Unit) -> Op:
 
 def _scatter(unit: Unit, after: Op, step: StepSpec) -> Op:
     size = unit.padded_grad_numel
+    if (made := step.contributions) is not None and step.scatters_codes:
+        parts = [*coded_parts(step, made, unit)]
+        (sent,) = exchange(unit.name, unit.codec, unit.shard_axis, parts, made.each, step.master_dtype, gathers=False)
+        return sent.but(implied=True, after=(after.name,))
     dtype, axis = step.master_dtype, unit.shard_axis
     op = Op(kind=OpKind.REDUCE_SCATTER, owner=unit.name, axis=axis, dtype=dtype, codec=PLAIN, after=(after.name,))
     return op.sized(size).but(implied=True)
@@ -262,7 +266,7 @@ def _with_buffers(ops: Iterable[Op], step: StepSpec, units: tuple[Unit, ...], le
             changes["frees"] = tuple(names) if step.zero == 3 else ()
         elif op.kind is OpKind.ALL_GATHER and op.implied:
             leaving = leaving - {op.owner}
-        elif op.kind is OpKind.REDUCE_SCATTER and op.owner in whole:
+        elif op.implied and op.owner in whole:
             changes["allocates"] = (whole[op.owner]._replace(name=_PENDING),)
             changes["frees"] = (whole[op.owner].name,)
         yield op.but(**changes) if changes else op
