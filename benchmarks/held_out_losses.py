@@ -72,6 +72,12 @@ CODED: Mapping[str, Way] = {
 PARTS = "numerics.exchange_parts=5"
 APART: Mapping[str, Way] = {
     **{f"synchronous, warm-up {steps}": Way(_warmed(steps), beside="") for steps in (50, 150, 300)},
+    **{
+        f"synchronous, warm-up 300, lr {lr}": Way(
+            (*_warmed(300), f"optimizer.lr={lr}"), beside="synchronous, warm-up 300"
+        )
+        for lr in ("4e-3", "9e-3")
+    },
     "warm-up 300": _apart(300),
     "warm-up 300, int8": _apart(300, "numerics.compression=int8"),
     "warm-up 300, int8, 5 parts, 2 steps later": _apart(
@@ -84,6 +90,7 @@ APART: Mapping[str, Way] = {
     "warm-up 300, outer_lr 0.9, outer_momentum 0.4": _apart(
         300, "numerics.outer_lr=0.9", "numerics.outer_momentum=0.4"
     ),
+    **{f"warm-up 300, lr {lr}": _apart(300, f"optimizer.lr={lr}") for lr in ("4e-3", "9e-3")},
     "warm-up 150": _apart(150),
     "warm-up 150, 5 parts": _apart(150, PARTS),
     "warm-up 150, 5 parts, 1 step later": _apart(150, PARTS, "numerics.exchange_delay=1"),

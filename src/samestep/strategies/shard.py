@@ -11,7 +11,8 @@ ranks on `dp_shard`, bytes a parameter in mixed precision (2 weights, 2 gradient
 Here stands what a rank holds under each stage, and what zero=2 and zero=3 send; zero=1 cuts the buckets of
 `strategies/data.py`, which writes their collectives. FSDP2 carries out zero=2 and zero=3: a *unit* (a layer, or one
 shared weight; `program/units.py`) is gathered before its forward, under zero=3 freed and gathered again before its
-backward, and its gradient is reduce_scattered after it.
+backward, and its gradient is reduce_scattered after it; or sent as codes by an all_to_all, where all data ranks shard it and
+the job compresses contributions (`strategies/compress.py`).
 
 ```
 zero=3   forward    AG 0 | F 0, AG 1 | F 1, AG 2 | F 2

@@ -11,6 +11,7 @@ task      F of chunk 0           B of chunk 1                                   
 FSDP2     gather, run, free      gather, gather ahead, run
 ours                             complete each unit: free, reduce_scatter        sums over tied stages, tp
 ```
+Where ranks scatter codes, FSDP2 calls `encoded_scatters.py` in place of its reduce_scatter.
 Gradients are summed, never averaged. Each rank updates the rows of every weight that FSDP2 gave it, as plain tensors.
 
 Traps met here:
