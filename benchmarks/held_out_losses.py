@@ -25,6 +25,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import circumstances
 import torch
 
 from samestep import Job, Layout
@@ -84,6 +85,10 @@ APART: Mapping[str, Way] = {
         300, "numerics.compression=int8", PARTS, "numerics.exchange_delay=2"
     ),
     "warm-up 300, outer_lr 0.5": _apart(300, "numerics.outer_lr=0.5"),
+    "warm-up 300, outer_momentum 0.3": _apart(300, "numerics.outer_momentum=0.3"),
+    "warm-up 300, outer_lr 1, outer_momentum 0 (local SGD)": _apart(
+        300, "numerics.outer_lr=1.0", "numerics.outer_momentum=0.0"
+    ),
     "warm-up 300, outer_lr 0.6, outer_momentum 0.6": _apart(
         300, "numerics.outer_lr=0.6", "numerics.outer_momentum=0.6"
     ),
@@ -152,7 +157,7 @@ def markdown(table: str, path: Path = ROWS) -> str:
         cells = [_cell(mine[seed], beside.get(seed)) if seed in mine else "" for seed in seeds]
         mean = _cell(_mean(mine), _mean(beside) if len(beside) == len(mine) else None) if len(mine) > 1 else ""
         lines += [f"| {name} | {' | '.join(cells)} | {mean} |"] if mine else []
-    return "\n".join(lines)
+    return "\n".join([*lines, "", circumstances.sentence(row for row in rows if row["steps"] == steps)])
 
 
 def _mean(losses: Mapping[int, float]) -> float:
@@ -179,9 +184,10 @@ def main(words: Sequence[str] | None = None) -> None:
     for name, seed in [*missing(given.table, given.seeds, ways, steps, rows)]:
         way = known[name]
         job = jobs.default([f"train.steps={steps}", f"train.seed={seed}", "train.watch_every=0", *way.settings])
-        began = time.perf_counter()
+        began, measured = time.perf_counter(), circumstances.now()
         loss = held_out(job, way)
-        rows.append({"table": given.table, "way": name, "seed": seed, "steps": steps, "held_out": loss})
+        row = {"table": given.table, "way": name, "seed": seed, "steps": steps, "held_out": loss}
+        rows.append({**row, circumstances.KEY: measured})
         given.rows.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         print(f"seed {seed}  {name:40} held-out loss {loss:.4f}  ({time.perf_counter() - began:.0f} s)", flush=True)
 
