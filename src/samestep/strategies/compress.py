@@ -144,20 +144,21 @@ def _refuse_scattered(step: StepSpec) -> str | None:
             f"scatters the gradient of each of {step.num_microbatches} micro-batches, and what is encoded is their sum: "
             "accumulate=full works, and so does zero=1"
         )
-    partial = next((p.name for p in trained if p.partial == "cut" or _is_shared(p, layout.tp)), "")
-    if layout.tp > 1 and partial:
-        return f"scatters the gradient of {partial} before it is summed over tp={layout.tp}: zero=1 works"
-    if layout.sequence_parallel:
-        return "scatters the gradients of norms before sequence_parallel sums them: zero=1 works, and so does tp alone"
+    if partial := next((param for param in trained if _is_partial(param, layout)), None):
+        works = "zero=1 works" + ", and so does tp alone" * (partial.partial == "sequence")
+        return f"scatters the gradient of {partial.name} before it is summed over tp={layout.tp}: {works}"
     tied = next((p.name for p in trained if len({use.layer for use in p.uses}) > 1), "")
     if layout.pp > 1 and tied:
         return f"scatters the gradient of {tied}, which several layers use, before stages sum it: zero=1 works"
     return None
 
 
-def _is_shared(param: ParamSpec, tp: int) -> bool:
-    """Return whether several ranks of `tp` share a part of a weight, of which each has a part of the gradient."""
-    return param.cut is not None and param.cut.is_shareable and tp > param.cut.groups
+def _is_partial(param: ParamSpec, layout: Layout) -> bool:
+    """Return whether each rank of `tp` has a part of a weight's gradient: it sees some of the heads or of the tokens."""
+    if layout.tp == 1:
+        return False
+    is_shared = param.cut is not None and param.cut.is_shareable and layout.tp > param.cut.groups
+    return is_shared or param.partial == "cut" or (layout.sequence_parallel and param.partial == "sequence")
 
 
 def _refuse_cut_matrices(step: StepSpec, made: Contributions, name: str) -> Iterator[str]:
