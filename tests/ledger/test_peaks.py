@@ -149,10 +149,11 @@ def test_steps_with_many_classes_whose_logits_are_whole_or_in_chunks(
 @pytest.mark.parametrize(
     "words", ["zero=3", pytest.param("zero=2 microbatch=2 accumulate=full", marks=pytest.mark.nightly)]
 )
-def test_steps_that_scatter_codes(words: str, tmp_path: Path) -> None:
+def test_where_codes_are_scattered(words: str, tmp_path: Path) -> None:
     settings = ("numerics.compression=int8", "numerics.replicas=2")
     for peak in _peaks_of_all_ranks(f"dp=2 {words}", "float32", tmp_path, *settings):
-        assert peak.of != "step" or peak.said == pytest.approx(peak.most, rel=0.01), peak
+        limit = {"step": 0.01, "init": 0.06}.get(peak.of)
+        assert limit is None or peak.said == pytest.approx(peak.most, rel=limit), peak
 
 
 def _peaks_of_all_ranks(layout: str, precision: str, folder: Path, *settings: str) -> list[Peak]:

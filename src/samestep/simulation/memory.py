@@ -302,9 +302,11 @@ def during_init(program: Program, rank: int = 0) -> MemoryUse:
     largest = max((param.numel * step.holding(param).num_parts for param in step.model.params), default=0)
     stays = {*step.layout.weight_axes.values()} == {1} and step.zero == 0 and not step.is_mixed
     drawn = 0 if stays else largest * BYTES_OF[step.master_dtype]
-    gradients = rest.gradients if program.buckets else 0
+    gradients = rest.gradients if program.buckets else _coded_bytes(program)
     whole = at_rest(replace(program, step=replace(step, updates_in_chunks=False)), 0, rank).optimizer
     more = max(drawn, _split_bytes(program, rank))
+    if program.units:  # room for codes is made once all weights are drawn
+        more = max(0, more - gradients)
     return replace(rest, gradients=gradients, optimizer=whole, buffers=rest.buffers + more, peak_at="init")
 
 
