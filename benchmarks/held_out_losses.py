@@ -144,12 +144,20 @@ def missing(table: str, seeds: Sequence[int], ways: Sequence[str], steps: int, r
 
 
 def markdown(table: str, path: Path = ROWS) -> str:
-    """Return a table of the kept rows: each way's held-out losses, beside those of the way that it is held against."""
-    steps, ways = TABLES[table]
+    """Return the tables of the kept rows, one for each number of steps, the usual one first."""
+    usual, _ = TABLES[table]
     rows = [row for row in json.loads(path.read_text(encoding="utf-8")) if row["table"] == table]
-    losses = {(row["way"], row["seed"]): row["held_out"] for row in rows if row["steps"] == steps}
+    every = sorted({row["steps"] for row in rows}, key=lambda steps: (steps != usual, steps))
+    parts = [_of_steps(table, steps, [row for row in rows if row["steps"] == steps]) for steps in every]
+    return "\n\n".join([*parts, circumstances.sentence(rows)])
+
+
+def _of_steps(table: str, steps: int, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of rows: each way's held-out losses, beside those of the way that it is held against."""
+    _, ways = TABLES[table]
+    losses = {(row["way"], row["seed"]): row["held_out"] for row in rows}
     seeds = sorted({seed for _, seed in losses})
-    head = [f"{steps} steps", *(f"seed {seed}" for seed in seeds), "mean"]
+    head = [f"{steps:,} steps", *(f"seed {seed}" for seed in seeds), "mean"]
     lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
     for name, way in ways.items():
         mine = {seed: losses[name, seed] for seed in seeds if (name, seed) in losses}
@@ -157,7 +165,7 @@ def markdown(table: str, path: Path = ROWS) -> str:
         cells = [_cell(mine[seed], beside.get(seed)) if seed in mine else "" for seed in seeds]
         mean = _cell(_mean(mine), _mean(beside) if len(beside) == len(mine) else None) if len(mine) > 1 else ""
         lines += [f"| {name} | {' | '.join(cells)} | {mean} |"] if mine else []
-    return "\n".join([*lines, "", circumstances.sentence(row for row in rows if row["steps"] == steps)])
+    return "\n".join(lines)
 
 
 def _mean(losses: Mapping[int, float]) -> float:
