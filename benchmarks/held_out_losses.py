@@ -25,6 +25,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import circumstances
 import torch
 
 from samestep import Job, Layout
@@ -72,18 +73,29 @@ CODED: Mapping[str, Way] = {
 PARTS = "numerics.exchange_parts=5"
 APART: Mapping[str, Way] = {
     **{f"synchronous, warm-up {steps}": Way(_warmed(steps), beside="") for steps in (50, 150, 300)},
+    **{
+        f"synchronous, warm-up 300, lr {lr}": Way(
+            (*_warmed(300), f"optimizer.lr={lr}"), beside="synchronous, warm-up 300"
+        )
+        for lr in ("4e-3", "9e-3")
+    },
     "warm-up 300": _apart(300),
     "warm-up 300, int8": _apart(300, "numerics.compression=int8"),
     "warm-up 300, int8, 5 parts, 2 steps later": _apart(
         300, "numerics.compression=int8", PARTS, "numerics.exchange_delay=2"
     ),
     "warm-up 300, outer_lr 0.5": _apart(300, "numerics.outer_lr=0.5"),
+    "warm-up 300, outer_momentum 0.3": _apart(300, "numerics.outer_momentum=0.3"),
+    "warm-up 300, outer_lr 1, outer_momentum 0 (local SGD)": _apart(
+        300, "numerics.outer_lr=1.0", "numerics.outer_momentum=0.0"
+    ),
     "warm-up 300, outer_lr 0.6, outer_momentum 0.6": _apart(
         300, "numerics.outer_lr=0.6", "numerics.outer_momentum=0.6"
     ),
     "warm-up 300, outer_lr 0.9, outer_momentum 0.4": _apart(
         300, "numerics.outer_lr=0.9", "numerics.outer_momentum=0.4"
     ),
+    **{f"warm-up 300, lr {lr}": _apart(300, f"optimizer.lr={lr}") for lr in ("4e-3", "9e-3")},
     "warm-up 150": _apart(150),
     "warm-up 150, 5 parts": _apart(150, PARTS),
     "warm-up 150, 5 parts, 1 step later": _apart(150, PARTS, "numerics.exchange_delay=1"),
@@ -132,12 +144,20 @@ def missing(table: str, seeds: Sequence[int], ways: Sequence[str], steps: int, r
 
 
 def markdown(table: str, path: Path = ROWS) -> str:
-    """Return a table of the kept rows: each way's held-out losses, beside those of the way that it is held against."""
-    steps, ways = TABLES[table]
+    """Return the tables of the kept rows, one for each number of steps, the usual one first."""
+    usual, _ = TABLES[table]
     rows = [row for row in json.loads(path.read_text(encoding="utf-8")) if row["table"] == table]
-    losses = {(row["way"], row["seed"]): row["held_out"] for row in rows if row["steps"] == steps}
+    every = sorted({row["steps"] for row in rows}, key=lambda steps: (steps != usual, steps))
+    parts = [_of_steps(table, steps, [row for row in rows if row["steps"] == steps]) for steps in every]
+    return "\n\n".join([*parts, circumstances.sentence(rows)])
+
+
+def _of_steps(table: str, steps: int, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of rows: each way's held-out losses, beside those of the way that it is held against."""
+    _, ways = TABLES[table]
+    losses = {(row["way"], row["seed"]): row["held_out"] for row in rows}
     seeds = sorted({seed for _, seed in losses})
-    head = [f"{steps} steps", *(f"seed {seed}" for seed in seeds), "mean"]
+    head = [f"{steps:,} steps", *(f"seed {seed}" for seed in seeds), "mean"]
     lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
     for name, way in ways.items():
         mine = {seed: losses[name, seed] for seed in seeds if (name, seed) in losses}
@@ -172,9 +192,10 @@ def main(words: Sequence[str] | None = None) -> None:
     for name, seed in [*missing(given.table, given.seeds, ways, steps, rows)]:
         way = known[name]
         job = jobs.default([f"train.steps={steps}", f"train.seed={seed}", "train.watch_every=0", *way.settings])
-        began = time.perf_counter()
+        began, measured = time.perf_counter(), circumstances.now()
         loss = held_out(job, way)
-        rows.append({"table": given.table, "way": name, "seed": seed, "steps": steps, "held_out": loss})
+        row = {"table": given.table, "way": name, "seed": seed, "steps": steps, "held_out": loss}
+        rows.append({**row, circumstances.KEY: measured})
         given.rows.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         print(f"seed {seed}  {name:40} held-out loss {loss:.4f}  ({time.perf_counter() - began:.0f} s)", flush=True)
 

@@ -25,6 +25,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import circumstances
 import torch
 import torch.distributed as dist
 from peers import ddp_options
@@ -114,6 +115,7 @@ def turn_s(step: Callable[[Batch], None], steps: Sequence[Batch]) -> float:
 
 def compare(place: RankInfo, job: Job, settings: Sequence[str], rows: Path | None) -> None:
     """Train all contestants, turn by turn, and print and keep what was measured; every rank must call it."""
+    measured = circumstances.now()
     ours, plain = (Ours(job, place, compression) for compression in ("powersgd", "none"))
     steps: dict[str, Any] = {
         "samestep": ours.step,
@@ -130,7 +132,7 @@ def compare(place: RankInfo, job: Job, settings: Sequence[str], rows: Path | Non
                 taken[name].append(took_s)
     losses = [ours.held_out(), hook.held_out(ours), plain.held_out(), ddp.held_out(plain)]
     if place.rank == 0:
-        row = row_of(taken, losses, settings)
+        row = {**row_of(taken, losses, settings), circumstances.KEY: measured}
         print(json.dumps(row))
         if rows is not None:
             kept = json.loads(rows.read_text()) if rows.exists() else []
@@ -159,7 +161,7 @@ def markdown(path: Path = ROWS) -> str:
         low, middle, high = row["ratio"]
         said = ", ".join(f"`{setting}`" for setting in row["settings"])
         lines.append(f"| {said} | {' | '.join(cells)} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", circumstances.sentence(rows)])
 
 
 def _turns(stream: Iterator[Batch]) -> Iterator[list[Batch]]:

@@ -42,6 +42,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import circumstances
 from network_namespaces import Host, NetworkError, network
 
 from samestep import Job, Layout, hardware
@@ -248,13 +249,17 @@ def rows_of(given: argparse.Namespace, machine: Hardware) -> Iterator[dict[str, 
             yield {"way": way, "predicted_s": said.step_s, **seen}
 
 
-def keep(path: Path, given: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the rows of one network and job in place of those that the file had of them."""
+def keep(path: Path, given: argparse.Namespace, rows: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> None:
+    """Write the rows of one network, job and choice of ways in place of those that the file had of them."""
     runs = json.loads(path.read_text()) if path.exists() else []
     key = {name: getattr(given, name) for name in ("job", "hosts", "mbit", "latency_ms", "loss")}
-    others = [run for run in runs if {name: run[name] for name in key} != key]
-    run = {**key, "steps": given.steps, "rows": list(rows)}
+    run = {**key, "steps": given.steps, circumstances.KEY: measured, "rows": list(rows)}
+    others = [one for one in runs if {name: one[name] for name in key} != key or _ways(one) != _ways(run)]
     path.write_text(json.dumps([*others, run], indent=1) + "\n", encoding="utf-8")
+
+
+def _ways(run: Mapping[str, Any]) -> list[str]:
+    return [row["way"] for row in run["rows"]]
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -306,7 +311,7 @@ def markdown(path: Path = ROWS) -> str:
         )
         parts.append(f"| {' | '.join(HEAD)} |\n| --- |" + " ---: |" * (len(HEAD) - 1))
         parts += [f"| {' | '.join(cells)} |" for cells in cells_of(rows)]
-        parts.append("")
+        parts += ["", circumstances.sentence([run]), ""]
     return "\n".join(parts).rstrip()
 
 
@@ -342,7 +347,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run every way and print a line for each as it is measured."""
-    given = arguments(words)
+    given, measured = arguments(words), circumstances.now()
     if given.worker:
         for figures in work([Job.model_validate_json(one) for one in json.loads(given.worker.read_text())]):
             print(json.dumps(figures), flush=True)
@@ -359,7 +364,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"nothing was measured: {error}", file=sys.stderr)
         return 2
     if given.rows:
-        keep(given.rows, given, rows)
+        keep(given.rows, given, rows, measured)
     return 0
 
 

@@ -16,6 +16,7 @@ from samestep.job import Job
 from tests.small import enter_namespace
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import circumstances
 import network_namespaces
 import slow_links
 from network_namespaces import Host, network
@@ -68,9 +69,15 @@ def test_rows_of_one_network_take_the_place_of_its_former_ones(tmp_path: Path) -
     ]
     for mbit in (10.0, 100.0, 10.0):
         given = slow_links.arguments(["--mbit", str(mbit)])
-        slow_links.keep(file, given, rows)
-    assert [run["mbit"] for run in json.loads(file.read_text())] == [100.0, 10.0]
+        slow_links.keep(file, given, rows, circumstances.now())
+    slow_links.keep(file, given, rows[:2], circumstances.now())  # of other ways: a table of its own
+    assert [(run["mbit"], len(run["rows"])) for run in json.loads(file.read_text())] == [
+        (100.0, 3),
+        (10.0, 3),
+        (10.0, 2),
+    ]
     text = slow_links.markdown(file)
+    assert text.count("Measured on ") == 3
     assert "the exchange takes 40.0 times the compute" in text
     assert "| int8 | 1,000.0 | 0.250 | 4,000.0 | 110 | 3.73 | 4.00 (100 ms) | 2.010 (+0.5%) |" in text
 

@@ -7,7 +7,7 @@ import pytest
 from tests import rounding
 from tests.covering import daily
 from tests.device.real_gpu import refusal
-from tests.laboratory import prove
+from tests.laboratory import TOLERANCE, assert_ledger, assert_same, job_of, observe, on_ranks, prove, reference
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
 
@@ -69,3 +69,11 @@ def test_a_layout_gives_what_one_cpu_gives(layout: str, model: str) -> None:
 )
 def test_a_layout_deviates_by_roundings_alone(layout: str, model: str, precision: str) -> None:
     rounding.prove(layout, model, precision, device="cuda")
+
+
+@pytest.mark.parametrize("layout", ["dp=2 zero=3", pytest.param("dp=2 zero=1", marks=pytest.mark.nightly)])
+def test_codes_are_those_of_one_cpu(layout: str) -> None:
+    job = job_of("float64", 2, numerics={"compression": "int8", "replicas": 2}, train={"watch_every": 0})
+    ranks = on_ranks(layout, observe, "llama", job, True, device="cuda")
+    assert_ledger(ranks, layout)
+    assert_same(ranks, reference("llama", job), TOLERANCE)

@@ -205,6 +205,7 @@ def _job(**numerics: object) -> Job:
         ("dp=2 tp=2", "tp=1 works"),
         ("dp_replicate=2 dp_shard=2 zero=3", "dp=2 zero=1 works"),
         ("dp_replicate=2 dp_shard=2 zero=1", "dp=2 zero=1 works"),
+        ("dp=2 zero=2", "dp=2 zero=1 works"),
         ("dp=2 reduce=root", "reduce=ring works"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from torch import Tensor
 
 from samestep.datasets import batches
 from samestep.job import Job
@@ -61,6 +62,24 @@ def test_factors_send_what_their_shapes_say() -> None:
     assert factors > plain > 0
 
 
+@pytest.mark.parametrize("codec", ["int8", "bf16"])
+def test_units_are_scattered_in_so_much_of_what_float32_takes(codec: str) -> None:
+    part = {"int8": 0.27, "bf16": 0.5}[codec]
+    plain, coded = (
+        on_ranks("dp=2 zero=3", observe, "wide_llama", job, True)[0]
+        for job in (job_of("float32", 1), compressed(codec))
+    )
+    assert coded.ledger == coded.predicted
+    rows = [[row for rows in seen.ledger.values() for row in rows] for seen in (plain, coded)]
+    whole = sum(row.size_bytes for row in rows[0] if row.kind == "reduce_scatter")
+    codes = [row for row in rows[1] if row.kind == "all_to_all"]
+    assert {row.dtype for row in codes} == {"uint8"}
+    assert 0 < sum(row.size_bytes for row in codes) <= part * whole
+    gathers = [[row for row in listed if row.kind == "all_gather"] for listed in rows]
+    assert gathers[0] == gathers[1]
+    assert not [row for row in rows[1] if row.kind == "reduce_scatter"]
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama3-8b"])
 def test_a_published_model_takes_about_a_byte_an_element(name: str) -> None:
     model = presets.preset(name, 1024)
@@ -81,27 +100,33 @@ def hold(rank: int, world: int, model: str, layout: str, job: Job) -> tuple[int,
     plain += sum(unit.padded_grad_numel // unit.num_shards for unit in program.units)
     predicted = at_rest(program, 0, rank).gradients - plain * BYTES_OF[program.step.master_dtype]
     if isinstance(store, Replicated):
-        return sum(map(bytes_of, (flat.exchange for flat in store._flats))), predicted
+        return bytes_of([flat.exchange for flat in store._flats]), predicted
     shards = store._encoded._shards.values()
+    scattered = [scatter.exchange for scatter in store._scatters.of_unit.values()]
     copies = sum(one.numel() * one.element_size() for shard in shards for one in shard.buffers)
-    return copies + sum(bytes_of(shard.exchange) for shard in shards), predicted
+    return copies + bytes_of([*scattered, *(shard.exchange for shard in shards)]), predicted
 
 
-def bytes_of(exchange: CodedExchange | FactoredExchange) -> int:
-    """Bytes of an exchange's codes or factors, and of what they have lost."""
+def bytes_of(exchanges: list[CodedExchange | FactoredExchange]) -> int:
+    """Bytes of the codes or factors of exchanges, and of what they have lost; memory that several have in common once."""
+    held = [tensor.untyped_storage() for exchange in exchanges for tensor in tensors_of(exchange)]
+    return sum({one.data_ptr(): one.nbytes() for one in held if one.nbytes()}.values())
+
+
+def tensors_of(exchange: CodedExchange | FactoredExchange) -> list[Tensor]:
+    """What an exchange holds."""
     if isinstance(exchange, FactoredExchange):
-        held = (exchange._first, exchange._own, exchange._second, exchange._directions, exchange._kept)
-        return sum(one.numel() * one.element_size() for one in held)
-    codes = {one.data_ptr(): one for one in (exchange._sent, exchange._received, exchange._sums)}
+        return [exchange._first, exchange._own, exchange._second, exchange._directions, exchange._kept]
     lost = [tensor for tensors in (*exchange._lost, exchange._lost_by_sum) for tensor in tensors]
-    return sum(one.numel() * one.element_size() for one in (*codes.values(), *lost))
+    return [exchange._sent, exchange._received, exchange._sums, *lost]
 
 
 @pytest.mark.parametrize(
     ("layout", "codec"),
     [
         *itertools.product(
-            ("dp=1", "dp=2", "dp=2 zero=1", "dp_replicate=2 dp_shard=2 zero=3"), ("int8", "fp16", "topk")
+            ("dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=3", "dp_replicate=2 dp_shard=2 zero=3"),
+            ("int8", "fp16", "topk"),
         ),
         *itertools.product(("dp=1", "dp=2", "dp=2 zero=1"), ("powersgd",)),
     ],

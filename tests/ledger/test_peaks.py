@@ -146,6 +146,16 @@ def test_steps_with_many_classes_whose_logits_are_whole_or_in_chunks(
         assert peak.of != "step" or peak.said == pytest.approx(peak.most, rel=0.01), peak
 
 
+@pytest.mark.parametrize(
+    "words", ["zero=3", pytest.param("zero=2 microbatch=2 accumulate=full", marks=pytest.mark.nightly)]
+)
+def test_where_codes_are_scattered(words: str, tmp_path: Path) -> None:
+    settings = ("numerics.compression=int8", "numerics.replicas=2")
+    for peak in _peaks_of_all_ranks(f"dp=2 {words}", "float32", tmp_path, *settings):
+        limit = {"step": 0.01, "init": 0.06}.get(peak.of)
+        assert limit is None or peak.said == pytest.approx(peak.most, rel=limit), peak
+
+
 def _peaks_of_all_ranks(layout: str, precision: str, folder: Path, *settings: str) -> list[Peak]:
     ranks, case = Layout.parse(layout).world_size, (layout, precision, str(folder), *settings)
     _workload(_job(precision, *settings))  # which the ranks inherit

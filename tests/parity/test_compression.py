@@ -60,6 +60,16 @@ MORE = [  # codec, replicas, layout, model
     ("int8", 2, "dp_replicate=2 dp_shard=2 zero=3 recompute=full", "gpt2"),
     ("int8", 2, "dp=2 pp=2 schedule=zero-bubble microbatch=1", MODEL),
 ]
+SCATTERED = [  # the units of zero=2 and 3 over all data ranks
+    ("int8", 2, "dp=2 zero=3 microbatch=1 accumulate=full", MODEL),
+    ("int8", 4, "dp=4 zero=2", "plain"),
+    pytest.param("bf16", 4, "dp=4 zero=2", MODEL, marks=NIGHTLY),
+    pytest.param("int8", 2, "dp=2 zero=3 tp=2", MODEL, marks=NIGHTLY),
+    pytest.param("int8", 2, "dp=2 zero=2 pp=2 microbatch=1 accumulate=full", MODEL, marks=NIGHTLY),
+    pytest.param("int4", 2, "dp=2 zero=3 recompute=full", "gpt2", marks=NIGHTLY),
+    pytest.param("topk", 4, "dp=4 zero=3", "plain", marks=NIGHTLY),
+    pytest.param("fp16", 2, "dp=2 zero=3", "mixtral", marks=NIGHTLY),
+]
 LAYOUTS = [
     "dp=2",
     "dp=2 microbatch=2",
@@ -90,7 +100,7 @@ def test_a_layout_gives_the_codes_of_one_device(layout: str) -> None:
     assert_same(ranks, reference(MODEL, job), TOLERANCE)
 
 
-@pytest.mark.parametrize(("codec", "replicas", "layout", "model"), daily(MORE, beside_products=True))
+@pytest.mark.parametrize(("codec", "replicas", "layout", "model"), [*daily(MORE, beside_products=True), *SCATTERED])
 def test_other_codecs_numbers_and_models(codec: str, replicas: int, layout: str, model: str) -> None:
     job = compressed(codec, replicas, steps=2)
     ranks = on_ranks(layout, observe, model, job, True)
@@ -99,26 +109,31 @@ def test_other_codecs_numbers_and_models(codec: str, replicas: int, layout: str,
 
 
 @pytest.mark.parametrize(
-    ("codec", "replicas", "before", "after"),
+    ("codec", "replicas", "before", "after", "model"),
     [
-        ("int8", 2, "dp=2 zero=1", "dp=1"),
-        ("int8", 2, "dp=1", "dp_replicate=2 dp_shard=2 zero=3"),
-        ("powersgd", 4, "dp=4", "dp=2 zero=1"),
-        ("powersgd", 4, "dp=2", "dp=4 zero=1"),
-        pytest.param("powersgd", 2, "dp=2 pp=2 microbatch=1", "dp=1", marks=NIGHTLY),
-        pytest.param("int8", 2, "dp=2 tp=2", "dp=2 pp=2 microbatch=1", marks=NIGHTLY),
-        pytest.param("int8", 2, "dp_replicate=2 dp_shard=2 zero=1", "dp=2 tp=2 sequence_parallel", marks=NIGHTLY),
-        pytest.param("int8", 2, "dp_replicate=2 dp_shard=2 zero=3", "dp=2 cp=2", marks=NIGHTLY),
+        ("int8", 2, "dp=2 zero=1", "dp=1", MODEL),
+        ("int8", 2, "dp=1", "dp_replicate=2 dp_shard=2 zero=3", MODEL),
+        ("int8", 4, "dp=4 zero=3", "dp=4 zero=1", "plain"),  # rows that four ranks do not divide
+        pytest.param("int8", 2, "dp=1", "dp=2 zero=2", MODEL, marks=NIGHTLY),
+        pytest.param("int8", 2, "dp=2 zero=3 tp=2", "dp=1", MODEL, marks=NIGHTLY),
+        ("powersgd", 4, "dp=4", "dp=2 zero=1", MODEL),
+        ("powersgd", 4, "dp=2", "dp=4 zero=1", MODEL),
+        pytest.param("powersgd", 2, "dp=2 pp=2 microbatch=1", "dp=1", MODEL, marks=NIGHTLY),
+        pytest.param("int8", 2, "dp=2 tp=2", "dp=2 pp=2 microbatch=1", MODEL, marks=NIGHTLY),
+        pytest.param(
+            "int8", 2, "dp_replicate=2 dp_shard=2 zero=1", "dp=2 tp=2 sequence_parallel", MODEL, marks=NIGHTLY
+        ),
+        pytest.param("int8", 2, "dp_replicate=2 dp_shard=2 zero=3", "dp=2 cp=2", MODEL, marks=NIGHTLY),
     ],
 )
 def test_what_codes_have_lost_is_in_a_checkpoint_for_any_layout(
-    codec: str, replicas: int, before: str, after: str, tmp_path: Path
+    codec: str, replicas: int, before: str, after: str, model: str, tmp_path: Path
 ) -> None:
     job = compressed(codec, replicas, steps=4)
     first, rest = str(tmp_path / "first"), str(tmp_path / "rest")
-    start = on_ranks(before, resumed_losses, MODEL, job, None, 2, first)[0]
-    end = on_ranks(after, resumed_losses, MODEL, job, first, 4, rest)[0]
-    wanted = reference(MODEL, job)
+    start = on_ranks(before, resumed_losses, model, job, None, 2, first)[0]
+    end = on_ranks(after, resumed_losses, model, job, first, 4, rest)[0]
+    wanted = reference(model, job)
     assert start + end == pytest.approx(wanted.losses, abs=TOLERANCE)
     for part in manifests.read_manifest(manifests.list_checkpoints(tmp_path / "rest")[-1])["parts"]:
         assert any(name.startswith("lost/") for name in part["tensors"])
@@ -187,6 +202,7 @@ def test_directions_are_in_a_checkpoint_once(tmp_path: Path) -> None:
         ("dp=2", "int8"),
         ("dp=2 zero=1", "powersgd"),
         pytest.param("dp_replicate=2 dp_shard=2 zero=3", "int8", marks=NIGHTLY),
+        pytest.param("dp=2 zero=3", "int8", marks=NIGHTLY),
     ],
 )
 def test_a_step_that_is_not_finite_leaves_nothing_behind_in_what_is_fed_back(layout: str, codec: str) -> None:

@@ -110,11 +110,30 @@ def test_gradients_of_a_byte_save_no_more_than_what_is_exposed(tmp_path: Path) -
     for text in ("dp=16", "dp=16 zero=1", "dp=16 zero=2", "dp=1", "tp=4", "dp=1 pp=2 microbatch=8"):
         said = predict(model, job, Layout.parse(text), machine)
         found = other_numerics.savings(said, model, job, machine)
-        is_sent = text == "dp=16"  # zero=1 sends half as much, and zero=2 sums gradients over dp_shard in full
+        # A ring of all ranks passes from node to node once; what each rank sends to each other passes eight times.
+        is_sent = text == "dp=16"
         changes = ["numerics.compression=int8 with numerics.replicas=16"] * is_sent
         assert [one.change for one in found] == changes, text
         for one in found:
             assert said.step_s - said.exposed_comm_s <= one.step_s < said.step_s, text
+
+
+@pytest.mark.parametrize("words", ["zero=1", "zero=2", "zero=3", "zero=3 microbatch=2 accumulate=full"])
+def test_gradients_of_a_byte_save_time_where_each_node_has_one_device(words: str) -> None:
+    job = Job(model={"source": "preset:gpt2"}, train={"global_batch": 64}, numerics={"precision": "bf16"})
+    machine = hardware.load("v100x8")
+    machine = replace(
+        machine,
+        flops_per_s={**machine.flops_per_s, "bfloat16": 1e14},
+        devices_per_node=1,
+        inter=replace(machine.inter, bytes_per_s=6e8),
+    )
+    model = presets.preset("gpt2", job.data.sequence_length)
+    said = predict(model, job, Layout.parse(f"dp=16 {words}"), machine)
+    (found,) = other_numerics.savings(said, model, job, machine)
+    assert found.change == "numerics.compression=int8 with numerics.replicas=16"
+    assert found.peak_bytes is not None
+    assert found.peak_bytes > 4 * model.num_params  # what codes of whole gradients have lost is not divided
 
 
 @pytest.mark.parametrize(("bytes_per_s", "costs"), [(6e8, False), (1e12, True)])

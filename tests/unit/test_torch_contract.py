@@ -36,6 +36,9 @@ PRIVATE: dict[str, tuple[Any, str]] = {
     ),
     "runtime/ledger.py": (torch._C._profiler, "_RecordFunctionFast"),
     "runtime/axes/shard.py, recomputation": (torch._C, "_current_graph_task_id"),
+    "runtime/axes/shard.py, codes": (
+        importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_api"), "ReduceScatter",
+    ),
     "tracing": (importlib.import_module("torch.utils._python_dispatch"), "_disable_current_modes TorchDispatchMode"),
 }  # fmt: skip
 

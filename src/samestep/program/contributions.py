@@ -46,6 +46,12 @@ class Contributions:
         """The axis by whose groups codes are sent: `axis`, or a second one over the same ranks."""
         return f"{self.axis}{BESIDE}" if self.is_hidden else self.axis
 
+    def code_bytes(self, size_bytes: int, *, gathers: bool) -> int:
+        """Return the bytes of codes on a rank that sends, receives and sums contributions of so many bytes each as they are sent;
+        of all sums if it `gathers` them, or else of its own part."""
+        sent = self.each * size_bytes
+        return sent + (sent if self.ranks > 1 else 0) + size_bytes // (1 if gathers else self.ranks)
+
     @classmethod
     def of(cls, layout: Layout, zero: int, replicas: int, *, is_hidden: bool = False) -> Contributions:
         """Return where a layout of ZeRO stage `zero` makes its contributions: the outermost data axis that it has."""

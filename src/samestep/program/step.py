@@ -20,7 +20,7 @@ from samestep.program.bodies import BodyKey, ends_step
 from samestep.program.codecs import CODECS, PLAIN, is_factored
 from samestep.program.contributions import Contributions
 from samestep.program.exchange_times import parts_of
-from samestep.program.holding import WHOLE, Holding
+from samestep.program.holding import SHARDS, WHOLE, Holding
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node
 from samestep.program.sample_groups import SampleGroups
@@ -196,6 +196,12 @@ class StepSpec:
         if self.codec == PLAIN and not self.trains_apart:
             return None
         return Contributions.of(self.layout, self.zero, self.replicas, is_hidden=self.exchange_delay > 0)
+
+    @property
+    def scatters_codes(self) -> bool:
+        """Whether ranks scatter the gradients of units encoded: those of zero=2 and 3 over all data ranks."""
+        made = self.contributions
+        return made is not None and self.zero >= 2 and made.axis == SHARDS
 
     @property
     def trains_apart(self) -> bool:

@@ -308,13 +308,14 @@ def exchanged_parts(step: StepSpec, unit: Unit) -> list[int]:
 def coded_parts(
     step: StepSpec, made: Contributions, unit: Unit, exchanged: int = 0
 ) -> dict[CodedPart, tuple[str, ...]]:
-    """Return what a rank encodes of its shard of a unit, of those weights that are `exchanged` together: buffers of gradients
-    with blocks of one size, and their weights."""
+    """Return what a rank encodes of its shard of a unit, or of all of it where it scatters codes, of those weights that are
+    `exchanged` together: buffers of gradients with blocks of one size, and their weights."""
+    left_of = 1 if step.scatters_codes else unit.num_shards
     mine = {name for name in unit.params if step.exchange_part(name) == exchanged}
     params = [param for param in step.model.params if param.name in mine and param.trainable and param.numel]
     found: dict[CodedPart, tuple[str, ...]] = {}
     for block in sorted({step.gradient_block(param) for param in params}, reverse=True):
         alike = [param for param in params if step.gradient_block(param) == block]
-        numel = sum(padded_rows(param, unit.num_shards) // unit.num_shards for param in alike)
+        numel = sum(padded_rows(param, unit.num_shards) // left_of for param in alike)
         found[CodedPart(padded(numel, made.ranks * block), block)] = tuple(param.name for param in alike)
     return found

@@ -32,6 +32,7 @@ from samestep.hardware import Hardware
 from samestep.models.layer_spec import Product
 from samestep.models.spec import ModelSpec, remembered
 from samestep.program.codecs import CODECS, PLAIN
+from samestep.program.holding import SHARDS
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -315,6 +316,10 @@ def _coding_s(op: Op, step: StepSpec, hardware: Hardware) -> float:
     if CODECS[op.codec].factors:
         return _factoring_s(op, step.compression_rank, hardware)
     elements = op.size_bytes / CODECS[op.codec].element_bytes
+    if (
+        step.contributions is not None and step.contributions.axis == SHARDS
+    ):  # no gather follows, behind which to decode
+        elements *= 2
     return CODING_PASSES * elements * BYTES_OF[step.master_dtype] / _bandwidth(hardware)
 
 

@@ -158,7 +158,8 @@ def _coded_bytes(program: Program) -> int:
     master, found = BYTES_OF[step.master_dtype], 0
     buffers = [([bucket.coded(made)], bucket.gathers_codes(made)) for bucket in program.buckets]
     shards = [[*coded_parts(step, made, unit, part)] for unit in program.units for part in exchanged_parts(step, unit)]
-    buffers += [(parts, True) for parts in shards]
+    buffers += [(parts, not step.scatters_codes) for parts in shards]
+    codes = []
     for parts, gathers in buffers:
         numel = sum(part.numel for part in parts)
         if step.codec == PLAIN:
@@ -169,9 +170,11 @@ def _coded_bytes(program: Program) -> int:
                 first, second = part.factor_numels
                 found += master * (part.numel + first + 3 * second)  # what was lost; own, summed factors and directions
             continue
-        size = coded_bytes(step.codec, parts)
-        found += made.each * size * (2 if made.ranks > 1 else 1) + size // (1 if gathers else made.ranks)
+        codes.append(made.code_bytes(coded_bytes(step.codec, parts), gathers=gathers))
         found += master * (made.each * numel + numel // made.ranks) * CODECS[step.codec].feeds_back
+    if step.scatters_codes:  # a unit behind the other, in one buffer
+        return found + max(codes, default=0)
+    found += sum(codes)
     if step.exchange_delay:  # the moves that are exchanged while steps go on, of one part of the weights at a time
         under_way = [0] * step.num_exchange_parts
         for bucket in program.buckets:
@@ -299,9 +302,11 @@ def during_init(program: Program, rank: int = 0) -> MemoryUse:
     largest = max((param.numel * step.holding(param).num_parts for param in step.model.params), default=0)
     stays = {*step.layout.weight_axes.values()} == {1} and step.zero == 0 and not step.is_mixed
     drawn = 0 if stays else largest * BYTES_OF[step.master_dtype]
-    gradients = rest.gradients if program.buckets else 0
+    gradients = rest.gradients if program.buckets else _coded_bytes(program)
     whole = at_rest(replace(program, step=replace(step, updates_in_chunks=False)), 0, rank).optimizer
     more = max(drawn, _split_bytes(program, rank))
+    if program.units:  # room for codes is made once all weights are drawn
+        more = max(0, more - gradients)
     return replace(rest, gradients=gradients, optimizer=whole, buffers=rest.buffers + more, peak_at="init")
 
 
@@ -323,8 +328,9 @@ def _arriving(program: Program) -> dict[str, int]:
         return {
             f"backward:{layer.name}": sum(gradient_bytes(step, index)) for index, layer in enumerate(step.model.layers)
         }
+    kind = OpKind.ALL_TO_ALL if step.scatters_codes else OpKind.REDUCE_SCATTER
     return {
-        f"reduce_scatter:{unit.name}": unit.padded_grad_numel // unit.num_shards * BYTES_OF[step.master_dtype]
+        f"{kind}:{unit.name}": unit.padded_grad_numel // unit.num_shards * BYTES_OF[step.master_dtype]
         for unit in program.units
         if unit.num_shards > 1
     }

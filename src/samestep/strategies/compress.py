@@ -6,10 +6,11 @@ and `tp` or `cp` where a gradient is partial. Then each rank encodes what it hol
 ```
                  sent by a rank, of N             after it
 all_to_all       (N-1)/N of the codes             each rank has one chunk of all contributions, and sums it in float32
-all_gather       (N-1)/N of the codes             each rank has all sums; not under zero=1, where weights are gathered
+all_gather       (N-1)/N of the codes             each rank has all sums; not where ranks shard them, and gather weights
 ```
 as many bytes as a ring's all_reduce of the codes. The ops of buckets are written where gradients are reduced
-(`strategies/data.py`), so that the first is issued while backward still runs; those of the units of zero=2 and 3 here.
+(`strategies/data.py`), so that the first is issued while backward still runs, and those of the units of zero=2 and 3 that all
+data ranks shard where these are scattered (`strategies/shard.py`); those of units that replicas have in common here.
 What is computed is in `program/contributions.py`, what bytes there are in `program/codecs.py`.
 
 Where replicas are trained apart (`numerics.exchange_every`), no step sends gradients between them. The same buffers carry,
@@ -24,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from samestep.layout import Layout
+from samestep.models.spec import ParamSpec
 from samestep.program.bodies import UPDATE_BODY
 from samestep.program.codecs import exchange
 from samestep.program.contributions import Contributions
@@ -52,7 +54,7 @@ def apply(program: Program) -> Program:
         axes = {**program.axes, made.sent_over: made.ranks}
         parts = range(program.step.num_exchange_parts)
         return replace(program, axes=axes, exchanges=tuple(_exchange_of_moves(program, made, part) for part in parts))
-    if made is None or not program.units or program.step.trains_apart:
+    if made is None or not program.units or program.step.trains_apart or program.step.scatters_codes:
         return program
     axes = {**program.axes, made.axis: made.ranks}
     return program.with_bodies(
@@ -112,8 +114,8 @@ def _reasons(step: StepSpec, made: Contributions, layout: Layout, replicas: int)
         yield f"{made.ranks} ranks of {made.axis} make no equal number of contributions; {wanted}"
     if layout.reduce != "ring":
         yield f"reduce={layout.reduce} sums gradients as they are; reduce=ring works"
-    if step.zero >= 2 and made.axis == SHARDS:
-        yield f"zero={step.zero} sums gradients over dp_shard in full; zero=1 works, and so does dp_replicate={replicas}"
+    if step.scatters_codes and not step.trains_apart and (reason := _refuse_scattered(step)):
+        yield f"zero={step.zero} {reason}"
     if name := next((param.name for param in step.model.params if param.trainable and step.is_factored(param)), ""):
         yield from _refuse_cut_matrices(step, made, name)
     if made.axis == SHARDS and layout.cp > 1:
@@ -134,10 +136,35 @@ def _reasons(step: StepSpec, made: Contributions, layout: Layout, replicas: int)
         )
 
 
+def _refuse_scattered(step: StepSpec) -> str | None:
+    """Return why the ranks of `dp_shard` cannot scatter the units of zero=2 and 3 encoded, and what works."""
+    layout, trained = step.layout, [param for param in step.model.params if param.trainable]
+    if step.num_microbatches > 1 and layout.accumulate == "sharded":
+        return (
+            f"scatters the gradient of each of {step.num_microbatches} micro-batches, and what is encoded is their sum: "
+            "accumulate=full works, and so does zero=1"
+        )
+    if partial := next((param for param in trained if _is_partial(param, layout)), None):
+        works = "zero=1 works" + ", and so does tp alone" * (partial.partial == "sequence")
+        return f"scatters the gradient of {partial.name} before it is summed over tp={layout.tp}: {works}"
+    tied = next((p.name for p in trained if len({use.layer for use in p.uses}) > 1), "")
+    if layout.pp > 1 and tied:
+        return f"scatters the gradient of {tied}, which several layers use, before stages sum it: zero=1 works"
+    return None
+
+
+def _is_partial(param: ParamSpec, layout: Layout) -> bool:
+    """Return whether each rank of `tp` has a part of a weight's gradient: it sees some of the heads or of the tokens."""
+    if layout.tp == 1:
+        return False
+    is_shared = param.cut is not None and param.cut.is_shareable and layout.tp > param.cut.groups
+    return is_shared or param.partial == "cut" or (layout.sequence_parallel and param.partial == "sequence")
+
+
 def _refuse_cut_matrices(step: StepSpec, made: Contributions, name: str) -> Iterator[str]:
     """Yield which axes leave a rank no whole matrices, of which `name` is one, and what works."""
     layout = step.layout
-    if step.zero and made.axis == REPLICAS:
+    if step.zero >= 2 or (step.zero and made.axis == REPLICAS):
         yield (
             f'numerics.compression = "{step.codec}" factors whole matrices, and zero={step.zero} divides the gradient of {name} '
             f'among dp_shard={layout.dp_shard}: dp={step.replicas} zero=1 works, and so does "int8"'
@@ -188,6 +215,8 @@ def _refuse_several(step: StepSpec, made: Contributions) -> str | None:
             return f"with {axis}={degree} a data rank makes one contribution, not {made.each}"
     if step.zero and made.axis == REPLICAS:
         return f"with dp_shard={layout.dp_shard} a replica makes one contribution, not {made.each}"
+    if step.zero >= 2:
+        return f"with zero={step.zero} a rank makes one contribution, not {made.each}"
     if step.num_microbatches % made.each:
         works = -(-step.rank_samples // made.each)
         return (

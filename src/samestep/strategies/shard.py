@@ -11,7 +11,8 @@ ranks on `dp_shard`, bytes a parameter in mixed precision (2 weights, 2 gradient
 Here stands what a rank holds under each stage, and what zero=2 and zero=3 send; zero=1 cuts the buckets of
 `strategies/data.py`, which writes their collectives. FSDP2 carries out zero=2 and zero=3: a *unit* (a layer, or one
 shared weight; `program/units.py`) is gathered before its forward, under zero=3 freed and gathered again before its
-backward, and its gradient is reduce_scattered after it.
+backward, and its gradient is reduce_scattered after it; or sent as codes by an all_to_all, where all data ranks shard it and
+the job compresses contributions (`strategies/compress.py`).
 
 ```
 zero=3   forward    AG 0 | F 0, AG 1 | F 1, AG 2 | F 2
@@ -28,13 +29,13 @@ from dataclasses import replace
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, is_below, read_by_own_code, remembered
 from samestep.program.bodies import UPDATE_BODY, BodyKey, ends_step, is_forward, starts_step
-from samestep.program.codecs import PLAIN
+from samestep.program.codecs import PLAIN, exchange
 from samestep.program.holding import REPLICAS, SHARDS, Holding
 from samestep.program.ops import BYTES_OF, Buffer, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.program.step import StepSpec
-from samestep.program.units import Unit, by_layer, last_use, make_units
+from samestep.program.units import Unit, by_layer, coded_parts, last_use, make_units
 
 AXIS = SHARDS
 
@@ -229,6 +230,10 @@ def _gather(unit: Unit) -> Op:
 
 def _scatter(unit: Unit, after: Op, step: StepSpec) -> Op:
     size = unit.padded_grad_numel
+    if (made := step.contributions) is not None and step.scatters_codes:
+        parts = [*coded_parts(step, made, unit)]
+        (sent,) = exchange(unit.name, unit.codec, unit.shard_axis, parts, made.each, step.master_dtype, gathers=False)
+        return sent.but(implied=True, after=(after.name,))
     dtype, axis = step.master_dtype, unit.shard_axis
     op = Op(kind=OpKind.REDUCE_SCATTER, owner=unit.name, axis=axis, dtype=dtype, codec=PLAIN, after=(after.name,))
     return op.sized(size).but(implied=True)
@@ -263,7 +268,7 @@ def _with_buffers(ops: Iterable[Op], step: StepSpec, units: tuple[Unit, ...], le
             changes["frees"] = tuple(names) if step.zero == 3 else ()
         elif op.kind is OpKind.ALL_GATHER and op.implied:
             leaving = leaving - {op.owner}
-        elif op.kind is OpKind.REDUCE_SCATTER and op.owner in whole:
+        elif op.implied and op.owner in whole:
             changes["allocates"] = (whole[op.owner]._replace(name=_PENDING),)
             changes["frees"] = (whole[op.owner].name,)
         yield op.but(**changes) if changes else op

@@ -43,7 +43,7 @@ class EncodedShards:
         self._shards: dict[tuple[int, str], _Shard] = {}
         """By the part of the weights that is exchanged, 0 where all are, and the unit's name."""
         made, step = program.step.contributions, program.step
-        if made is None:
+        if made is None or step.scatters_codes:
             return
         of_name = {piece.name: piece for piece in pieces}
         like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)

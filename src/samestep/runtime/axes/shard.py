@@ -11,6 +11,7 @@ task      F of chunk 0           B of chunk 1                                   
 FSDP2     gather, run, free      gather, gather ahead, run
 ours                             complete each unit: free, reduce_scatter        sums over tied stages, tp
 ```
+Where ranks scatter codes, FSDP2 calls `encoded_scatters.py` in place of its reduce_scatter.
 Gradients are summed, never averaged. Each rank updates the rows of every weight that FSDP2 gave it, as plain tensors.
 
 Traps met here:
@@ -41,6 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -56,6 +58,7 @@ from samestep.program.exchange_times import Phase
 from samestep.program.ops import BYTES_OF, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.units import Unit, partial_sizes
+from samestep.runtime.axes.encoded_scatters import EncodedScatter, EncodedScatters
 from samestep.runtime.axes.encoded_shards import EncodedShards
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.codecs.rests import Directions, GivenBack
@@ -89,6 +92,10 @@ class Sharded:
         self._root._get_fsdp_state()._lazy_init()
         self._root.set_is_last_backward(False)
         self._encoded = EncodedShards(program, mesh, self.pieces)
+        self._scatters = EncodedScatters(program, mesh, [(running.unit, running.names) for running in self._units])
+        for running in self._units:
+            if (scatter := self._scatters.of_unit.get(running.unit.name)) is not None:
+                running.fsdp.set_custom_reduce_scatter(_EncodedReduceScatter(scatter))
 
     @property
     def _root(self) -> FSDPModule:
@@ -151,6 +158,7 @@ class Sharded:
             param.grad = None
         if not self.program.step.trains_apart:
             self._encoded.begin_step(0)
+            self._scatters.begin_step()
         for unit in self._units:
             unit.reset()
 
@@ -254,7 +262,8 @@ class Sharded:
 
     def given_back(self) -> Iterator[GivenBack]:
         """Yield what codes have lost of each weight."""
-        return self._encoded.given_back()
+        yield from self._encoded.given_back()
+        yield from self._scatters.given_back()
 
     def directions(self) -> Iterator[Directions]:
         """Yield the directions along which the next gradients are projected."""
@@ -263,6 +272,7 @@ class Sharded:
     def scale_given_back(self, factor: float) -> None:
         """Multiply what codes have lost."""
         self._encoded.scale_given_back(factor)
+        self._scatters.scale_given_back(factor)
 
     def _sum_shards(self, op: Op, sizes: Mapping[str, int]) -> None:
         """All_reduce this rank's shards of some gradients, padded as every rank pads them."""
@@ -299,6 +309,21 @@ class Sharded:
         for unit in self._units:
             unit.fsdp.reshard()
             unit.reset()
+
+
+class _EncodedReduceScatter(ReduceScatter):
+    """What FSDP2 calls to reduce_scatter the gradients of a unit, where they are sent encoded."""
+
+    def __init__(self, scatter: EncodedScatter) -> None:
+        self._scatter = scatter
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        self._scatter.scatter(output_tensor, input_tensor)
 
 
 _ParamSlots = list[tuple[nn.Module, str]]

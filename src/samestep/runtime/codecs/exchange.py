@@ -92,10 +92,12 @@ class CodedExchange:
         *,
         gathers: bool,
         backend: str = "",
+        scratch: Tensor | None = None,
     ) -> None:
         """Make an exchange over `group`, None of a single rank, of buffers in the dtype and on the device of `like`.
 
         Unless it `gathers`, each rank is left its own chunk of the sum alone. A `backend` of `torch.compile` makes fused kernels.
+        Codes lie in `scratch`, uint8, which exchanges that follow each other have in common; None for memory of their own.
         """
         spec = CODECS[name]
         self._like = like.new_empty(0)
@@ -105,12 +107,13 @@ class CodedExchange:
         sizes = [spec.size_bytes(self._chunk(part), part.block) for part in parts]
         self._windows = [slice(sum(sizes[:index]), sum(sizes[: index + 1])) for index in range(len(sizes))]
 
-        def wire(*shape: int) -> Tensor:
-            return torch.zeros((*shape, sum(sizes)), dtype=torch.uint8, device=like.device)
-
-        self._sent = wire(made.ranks, made.each)
-        self._received = wire(made.ranks, made.each) if made.ranks > 1 else self._sent
-        self._sums = wire(made.ranks if self._gathers else 1)
+        own, size = made.ranks * made.each, sum(sizes)
+        counts = [own, own if made.ranks > 1 else 0, made.ranks if self._gathers else 1]
+        if scratch is None:
+            scratch = torch.zeros(sum(counts) * size, dtype=torch.uint8, device=like.device)
+        sent, received, self._sums = scratch[: sum(counts) * size].view(sum(counts), size).split(counts)
+        self._sent = sent.view(made.ranks, made.each, size)
+        self._received = received.view(made.ranks, made.each, size) if made.ranks > 1 else self._sent
         self._lost: list[list[Tensor]] = []
         self._lost_by_sum: list[Tensor] = []
         if spec.feeds_back:
