@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from samestep.layout import Layout
-from samestep.models.spec import ParamSpec
+from samestep.models.param_spec import ParamSpec
 from samestep.program.bodies import UPDATE_BODY
 from samestep.program.codecs import exchange
 from samestep.program.contributions import Contributions

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from samestep.models.spec import ParamSpec
+from samestep.models.param_spec import ParamSpec
 from samestep.program.codecs import CodedPart, coded_bytes
 from samestep.program.program import Program
 from samestep.program.units import Unit, coded_parts, padded_rows
