@@ -196,8 +196,8 @@ class SliceProver(Prover):
         """Check that the logits have a row for each token of the slice."""
         try:
             logits = prediction_of(outputs)
-        except InputError as reason:
-            self.refuse(str(reason))
+        except InputError as error:
+            self.refuse(str(error))
             return
         with _disable_current_modes():
             if logits.dim() != 3 or not self.known.has_rows(logits, 1):
