@@ -577,6 +577,18 @@ class Mixer(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
 
 
+class InDict(nn.Module):
+    """An MLP whose modules stand in a dict, which has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), nn.ModuleDict()
+        self.mlp["up"], self.mlp["down"] = nn.Linear(WIDTH, NEURONS), nn.Linear(NEURONS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp["down"](F.gelu(self.mlp["up"](self.norm(x))))
+
+
 class InTwo(nn.Module):
     """A block whose columns are in one module and whose rows are in another, with the sum that follows."""
 
@@ -598,6 +610,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "the block's own code": mlp(lambda m, h, x: F.gelu(h) * m.scale, scale=(NEURONS,)),
     "an attention that is not cut": between(lambda m, x: x + m.mix(x), mix=Mixer),
     "each cut in a module of its own": functools.partial(Decoder, Apart, {"up.0": "column", "down.0": "row"}, as_it_is),
+    "modules in a dict": functools.partial(Decoder, InDict, {"mlp.up": "column", "mlp.down": "row"}, as_it_is),
     "two modules": functools.partial(Decoder, InTwo, {"inner.0": "column", "outer.down": "row"}, as_it_is),
 }  # fmt: skip
 """Parts that compute whole sequences, and parts that are no module."""

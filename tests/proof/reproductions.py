@@ -36,6 +36,7 @@ from samestep.runtime.run import Run
 from tests import traced
 from tests.laboratory import TOLERANCE, Observed, assert_same, follow, largest_error, whole
 from tests.pool import pool
+from tests.proof import later_code as later
 from tests.proof import odd_code as odd
 
 EQUAL, REFUSED, EITHER = "equal", "refused", "either"
@@ -105,6 +106,7 @@ REPRODUCTIONS = (
     _case("weight used twice", "D2", 3, odd.TwoUses, "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble, dp=1 pp=2 microbatch=2 schedule=zero-bubble", names=("mix",), steps=3),
     _case("linear called by keyword", "D8", 3, odd.Keyword, "dp=1 pp=2 microbatch=2 schedule=zero-bubble, dp=2", must=EQUAL),
     _case("linear under its own autocast", "D7", 3, odd.Autocast, "dp=1 pp=2 microbatch=2 schedule=zero-bubble", names=("blocks",), precision="float32", tolerance=1e-5, reference="dp=1 microbatch=2"),
+    _case("learned weights of tasks", "C", 2, later.Uncertain, f"{PP}, {ZERO3}", must=EQUAL, loss=later.of_two_tasks),
     # -- optimizers --------------------------------------------------------------------------------
     _case("LARS of matrices alone", "A2", 5, odd.net, f"{ZERO3}, dp=2 zero=1", optimizer=odd.Lars, names=("Lars",), **VECTORS),
     _case("rule that starts late", "A3", 5, odd.net, ZERO3, optimizer=odd.LateRule, names=("LateRule",), steps=8, **VECTORS),
@@ -119,12 +121,14 @@ REPRODUCTIONS = (
     _case("unused layer in bf16", "D5", 5, odd.SpareBesideRoot, ZERO3, names=("spare",), precision="bf16", tolerance=3e-6, reference="dp=1 microbatch=4"),
     _case("pruned weights", "C", 5, odd.pruned, f"dp=2, {ZERO3}, {PP}", names=("weight_orig",)),
     _case("sparse embedding", "C", 5, odd.SparseEmbedding, f"dp=1, dp=2, {ZERO3}", names=("sparse",)),
+    _case("closure asked for in the code", "C", 5, odd.net, "dp=1", must=REFUSED, optimizer=later.Sharpness, names=("closure",), **VECTORS),
     _case("unused layer", "", 5, odd.Spare, "dp=2 zero=1", must=EQUAL),
     # -- tokens ------------------------------------------------------------------------------------
     _case("convolution over tokens", "A4", 1, odd.ShortConvolution, "dp=1 tp=2 sequence_parallel", names=("conv", "block")),
     _case("token shift", "A4", 1, odd.TokenShift, "dp=1 tp=2 sequence_parallel", names=("block",)),
     _case("factor by length", "A14", 1, odd.ByLength, "dp=1 cp=2", names=("block", "length", "tokens")),
     _case("feed-forward alone", "", 1, odd.PlainFeedForward, "dp=1 tp=2 sequence_parallel, dp=1 tp=2", must=EQUAL),
+    _case("rotary tables of whole heads", "C", 1, later.Rotated, "dp=1 cp=2", must=EQUAL),
     # -- features ----------------------------------------------------------------------------------
     _case("heads counted by another name", "A5", 2, odd.OwnHeads, "dp=1 tp=2", names=("q", "heads", "block")),
     _case("norm of hidden neurons", "A6", 2, odd.Normalised, "dp=1 tp=2", names=("up", "down", "block")),
@@ -137,6 +141,11 @@ REPRODUCTIONS = (
     _case("expert capacity", "B", 1, odd.Capacity, "dp=2", must=REFUSED, names=("samples",), **VECTORS),
     _case("standard deviation of the batch", "B", 1, odd.BatchDeviation, "dp=2, dp=1 microbatch=4", must=REFUSED, names=("samples",), **VECTORS),
     _case("mean over padding", "B", 1, odd.PaddedMean, "dp=2", names=("samples", "pad"), data=odd.PaddedTokens),
+    _case("weights by the classes of the batch", "B", 4, odd.net, "dp=1 microbatch=2", must=REFUSED, names=("loss",), loss=later.by_classes, **VECTORS),
+    _case("loss that goes backward", "B", 4, odd.net, "dp=2", must=REFUSED, names=("backward",), loss=later.eager, **VECTORS),
+    _case("loss with a running mean", "B", 4, odd.net, "dp=2", must=REFUSED, names=("loss",), loss=later.Running(), **VECTORS),
+    _case("two layers of a GRU", "C", 1, later.Layered, "dp=2", must=EQUAL),
+    _case("packed sequences", "C", 1, later.Packed, "dp=2, dp=1 microbatch=2", must=EQUAL),
     _case("two views in one batch", "", 1, odd.TwoViews, "dp=2, dp=1 microbatch=4", must=EQUAL, **VECTORS),
     _case("samples sorted and put back", "", 1, odd.Sorted, "dp=2", must=EQUAL, **VECTORS),
     _case("weights of samples in the loss", "", 4, odd.net, "dp=2, dp=1 microbatch=2", loss=odd.weighted_loss, must=EQUAL, **VECTORS),

@@ -6,8 +6,8 @@ import pytest
 
 from samestep.layout import Layout
 from tests.pool import pool
-from tests.proof.reproductions import CASES
-from tests.proof.reverted import BROKEN, HELD, RESUMED, REVERTED, end, prove, resume
+from tests.proof.reproductions import CASES, EQUAL, REFUSED, outcome
+from tests.proof.reverted import BROKEN, MISSED, RESUMED, REVERTED, end, prove, resume
 
 ALWAYS = {
     "a_contrastive_loss_is_waived",
@@ -58,7 +58,20 @@ def test_a_run_without_a_mend_ends_in_its_error(name):
         pool(Layout.parse(BROKEN[name].layout).world_size).run(end, name)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MISSED)
+def test_a_refusal_that_is_taken_away_is_missed_by_its_case(name, monkeypatch):
+    row = MISSED[name]
+    case = CASES[row.case]
+    refused = outcome(case, row.layout)
+    assert refused.kind == REFUSED
+    assert row.text in refused.text
+    row.install(monkeypatch)
+    found = outcome(case, row.layout)
+    assert found.kind == EQUAL, found.text
+    assert not found.fits(case)
+
+
 def test_every_cause_of_the_reviews_has_a_row():
     rows = {cause for row in (*REVERTED.values(), *RESUMED.values()) for cause in row.causes}
-    assert rows | {row.cause for row in BROKEN.values()} | HELD.keys() >= CAUSES
-    assert {case for case in HELD.values() if CASES[case].cause} == set(HELD.values())
+    assert rows | {row.cause for row in (*BROKEN.values(), *MISSED.values())} >= CAUSES

@@ -282,10 +282,39 @@ def triplet(outputs: Any, batch: Any) -> Any:
 def test_what_is_zero_everywhere_is_not_judged_and_two_samples_show_what_one_does_not():
     one, other = ((ROWS[i : i + 1], {"labels": torch.tensor([i])}) for i in range(2))
     assert not tried(triplet, *one, 1).judged
-    both = joined(one, other)
+    both = joined(one, other, (1, 1))
     assert both is not None
     assert tried(triplet, *both, 2).reason
-    assert joined(one, (ROWS[:1, :2], {"labels": torch.tensor([1])})) is None
+    assert joined(one, (ROWS[:1, :2], {"labels": torch.tensor([1])}), (1, 1)) is None
+
+
+def test_samples_that_agree_by_chance_are_tried_with_others() -> None:
+    """Weights by the classes of a batch: two samples of one class say nothing, nor do their halves."""
+
+    def by_class(outputs: Any, batch: Any) -> Any:
+        weights = len(outputs) / torch.bincount(batch[1], minlength=V).clamp(min=1)
+        return F.cross_entropy(outputs, batch[1], weight=weights, reduction="sum"), len(outputs)
+
+    few, more = (
+        (ROWS[:2], (ROWS[:2], CLASSES.new_tensor([1, 1]))),
+        (ROWS[2:5], (ROWS[2:5], CLASSES.new_tensor([1, 2, 3]))),
+    )
+    assert tried(by_class, *few, 2) == LossTrial()
+    assert loss_trial.samples_wanted(*few, 2) > 2
+    both = joined(few, more, (2, 3))
+    assert both is not None
+    assert len(both[0]) == 5
+    assert tried(by_class, *both, 5).reason
+    assert joined((ROWS.T[None], few[1]), (ROWS.T[None], few[1]), (2, B)) is None
+
+
+def test_a_loss_that_goes_backward_itself_is_no_sum() -> None:
+    def eager(outputs: Any, batch: Any) -> Any:
+        total = outputs.square().sum()
+        total.backward(retain_graph=True)
+        return total, len(outputs)
+
+    assert "calls backward()" in tried(eager, ROWS, {"x": ROWS}, B).reason
 
 
 def test_a_loss_that_takes_one_size_only_cannot_be_tried() -> None:

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 from samestep.building.dispatch_mode import DispatchMode
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import operands, run_on_meta, tensors_in
+from samestep.tracing.snapshot import preserved_function
 
 
 class WorkingSet(NamedTuple):
@@ -88,7 +89,7 @@ def nodes_of_loss(outputs: Any, sample: Any, loss: Callable[[Any, Any], Any] | N
     roots = [leaf for leaf in tensors_in(outputs) if leaf.requires_grad]
     if loss is not None and roots:
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), preserved_function(loss):
                 batch = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), sample)
                 total = loss(outputs, batch)[0]
         except Exception:  # a loss that looks at values, or has no meta kernel

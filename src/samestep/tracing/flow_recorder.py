@@ -133,6 +133,8 @@ class FlowRecorder(TorchFunctionMode):
         """Return what was recorded of a forward with these outputs."""
         for tensor in tensors_of(outputs):
             number = self._numbers.get(tensor)
+            if self._is_weight(tensor):
+                self._weights[self._tracer.key(tensor)].uses.setdefault(len(self._events), "")
             if number is not None:
                 self._last_reads[number] = len(self._events)
             elif self._maker(tensor) is not None:
@@ -359,5 +361,10 @@ class FlowRecorder(TorchFunctionMode):
 
 def _without_data(outcome: Any) -> Any:
     """Return an outcome whose tensors keep no autograd graph alive; a trace of costs does not see them made."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        is_on_host = not tensor.is_meta and not tensor.is_floating_point()  # as the sizes of packed sequences must be
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device if is_on_host else "meta")
+
     with _disable_current_modes():
-        return mapped(outcome, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        return mapped(outcome, empty)

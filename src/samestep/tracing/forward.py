@@ -158,7 +158,7 @@ class ForwardTracer(DispatchMode):
         kwargs = kwargs or {}
         as_given = args, kwargs
         given = operands(*args, *kwargs.values())
-        if any(tensor.is_meta for tensor in given) and not all(tensor.is_meta for tensor in given):
+        if any(t.is_meta for t in given) and not all(t.is_meta for t in given) and func.overloadpacket not in PACKS:
             # A constant that the forward made on the CPU; meta tensors cannot be combined with CPU tensors.
             args, kwargs = tree_map_only(Tensor, self.to_meta, (args, kwargs))
             given = operands(*args, *kwargs.values())
@@ -228,6 +228,8 @@ class ForwardTracer(DispatchMode):
             NeedsValuesError: its result depends on values that are not known.
         """
         leaves = func is torch.ops.aten._to_copy.default and kwargs.get("device") not in (None, _META)
+        if func.overloadpacket in PACKS and args[0].is_meta:
+            return self._pack(func, *args)
         looks = leaves or torch.Tag.data_dependent_output in func.tags
         sizes = torch.Tag.dynamic_output_shape in func.tags
         if (looks or sizes) and any(tensor.is_meta for tensor in given):
@@ -243,6 +245,23 @@ class ForwardTracer(DispatchMode):
         outcome = run_on_meta(func, args, kwargs)
         self.values.follow(func, given, args, kwargs, outcome)
         return outcome
+
+    def _pack(self, func: Any, tensor: Tensor, lengths: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        """Return the rows of padded sequences that are there, and on the host how many there are at each time.
+
+        Raises:
+            NeedsValuesError: the lengths are not known.
+        """
+        if not self.values.knows(lengths):
+            raise NeedsValuesError
+        self.has_looked, self.varies = True, self.varies or self.innermost
+        is_known = self.values.knows(tensor)
+        given = self.values.of(tensor) if is_known else torch.zeros(tensor.shape, dtype=tensor.dtype)
+        rows, sizes = func(given, self.values.of(lengths), *rest)
+        made = torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=_META)
+        if is_known:
+            self.values.learn(made, rows)
+        return made, sizes
 
     def _pick(self, func: Any, tensor: Tensor, picks: list[Tensor], args: tuple[Any, ...]) -> Tensor:
         """Return the result of `tensor[mask]`, whose shape depends on the values of the mask.
@@ -418,6 +437,8 @@ class ForwardTracer(DispatchMode):
         self.values = KnownValues(keeps_all=False)
 
 
+PACKS = frozenset((torch.ops.aten._pack_padded_sequence,))
+"""Operations that are given a tensor on the host beside one on the device."""
 _PICKING = (torch.ops.aten.index, torch.ops.aten.masked_select)
 """`tensor[picks]`: with integer picks the shape of the result is known without values, with a mask it is not."""
 

@@ -18,7 +18,7 @@ from samestep.tracing.dependence.dependence_rules import assumed, by_map, rule_o
 from samestep.tracing.dependence.dimension_maps import FILLS, TRIANGLES, attention, is_elementwise
 from samestep.tracing.dependence.independence import Along, Dependence, Dependences, Mixed, joined
 from samestep.tracing.dependence.row_histories import RowHistories
-from samestep.tracing.forward import ForwardTracer
+from samestep.tracing.forward import PACKS, ForwardTracer
 from samestep.tracing.meta_tensors import address, operands, written_by
 from samestep.tracing.operation_trial import Given, Outcome, RowsAlong, try_apart, try_sums
 from samestep.tracing.operations import FEW_ELEMENTS
@@ -119,7 +119,7 @@ class Prover(ForwardTracer):
     ) -> Any:
         kwargs = kwargs or {}
         given = operands(*args, *kwargs.values())
-        if any(tensor.is_meta for tensor in given) and not all(tensor.is_meta for tensor in given):
+        if any(t.is_meta for t in given) and not all(t.is_meta for t in given) and func.overloadpacket not in PACKS:
             args, kwargs = tree_map_only(Tensor, self._moved, (args, kwargs))
         outcome = super().__torch_dispatch__(func, types, args, kwargs)
         if self.is_following:
@@ -250,6 +250,8 @@ class Prover(ForwardTracer):
     def _carry_on(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
         """Set the dependences of the results of an operation."""
         packet, writes = func.overloadpacket, func._schema.is_mutable
+        if packet in _TURNS:
+            return  # the storage stays as it is
         given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
         met = any(self.known.of(tensor) is not None for tensor in given)
         if met and torch.Tag.data_dependent_output in func.tags:
@@ -329,6 +331,15 @@ _MOVES = frozenset(
     )
 )  # fmt: skip
 """Operations that compute nothing."""
+
+
+_TURNS = frozenset(
+    (
+        torch.ops.aten.transpose_, torch.ops.aten.t_, torch.ops.aten.squeeze_, torch.ops.aten.unsqueeze_,
+        torch.ops.aten.swapaxes_, torch.ops.aten.swapdims_, torch.ops.aten.as_strided_, torch.ops.aten.detach_,
+    )
+)  # fmt: skip
+"""Operations that make another view of a tensor in its place, as a GRU does whose batch comes first."""
 
 
 class _UnclearError(Exception):

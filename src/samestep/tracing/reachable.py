@@ -89,7 +89,7 @@ def reached_from(root: Any) -> Reached:
         for path, part in root.named_modules():
             found.of_module(path, part)
     else:
-        found.follow(getattr(root, "__name__", type(root).__name__), root)
+        found.callable(getattr(root, "__name__", type(root).__name__), root)
     found.run()
     return found.reached
 
@@ -109,6 +109,13 @@ class _Follower:
             return
         self._seen[id(value)] = value  # held, so that no id is given to another object
         self._rest.append((name, value))
+
+    def callable(self, name: str, value: Any) -> None:
+        """Follow what is called: a function, or an object of the user's with attributes of its own."""
+        if _is_object(value):
+            self._variable(name, None, "", value)
+        else:
+            self.follow(name, value)
 
     def run(self) -> None:
         """Follow everything on the list, and what that adds to it."""
@@ -142,8 +149,8 @@ class _Follower:
                 self._function(value)
             else:  # a decorator of a library, around the user's own
                 for held in (getattr(value, "__wrapped__", None), *_cells(value)):
-                    if isinstance(held, FunctionType | MethodType | functools.partial | nn.Module):
-                        self.follow(name, held)
+                    if isinstance(held, FunctionType | MethodType | functools.partial | nn.Module) or _is_object(held):
+                        self.callable(name, held)
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, nn.Module):

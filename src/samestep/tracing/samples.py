@@ -33,6 +33,7 @@ from samestep.tracing.dependence.independence import NO_DIM, Along, Dependence, 
 from samestep.tracing.forward import ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, address, operands, tensors_in
 from samestep.tracing.prover import Prover
+from samestep.tracing.snapshot import preserved_function
 from samestep.tracing.trace import containers_of
 from samestep.tracing.watched_forward import watch_forward
 
@@ -184,7 +185,7 @@ class _SampleProver(Prover):
         self._read = set()
         self.is_following = False
         try:
-            with self, torch.no_grad():
+            with self, torch.no_grad(), preserved_function(loss):
                 loss(outputs, self._batch)
         except Exception:  # the user's own code, which may look at values
             return None

@@ -150,6 +150,15 @@ class _Seen:
         by_columns = (is_below(path, part) and style in ("column", "qkv") for path, style in self.styles.items())
         return any(by_columns) and not self.rows_in(part)
 
+    def children_of(self, block: str) -> Iterator[str]:
+        """Yield the children of a block, and in place of one that is only a container, as a ModuleDict, those within it."""
+        for name, child in self.model.get_submodule(block).named_children():
+            path = f"{block}.{name}"
+            if path in self.calls.entered or not any(True for _ in child.children()):
+                yield path
+            else:
+                yield from self.children_of(path)
+
     def has_weights(self, path: str) -> bool:
         """Return whether a module has weights of its own."""
         return any(True for _ in self.model.get_submodule(path).parameters(recurse=False))
@@ -222,8 +231,7 @@ def _parts(layer: LayerSpec, seen: _Seen) -> tuple[str, ...]:
     """
     block, parts = layer.modules[0], []
     mixing = [p.owner for p in layer.products if p.taps > 1 or p.factors in ("attention", "causal", "pair")]
-    for name in dict(seen.model.get_submodule(block).named_children()):
-        path = f"{block}.{name}"
+    for path in seen.children_of(block):
         if seen.styles.get(path) in ("gather", "vocab"):
             raise _CannotCutError(f"the block's own code uses {path}, whose output is gathered")
         styles = {style for inner, style in seen.styles.items() if is_below(inner, path)}

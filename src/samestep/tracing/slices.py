@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
-from samestep.building.loss import target_of
+from samestep.building.loss import prediction_of, target_of
 from samestep.errors import InputError
 from samestep.models.analysis import ExpertModules
 from samestep.models.spec import ModelSpec
@@ -195,9 +195,13 @@ class SliceProver(Prover):
 
     def check_outputs(self, outputs: Any) -> None:
         """Check that the logits have a row for each token of the slice."""
-        logits = getattr(outputs, "logits", outputs)
+        try:
+            logits = prediction_of(outputs)
+        except InputError as error:
+            self.refuse(str(error))
+            return
         with _disable_current_modes():
-            if not isinstance(logits, Tensor) or logits.dim() != 3 or not self.known.has_rows(logits, 1):
+            if logits.dim() != 3 or not self.known.has_rows(logits, 1):
                 self.refuse(
                     self._mixed or "its outputs have no row for each token, so the loss cannot be summed over slices"
                 )

@@ -28,6 +28,7 @@ from samestep.errors import ModelError
 from samestep.models.spec import ModelSpec
 from samestep.runtime.axes.chunked_loss import LOGITS, Chunking, Elementwise, Head, Place, row_losses
 from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
+from samestep.tracing.snapshot import preserved_function
 
 WORKS = (
     "F.cross_entropy, torch.logsumexp and elementwise functions of logits work, and so does a layout without loss_chunk"
@@ -366,7 +367,8 @@ def refusal_of(
         pending = [leaf for leaf in tensors_in(outputs) if isinstance(leaf, PendingLogits)]
         if not pending:
             return f"what {last.head.owner} makes is not among the model's outputs"
-        total, _ = loss(outputs, batch)
+        with preserved_function(loss):
+            total, _ = loss(outputs, batch)
     except NeedsValuesError:
         return "the model or its loss looks at values"
     except Exception as error:  # of the model's own code or the loss, which may raise anything

@@ -7,7 +7,8 @@ evaluated on the detached outputs and the labels of one micro-batch, in float64,
 
 A mean, a statistic of the batch or a contrastive loss does not add up. Where outputs are equal for all samples, as those
 of a head that starts at zero, a coupled loss adds up by chance, so it is tried on outputs that are moved a little too.
-One sample has no halves: it is doubled, and its copy's outputs are moved. Under cp each rank has a slice of the tokens,
+One sample has no halves: it is doubled, and its copy's outputs are moved. Few samples may agree by chance in what couples
+them, such as their class, so those of several micro-batches are tried together. Under cp each rank has a slice of the tokens,
 and the parts are halves along the tokens too.
 
 Which dimension of a tensor holds the samples is not known: the first, where its size is the number of samples, or
@@ -43,12 +44,15 @@ _ROUNDED = 1e-5
 """The tolerance for a loss that cannot be evaluated in float64, far below what a mean or a batch statistic differs by."""
 _ELEMENTS = 2**22
 """About so many elements of outputs and labels are tried, and at least two samples."""
+_SAMPLES = 8
+"""So many samples are tried before a loss is trusted, where they have no more elements than that."""
 _READINGS = 24
 """So many readings of the tensors' dimensions are tried at most."""
 _MOVED, _FAR = 0.01, 3.0
 _KEEPS = (
     "its sum is {:.9g} at first and {:.9g} when it is called again on the same, so it keeps something between calls"
 )
+_GOES_BACK = "it calls backward() by itself, and so adds a gradient of its own for each part of a batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +110,19 @@ def tried(loss: Loss, outputs: Any, batch: Any, size: int, dim: int = 0) -> Loss
             return LossTrial(judged=False)
 
 
+def samples_wanted(outputs: Any, batch: Any, size: int) -> int:
+    """Return the number of samples that a trial needs, from a micro-batch of `size` samples."""
+    return min(_SAMPLES, _most_samples(tensors_in((outputs, batch)), size))
+
+
+def _most_samples(leaves: list[Tensor], size: int) -> int:
+    each = sum(leaf.numel() for leaf in leaves) // max(1, size)
+    return max(2, _ELEMENTS // max(1, each))
+
+
 def _tried(loss: Loss, outputs: Any, batch: Any, size: int, dim: int) -> LossTrial:
     leaves = [leaf.detach() for leaf in tensors_in((outputs, batch))]
-    each = sum(leaf.numel() for leaf in leaves) // max(1, size)
-    taken = min(size, max(2, _ELEMENTS // max(1, each)))
+    taken = min(size, _most_samples(leaves, size))
     num_outputs = len(tensors_in(outputs))
     best = LossTrial(judged=False)
     for readings in itertools.islice(_readings(leaves, size, dim, num_outputs), _READINGS):
@@ -195,6 +208,8 @@ def _added_up(loss: Loss, tree: Any, parts: _Parts) -> LossTrial:
         except Exception as caught:  # of the user's own code, which may raise anything
             error = error or caught
             continue
+        if whole.went_back:
+            return LossTrial(_GOES_BACK)
         if math.isfinite(whole.total) and abs(again.total - whole.total) > TOLERANCE * abs(whole.total):
             return LossTrial(_KEEPS.format(whole.total, again.total))
         return _compared(whole, halves, raised)
@@ -245,6 +260,8 @@ class _Value:
     total: float
     count: float
     is_float64: bool
+    went_back: bool
+    """Whether the loss has computed gradients by `backward`."""
 
 
 def _evaluated(loss: Loss, tree: Any, leaves: list[Tensor], raised: bool, graph: bool) -> _Value:
@@ -256,7 +273,8 @@ def _evaluated(loss: Loss, tree: Any, leaves: list[Tensor], raised: bool, graph:
     with _disable_current_modes(), torch.set_grad_enabled(graph), _raised() if raised else _plain():
         total, count = loss(outputs, batch)
     is_float64 = isinstance(total, Tensor) and total.dtype is torch.float64
-    return _Value(float(total), float(count), is_float64)
+    went_back = graph and any(leaf.grad is not None for leaf in given)
+    return _Value(float(total), float(count), is_float64, went_back)
 
 
 class _InFloat64(TorchFunctionMode):
@@ -318,20 +336,28 @@ def detached(value: Any) -> Any:
     return _mapped(value, Tensor.detach)
 
 
-def joined(first: tuple[Any, Any], second: tuple[Any, Any], size: int = 1) -> tuple[Any, Any] | None:
-    """Return outputs and batch of two micro-batches of `size` samples, from those of each.
+def joined(first: tuple[Any, Any], second: tuple[Any, Any], sizes: tuple[int, int]) -> tuple[Any, Any] | None:
+    """Return outputs and batch of two micro-batches of `sizes` samples, from those of each.
 
-    None if their tensors have different shapes, or several rows for each sample.
+    None if their tensors have other different shapes, several rows for each sample, or samples along another dimension.
     """
-    ones, others = tensors_in(first), tensors_in(second)
-    if [one.shape for one in ones] != [other.shape for other in others]:
+    pairs = list(zip(tensors_in(first), tensors_in(second), strict=False))
+    if len(pairs) != len(tensors_in(first)) or len(pairs) != len(tensors_in(second)):
         return None
-    if size > 1 and any(one.dim() and one.shape[0] > size and one.shape[0] % size == 0 for one in ones):
-        return None
-    pairs = zip(ones, others, strict=True)
-    both = [torch.cat(pair).detach() if pair[0].shape[:1] == (size,) else pair[1].detach() for pair in pairs]
+    of_samples = [(one.shape[:1], other.shape[:1]) == ((sizes[0],), (sizes[1],)) for one, other in pairs]
+    for (one, other), is_of_samples in zip(pairs, of_samples, strict=True):
+        alike = one.shape[1:] == other.shape[1:] if is_of_samples else one.shape == other.shape
+        if not alike or (not is_of_samples and (sizes[1] in other.shape or _has_several_rows(other, sizes[1]))):
+            return None
+    both = [
+        torch.cat(pair).detach() if is_cut else pair[1].detach() for pair, is_cut in zip(pairs, of_samples, strict=True)
+    ]
     outputs, batch = with_tensors(second, both)
     return outputs, batch
+
+
+def _has_several_rows(tensor: Tensor, size: int) -> bool:
+    return tensor.dim() > 0 and 1 < size < tensor.shape[0] and tensor.shape[0] % size == 0
 
 
 def with_tensors(value: Any, tensors: list[Tensor]) -> Any:

@@ -40,8 +40,9 @@ class StepTrials:
         self._is_split = is_split(held.parallel.program)
         own = randomness.own_generators(held.model.module, given_loss)
         self._generators = randomness.GeneratorWatch(device, own)
-        self._lone: tuple[Any, Any] | None = None
-        """Outputs and labels of the micro-batch before, if it alone could not show what the loss is."""
+        self._before: tuple[tuple[Any, Any], int] | None = None
+        """Outputs and labels of the micro-batches before, if they could not show what the loss is, and the number of their
+        samples."""
 
     @property
     def reading(self) -> Callable[[], AbstractContextManager[None]]:
@@ -90,18 +91,26 @@ class StepTrials:
         loss = held.objective.loss if tensor.cuts_logits(held.parallel.program) else self._given_loss
         given = precision.for_loss(outputs)
         trial = loss_trial.tried(loss, given, samples, num_samples)
-        # Two micro-batches say more than one sample and its copy, or than samples whose loss is zero among themselves.
-        says_little = num_samples == 1 or not trial.judged
-        before, self._lone = self._lone, loss_trial.detached((given, samples)) if says_little else None
-        if before is not None and says_little and not trial.reason:
-            both = loss_trial.joined(before, (given, samples), num_samples)
-            trial = loss_trial.tried(loss, *both, 2 * num_samples) if both is not None else trial
+        tried, wanted = num_samples, loss_trial.samples_wanted(given, samples, num_samples)
+        before, seen = self._before, (given, samples)
+        is_lone = False
+        if before is not None and not trial.reason and (tried < wanted or not trial.judged):
+            # Two micro-batches say more than one sample and its copy, and than a few samples that agree by chance.
+            both = loss_trial.joined(before[0], seen, (before[1], num_samples))
+            if both is None:
+                is_lone = True
+            else:
+                seen, tried = both, before[1] + num_samples
+                trial = loss_trial.tried(loss, *seen, tried)
+        is_shown = trial.judged and (tried >= wanted or is_lone)
+        kept = seen if tried < wanted else (given, samples)
+        self._before = None if is_shown else (loss_trial.detached(kept), tried if tried < wanted else num_samples)
         what, matters = "samples", self._is_split
         if self._layout.cp > 1 and trial.judged and not trial.reason:
             length = target_of(samples).shape[1]
             trial = loss_trial.tried(loss, given, samples, length, dim=1) if length > 1 else trial
             what, matters = "tokens", True
-        self.loss_is_tried = trial.judged and (num_samples > 1 or before is not None)
+        self.loss_is_tried = bool(trial.reason) or is_shown
         self._generators.settle()
         if trial.reason:
             self._refuse_loss(f"the loss is no sum over the {what} of a batch: {trial.reason}", what, matters)

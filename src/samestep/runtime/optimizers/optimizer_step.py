@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.errors import ModelError
+from samestep.errors import InputError, ModelError
 from samestep.job_tables import NumericsTable
 from samestep.program.step import update_chunks
 from samestep.runtime import host_copies
@@ -31,7 +31,7 @@ from samestep.runtime.optimizers.optimizer_source import ALONE, GivenOptimizer, 
 from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.optimizers.pieces import LiveWeights, Piece
 from samestep.runtime.optimizers.split_masters import SplitMasters
-from samestep.runtime.optimizers.update_rule import OptimizerSource, has_hooks, is_torchs_own
+from samestep.runtime.optimizers.update_rule import TRIED, OptimizerSource, has_hooks, is_torchs_own
 from samestep.runtime.optimizers.weight_averages import WeightAverages
 
 _ROW = 4096
@@ -254,6 +254,16 @@ class Updater:
                         piece.value.grad = gradient.view_as(piece.value)
                 try:
                     self.optimizer.step()
+                except TRIED as error:  # of the user's own code, such as an assertion that a closure is given
+                    if self.step_index or isinstance(
+                        error, InputError | torch.OutOfMemoryError | torch.AcceleratorError
+                    ):
+                        raise
+                    name, words = type(self.optimizer).__name__, str(error).partition("\n")[0]
+                    raise ModelError(
+                        f"the first step of {name} fails: {type(error).__name__}: {words}; a step here has one forward and one "
+                        "backward, and calls step() without a closure: an optimizer that needs no more works, such as adamw"
+                    ) from error
                 finally:
                     for value in lent:  # a gradient that was lent would stay allocated beside that of the next step
                         value.grad = None

@@ -52,10 +52,13 @@ Moves = Callable[[int, Along], Dependence]
 
 
 def mapped(call: Call, given: Sequence[Operand], moves: Moves | None = None) -> Dependence:
-    """Return the dependence of a result from the dimensions that its operands become."""
+    """Return the dependence of a result from the dimensions that its operands become; those without elements give nothing."""
     parts: list[Along | Mixed] = []
     constants: list[Operand] = []
+    has_elements = all(result.numel() for result in call.results)
     for at, (tensor, dims) in enumerate(given):
+        if has_elements and not tensor.numel():
+            continue
         found = call.known.of(tensor)
         if found is None:
             constants.append((tensor, dims))
