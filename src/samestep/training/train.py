@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from samestep.building.pretrained_form import unread_tokenizer
 from samestep.datasets import Dataset, batches, is_text
 from samestep.errors import JobError, OutOfMemoryError, RunError, WorkerError
 from samestep.job import Job
@@ -474,7 +475,12 @@ def _print_sample(run: Run, workload: Workload, screen: Screen | None, when: str
 
 def _warn(checked: Checked, place: RankInfo | None, meeting: Meeting | None) -> None:
     """Warn about settings that have no effect on this machine, or a bad one."""
-    run = checked.workload.job.run
+    job = checked.workload.job
+    run = job.run
+    if folder := unread_tokenizer(job):
+        warnings.warn(
+            f"text becomes bytes, not tokens of the model: data.tokenizer = {str(folder)!r} reads its own", stacklevel=3
+        )
     on_cpu = place.device.type == "cpu" if place else run.device == "cpu" or not torch.cuda.device_count()
     if checked.layout.offload and on_cpu:
         warnings.warn(
