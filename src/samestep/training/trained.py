@@ -38,14 +38,17 @@ class StoredRun:
 
     @classmethod
     def of(cls, run: str | Path | None) -> StoredRun:
-        """Return the newest checkpoint of a run folder, or one checkpoint; without a run, of the newest one below `runs`.
+        """Return the newest checkpoint of a run folder, or of a folder in it that holds some, or one checkpoint; without a
+        run, that of the newest one below `runs`.
 
         Raises:
             CheckpointError: there is none.
         """
         folder = Path(run) if run is not None else run_folder.newest()
         is_checkpoint = (folder / "manifest.json").exists()
-        found = folder if is_checkpoint else manifests.latest(folder / run_folder.CHECKPOINTS)
+        found = (
+            folder if is_checkpoint else manifests.latest(folder / run_folder.CHECKPOINTS) or manifests.latest(folder)
+        )
         if found is None:
             raise CheckpointError(f"{folder} holds no checkpoint; a run folder works, and so does a checkpoint in it")
         manifest = manifests.read_manifest(found)
