@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from samestep.building import adapters, families
 from samestep.building.initial_values import Blueprint
 from samestep.building.weight_conversion import by_kind, converted, loading, transforms_of
-from samestep.datasets import is_text
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.models.weight_files import ONE_FILE
@@ -188,7 +187,7 @@ def _conversions(module: nn.Module) -> list[Any]:
 def unread_tokenizer(job: Job) -> Path | None:
     """Return the folder of the model's own tokenizer where the job encodes its text as bytes instead."""
     folder = job.model.folder
-    if folder is None or job.data.tokenizer != "bytes" or not is_text(job):
+    if folder is None or job.data.tokenizer != "bytes" or not job.data.is_text:
         return None
     return folder if any(True for _ in folder.glob("tokenizer*")) else None
 
@@ -196,7 +195,7 @@ def unread_tokenizer(job: Job) -> Path | None:
 def _beside(job: Job) -> Iterator[Path]:
     """Yield the files that are copied: of the tokenizer's folder, or else of the folder that the run started from."""
     source = job.model.folder
-    tokens = source if job.data.tokenizer == "bytes" and not is_text(job) else None
+    tokens = source if job.data.tokenizer == "bytes" and not job.data.is_text else None
     if job.data.tokenizer != "bytes":
         tokens = Path(job.data.tokenizer).expanduser()
     if tokens is not None:

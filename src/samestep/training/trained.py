@@ -14,7 +14,7 @@ from torch import nn
 from samestep.building.families import facts_of, quiet
 from samestep.building.initial_values import fill_rest
 from samestep.building.model import blueprint_of
-from samestep.datasets import is_text, open_tokenizer
+from samestep.datasets import open_tokenizer
 from samestep.datasets.chat import opening
 from samestep.errors import CheckpointError, DataError, ModelError
 from samestep.job import Job
@@ -138,7 +138,7 @@ def sample(
     """
     stored = StoredRun.of(run)
     job, train = stored.job, stored.job.train
-    if not is_text(job):
+    if not job.data.is_text:
         raise DataError(
             f"data.source = {job.data.source!r} is no text that a tokenizer encodes, so nothing decodes a sample"
         )
