@@ -150,6 +150,9 @@ def main(place: object, model: type[nn.Module], layout: str, numerics: dict[str,
 
 if __name__ == "__main__":
     alone: dict[str, list[float]] = {}  # the losses of one device, for each model and numerics
+    if unknown := [name for name in sys.argv[1:] if name not in TECHNIQUES]:
+        print(f"no technique is called {unknown[0]!r}; these are: {', '.join(TECHNIQUES)}", file=sys.stderr)
+        sys.exit(2)
     for name in sys.argv[1:] or TECHNIQUES:
         layout, numerics = TECHNIQUES[name]
         model = MODELS.get(name, Decoder)

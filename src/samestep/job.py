@@ -315,4 +315,6 @@ def _without_none(value: Any) -> Any:
     """Return the value without the keys that are None, which TOML cannot express."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
     return value

@@ -202,6 +202,12 @@ class DataTable(Table):
             )
         return self
 
+    @property
+    def is_text(self) -> bool:
+        """Whether the samples are text that the tokenizer encodes."""
+        texts = ("topics", "stdlib", "text", "jsonl", "parquet", "hf")
+        return all(source.partition(":")[0] in texts for source in self.mixture or (self.source,))
+
 
 class TrainTable(Table):
     """The training loop: the batch, the number of steps, the loss, and what is evaluated."""

@@ -60,6 +60,18 @@ def _of_the_best(t: Tensor) -> Tensor:
     return t.index_add(0, best, torch.sin(t.index_select(0, best)))
 
 
+def _by_number(t: Tensor) -> Tensor:
+    """Index as a mask of packed documents is: one index counts the samples, the other one picks."""
+    samples = torch.arange(t.shape[0], device=t.device).view(-1, *[1] * (t.dim() - 1))
+    return t if t.dim() < 2 else t[samples, torch.arange(t.shape[1] - 1, -1, -1, device=t.device)]
+
+
+def _by_other_numbers(t: Tensor) -> Tensor:
+    """Pick another feature for each sample."""
+    numbers = torch.arange(t.shape[0], device=t.device)
+    return t if t.dim() < 2 else t[numbers, numbers % t.shape[1]].unsqueeze(1)
+
+
 def _added_back(t: Tensor) -> Tensor:
     flat = t.reshape(-1, t.shape[-1])
     (places,) = torch.where(flat.sum(-1) > 0)
@@ -118,6 +130,8 @@ STEPS: dict[str, Step] = dict(
         ("mask and write", _written_back),
         ("mask and write into the next", _written_by_the_next),
         ("add to the best", _of_the_best),
+        ("each by its number", _by_number),
+        ("numbers of its own", _by_other_numbers),
         ("lower triangle", lambda t: t.tril() if t.dim() > 1 else t),
         ("places and add", _added_back),
         ("order and back", _sorted_and_back),
@@ -209,6 +223,7 @@ LEGAL = {
     "mixing tokens": ["cumsum 1", "mean 1", "softmax 1", "roll 1", "sort 1", "self product"],
     "tokens with views": ["cat of rolled 1", "halves 1"],
     "each sample by itself": ["stack of selected 0", "writing in parts 0"],
+    "packed documents": ["each by its number", "norm of features"],
     "experts by masks": ["mask and write", "places and add"],
     "images": ["statistics of a sample", "convolution", "pooling"],
 }
@@ -230,6 +245,12 @@ MIXING = {
 @pytest.mark.parametrize("name", LEGAL)
 def test_independent_programs_are_proven(name: str) -> None:
     assert _findings(Program(*LEGAL[name])) == Findings()
+
+
+def test_an_index_that_differs_between_samples_is_listed() -> None:
+    assert _findings(Program("numbers of its own")).tried == (
+        "the model itself, which uses a constant with a row for each sample",
+    )
 
 
 def test_batch_norm_takes_groups_of_samples_where_they_are_the_rows() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from samestep.building.combined_optimizer import CombinedOptimizer
 from samestep.building.loss import loss_of
-from samestep.building.model import call_model, model_source
+from samestep.building.model import call_model, model_source, why_unfit
 from samestep.building.optimizer import check_groups, learning_rate_factor, optimizer_of
 from samestep.errors import JobError, ModelError
 from samestep.job import Job
@@ -257,6 +257,11 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
         call_model(TakesPixels(), {"image": 1, "labels": 2})
     with pytest.raises(ModelError, match="packed documents see each other"):
         call_model(TakesPixels(), {"pixels": 1, "position_ids": 2})
+    assert why_unfit(TakesAny(), {"image": 1, "labels": 2}) == (
+        "the batch has image, labels, and the forward of TakesAny takes x; a common name works"
+    )
+    assert not why_unfit(TakesAny(), {"x": 1, "labels": 2})
+    assert not why_unfit(TakesAny(), (1, 2))
 
 
 # -- losses ----------------------------------------------------------------------------------------

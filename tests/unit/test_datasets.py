@@ -481,8 +481,11 @@ def test_a_missing_path_names_what_is_near(tmp_path):
         open_dataset(job_of(f"jsonl:{tmp_path / '123'}"))
     with pytest.raises(DataError, match=r"there is no folder .*nowhere"):
         open_dataset(job_of(f"hf:{tmp_path / 'nowhere' / 'x'}"))
-    with pytest.raises(DataError, match="no path; write text:PATH"):
-        open_dataset(job_of("text:"))
+    for source in "images", "tokens", "text":
+        with pytest.raises(DataError, match=rf"^{source}:\S*/nothing: there is no nothing"):
+            open_dataset(job_of(f"{source}:{tmp_path / 'nothing'}"))
+        with pytest.raises(DataError, match=f"^{source}: has no path; write {source}:PATH"):
+            open_dataset(job_of(f"{source}:"))
     with pytest.raises(DataError, match=r"holds no \*\.jsonl file"):
         open_dataset(job_of(f"jsonl:{tmp_path}"))
 

@@ -55,7 +55,12 @@ def test_a_file_and_python_make_the_same_job(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [DEFAULT, None], ids=["default", "empty"])
 def test_what_is_written_reads_as_the_same_job(path: Path | None, tmp_path: Path) -> None:
-    job = load(path) if path else Job(model={"config": {"deep": {"a": [1, 2.5, "x", True]}}}, layout={"dp": 2})
+    groups = [
+        {"match": ["*_proj.weight"], "name": "muon"},
+        {"match": ["*norm*"], "weight_decay": 0.0},
+    ]  # others are None
+    deep = {"config": {"deep": {"a": [1, 2.5, "x", True]}}}
+    job = load(path) if path else Job(model=deep, optimizer={"groups": groups}, layout={"dp": 2})
     again = load(_file(tmp_path, job.to_toml()))
     assert again == job
     assert again.to_toml() == job.to_toml()

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from samestep.building.families import quiet
 from samestep.building.initial_values import Blueprint, blueprint
 from samestep.building.model import model_source
+from samestep.building.pretrained_form import _beside, unread_tokenizer
 from samestep.building.stored_weights import StoredWeights
 from samestep.errors import ModelError
 from samestep.job import Job
@@ -214,3 +215,17 @@ def test_numbers_without_a_word_in_json_are_read_from_a_configuration(tmp_path: 
     """Bamba limits its time steps by infinity, which transformers writes as a table."""
     (tmp_path / "config.json").write_text('{"limits": [0.0, {"__float__": "Infinity"}], "other": {"__float__": "1"}}')
     assert configuration(tmp_path) == {"limits": [0.0, math.inf], "other": {"__float__": "1"}}
+
+
+def test_a_tokenizer_that_the_run_does_not_use_is_named_and_not_given_on(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    text = Job(model={"source": f"hf:{tmp_path}"}, data={"source": "jsonl:chats.jsonl"})
+    assert unread_tokenizer(text) == tmp_path
+    assert not list(_beside(text))
+    own = text.model_copy(update={"data": text.data.model_copy(update={"tokenizer": str(tmp_path)})})
+    images = text.model_copy(update={"data": text.data.model_copy(update={"source": "images:flowers"})})
+    for job in own, images:
+        assert unread_tokenizer(job) is None
+        assert {path.name for path in _beside(job)} == {"tokenizer.json", "preprocessor_config.json"}

@@ -11,6 +11,7 @@ import samestep
 from samestep import cli
 from samestep.errors import DataError, ModelError
 from samestep.runtime.checkpoints.manifests import latest
+from samestep.training.trained import StoredRun
 from tests import small
 
 
@@ -26,6 +27,7 @@ def test_a_checkpoint_writes_and_is_evaluated_as_its_run_does(
     assert found.step == 6
     assert found.loss == pytest.approx(json.loads((run / "summary.json").read_text())["held_out_loss"], rel=1e-5)
     assert samestep.evaluate(latest(run / "checkpoints"), samples=3).samples == 3
+    assert StoredRun.of(run / "checkpoints").checkpoint == latest(run / "checkpoints")  # as of a run's folder `best`
     capfd.readouterr()
     assert cli.main(["sample", str(run)]) == 0  # with a cache, which the run's own sample has not
     assert capfd.readouterr().out.rstrip("\n") == trained.rstrip("\n")

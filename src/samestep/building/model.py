@@ -157,6 +157,14 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
+def why_unfit(model: nn.Module, batch: Any) -> str:
+    """Return that the forward names no argument that the batch has, as text; empty where it names one, or none at all."""
+    names = _accepted(type(unwrapped(model)).forward).names
+    if not isinstance(batch, Mapping) or not names or not (batch.keys() - {"labels"}).isdisjoint(names):
+        return ""
+    return _unfit(model, batch, names)
+
+
 def _unfit(model: nn.Module, batch: Mapping[str, Any], accepted: Sequence[str]) -> str:
     """Return why a batch cannot be given to the model."""
     name, takes = type(model).__name__, ", ".join(accepted) or "no named argument"

@@ -184,10 +184,18 @@ def _conversions(module: nn.Module) -> list[Any]:
     return [one for one in transforms_of(module, add_legacy=False) if not isinstance(one, loading().PrefixChange)]
 
 
+def unread_tokenizer(job: Job) -> Path | None:
+    """Return the folder of the model's own tokenizer where the job encodes its text as bytes instead."""
+    folder = job.model.folder
+    if folder is None or job.data.tokenizer != "bytes" or not job.data.is_text:
+        return None
+    return folder if any(True for _ in folder.glob("tokenizer*")) else None
+
+
 def _beside(job: Job) -> Iterator[Path]:
     """Yield the files that are copied: of the tokenizer's folder, or else of the folder that the run started from."""
     source = job.model.folder
-    tokens = source if job.data.tokenizer == "bytes" and not job.data.source.startswith("text:") else None
+    tokens = source if job.data.tokenizer == "bytes" and not job.data.is_text else None
     if job.data.tokenizer != "bytes":
         tokens = Path(job.data.tokenizer).expanduser()
     if tokens is not None:

@@ -11,7 +11,7 @@ There is no iterator state: to resume, `batches` takes another first step. Nothi
 from samestep.datasets.batch import Batch, BatchStream, Dataset, batches, checked_samples, read_samples, shares
 from samestep.datasets.mixture import kind_of
 from samestep.datasets.order import permuted, sample_indices
-from samestep.datasets.source import first_tokens, is_text, of_held_out, open_dataset, open_held_out
+from samestep.datasets.source import first_tokens, of_held_out, open_dataset, open_held_out
 from samestep.datasets.tokenizers import Tokenizer, open_tokenizer
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "batches",
     "checked_samples",
     "first_tokens",
-    "is_text",
     "kind_of",
     "of_held_out",
     "open_dataset",

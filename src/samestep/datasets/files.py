@@ -21,7 +21,7 @@ def existing(path: str, source: str) -> Path:
     if path and place.exists():
         return place
     if not path:
-        raise DataError(f"{source}: no path; write {source}PATH")
+        raise DataError(f"{source} has no path; write {source}PATH")
     parent = place.parent
     if not parent.is_dir():
         raise DataError(f"{source}: there is no folder {parent}")

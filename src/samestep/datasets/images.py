@@ -89,7 +89,7 @@ def images_part(path: str, data: DataTable, split: Split) -> ImageFolder:
         DataError: Pillow is not installed, the folder is missing, or it has no images in folders of classes.
     """
     _pillow()
-    root = existing(path, "images:")
+    root = existing(path, f"images:{path}")
     folders = (
         sorted(one for one in root.iterdir() if one.is_dir() and not one.name.startswith(".")) if root.is_dir() else []
     )

@@ -36,7 +36,6 @@ SOURCES = {
     "module:function": "a function of yours that returns a map-style dataset",
     "mixture": "several of these by their weights in data.mixture",
 }
-_TEXTS = ("topics", "stdlib", "text", "jsonl", "parquet", "hf")
 
 
 def open_dataset(job: Job, split: Split = "train") -> Dataset:
@@ -113,12 +112,6 @@ def of_held_out(job: Job, name: str) -> Job:
     held_out = job.data.held_out if source in (job.data.source, *job.data.mixture) else 0.0
     alone = job.data.model_copy(update={"source": source, "mixture": {}, "held_out": held_out})
     return job.model_copy(update={"data": alone})
-
-
-def is_text(job: Job) -> bool:
-    """Whether the samples of a job are text that its tokenizer encodes."""
-    sources = job.data.mixture or (job.data.source,)
-    return all(source.partition(":")[0] in _TEXTS for source in sources)
 
 
 def first_tokens(dataset: Dataset, count: int) -> npt.NDArray[Any]:

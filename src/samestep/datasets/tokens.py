@@ -70,7 +70,7 @@ def read_tokens(path: str, data: DataTable) -> npt.NDArray[Any] | Shards:
         DataError: a file is missing, empty, or not whole numbers in one dimension.
     """
     source = f"tokens:{path}" if path else "tokens:"
-    place = existing(path, "tokens:")
+    place = existing(path, source)
     if place.is_dir():
         return Shards([_read_file(file, data.dtype) for file in files_at(place, source)])
     return _read_file(place, data.dtype)

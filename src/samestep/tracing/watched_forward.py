@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from samestep.building.model import call_model
+from samestep.building.model import call_model, why_unfit
 from samestep.building.surface import process_randomness
 from samestep.building.transforms import transforms_beside_hooks
 from samestep.errors import ModelError, SamestepError
@@ -90,7 +90,10 @@ def watch_forward(
         raise
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ModelError(f"{name} cannot be traced: {watch.reached} fails: {type(error).__name__}: {reason}") from error
+        unfit = f"; {why}" if (why := why_unfit(module, batch)) else ""
+        raise ModelError(
+            f"{name} cannot be traced: {watch.reached} fails: {type(error).__name__}: {reason}{unfit}"
+        ) from error
     watch.returned = {watch.key(tensor) for tensor in tensors_in(outputs)}
     watch.flow = watch.flow_recorder.finish(outputs)
     return outputs

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from samestep.datasets import Dataset, batches, is_text
+from samestep.building.pretrained_form import unread_tokenizer
+from samestep.datasets import Dataset, batches
 from samestep.errors import JobError, OutOfMemoryError, RunError, WorkerError
 from samestep.job import Job
 from samestep.layout import Layout
@@ -462,7 +463,7 @@ def _loop(
 def _print_sample(run: Run, workload: Workload, screen: Screen | None, when: str) -> None:
     """Print a text sample of a language model on rank 0; every rank must call it, since weights may be cut."""
     train = run.job.train
-    if not train.sample_tokens or not is_text(run.job):
+    if not train.sample_tokens or not run.job.data.is_text:
         return
     layout = run.layout
     if screen is None and layout.zero < 2 and not layout.borrows_data_ranks and layout.dp_cp_size == layout.world_size:
@@ -474,7 +475,12 @@ def _print_sample(run: Run, workload: Workload, screen: Screen | None, when: str
 
 def _warn(checked: Checked, place: RankInfo | None, meeting: Meeting | None) -> None:
     """Warn about settings that have no effect on this machine, or a bad one."""
-    run = checked.workload.job.run
+    job = checked.workload.job
+    run = job.run
+    if folder := unread_tokenizer(job):
+        warnings.warn(
+            f"text becomes bytes, not tokens of the model: data.tokenizer = {str(folder)!r} reads its own", stacklevel=3
+        )
     on_cpu = place.device.type == "cpu" if place else run.device == "cpu" or not torch.cuda.device_count()
     if checked.layout.offload and on_cpu:
         warnings.warn(

@@ -14,7 +14,7 @@ from torch import nn
 from samestep.building.families import facts_of, quiet
 from samestep.building.initial_values import fill_rest
 from samestep.building.model import blueprint_of
-from samestep.datasets import is_text, open_tokenizer
+from samestep.datasets import open_tokenizer
 from samestep.datasets.chat import opening
 from samestep.errors import CheckpointError, DataError, ModelError
 from samestep.job import Job
@@ -38,14 +38,17 @@ class StoredRun:
 
     @classmethod
     def of(cls, run: str | Path | None) -> StoredRun:
-        """Return the newest checkpoint of a run folder, or one checkpoint; without a run, of the newest one below `runs`.
+        """Return the newest checkpoint of a run folder, or of a folder in it that holds some, or one checkpoint; without a
+        run, that of the newest one below `runs`.
 
         Raises:
             CheckpointError: there is none.
         """
         folder = Path(run) if run is not None else run_folder.newest()
         is_checkpoint = (folder / "manifest.json").exists()
-        found = folder if is_checkpoint else manifests.latest(folder / run_folder.CHECKPOINTS)
+        found = (
+            folder if is_checkpoint else manifests.latest(folder / run_folder.CHECKPOINTS) or manifests.latest(folder)
+        )
         if found is None:
             raise CheckpointError(f"{folder} holds no checkpoint; a run folder works, and so does a checkpoint in it")
         manifest = manifests.read_manifest(found)
@@ -135,7 +138,7 @@ def sample(
     """
     stored = StoredRun.of(run)
     job, train = stored.job, stored.job.train
-    if not is_text(job):
+    if not job.data.is_text:
         raise DataError(
             f"data.source = {job.data.source!r} is no text that a tokenizer encodes, so nothing decodes a sample"
         )

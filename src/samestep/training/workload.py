@@ -23,7 +23,6 @@ from samestep.datasets import (
     Dataset,
     batches,
     first_tokens,
-    is_text,
     kind_of,
     of_held_out,
     open_dataset,
@@ -174,7 +173,7 @@ def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any)
     words, positions = facts.setting(model, facts.vocabulary_field), facts.setting(model, facts.positions_field)
     if isinstance(words, int):
         known, whose = 0, job.data.source
-        if is_text(job):
+        if job.data.is_text:
             known, whose = open_tokenizer(job).vocab_size, "the tokenizer"
         elif (tokens := first_tokens(dataset, _TOKENS_LOOKED_AT)).size:
             known = int(tokens.max()) + 1

@@ -63,7 +63,7 @@ def _drawn(batch: Reader, tried: Integers) -> str:
     return (
         f"sample {tried[rows[0]] if rows else tried[0]} of the data set is another one when it is read again, so every "
         "layout would train on other samples, and a resumed run too: random numbers from a generator seeded by the "
-        "index, as np.random.default_rng(index), work"
+        "index, as np.random.default_rng(index), work, and so do those of the generator that sample(index, generator) is given"
     )
 
 

@@ -110,8 +110,15 @@ def _picked(call: Call, rows: Along, covers: list[tuple[Tensor, range]], place: 
     """Return the dependence of what indices pick along the dimension of rows."""
     index, covered = next((index, dims) for index, dims in covers if rows.dim in dims)
     size = call.args[0].shape[rows.dim]
-    if not is_mask(index) and index.dim() == 1 and index.numel() == size and _counts(call, index):
-        return Along(place, rows.inner, rows.start)
+    if not is_mask(index) and index.numel() == size == max(index.shape, default=0) and _counts(call, index):
+        behind = index.dim() - [*index.shape].index(
+            size
+        )  # the dimension of the index that counts, from the last one on
+        for other, _ in covers:
+            if other is not index and not is_mask(other) and other.dim() >= behind and other.shape[-behind] > 1:
+                call.on_constant(other, other.dim() - behind, rows.inner, call.where)
+        width = max(1 if is_mask(one) else one.dim() for one, _ in covers)
+        return Along(place + width - behind, rows.inner, rows.start)
     _note_constant(call, index, rows, covered)
     if not is_mask(index) and index.dim() != 1:
         return Mixed(call.text, shown=False)
@@ -127,7 +134,7 @@ def _note_constant(call: Call, index: Tensor, rows: Along, covered: range) -> No
 def _counts(call: Call, index: Tensor) -> bool:
     """Return whether an index is 0, 1, 2, ..., whatever the data."""
     values = None if call.known.of(index) is not None else call.value_of(index)
-    return values is not None and values.tolist() == list(range(values.numel()))
+    return values is not None and values.flatten().tolist() == list(range(values.numel()))
 
 
 def written_back(call: Call) -> Iterator[Dependence]:
