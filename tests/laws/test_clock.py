@@ -118,6 +118,32 @@ def test_compute_waits_for_what_the_next_product_needs(words: str) -> None:
     assert all(after.start_s >= before.end_s for before, after in pairwise(in_line))
 
 
+@pytest.mark.parametrize("words", ["tp=2", "tp=2 sequence_parallel", "cp=2 tp=2"])
+@pytest.mark.parametrize("bytes_per_s", [1e8, 1e10, 1e12])
+def test_gradients_of_weights_hide_sums_of_gradients_of_inputs(words: str, bytes_per_s: float) -> None:
+    """A sum and what runs beside it take as long as the longer one, and a step no longer than without."""
+    program = case(decoder.spec(replace(EXPERTS, experts=0, top_k=0), "dense"), words).program
+    hardware = replace(
+        machine(bytes_per_s=bytes_per_s, latency_s=1e-6, memory_bytes_per_s=1e12), overlap=True, contention=1.0
+    )
+    sums = [op for _, op in program.ops() if op.beside]
+    of_blocks = [product.owner for op in sums for product in op.beside if product.owner != "lm_head"]
+    assert {owner.rpartition(".")[2] for owner in of_blocks} == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    for op in sums:
+        alone_s = seconds(op.but(beside=()), program, hardware)
+        flops = sum(product.flops for product in op.beside) * program.step.microbatch_samples
+        assert (
+            max(0.0, alone_s - 100 * flops / hardware.flops_per_s["float32"])
+            <= seconds(op, program, hardware)
+            < alone_s
+        )
+        assert seconds(op, program, replace(hardware, overlap=False)) == alone_s
+    unhidden = program.with_bodies(lambda _, ops: tuple(op.but(beside=()) for op in ops))
+    assert play([program], hardware).step_s < play([unhidden], hardware).step_s
+    slow = replace(hardware, contention=2.0)
+    assert play([program], hardware).step_s <= play([program], slow).step_s <= play([unhidden], slow).step_s
+
+
 def test_a_dtype_without_a_speed_is_refused_by_name() -> None:
     hardware = replace(machine(), flops_per_s={"float32": 1e12})
     with pytest.raises(InputError, match="no flops_per_s for bfloat16; it has float32"):
