@@ -273,13 +273,16 @@ def with_cuts(
 
 
 def _separable(spec: ModelSpec, model: nn.Module, cuts: Cuts) -> set[str]:
-    """Return the linear modules cut by columns whose weight has one use, so that its gradient may come apart from the input's."""
+    """Return the linear modules cut by columns whose weight has one use, so that its gradient may come apart from the input's.
+
+    A head is none of them: it would hold the gradient of the logits for longer.
+    """
     facts = facts_of(model)
     used_once = {p.name for p in spec.params if p.calls == 1 and not (p.shared or p.read_outside or p.is_replaced)}
     return {
         path
         for path, style in cuts.styles.items()
-        if style not in ("row", "sum") and f"{path}.weight" in used_once and is_linear(model.get_submodule(path), facts)
+        if style in ("column", "qkv") and f"{path}.weight" in used_once and is_linear(model.get_submodule(path), facts)
     }
 
 

@@ -10,13 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-<<<<<<< HEAD
-from samestep.models.layer_spec import LayerSpec
+from samestep.models.layer_spec import LayerSpec, PartialSum
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
-=======
-from samestep.models.spec import LayerSpec, ModelSpec, ParamSpec, PartialSum
->>>>>>> 47ee5d1 (Weight gradients are computed while tp sums the gradient of their input)
 from samestep.program.ops import BYTES_OF
 from samestep.program.step import StepSpec
 from samestep.program.units import padded_rows
