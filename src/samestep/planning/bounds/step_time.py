@@ -367,11 +367,16 @@ class Bounds:
         size, expert_size = ((numel - part) * master + part * BYTES_OF[step.compute_dtype] for numel, part in sizes)
         shards, own, of_experts = layout.num_shards, mine.block_trained - mine.expert_trained, mine.expert_trained
         holders = step.ranks.size("dp_expert")
-        gathered_s = max(
+        gathers_s = (
             self._in_buckets_s(step, OpKind.ALL_GATHER, size, "dp_shard", shards, own),
             self._in_buckets_s(step, OpKind.ALL_GATHER, expert_size, "dp_expert", holders, of_experts),
         )
-        return Sending(reduced_s=reduced_s, update_s=update_s + gathered_s, beside_s=beside_s)
+        if step.trains_apart:
+            return Sending(reduced_s=reduced_s, update_s=update_s + max(gathers_s), beside_s=beside_s)
+        # What the step before has updated is gathered first, and then gradients are reduced over the same axis.
+        both_s = max(map(sum, zip(gathers_s, streams_s, strict=False)))
+        all_s = both_s if self.hardware.overlap else max(gathers_s)
+        return Sending(reduced_s=reduced_s, all_s=all_s, update_s=update_s, beside_s=beside_s)
 
     def _bucket_streams(self, step: StepSpec, mine: Sizes) -> tuple[float, ...]:
         """Seconds that reductions take of each stream: of weights that all ranks have, of experts, of shards."""

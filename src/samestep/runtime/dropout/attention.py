@@ -66,10 +66,10 @@ class _DroppedAttention(torch.autograd.Function):
         ctx.how = how
         with _disable_current_modes():  # selective recompute would keep the products of all blocks
             k_bhsd, v_bhsd = (_repeated(_raised(x), how.repeats) for x in (key, value))
-            parts = [
-                _weights(rows, query, k_bhsd, mask, how)[1] @ v_bhsd[..., : rows.num_keys, :]
-                for rows in _blocks(query, key, how)
-            ]
+            parts = []
+            for rows in _blocks(query, key, how):
+                weights_bhls = _weights(rows, query, k_bhsd, mask, how)
+                parts.append(_kept(weights_bhls, how.drop(*rows), how.p) @ v_bhsd[..., : rows.num_keys, :])
             return (parts[0] if len(parts) == 1 else torch.cat(parts, -2)).to(query.dtype)
 
     @staticmethod
@@ -81,13 +81,13 @@ class _DroppedAttention(torch.autograd.Function):
         of_queries: list[Tensor] = []
         of_mask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
         for rows in _blocks(query, key, how):
-            weights_bhls, dropped_bhls = _weights(rows, query, k_bhsd, mask, how)
+            weights_bhls, drop_bhls = _weights(rows, query, k_bhsd, mask, how), how.drop(*rows)
             given_bhld = _raised(gradients[0][..., rows.start : rows.stop, :])
             some = slice(rows.num_keys)
-            _add(of_values[..., some, :], dropped_bhls.transpose(-2, -1) @ given_bhld)
-            found_bhls = given_bhld @ v_bhsd[..., some, :].transpose(-2, -1)
-            means_bhl1 = (found_bhls * dropped_bhls).sum(-1, keepdim=True)
-            found_bhls = _drop(found_bhls, rows, how).sub(means_bhl1).mul(weights_bhls)
+            _add(of_values[..., some, :], _kept(weights_bhls, drop_bhls, how.p).transpose(-2, -1) @ given_bhld)
+            found_bhls = (given_bhld @ v_bhsd[..., some, :].transpose(-2, -1)).sum_to_size(weights_bhls.shape)
+            found_bhls = _kept(found_bhls, drop_bhls, how.p)
+            found_bhls = torch.ops.aten._softmax_backward_data(found_bhls, weights_bhls, -1, weights_bhls.dtype)
             if of_mask is not None:
                 _add(_of_rows(of_mask, rows), found_bhls)
             found_bhls = found_bhls * how.scale
@@ -114,31 +114,28 @@ def _blocks(query: Tensor, key: Tensor, how: _Dropped) -> Iterator[_Rows]:
         yield _Rows(start, stop, min(stop, num_keys) if how.is_causal else num_keys)
 
 
-def _weights(rows: _Rows, query: Tensor, k_bhsd: Tensor, mask: Tensor | None, how: _Dropped) -> tuple[Tensor, Tensor]:
-    """Return a block's weights of keys, and the same after dropout."""
+def _weights(rows: _Rows, query: Tensor, k_bhsd: Tensor, mask: Tensor | None, how: _Dropped) -> Tensor:
+    """Return a block's weights of keys, before dropout."""
     q_bhld = _raised(query[..., rows.start : rows.stop, :]) * how.scale
     scores_bhls = q_bhld @ k_bhsd[..., : rows.num_keys, :].transpose(-2, -1)
     if how.is_causal:
         future_ls = torch.ones(scores_bhls.shape[-2:], dtype=torch.bool, device=query.device).triu(rows.start + 1)
         scores_bhls = scores_bhls.masked_fill(future_ls, -math.inf)
     if mask is None:
-        weights_bhls = scores_bhls.softmax(-1)
+        return scores_bhls.softmax(-1)
+    mask = _of_rows(mask, rows)
+    if mask.dtype == torch.bool:
+        scores_bhls = scores_bhls.masked_fill(~mask, -math.inf)
     else:
-        mask = _of_rows(mask, rows)
-        if mask.dtype == torch.bool:
-            scores_bhls = scores_bhls.masked_fill(~mask, -math.inf)
-        else:
-            scores_bhls = scores_bhls + mask.to(scores_bhls.dtype)
-        # A query that may look at nothing gets zeros, forward and backward, as in torch.
-        blind_bhl1 = (scores_bhls == -math.inf).all(-1, keepdim=True)
-        weights_bhls = scores_bhls.masked_fill(blind_bhl1, 0.0).softmax(-1).masked_fill(blind_bhl1, 0.0)
-    return weights_bhls, _drop(weights_bhls, rows, how)
+        scores_bhls = scores_bhls + mask.to(scores_bhls.dtype)
+    # A query that may look at nothing gets zeros, forward and backward, as in torch.
+    blind_bhl1 = (scores_bhls == -math.inf).all(-1, keepdim=True)
+    return scores_bhls.masked_fill(blind_bhl1, 0.0).softmax(-1).masked_fill(blind_bhl1, 0.0)
 
 
-def _drop(x: Tensor, rows: _Rows, how: _Dropped) -> Tensor:
-    """Return a block's elements of x that are not dropped, scaled, and zeros."""
-    scaled = 1.0 / (1.0 - how.p) if how.p < 1.0 else 0.0
-    return torch.where(how.drop(*rows), 0.0, x).mul(scaled)
+def _kept(x: Tensor, drop: Tensor, p: float) -> Tensor:
+    """Return the elements of x that are not dropped, scaled, and zeros."""
+    return torch.where(drop, 0.0, x).mul(1.0 / (1.0 - p) if p < 1.0 else 0.0)
 
 
 def _of_rows(mask: Tensor, rows: _Rows) -> Tensor:
