@@ -110,6 +110,7 @@ EXPERTS = Decoder(layers=2, hidden=64, heads=4, vocab=64, sequence=32, gated=Tru
 @pytest.mark.parametrize("words", ["tp=2", "cp=2", "ep=2", "tp=2 recompute=full", "cp=2 zero=3", "ep=2 zero=1"])
 def test_compute_waits_for_what_the_next_product_needs(words: str) -> None:
     """Sums of a tensor cut, heads of an attention and rows of experts are exposed; what is gathered ahead is not."""
+    program = case(decoder_spec.spec(EXPERTS, "experts"), f"dp=2 {words}").program
     spans = [(op, span) for span, (_, op) in zip(play([program], SLOW).spans, program.amid_steps().ops(), strict=True)]
     exposed = [span for op, span in spans if op.is_exposed]
     assert exposed
