@@ -111,11 +111,37 @@ EXPERTS = Decoder(layers=2, hidden=64, heads=4, vocab=64, sequence=32, gated=Tru
 def test_compute_waits_for_what_the_next_product_needs(words: str) -> None:
     """Sums of a tensor cut, heads of an attention and rows of experts are exposed; what is gathered ahead is not."""
     program = case(decoder_spec.spec(EXPERTS, "experts"), f"dp=2 {words}").program
-    spans = [(op, span) for span, (_, op) in zip(play([program], SLOW).spans, program.ops(), strict=True)]
+    spans = [(op, span) for span, (_, op) in zip(play([program], SLOW).spans, program.amid_steps().ops(), strict=True)]
     exposed = [span for op, span in spans if op.is_exposed]
     assert exposed
     in_line = sorted((span for op, span in spans if op.axis is None or op.is_exposed), key=lambda s: s.start_s)
     assert all(after.start_s >= before.end_s for before, after in pairwise(in_line))
+
+
+@pytest.mark.parametrize("words", ["tp=2", "tp=2 sequence_parallel", "cp=2 tp=2"])
+@pytest.mark.parametrize("bytes_per_s", [1e8, 1e10, 1e12])
+def test_gradients_of_weights_hide_sums_of_gradients_of_inputs(words: str, bytes_per_s: float) -> None:
+    """A sum and what runs beside it take as long as the longer one, and a step no longer than without."""
+    program = case(decoder_spec.spec(replace(EXPERTS, experts=0, top_k=0), "dense"), words).program
+    hardware = replace(
+        machine(bytes_per_s=bytes_per_s, latency_s=1e-6, memory_bytes_per_s=1e12), overlap=True, contention=1.0
+    )
+    sums = [op for _, op in program.ops() if op.beside]
+    of_blocks = [product.owner for op in sums for product in op.beside]
+    assert {owner.rpartition(".")[2] for owner in of_blocks} == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    for op in sums:
+        alone_s = seconds(op.but(beside=()), program, hardware)
+        flops = sum(product.flops for product in op.beside) * program.step.microbatch_samples
+        assert (
+            max(0.0, alone_s - 100 * flops / hardware.flops_per_s["float32"])
+            <= seconds(op, program, hardware)
+            < alone_s
+        )
+        assert seconds(op, program, replace(hardware, overlap=False)) == alone_s
+    unhidden = program.with_bodies(lambda _, ops: tuple(op.but(beside=()) for op in ops))
+    assert play([program], hardware).step_s < play([unhidden], hardware).step_s
+    slow = replace(hardware, contention=2.0)
+    assert play([program], hardware).step_s <= play([program], slow).step_s <= play([unhidden], slow).step_s
 
 
 def test_a_dtype_without_a_speed_is_refused_by_name() -> None:
@@ -133,7 +159,7 @@ def test_streams_run_one_op_at_a_time_and_every_wait_is_kept(case: Case, overlap
     timeline = play([case.program], replace(SLOW, overlap=overlap))
     streams: dict[str, list[Span]] = defaultdict(list)
     ended: dict[str, float] = {}
-    for span, (_, op) in zip(timeline.spans, case.program.ops(), strict=True):
+    for span, (_, op) in zip(timeline.spans, case.program.amid_steps().ops(), strict=True):
         streams[span.stream if overlap else ""].append(span)
         assert all(span.start_s >= ended[name] for name in op.after)
         ended[op.name] = span.end_s
@@ -152,6 +178,40 @@ def test_overlap_never_makes_a_step_longer(case: Case) -> None:
         assert after.step_s == pytest.approx(sum(span.end_s - span.start_s for span in after.spans))
     assert beside.step_s <= after.step_s * (1 + 1e-12)
     assert beside.busy_s(0) == pytest.approx(after.busy_s(0))
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=2 zero=1", "dp=2 zero=1 microbatch=2", "dp=2 pp=2 zero=1 schedule=interleaved virtual_stages=2"]
+)
+def test_what_a_step_gathers_hides_behind_the_forwards_of_the_next(layout: str) -> None:
+    """A layer's first forward waits for its own weights; the same is sent, and where forwards are long the first gather alone
+    is exposed."""
+    programs = case(blocks(8, 512, 2048, forward_flops=4 * 10**9), layout).programs
+    hardware = machine(bytes_per_s=1e9, latency_s=1e-6)
+    for program, played in ((program, program.amid_steps()) for program in programs):
+        assert sorted(op.name for _, op in program.ops()) == sorted(op.name for _, op in played.ops())
+        update = [op.kind for op in played.bodies[UPDATE_BODY]]
+        assert OpKind.ALL_GATHER not in update
+        held = {member.name: bucket.name for bucket in program.buckets for member in bucket.members}
+        needs = {(param.layer, f"all_gather:{held[param.name]}") for param in program.step.model.params}
+        waits = {
+            (op.layer, name) for _, op in played.ops() if op.layer is not None for name in op.after if "gather" in name
+        }
+        assert waits == needs
+    behind = [
+        program.with_bodies(
+            lambda key, ops: tuple(
+                op.but(owner=f"{op.owner}.late") if op.kind is OpKind.ALL_GATHER else op for op in ops
+            )
+        )
+        for program in programs
+    ]
+    one, other = (play(parts, hardware) for parts in (programs, behind))
+    for stage in one.stages:
+        gathers_s = [s.end_s - s.start_s for s in one.spans if s.stage == stage and "gather" in s.name]
+        assert len(gathers_s) > 1
+        most_s = other.step_s - sum(gathers_s) + max(gathers_s) if one.stages == (0,) else other.step_s
+        assert one.step_s <= most_s * (1 + 1e-9)
 
 
 @LAW

@@ -7,16 +7,23 @@ times, a norm that counts replicated weights tp times.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock, patch
+
 import pytest
+import torch.distributed as dist
 
 from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.program.ops import BYTES_OF, OpKind
+from samestep.runtime.axes import sequence
+from samestep.runtime.ledger import _owners
 from samestep.schedules import TaskKind
 from samestep.strategies import program_of
 from tests.covering import daily
-from tests.laboratory import clipped, combinations, make_run, observe, prove, prove_ledger
+from tests.laboratory import clipped, combinations, make_run, observe, prepared_run, prove, prove_ledger
 from tests.models import Tokens
 from tests.pool import pool
 
@@ -54,6 +61,44 @@ def test_masks_of_a_cut_sequence_are_those_of_one_device() -> None:
 def test_a_sequence_without_a_tensor_cut_is_refused() -> None:
     with pytest.raises(LayoutError, match="tp=1 cuts none: tp=2 works"):
         pool(2).run(observe, "parted", "dp=2 sequence_parallel", clipped())
+
+
+def order_in_backward(rank: int, world: int, layout: str, kind: str) -> list[str]:
+    """Return, in order, where a sum of a block's input gradients begins and ends, and which weights get gradients."""
+    run = prepared_run(rank, world, "llama_even", layout, clipped(steps=1))
+    seen: list[str] = []
+    block = run.model.get_submodule("model.layers.0")
+    for name, param in block.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name.split(".")[-2]))
+
+    def noted(send: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            work = send(*args, **named)
+            if named.get("async_op") and _owners.names[-1].startswith("model.layers.0."):
+                seen.append("begin")
+                return Mock(wait=lambda: (work.wait(), seen.append("end")))
+            return work
+
+        return call
+
+    module = sequence if kind == "reduce_scatter" else dist
+    with patch.object(module, kind, noted(getattr(module, kind))):
+        run.step(next(batches(Tokens(), run.job)))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"), [("tp=2", "all_reduce"), ("tp=2 sequence_parallel recompute=full", "reduce_scatter")]
+)
+def test_weights_get_their_gradients_while_that_of_their_input_is_summed(layout: str, kind: str) -> None:
+    for seen in pool(2).run(order_in_backward, layout, kind):
+        waits = [index for index, name in enumerate(seen) if name == "begin"]
+        parts = [seen[index : seen.index("end", index) + 1] for index in waits]
+        beside = [sorted(part[1:-1]) for part in parts if len(part) > 2]
+        assert beside == [["gate_proj", "up_proj"], ["k_proj", "q_proj", "v_proj"]]
+        assert sorted(name for name in seen if name.endswith("proj")) == sorted(
+            ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        )
 
 
 @pytest.mark.nightly  # by default the rows of `test_products.py` in bf16 hold it

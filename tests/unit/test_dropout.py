@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from samestep.errors import LayoutError, ModelError
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import MaskSpec, ModelSpec
+from samestep.runtime.dropout import attention
 from samestep.runtime.dropout.masks import MaskSlice, drop_mask, hash_positions, hashed, mix, positions
 from samestep.runtime.dropout.mode import (
     Draw,
@@ -413,6 +415,77 @@ def test_attention_is_torchs_but_for_the_mask(name: str) -> None:
     options = {k: v[1:] if torch.is_tensor(v) and v.dim() == 4 else v for k, v in options.items()}
     with DropoutMode(model, draw([1])):
         assert torch.allclose(model(q[1:], k[1:], v[1:]), whole[1:], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_blocks_of_queries_compute_what_the_formula_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and gradients, that of a float mask too, are those of the formula written out, which keeps all weights."""
+    options = {
+        k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in ATTENTIONS[name].items()
+    }
+    mask = options.pop("attn_mask", None)
+    generator = torch.Generator().manual_seed(0)
+    heads = 2 if name == "gqa" else 4
+    shapes = [(2, 4, 5, 3), (2, heads, 7, 3), (2, heads, 7, 6)]
+    given = [torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes]
+    if mask is not None and mask.is_floating_point():
+        given.append(mask.requires_grad_())
+    p = 0.3
+
+    def written_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = mask) -> Tensor:
+        k, v = (x.repeat_interleave(4 // heads, 1) for x in (k, v))
+        scores = q @ k.transpose(-2, -1) * options.get("scale", 3**-0.5)
+        if name == "causal":
+            scores = scores.masked_fill(torch.ones(5, 7).triu(1).bool(), -math.inf)
+        if bias is not None:
+            scores = scores + bias if bias.is_floating_point() else scores.masked_fill(~bias, -math.inf)
+        blind = (scores == -math.inf).all(-1, keepdim=True)
+        weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+        return F.dropout(weights, p) @ v
+
+    def in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = mask) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, bias, dropout_p=p, **options)
+
+    def run(function: Callable[..., Tensor]) -> list[Tensor]:
+        model = Call(function)
+        with DropoutMode(model, draw([4, 9])):
+            found = model(*given)
+        return [found, *torch.autograd.grad(found.square().sum(), given)]
+
+    expected = run(written_out)
+    for least in (1, 2, 16):
+        monkeypatch.setattr(attention, "LEAST_QUERIES", least)
+        monkeypatch.setattr(attention, "BLOCK_ELEMENTS", 1)
+        for mine, theirs in zip(run(in_blocks), expected, strict=True):
+            assert (mine - theirs).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("rows", [(0, 0), (0, 4), (1, 0), (2, 0), (3, 0)])
+def test_a_part_of_a_mask_is_that_part(rows: tuple[int, int]) -> None:
+    """Wherever the samples are: in front, with heads beside them, or among heads, queries or keys."""
+    model = Call(lambda x: x)
+    shape = torch.Size((8, 6, 4, 10) if rows[0] == 0 else (3, 8, 4, 10))
+    with DropoutMode(model, draw([3, 5])) as mode:
+        mode._tracker.rows = {("", -1, index): rows for index in range(2)}
+        whole = mode.drop(ones(1), shape, 0.4, "dropout")
+        mode._frames[-1].num_draws = 0
+        part = mode.drop_part(ones(1), shape, 0.4, "dropout")
+    assert 0.3 < whole.double().mean() < 0.5
+    for start, stop, num_keys in ((0, 4, 10), (1, 3, 10), (3, 4, 7)):
+        assert torch.equal(part(start, stop, num_keys), whole[..., start:stop, :num_keys])
+
+
+def test_attention_keeps_nothing_of_the_size_of_its_weights() -> None:
+    q = torch.randn(2, 4, 64, 8, requires_grad=True)
+    kept: list[int] = []
+    model = Call(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True))
+    with (
+        DropoutMode(model, draw([0, 1])),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.numel()), x)[1], lambda x: x),
+    ):
+        model(q).sum()
+    assert kept
+    assert max(kept) == q.numel()
 
 
 def test_attention_in_half_precision_and_without_dropout() -> None:

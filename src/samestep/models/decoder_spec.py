@@ -74,7 +74,10 @@ def _named(layer: LayerSpec, path: str) -> LayerSpec:
     """Return the layer of a block with the block's path in the names of its modules, sums and dispatches."""
 
     def placed(parts: tuple[PartialSum, ...]) -> tuple[PartialSum, ...]:
-        return tuple(replace(part, owner=f"{path}.{part.owner}") for part in parts)
+        return tuple(
+            replace(part, owner=f"{path}.{part.owner}", beside=tuple(f"{path}.{one}" for one in part.beside))
+            for part in parts
+        )
 
     return replace(
         layer,
@@ -119,7 +122,10 @@ def _layer(decoder: Decoder, made: Counts, name: str, modules: tuple[str, ...], 
         elif decoder.shared_experts:
             parts.append(("mlp.shared_experts", "up_proj", "down_proj"))
         forward = tuple(PartialSum(owner=f"{part}.{last}", elements=stream) for part, _, last in parts)
-        backward = tuple(PartialSum(owner=f"{part}.{first}", elements=stream) for part, first, _ in reversed(parts))
+        backward = tuple(
+            PartialSum(owner=f"{part}.{first}", elements=stream, beside=_separable(made, part, decoder.hidden))
+            for part, first, _ in reversed(parts)
+        )
         kinds: tuple[BoundaryKind, ...] = ("gather", "scatter")
         owners = [(part, f"{part}.{last}") for part, _, last in parts]
         boundaries = tuple(
@@ -161,6 +167,12 @@ def _layer(decoder: Decoder, made: Counts, name: str, modules: tuple[str, ...], 
         exchanges=tuple(_exchanges(decoder)) if is_block else (),
         dispatches=made.dispatches,
     )
+
+
+def _separable(made: Counts, part: str, inner: int) -> tuple[str, ...]:
+    """Return the products of a part that are cut by columns and given what the part is given."""
+    mine = (one for one in made.products if one.owner.rpartition(".")[0] == part)
+    return tuple(one.owner for one in mine if one.cut == "columns" and one.inner == inner and one.is_deferrable)
 
 
 def _head_spec(decoder: Decoder, made: Counts) -> HeadSpec:

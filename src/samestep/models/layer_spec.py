@@ -6,6 +6,7 @@ under context parallelism, which leaves it a slice of the sequence.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -75,6 +76,9 @@ class PartialSum:
     elements: int
     kind: Literal["sum", "gather", "logits"] = "sum"
     """gather: it is no summand but a part, which is gathered; logits: gathered unless the loss works on cut logits."""
+    beside: tuple[str, ...] = ()
+    """Paths of the linear modules that are given the tensor and have a weight of their own, whose gradient can be computed
+    while that of the tensor is summed."""
 
 
 BoundaryKind = Literal["gather", "scatter", "join", "split"]
@@ -334,6 +338,14 @@ class LayerSpec:
             saved_selective_cut_elements=self.saved_selective_cut_elements // degree,
             moved_elements=self.moved_elements - elsewhere(self.moved_cut_elements),
             moved_cut_elements=self.moved_cut_elements // degree,
+        )
+
+    def separable_products(self, paths: Collection[str]) -> tuple[Product, ...]:
+        """Return the products of these modules whose weights' gradients can come apart from those of their inputs."""
+        return tuple(
+            product
+            for product in self.products
+            if product.is_deferrable and any(f".{path}".endswith(f".{product.owner}") for path in paths)
         )
 
     def sliced_by(self, degree: int) -> LayerSpec:

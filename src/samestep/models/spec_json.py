@@ -53,8 +53,12 @@ def _mask_from(fields: dict[str, Any]) -> MaskSpec:
     return MaskSpec(**{**fields, "shape": tuple(fields["shape"]), "rows": None if rows is None else tuple(rows)})
 
 
+def _sum_from(fields: dict[str, Any]) -> PartialSum:
+    return PartialSum(**{**fields, "beside": tuple(fields.get("beside", ()))})
+
+
 def _layer_from(fields: dict[str, Any]) -> LayerSpec:
-    sums = {name: tuple(PartialSum(**part) for part in fields[name]) for name in ("forward_sums", "backward_sums")}
+    sums = {name: tuple(map(_sum_from, fields[name])) for name in ("forward_sums", "backward_sums")}
     products = tuple(Product(**product) for product in fields["products"])
     exchanges = tuple(Exchange(**exchange) for exchange in fields["exchanges"])
     boundaries = tuple(Boundary(**boundary) for boundary in fields["sequence_boundaries"])

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 from samestep.job_tables import Precision
+from samestep.models.layer_spec import Product
 
 TF32 = "tfloat32"
 """The format in which GPUs may multiply float32 factors: 8 bits of exponent and 10 of mantissa, in four bytes."""
@@ -120,6 +121,9 @@ class Op:
     """Issued by FSDP2 inside a driven op, not by our interpreter."""
     is_exposed: bool = False
     """A collective that stands within a layer, whose compute is one op, so that the next compute waits for it."""
+    beside: tuple[Product, ...] = ()
+    """Products whose weights' gradients, part of the compute op before it, are computed while such a collective runs, unless the
+    schedule computes them apart from the backward."""
     codec: str | None = None
     """Name of the gradient codec (`CODECS`) as which a collective of a bucket or unit sends gradients; None of other ops."""
     name: str = field(init=False, compare=False, repr=False)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from samestep.program.bodies import UPDATE_BODY, BodyKey, Task
+from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, is_forward, starts_step
 from samestep.program.buckets import Bucket
 from samestep.program.exchange_times import ExchangeEvent, ExchangeTimes, Phase
 from samestep.program.ops import Op, OpKind, Ops
@@ -98,6 +98,35 @@ class Program:
             tasks += [task._replace(microbatch=task.microbatch + shift) for task in self.tasks[:-1]]
             tasks.append(Task(key, 0))
         return replace(self, bodies=bodies, tasks=tuple(tasks))
+
+    def amid_steps(self) -> Program:
+        """Return the program as it runs between other steps: the weights that zero=1 gathers behind the update of the step
+        before arrive beside the first forwards, each layer's before it begins."""
+        names = {f"{OpKind.ALL_GATHER}:{bucket.name}" for bucket in self.buckets}
+        late = [op for op in self.bodies[UPDATE_BODY] if op.name in names and f"{OpKind.UPDATE}:optimizer" in op.after]
+        if not late or self.step.trains_apart:
+            return self
+        params = {param.name: param for param in self.step.model.params}
+        readers: dict[int, list[str]] = {}
+        for bucket in self.buckets:
+            members = [params[member.name] for member in bucket.members]
+            for layer in {layer for one in members for layer in (one.layer, *(use.layer for use in one.uses))}:
+                readers.setdefault(layer, []).append(f"{OpKind.ALL_GATHER}:{bucket.name}")
+        gathered = {op.name for op in late}
+
+        def rewrite(key: BodyKey, ops: Ops) -> Ops:
+            if key == UPDATE_BODY:
+                return tuple(op for op in ops if op not in late)
+            if is_forward(key) and starts_step(key):
+                ops = tuple(
+                    op.but(after=(*op.after, *(name for name in readers.get(op.layer, ()) if name in gathered)))
+                    if op.kind is OpKind.FORWARD and op.layer is not None
+                    else op
+                    for op in ops
+                )
+            return (*(op.but(after=()) for op in late), *ops) if key == self.tasks[0].body else ops
+
+        return self.with_bodies(rewrite)
 
     def tasks_of(self, index: int) -> tuple[Task, ...]:
         """Return the forwards and backwards of one of the replicas that this rank trains; all, where it trains one."""

@@ -278,6 +278,14 @@ class StepSpec:
         """Whether the gradients of weights are tasks of their own."""
         return self.layout.pp > 1 and SCHEDULES[self.layout.schedule].splits_backward
 
+    @property
+    def separable(self) -> tuple[str, ...]:
+        """The linear modules whose weights' gradients are computed while the gradient of their input is summed."""
+        if self.splits_backward:
+            return ()
+        sums = (part for layer in self.model.layers for part in layer.backward_sums)
+        return tuple(dict.fromkeys(path for part in sums for path in part.beside))
+
     def ends_gradients(self, body: BodyKey) -> bool:
         """Return whether the body leaves the last gradients of the step."""
         kind = TaskKind.WEIGHT if self.splits_backward else TaskKind.BACKWARD

@@ -6,6 +6,9 @@ played as fast as one. Streams run concurrently, each its ops in the order of is
     start of an op = the later of   the end of the op before it on its stream
                                     the ends of the latest earlier ops named in `after`, of any task
 
+A step is played as one amid others: what zero=1 gathers behind the update of the step before it arrives beside its first
+forwards (`Program.amid_steps`).
+
 Compute waits only for the collectives that it names, and for those within a layer (`Op.is_exposed`), whose results the
 next product needs. If communication does not overlap with compute (`hardware.overlap` is false), all ops of a stage are
 one queue. If it does, it slows compute by `hardware.contention`, c: a compute op of T seconds that overlaps for t
@@ -54,6 +57,7 @@ def play(programs: Sequence[Program], hardware: Hardware) -> Timeline:
         InputError: the hardware has no speed for the program's dtype.
     """
     rendezvous = _Rendezvous()
+    programs = [program.amid_steps() for program in programs]
     stages = [_Stage(index, program, hardware, rendezvous, len(programs)) for index, program in enumerate(programs)]
     waiting = list(stages)
     while waiting:

@@ -15,6 +15,9 @@ doi:10.1145/1498765.1498785, for the roofline; NVIDIA, Matrix Multiplication Bac
 backward of a product is two products, for the input and for the weight, with m, k and n permuted; the weight's gradient
 is added to that of earlier micro-batches. Factors of a product in a one-byte dtype are cast first.
 
+A sum of an input's gradient (`Op.beside`) runs beside the gradients of the weights that are given the input, which are part of
+their layer's backward: its time is what is left of it, and by how much it slows them.
+
 An update reads and writes the master weights and Adam's two states, reads the gradient, and writes the weight's copy in
 the compute dtype if there is one. The time of the code around gathers and scatters of units is added to the update.
 """
@@ -306,7 +309,25 @@ def _collective_s(op: Op, program: Program, hardware: Hardware) -> float:
         return 0.0
     axis = op.axis or ""
     group = group_of(axis, program.axes[axis], program.step, hardware)
-    return _coding_s(op, program.step, hardware) + collective_s(op.kind, op.size_bytes, group, hardware)
+    alone_s = collective_s(op.kind, op.size_bytes, group, hardware)
+    return _coding_s(op, program.step, hardware) + exposed_s(op, alone_s, program.step, hardware)
+
+
+def exposed_s(op: Op, alone_s: float, step: StepSpec, hardware: Hardware) -> float:
+    """Return by how much a collective within a layer makes it longer that takes so many seconds alone.
+
+    The weights' gradients beside it are part of the layer's op, which they lengthen if they are slowed.
+    """
+    if not op.beside or not hardware.overlap or step.splits_backward:
+        return alone_s
+    dtypes = _Dtypes(dtype_on(hardware, step.product_dtype), step.compute_dtype, step.master_dtype)
+    work = _Work(op.beside, 0, 0, True, True)
+    products_s = [
+        _product_s(one, step.microbatch_samples, True, "weights", work, dtypes, hardware) for one in op.beside
+    ]
+    work_s = sum(products_s)
+    slowed_s = work_s + min(alone_s, hardware.contention * work_s) * (1 - 1 / hardware.contention)
+    return max(alone_s, slowed_s) - work_s
 
 
 def _coding_s(op: Op, step: StepSpec, hardware: Hardware) -> float:

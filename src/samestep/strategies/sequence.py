@@ -191,8 +191,12 @@ def _backward(step: StepSpec, layer: LayerSpec, after: Op, sums: list[Op], *, fi
     """Yield the collectives of a block's boundaries in its backward, and of its parts that compute as under tp alone."""
     for boundary in reversed(layer.sequence_boundaries):
         if boundary.has_gradient and boundary.kind != "join":
-            kind = OpKind.REDUCE_SCATTER if boundary.kind == "gather" else OpKind.ALL_GATHER
-            yield _exchange(kind, boundary.owner, boundary.elements, step, after)
+            if boundary.kind == "gather":
+                sent = _exchange(OpKind.REDUCE_SCATTER, boundary.owner, boundary.elements, step, after)
+                within = (part for part in layer.backward_sums if is_below(part.owner, boundary.owner))
+                yield sent.but(beside=layer.separable_products([path for part in within for path in part.beside]))
+            else:
+                yield _exchange(OpKind.ALL_GATHER, boundary.owner, boundary.elements, step, after)
         if boundary.kind == "split":
             yield from (op for op in sums if is_below(op.owner, boundary.owner))
     if first and any(param.trainable for param in _before_blocks(step)):

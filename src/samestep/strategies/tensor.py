@@ -17,6 +17,8 @@ three numbers of each row, the largest logit, the sum of exponentials and the lo
 needs no gradient has no g. A replicated weight that works on cut activations (the norm of each head) has a partial
 gradient on each rank; these are summed once a step, over all micro-batches, with their buckets or units.
 
+The gradient of A_i needs x and the gradient of x A_i, and nobody waits for it: it is computed while g's all_reduce runs.
+
 If there are fewer heads of keys and values than ranks, tp/heads ranks share a head (multi-query attention: Shazeer
 2019, arXiv:1911.02150). Every rank then keeps these weights whole and computes the one head that its queries need, and
 the gradients are partial and summed like those of the norms.
@@ -214,6 +216,8 @@ def _cut(ops: Ops, step: StepSpec) -> Iterator[Op]:
 def _sums(parts: tuple[PartialSum, ...], step: StepSpec, after: Op) -> Iterator[Op]:
     for part in parts:
         op = _sum(part.owner, step.compute_dtype, after).sized(part.elements * step.microbatch_samples)
+        if part.beside and after.layer is not None:
+            op = op.but(beside=step.model.layers[after.layer].separable_products(part.beside))
         yield op if part.kind == "sum" else op.but(kind=OpKind.ALL_GATHER)
 
 

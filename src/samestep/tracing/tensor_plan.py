@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building import adapters
-from samestep.building.families import facts_of
+from samestep.building.families import FamilyFacts, facts_of
 from samestep.errors import ModelError
 from samestep.models.layer_spec import LayerSpec, PartialSum
 from samestep.models.param_spec import Cut, ParamSpec
@@ -197,14 +197,21 @@ class CutCosts:
             self._given[id(args[0])] = args[0]
             self.inputs.append((path, (id(args[0]), *state_of(args[0])), args[0].numel() // self.num_samples))
 
-    def copies(self, copied: Collection[str]) -> list[PartialSum]:
-        """Return the sums of the gradients of these modules' inputs, in order of the forward."""
+    def copies(self, copied: Collection[str], separable: Collection[str]) -> list[PartialSum]:
+        """Return the sums of the gradients of these modules' inputs, in order of the forward.
+
+        The gradients of weights of `separable` modules can be computed beside them.
+        """
         found: list[PartialSum] = []
         last: tuple[int, int, bool] | None = None
         for path, number, elements in self.inputs:
-            if path in copied and number != last:
+            if path not in copied:
+                continue
+            if number != last:
                 found.append(PartialSum(owner=path, elements=elements))
                 last = number
+            if path in separable:
+                found[-1] = replace(found[-1], beside=(*found[-1].beside, path))
         return found
 
     def leave(self, path: str, style: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -256,13 +263,27 @@ def with_cuts(
     params = tuple(
         replace(param, cut=cut, partial="cut" if cut is None and _is_summed(cuts, param) else "") for param, cut in held
     )
-    copies = seen.copies(proof.copied)
+    copies = seen.copies(proof.copied, _separable(spec, model, cuts))
     gathered = {path for path in seen.heads if proof.styles[path] == "gather"}
     sums = [replace(part, kind="gather") if part.owner in gathered else part for part in seen.forward]
     layers = tuple(_layer_with(layer, replace(seen, forward=sums), copies, shareable) for layer in spec.layers)
     cuts.styles |= {path: style for path, style in proof.styles.items() if cuts.styles.get(path) == "vocab"}
     rows = seen.logit_rows if any(cuts.styles[path] == "vocab" for path in seen.heads) else 0
     return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=rows)
+
+
+def _separable(spec: ModelSpec, model: nn.Module, cuts: Cuts) -> set[str]:
+    """Return the linear modules cut by columns whose weight has one use, so that its gradient may come apart from the input's.
+
+    A head is none of them: it would hold the gradient of the logits for longer.
+    """
+    facts = facts_of(model)
+    used_once = {p.name for p in spec.params if p.calls == 1 and not (p.shared or p.read_outside or p.is_replaced)}
+    return {
+        path
+        for path, style in cuts.styles.items()
+        if style in ("column", "qkv") and f"{path}.weight" in used_once and is_linear(model.get_submodule(path), facts)
+    }
 
 
 def _unclear_use(spec: ModelSpec, cuts: Cuts, proof: CutProof) -> str | None:
@@ -347,6 +368,11 @@ def _cut_of(cuts: Cuts, param: ParamSpec, shareable: Mapping[str, int], proof: C
         style if style in ("row", "vocab", "gather") else "column"  # type: ignore[assignment]
     )
     return Cut(style=kind, dim=cut.dim, groups=groups, parts=cut.parts, is_shareable=path in shareable)
+
+
+def is_linear(module: nn.Module, facts: FamilyFacts) -> bool:
+    """Return whether a module multiplies by its weight, [out, in] or as GPT-2's [in, out], and adds its bias."""
+    return type(module).forward is nn.Linear.forward or facts.is_transposed(module)
 
 
 def is_head(module: nn.Module, style: str) -> bool:

@@ -39,7 +39,7 @@ from samestep.program.step import StepSpec
 from samestep.schedules import TaskKind
 from samestep.simulation.clock import queue_of
 from samestep.simulation.collectives import collective_s, group_of
-from samestep.simulation.cost import seconds
+from samestep.simulation.cost import exposed_s, seconds
 from samestep.simulation.layer_memory import saved_bytes
 from samestep.simulation.timeline import COMPUTE
 from samestep.strategies import ProgramBuilder
@@ -165,7 +165,7 @@ class Prices:
                 op_s = each_s[like]
             elif op.axis is not None:
                 size = op.size_bytes + more * size_bytes
-                op_s = collective_s(op.kind, size, groups[op.axis], self.hardware)
+                op_s = exposed_s(op, collective_s(op.kind, size, groups[op.axis], self.hardware), step, self.hardware)
             else:
                 op_s = seconds(op.but(flops=op.flops + more * flops), program, self.hardware)
             each_s.append(op_s)
@@ -206,7 +206,7 @@ class Prices:
                 spec = program.step.model.layers[layer]
                 reads = spec.backward_reads_weights, spec.has_backward
                 work = (spec.products, spec.moved_elements, spec.kernels, *reads)
-                what = (work, op.layer is None) if op.axis is None else op.axis
+                what = (work, op.layer is None) if op.axis is None else (op.axis, op.beside)
                 like = first.setdefault((op.kind, op.dtype, op.flops, flops, op.size_bytes, size_bytes, what), number)
                 yield _PricedOp(body, layer, op, flops, size_bytes, like)
                 number += 1

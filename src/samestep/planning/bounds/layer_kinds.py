@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from samestep.models.layer_spec import LayerSpec
+from samestep.models.layer_spec import LayerSpec, PartialSum
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
 from samestep.program.ops import BYTES_OF
@@ -205,12 +205,17 @@ def _kind(layer: LayerSpec, params: Sequence[ParamSpec]) -> object:
     def named(parts: tuple[object, ...]) -> tuple[object, ...]:
         return tuple(replace(part, owner=part.owner.removeprefix(root)) for part in parts)  # type: ignore[type-var,attr-defined]
 
+    def summed(parts: tuple[PartialSum, ...]) -> tuple[object, ...]:
+        beside = (tuple(path.removeprefix(root) for path in part.beside) for part in parts)
+        return named(tuple(replace(part, beside=paths) for part, paths in zip(parts, beside, strict=True)))
+
     return (
         replace(
             layer, name="", modules=(), again=(), repeats="", forward_sums=(), backward_sums=(), sequence_boundaries=(), dispatches=(), products=(),
             crossings=(), crossing_refusal="", batch_norms=(),
         ),
-        *(named(parts) for parts in (layer.forward_sums, layer.backward_sums, layer.sequence_boundaries, layer.dispatches)),
+        *(named(parts) for parts in (layer.forward_sums, layer.sequence_boundaries, layer.dispatches)),
+        summed(layer.backward_sums),
         named(layer.products),
         tuple(
             replace(

@@ -26,6 +26,19 @@ class Bodies(NamedTuple):
     weight_s: float
     last_s: float
     """The body that leaves the last gradients: the last micro-batch's backward, or where it is split that of weights."""
+    gathered_s: float = 0.0
+    """When the forward of the first micro-batch ends at the earliest, from the start of the step."""
+    gathers_until_s: float = 0.0
+    """Until when a stage gathers weights, from the start of the step."""
+    sent_s: float = 0.0
+    """The part of a forward that is sent, which is not slowed by what is gathered beside it."""
+
+    def longer_s(self, start_s: float, contention: float) -> float:
+        """Return by how much a forward that starts then is slowed at least by what is gathered beside it."""
+        beside_s = self.gathers_until_s - start_s - self.sent_s
+        if beside_s <= 0.0:
+            return 0.0
+        return min((contention - 1) * (self.forward_s - self.sent_s), beside_s * (1 - 1 / contention))
 
 
 class Times(NamedTuple):
@@ -106,10 +119,11 @@ def play_bodies(
     sends_s: Sequence[float],
     larger: Sequence[Bodies] = (),
     num_larger: int = 0,
+    contention: float = 1.0,
 ) -> Times:
     """Play bodies in the order of the schedule; each waits for what other stages send it, one after the other.
 
-    The first `num_larger` of the m micro-batches have bodies of their own.
+    Forwards are slowed by `contention` as long as their stage gathers. The first `num_larger` of the m micro-batches have bodies of their own.
     """
     pp, chunks = layout.pp, layout.virtual_stages
     last = pp * chunks - 1
@@ -141,6 +155,9 @@ def play_bodies(
                 if microbatch == m - 1 and kind is reduces:
                     whole_s[run], took_s = start_s, body.last_s
                 now = start_s + took_s
+                if kind is TaskKind.FORWARD and start_s < body.gathers_until_s:
+                    now += body.longer_s(start_s, contention)
+                    now = max(now, body.gathered_s) if microbatch == 0 else now
                 if to is not None:
                     link = (now if now > link else link) + send_s
                     to[microbatch] = link

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
-from samestep.planning.bounds.layer_kinds import Seconds, Sizes
+from samestep.planning.bounds.layer_kinds import Seconds, Sizes, total
 from samestep.planning.bounds.overlap import Reduced, longer_s
 from samestep.planning.bounds.pipeline_time import Bodies, Times, behind_last_backward, play_bodies
 from samestep.planning.bounds.traffic import LayerTraffic, Reductions, Sending
@@ -83,7 +83,23 @@ class Bounds:
         for run, cost in zip(runs.counts, costs, strict=True):
             if run not in known:
                 known[run] = self._gathering(step, run, cost) if gathers else self._plain(step, cost)
-        return tuple(known[run] for run in runs.counts)
+        found = [known[run] for run in runs.counts]
+        if self._waits(step) and not gathers:
+            for at, one in enumerate(found):
+                until_s = max(self._gathers_s(step, self.prices.stage_sizes(step, at % step.layout.pp)))
+                gathered_s, sent_s = self._gathered_s(step, at), costs[at].sent_forward_s
+                found[at] = one._replace(gathered_s=gathered_s, gathers_until_s=until_s, sent_s=sent_s)
+        return tuple(found)
+
+    def _gathered_s(self, step: StepSpec, run: int) -> float:
+        """Bound when a run's first forward ends under zero=1: behind what its stage gathers up to it, and its last layer."""
+        kinds, seconds = self.prices.runs(step).kinds[run], self.prices.seconds(step)
+        blocks = [kind for kind in kinds if self.prices.few.layers[kind].is_block]
+        gathers_s = self._gathers_s(
+            step, total(self.prices.run_sizes(step)[run % step.layout.pp : run + 1 : step.layout.pp])
+        )
+        behind_s = (seconds[kinds[-1]].forward_s, seconds[blocks[-1]].forward_s if blocks else 0.0)
+        return max(map(sum, zip(gathers_s, behind_s, strict=True)))
 
     def _plain(self, step: StepSpec, cost: Seconds) -> Bodies:
         forward_s, backward_s, weight_s = cost.forward_s, cost.backward_s, cost.weight_s
@@ -142,7 +158,7 @@ class Bounds:
 
     def _once(self, step: StepSpec, bound: Callable[[StepSpec], Times]) -> Times:
         """Bound times once for all ways to split the data axis, where bodies do not gather."""
-        if self._gathers(step):
+        if self._waits(step):
             return bound(step)
         layout, larger = step.layout, larger_twin(step)[1]
         key = (
@@ -155,6 +171,10 @@ class Bounds:
 
     def _gathers(self, step: StepSpec) -> bool:
         return step.zero >= 2 and self.hardware.overlap
+
+    def _waits(self, step: StepSpec) -> bool:
+        """Return whether forwards wait for weights that are gathered beside them."""
+        return step.zero >= 1 and self.hardware.overlap and not (step.zero == 1 and step.trains_apart)
 
     def closed_times(self, step: StepSpec) -> Times:
         """Bound when stages end by what is before them."""
@@ -174,7 +194,11 @@ class Bounds:
             for one, more in set(zip(small, large, strict=True))
         }
         of_run = [busy[pair] for pair in zip(small, large, strict=True)]
-        begins_s = [0.0, *itertools.accumulate(body.first_s for body in large[: pp - 1])]
+        waited_s = max(0.0, large[0].gathered_s - large[0].first_s)  # by the first stage, which begins at once
+        begins_s = [
+            0.0,
+            *itertools.accumulate((body.first_s for body in large[1 : pp - 1]), initial=large[0].first_s + waited_s),
+        ]
         whole_s, ends_s = [0.0] * (pp * chunks), [0.0] * pp
         after_s = 0.0  # when the gradient of the last micro-batch comes that goes through all stages to the first one
         for stage in reversed(range(pp)):
@@ -182,7 +206,7 @@ class Bounds:
             for run in range(stage, pp * chunks, pp):
                 forward_s += of_run[run][0]
                 backward_s += of_run[run][1]
-            forward_s += begins_s[stage]
+            forward_s += begins_s[stage] if stage else waited_s
             end_s, last = forward_s + backward_s, small[stage]
             # What weights have left to do behind that gradient, where they have tasks of their own.
             left = behind_last_backward(layout.schedule, stage, pp, m, chunks) if step.splits_backward else ()
@@ -232,7 +256,7 @@ class Bounds:
         size, pp, (larger, rest) = self.prices.sent_bytes(step), layout.pp, larger_twin(step)
         sends_s = [self._sent_s(OpKind.SEND, size, "pp", pp, replace(step, stage=stage)) for stage in range(pp)]
         large = self._bodies(larger) if rest else bodies
-        return play_bodies(layout, step.num_microbatches, bodies, sends_s, large, rest)
+        return play_bodies(layout, step.num_microbatches, bodies, sends_s, large, rest, self.hardware.contention)
 
     def _longer_s(self, step: StepSpec, run: tuple[int, ...]) -> float:
         """Return the seconds by which a run's last backward grows beside the reductions of its own gradients."""
@@ -355,23 +379,32 @@ class Bounds:
         return Reductions(behind_s, streams_s)
 
     def _of_buckets(self, step: StepSpec, mine: Sizes, update_s: float) -> Sending:
-        layout, master = step.layout, BYTES_OF[step.master_dtype]
         streams_s = self._bucket_streams(step, mine)
         reduced_s, beside_s = max(streams_s), max(streams_s[:2])
         if not step.zero:
             return Sending(reduced_s=reduced_s, update_s=update_s, beside_s=beside_s)
+        gathers_s = self._gathers_s(step, mine)
+        if step.trains_apart:
+            return Sending(reduced_s=reduced_s, update_s=update_s + max(gathers_s), beside_s=beside_s)
+        # What the step before has updated is gathered first, and then gradients are reduced over the same axis.
+        both_s = max(map(sum, zip(gathers_s, streams_s, strict=False)))
+        all_s = both_s if self.hardware.overlap else max(gathers_s)
+        return Sending(reduced_s=reduced_s, all_s=all_s, update_s=update_s, beside_s=beside_s)
+
+    def _gathers_s(self, step: StepSpec, mine: Sizes) -> tuple[float, float]:
+        """Seconds that zero=1 takes to gather weights: those that all ranks have, and those of experts."""
+        master, compute = BYTES_OF[step.master_dtype], BYTES_OF[step.compute_dtype]
         sizes = (
             (mine.trained - mine.expert_trained, mine.apart - mine.expert_apart),
             (mine.expert_trained, mine.expert_apart),
         )
-        size, expert_size = ((numel - part) * master + part * BYTES_OF[step.compute_dtype] for numel, part in sizes)
-        shards, own, of_experts = layout.num_shards, mine.block_trained - mine.expert_trained, mine.expert_trained
+        size, expert_size = ((numel - part) * master + part * compute for numel, part in sizes)
+        shards, own, of_experts = step.layout.num_shards, mine.block_trained - mine.expert_trained, mine.expert_trained
         holders = step.ranks.size("dp_expert")
-        gathered_s = max(
+        return (
             self._in_buckets_s(step, OpKind.ALL_GATHER, size, "dp_shard", shards, own),
             self._in_buckets_s(step, OpKind.ALL_GATHER, expert_size, "dp_expert", holders, of_experts),
         )
-        return Sending(reduced_s=reduced_s, update_s=update_s + gathered_s, beside_s=beside_s)
 
     def _bucket_streams(self, step: StepSpec, mine: Sizes) -> tuple[float, ...]:
         """Seconds that reductions take of each stream: of weights that all ranks have, of experts, of shards."""

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts
 from samestep.errors import LayoutError
+from samestep.models.spec import is_below
 from samestep.program.program import Program
-from samestep.runtime.axes.differentiable import Move, moved
+from samestep.runtime.axes.differentiable import moved, moved_beside
+from samestep.runtime.axes.weight_gradients import Postponed, postpone_weights
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
 from samestep.tracing.sequence_boundaries import state_of, with_first, with_given
@@ -46,7 +48,11 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     first.register_forward_pre_hook(lambda _, args, kwargs: with_given(args, kwargs, split, facts), with_kwargs=True)
     whole_parts = {part for layer in step.model.layers for part in layer.whole_parts}
     for path in blocks:
-        gathered, joined = Shared(gather, group), Shared(_join, group)
+        gathered, joined = Shared(gather, group), Shared(lambda x, group, owner, _: _join(x, group, owner), group)
+        parts = [part for part in traced.analysis.sequence_parts[path] if part not in whole_parts]
+        for linear in step.separable:
+            if any(is_below(linear, part) for part in parts):
+                postpone_weights(model.get_submodule(linear), gathered.postponed_of, facts)
         for part in traced.analysis.sequence_parts[path]:
             module = model.get_submodule(part)
             once = functools.partial(joined if part in whole_parts else gathered, part)
@@ -68,14 +74,20 @@ def _leave(change: Callable[[Tensor], Tensor], _: nn.Module, args: Any, output: 
     return with_first(output, change)
 
 
+SharedMove = Callable[[Tensor, dist.ProcessGroup, str, Callable[[], object]], Tensor]
+"""A `Move` with what is called in its backward, while the gradient is summed."""
+
+
 class Shared:
     """A move made once for all modules that are given one tensor in turn, such as q, k and v.
 
-    In the backward they share one sum. What is moved without gradients, or before the tensor is written, is moved again.
+    In the backward they share one sum, beside which the gradients of their weights are computed. What is moved without
+    gradients, or before the tensor is written, is moved again.
     """
 
-    def __init__(self, move: Move, group: dist.ProcessGroup) -> None:
+    def __init__(self, move: SharedMove, group: dist.ProcessGroup) -> None:
         self._move, self._group = move, group
+        self._postponed = Postponed()
         self._given: weakref.ref[Tensor] | None = None
         self._state = (0, False)
         self._moved: Tensor | None = None
@@ -85,9 +97,14 @@ class Shared:
         is_given = self._given is not None and self._given() is x and self._state == state_of(x)
         if self._moved is not None and is_given:
             return self._moved
-        moved = self._move(x, self._group, path)
+        self._postponed = Postponed()
+        moved = self._move(x, self._group, path, self._postponed.add_up)
         self._given, self._state, self._moved = weakref.ref(x, self._forget), state_of(x), moved
         return moved
+
+    def postponed_of(self, given: Tensor) -> Postponed | None:
+        """Return the weight gradients that are computed beside the sum of this tensor's gradient; None if it is not summed."""
+        return self._postponed if given is self._moved else None
 
     def _forget(self, given: weakref.ref[Tensor]) -> None:
         """Free the moved tensor, and the graph behind it, together with the tensor it was made of."""
@@ -98,12 +115,12 @@ class Shared:
 # -- the boundaries --------------------------------------------------------------------------------
 
 
-def gather(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+def gather(x: Tensor, group: dist.ProcessGroup, owner: str, meanwhile: Callable[[], object]) -> Tensor:
     """Return the sequence gathered from all ranks, [B, T/N, D] -> [B, T, D]; the backward reduce_scatters its gradient.
 
-    Collective over `group`, in the backward too: if a rank does not call it, the others wait until the time limit.
+    Meanwhile the backward calls `meanwhile`. Collective over `group`, in the backward too: if a rank does not call it, the others wait until the time limit.
     """
-    return moved(x, group, owner, _all_gathered, _reduce_scattered)
+    return moved_beside(x, group, owner, _all_gathered, _reduce_scattering, meanwhile)
 
 
 def scatter(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
@@ -146,9 +163,17 @@ def _all_gathered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
 def _reduce_scattered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Return this rank's [B, T/N, D] of the sum of the [B, T, D] of each rank."""
+    mine, wait = _reduce_scattering(x, group, owner)
+    wait()
+    return mine
+
+
+def _reduce_scattering(x: Tensor, group: dist.ProcessGroup, owner: str) -> tuple[Tensor, Callable[[], object]]:
+    """Begin to compute the same; return it, and what waits for it."""
     degree = dist.get_world_size(group)
     parts = x.unflatten(1, (degree, -1)).transpose(0, 1).contiguous()
     mine = torch.empty_like(parts[0])
     with owned(owner):
-        reduce_scatter(mine, parts.flatten(0, 1), group=group)
-    return mine
+        work = reduce_scatter(mine, parts.flatten(0, 1), group=group, async_op=True)
+    assert work is not None
+    return mine, work.wait

@@ -28,7 +28,8 @@ from samestep.models.param_spec import Cut
 from samestep.models.spec import is_below
 from samestep.program.program import Program
 from samestep.runtime.axes import sequence
-from samestep.runtime.axes.differentiable import moved
+from samestep.runtime.axes.differentiable import moved, moved_beside
+from samestep.runtime.axes.weight_gradients import postpone_weights
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather
 from samestep.tracing.tensor_plan import is_head
@@ -52,8 +53,11 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     cut = {p.name.rpartition(".")[0] for p in program.step.model.params if p.cut is not None}
     cut |= {a.rpartition(".")[0] for p in program.step.model.params if p.cut is not None for a in p.aliases}
     group = mesh.groups["tp"]
-    whole = _Boundaries(sequence.Shared(copy, group), functools.partial(_reduced, group))
-    within = _Boundaries(lambda _, x: x, lambda path, x: sequence.scatter(x, group, path))
+    copies = sequence.Shared(copy, group)
+    # A product's own result is summed in place, unless selective recompute keeps it as it is.
+    overwrites = program.step.layout.recompute != "selective"
+    whole = _Boundaries(copies, functools.partial(_reduced, group, overwrites))
+    within = _Boundaries(lambda _, x: x, lambda _, path, x: sequence.scatter(x, group, path))
     by_columns = {path for path, style in analysis.cut_styles.items() if style not in ("row", "sum")}
     shared = {path: heads for path, heads in analysis.shareable_heads.items() if heads < mesh.size("tp")}
     cuts_sequence = functools.partial(_cuts_sequence, program)
@@ -72,6 +76,9 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     for path in sorted(analysis.copied - by_columns):
         enter = functools.partial((within if cuts_sequence(path) else whole).enter, path)
         model.get_submodule(path).register_forward_pre_hook(functools.partial(_enter, enter))
+    for path in program.step.separable:
+        if not cuts_sequence(path):
+            postpone_weights(model.get_submodule(path), copies.postponed_of, facts)
     for path, name, divisor in analysis.counts[mesh.size("tp")]:
         module = model.get_submodule(path)
         setattr(module, name, getattr(module, name) // divisor)
@@ -96,11 +103,12 @@ class _Boundaries:
     """The functions for a cut module's input and output; under sequence parallelism the part around it has gathered."""
 
     enter: Callable[[str, Tensor], Tensor]
-    leave: Callable[[str, Tensor], Tensor]
+    leave: Callable[[nn.Module, str, Tensor], Tensor]
 
 
-def _reduced(group: dist.ProcessGroup, path: str, x: Tensor) -> Tensor:
-    return reduce(x, group, path)
+def _reduced(group: dist.ProcessGroup, overwrites: bool, module: nn.Module, path: str, x: Tensor) -> Tensor:
+    is_own = type(module).forward is nn.Linear.forward and "forward" not in vars(module) and x.is_contiguous()
+    return reduce_in_place(x, group, path) if overwrites and is_own else reduce(x, group, path)
 
 
 def _around_column(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
@@ -137,7 +145,7 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundarie
         module._parameters["bias"] = bias  # type: ignore[assignment]
         if output is None:
             return None
-        total = boundaries.leave(path, output)
+        total = boundaries.leave(module, path, output)
         return total if bias is None else total + bias
 
     module.register_forward_pre_hook(before)
@@ -163,7 +171,7 @@ def _around_vocab(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundar
         return (tokens.masked_fill(elsewhere[-1], 0), *args[1:])
 
     def after(_: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return boundaries.leave(path, output.masked_fill(elsewhere.pop()[..., None], 0.0))
+        return boundaries.leave(module, path, output.masked_fill(elsewhere.pop()[..., None], 0.0))
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, prepend=True)
@@ -200,12 +208,16 @@ _AROUND: dict[str, Callable[[nn.Module, str, Mesh, _Boundaries, FamilyFacts], No
 # -- the boundaries, and the loss on cut logits ----------------------------------------------------
 
 
-def copy(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    """Return x; sum its gradient over the group.
+def _nothing() -> None:
+    """Do nothing while a gradient is summed."""
+
+
+def copy(x: Tensor, group: dist.ProcessGroup, owner: str, meanwhile: Callable[[], object] = _nothing) -> Tensor:
+    """Return x; sum its gradient over the group, and meanwhile call `meanwhile`.
 
     Collective over `group` in the backward: if a rank does not run it, the others wait until the time limit.
     """
-    return moved(x, group, owner, lambda x, group, owner: x.view_as(x), _summed)
+    return moved_beside(x, group, owner, lambda x, group, owner: x.view_as(x), _summing, meanwhile)
 
 
 def reduce(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
@@ -214,6 +226,28 @@ def reduce(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     Collective over `group`: every rank of the group calls it; if one does not, the others wait until the time limit.
     """
     return moved(x, group, owner, _summed, lambda gradient, group, owner: gradient)
+
+
+def reduce_in_place(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    """Return x with the sum over the group in its place, where nothing else reads x; pass its gradient on unchanged.
+
+    Collective over `group`: every rank of the group calls it; if one does not, the others wait until the time limit.
+    """
+    total: Tensor = _Reduced.apply(x, group, owner)
+    return total
+
+
+class _Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+        ctx.mark_dirty(x)
+        with owned(owner):
+            dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None, None
 
 
 def gather_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
@@ -236,10 +270,18 @@ def _own_last(gradient: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+    total, wait = _summing(x, group, owner)
+    wait()
+    return total
+
+
+def _summing(x: Tensor, group: dist.ProcessGroup, owner: str) -> tuple[Tensor, Callable[[], object]]:
+    """Begin to sum x over the group; return the sum, and what waits for it. Others may hold x, so it is copied."""
     total = x.clone(memory_format=torch.contiguous_format)
     with owned(owner):
-        dist.all_reduce(total, group=group)
-    return total
+        work = dist.all_reduce(total, group=group, async_op=True)
+    assert work is not None
+    return total, work.wait
 
 
 class _CutCrossEntropy(torch.autograd.Function):

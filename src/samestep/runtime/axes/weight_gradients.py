@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts
 from samestep.program.program import Program
+from samestep.tracing.tensor_plan import is_linear
 from samestep.tracing.traced_model import TracedModel
 
 
@@ -33,13 +34,32 @@ class _PostponedGradient(NamedTuple):
     is_transposed: bool
 
 
+class Postponed:
+    """Weight gradients that a backward has left to be computed later."""
+
+    def __init__(self) -> None:
+        self._gradients: list[_PostponedGradient] = []
+
+    def postpone(self, weight: Tensor, given: Tensor, gradient: Tensor, is_transposed: bool) -> None:
+        """Postpone the gradient of a weight, `given` being the input of its layer and `gradient` that of its output."""
+        self._gradients.append(_PostponedGradient(weight, given, gradient, is_transposed))
+
+    def add_up(self) -> None:
+        """Add the postponed gradients to those of the weights, in the order of the backward."""
+        while self._gradients:
+            one = self._gradients.pop(0)
+            given, gradient = one.given.flatten(0, -2).to(one.gradient.dtype), one.gradient.flatten(0, -2)
+            product = given.T @ gradient if one.is_transposed else gradient.T @ given
+            torch.autograd.backward(one.weight, product.to(one.weight.dtype))
+
+
 class Deferred:
-    """The weight gradients that the backward of each micro-batch has postponed."""
+    """The weight gradients that the backward of each micro-batch has postponed, until its W task."""
 
     def __init__(self, traced: TracedModel, program: Program) -> None:
         self.microbatch = 0
         """Micro-batch whose backward runs."""
-        self._postponed: dict[int, list[_PostponedGradient]] = {}
+        self._postponed: dict[int, Postponed] = {}
         if not program.step.splits_backward:
             return
         facts = traced.facts
@@ -50,36 +70,39 @@ class Deferred:
         ):  # whose gradient comes with that of the loss
             shared.add(f"{head.owner}.weight")
         for path, module in traced.module.named_modules():
-            if _is_linear(module, facts) and f"{path}.weight" not in shared:
-                module.forward = self._around(module, module.forward, facts.is_transposed(module))
+            if is_linear(module, facts) and f"{path}.weight" not in shared:
+                postpone_weights(module, lambda _: self, facts)
+                setattr(module.forward, _MARK, True)
 
     def add_up(self, microbatch: int) -> None:
         """Add the postponed gradients of a micro-batch to those of the weights, in the order of its backward."""
-        for one in self._postponed.pop(microbatch, ()):
-            given, gradient = one.given.flatten(0, -2).to(one.gradient.dtype), one.gradient.flatten(0, -2)
-            product = given.T @ gradient if one.is_transposed else gradient.T @ given
-            torch.autograd.backward(one.weight, product.to(one.weight.dtype))
+        self._postponed.pop(microbatch, Postponed()).add_up()
 
     def postpone(self, weight: Tensor, given: Tensor, gradient: Tensor, is_transposed: bool) -> None:
         """Postpone the gradient of a weight, `given` being the input of its layer and `gradient` that of its output."""
-        self._postponed.setdefault(self.microbatch, []).append(
-            _PostponedGradient(weight, given, gradient, is_transposed)
-        )
+        self._postponed.setdefault(self.microbatch, Postponed()).postpone(weight, given, gradient, is_transposed)
 
-    def _around(
-        self, module: nn.Module, forward: Callable[[Tensor], Tensor], is_transposed: bool
-    ) -> Callable[..., Tensor]:
-        def call(*args: Tensor, **named: Tensor) -> Tensor:
-            weight, bias = module.weight, module.bias
-            (x,) = (*args, *named.values())
-            assert isinstance(weight, Tensor)
-            if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
-                return forward(x)
-            # Inside a list autograd does not see the weight, and so computes no gradient for it.
-            return _SplitBackward.apply(x, bias, [weight], forward, self, is_transposed)
 
-        setattr(call, _MARK, True)
-        return call
+def postpone_weights(
+    module: nn.Module, until: Callable[[Tensor], Postponed | Deferred | None], facts: FamilyFacts
+) -> None:
+    """Make a linear module's backward compute the gradient of its input alone, and leave that of its weight to what `until`
+    returns for the input; where that is None, the backward is autograd's own."""
+    forward, is_transposed = module.forward, facts.is_transposed(module)
+
+    def call(*args: Tensor, **named: Tensor) -> Tensor:
+        weight, bias = module.weight, module.bias
+        (x,) = (*args, *named.values())
+        assert isinstance(weight, Tensor)
+        is_trained = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+        postponed = until(x) if is_trained else None
+        if postponed is None:
+            result: Tensor = forward(x)
+            return result
+        # Inside a list autograd does not see the weight, and so computes no gradient for it.
+        return _SplitBackward.apply(x, bias, [weight], forward, postponed, is_transposed)
+
+    module.forward = call
 
 
 _MARK = "postpones_weight_gradient"
@@ -91,11 +114,6 @@ def is_postponed(model: nn.Module, name: str) -> bool:
     return leaf == "weight" and hasattr(model.get_submodule(path).forward, _MARK)
 
 
-def _is_linear(module: nn.Module, facts: FamilyFacts) -> bool:
-    """Return whether a module multiplies by its weight, [out, in] or as GPT-2's [in, out], and adds its bias."""
-    return type(module).forward is nn.Linear.forward or facts.is_transposed(module)
-
-
 class _SplitBackward(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -104,7 +122,7 @@ class _SplitBackward(torch.autograd.Function):
         bias: Tensor | None,
         boxed: list[Tensor],
         forward: Callable[[Tensor], Tensor],
-        deferred: Deferred,
+        deferred: Postponed | Deferred,
         is_transposed: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, boxed[0].detach())

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from samestep.errors import ModelError
+from samestep.runtime.dropout.attention import DropPart
 
 
 class MaskSource(TorchFunctionMode):
@@ -21,6 +22,10 @@ class MaskSource(TorchFunctionMode):
 
     def drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
         """Return a mask for x of this shape, bool, True where an element is dropped."""
+        raise NotImplementedError
+
+    def drop_part(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DropPart:
+        """Return a function that makes parts of such a mask, at any time."""
         raise NotImplementedError
 
     def hashes(

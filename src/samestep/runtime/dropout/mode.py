@@ -36,6 +36,7 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec, ModelSpec
+from samestep.runtime.dropout.attention import DropPart
 from samestep.runtime.dropout.mask_source import MaskSource
 from samestep.runtime.dropout.masks import MaskCuts, MaskSlice, drop_mask, hash_positions, hashed, mix, positions
 from samestep.runtime.dropout.rates import rates_of
@@ -109,6 +110,44 @@ class DropoutState:
             self.dropout = Dropout.ABSENT
             self.rates = rates_of(model)
             untrack_modules(model)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bits:
+    """What makes the hashed bits of a draw, or of a part of it."""
+
+    keys: Tensor
+    """Of each sample, int64 [B]."""
+    rows: Tensor
+    columns: Tensor
+    """Hashed positions in a sample's tensor, as `hash_positions` returns them."""
+    shape: tuple[int, ...]
+    """Of all samples."""
+    each: tuple[int, ...]
+    """Of one sample."""
+    dim: int
+    inner: int
+    """Where the samples are, as in `MaskSpec.rows`."""
+
+    def whole(self) -> Tensor:
+        """Return the bits of the whole draw, int32."""
+        return self._arranged(hashed(self.keys, self.rows, self.columns), self.shape, self.each)
+
+    def part(self, start: int, stop: int, num_columns: int) -> Tensor:
+        """Return the bits from `start` to before `stop` along the last dimension but one, of so many of the first columns."""
+        if self.dim >= len(self.shape) - 2:
+            return self.whole()[..., start:stop, :num_columns]
+        size = (stop - start, num_columns)
+        rows = self.rows.view(self.each[:-1])[..., start:stop].flatten()
+        bits = hashed(self.keys, rows, self.columns[:num_columns])
+        return self._arranged(bits, (*self.shape[:-2], *size), (*self.each[:-2], *size))
+
+    def _arranged(self, bits: Tensor, shape: tuple[int, ...], each: tuple[int, ...]) -> Tensor:
+        if self.dim == OF_NO_SAMPLE or (self.dim == 0 and self.inner in (0, each[0])):
+            return bits.view(shape)
+        inner = self.inner or each[self.dim]
+        bits = bits.view(self.keys.numel(), *each[: self.dim], each[self.dim] // inner, inner, *each[self.dim + 1 :])
+        return bits.movedim(0, self.dim + 1).reshape(shape)
 
 
 @dataclass(slots=True)
@@ -306,11 +345,23 @@ class DropoutMode(MaskSource):
         Raises:
             ModelError: the dimension of samples does not hold the samples, or p is not between 0 and 1.
         """
+        return drop_mask(self._mask_bits(x, shape, p, what).whole(), p)
+
+    def drop_part(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DropPart:
+        """Return a function that makes parts of such a mask, whenever it is called.
+
+        Raises:
+            ModelError: as `drop` does.
+        """
+        bits = self._mask_bits(x, shape, p, what)
+        return lambda start, stop, num_keys: drop_mask(bits.part(start, stop, num_keys), p)
+
+    def _mask_bits(self, x: Tensor, shape: torch.Size, p: float, what: str) -> _Bits:
+        """Count a mask of the innermost module; return what makes its hashed bits."""
         mask = self._next_draw()
         if not 0.0 <= p <= 1.0:
             raise self.refuse(f"{what} with probability {p}; it is between 0 and 1")
-        rows = self._tracker.rows.get(mask, IN_ORDER)
-        return self._arranged(mask, rows, shape, x.device, what, lambda bits: drop_mask(bits, p))
+        return self._arranged(mask, self._tracker.rows.get(mask, IN_ORDER), shape, x.device, what)
 
     def hashes(
         self, like: Tensor | None, shape: Sequence[int], device: torch.device, what: str, *, is_shared: bool = False
@@ -342,18 +393,12 @@ class DropoutMode(MaskSource):
             raise self.refuse(
                 f"{what}: an order of samples, which would mix those of a batch; an order of features works"
             )
-        return self._arranged(numbers, rows, shape or (1,), device, what).view(tuple(shape))
+        return self._arranged(numbers, rows, shape or (1,), device, what).whole().view(tuple(shape))
 
     def _arranged(
-        self,
-        draw: DrawKey,
-        rows: tuple[int, int],
-        shape: Sequence[int],
-        device: torch.device,
-        what: str,
-        change: Callable[[Tensor], Tensor] = lambda bits: bits,
-    ) -> Tensor:
-        """Return the hashed bits of a draw of this shape, changed element by element, with its samples at `rows`."""
+        self, draw: DrawKey, rows: tuple[int, int], shape: Sequence[int], device: torch.device, what: str
+    ) -> _Bits:
+        """Return what makes the hashed bits of a draw of this shape, with its samples at `rows`."""
         dim, inner = rows
         num_samples = 1 if dim == OF_NO_SAMPLE else self._draw.samples.numel()
         if not shape or (dim != OF_NO_SAMPLE and (shape[dim] % (num_samples * max(inner, 1)) or not shape[dim])):
@@ -372,12 +417,7 @@ class DropoutMode(MaskSource):
         if key not in self._hashed_positions:
             self._hashed_positions[key] = hash_positions(*positions(whole, cuts, device))
         keys = self._keys_of_samples(device, of_samples=dim != OF_NO_SAMPLE) ^ self._key_of(draw)
-        bits = change(hashed(keys, *self._hashed_positions[key]))
-        if dim == OF_NO_SAMPLE or (dim == 0 and inner in (0, each[0])):
-            return bits.view(tuple(shape))
-        inner = inner or each[dim]
-        bits = bits.view(num_samples, *each[:dim], each[dim] // inner, inner, *each[dim + 1 :])
-        return bits.movedim(0, dim + 1).reshape(tuple(shape))
+        return _Bits(keys, *self._hashed_positions[key], tuple(shape), each, dim, inner)
 
     def _keys_of_samples(self, device: torch.device, *, of_samples: bool) -> Tensor:
         """Return a key for each sample, int64 [B]; for a mask that all samples share one key, 0."""

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec
+from samestep.runtime.dropout.attention import DropPart
 from samestep.runtime.dropout.distributions import DRAWS
 from samestep.runtime.dropout.mode import IN_ORDER, OF_NO_SAMPLE, Draw, DrawKey, DropoutMode, track_modules
 from samestep.runtime.dropout.replacements import HANDLERS
@@ -67,6 +68,11 @@ class MaskRecorder(DropoutMode):
         """Record a mask, and return one that has no values."""
         self._record(self._next_draw(), x, shape)
         return torch.empty(shape, dtype=torch.bool, device=x.device)
+
+    def drop_part(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DropPart:
+        """Record a mask, and return a function of parts that have no values."""
+        drop = self.drop(x, shape, p, what)
+        return lambda start, stop, num_keys: drop[..., start:stop, :num_keys]
 
     def hashes(
         self, like: Tensor | None, shape: Sequence[int], device: torch.device, what: str, *, is_shared: bool = False

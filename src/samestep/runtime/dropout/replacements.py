@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from samestep.runtime.dropout.attention import dropped_attention
 from samestep.runtime.dropout.distributions import DRAWS
 from samestep.runtime.dropout.mask_source import MaskSource
 from samestep.tracing.attention import AttentionCall, multi_head_attention
@@ -81,37 +82,18 @@ def _native(kind: _DropoutKind, inplace: bool) -> Callable[..., Tensor]:
 
 
 def _attention(mode: MaskSource, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Handle `scaled_dot_product_attention`: with dropout, compute the formula in at least float32.
-
-    Legend: B batch, H heads, L queries, S keys, D head width. Keeps the [B, H, L, S] weights that a fused kernel
-    would not; without dropout the fused kernel runs.
-    """
+    """Handle `scaled_dot_product_attention`: with dropout, compute the formula in blocks; without, the fused kernel runs."""
     call = AttentionCall(*args, **kwargs)
     if call.dropout_p == 0.0:
         return call.run(func)
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
-    if is_causal and attn_mask is not None:
+    query, key = call.query, call.key
+    if call.is_causal and call.attn_mask is not None:
         raise mode.refuse("attention with both attn_mask and is_causal; one of them works")
-    q_bhld, k_bhsd, v_bhsd = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
-    if enable_gqa:
-        k_bhsd = k_bhsd.repeat_interleave(q_bhld.size(-3) // k_bhsd.size(-3), -3)
-        v_bhsd = v_bhsd.repeat_interleave(q_bhld.size(-3) // v_bhsd.size(-3), -3)
-    scores_bhls = (q_bhld * (query.size(-1) ** -0.5 if scale is None else scale)) @ k_bhsd.transpose(-2, -1)
-    if is_causal:
-        future_ls = torch.ones(scores_bhls.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
-        scores_bhls = scores_bhls.masked_fill(future_ls, -math.inf)
-    if attn_mask is None:
-        weights_bhls = scores_bhls.softmax(-1)
-    else:
-        if attn_mask.dtype == torch.bool:
-            scores_bhls = scores_bhls.masked_fill(~attn_mask, -math.inf)
-        else:
-            scores_bhls = scores_bhls + attn_mask.to(scores_bhls.dtype)
-        # A query that may look at nothing gets zeros, forward and backward, as in torch.
-        blind_bhl1 = (scores_bhls == -math.inf).all(-1, keepdim=True)
-        weights_bhls = scores_bhls.masked_fill(blind_bhl1, 0.0).softmax(-1).masked_fill(blind_bhl1, 0.0)
-    weights_bhls = _dropped(mode, func.__name__, _DropoutKind(), weights_bhls, dropout_p, inplace=False)
-    return (weights_bhls @ v_bhsd).to(query.dtype)
+    of_keys = query.shape[:-2] if call.enable_gqa else key.shape[:-2]
+    shape = torch.Size((*torch.broadcast_shapes(query.shape[:-2], of_keys), query.size(-2), key.size(-2)))
+    if call.attn_mask is not None:
+        shape = torch.broadcast_shapes(shape, call.attn_mask.shape)
+    return dropped_attention(call, mode.drop_part(query, shape, call.dropout_p, func.__name__))
 
 
 def _multi_head_attention(mode: MaskSource, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
