@@ -10,7 +10,8 @@ from samestep.errors import LayoutError
 from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.models.decoder import Decoder, spec
+from samestep.models.decoder import Decoder
+from samestep.models.decoder_spec import spec
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.least_memory import Needs
 from samestep.planning.bounds.step_time import Bounds

@@ -479,10 +479,10 @@ def test_hooks_that_are_not_linear_are_refused(hang: Callable[[nn.Parameter], ob
 # -- what is held, and who sets the learning rate --------------------------------------------------------------------------
 
 
-def run_of(optimizer: Any, model: Any = Small, loss: Any = None) -> Run:
+def run_of(optimizer: Any, model: Any = Small, loss: Any = None, job: Job = JOB) -> Run:
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
     source = Source(model, loss or loss_of(JOB), optimizer_source(optimizer, names), "small")
-    return Run(source, Layout(), JOB, RankInfo(0, 0, 1, 1, torch.device("cpu")))
+    return Run(source, Layout(), job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
 
 
 def losses_of(run: Run, between: Callable[[], object] = lambda: None) -> list[float]:
@@ -533,8 +533,8 @@ def test_schedulers_and_rates_set_by_hand_act() -> None:
 def test_two_hands_on_the_learning_rate_and_hooks_of_an_instance_are_refused() -> None:
     model = Small()
     given = torch.optim.SGD(model.parameters(), lr=0.5)
-    run = run_of(given, model)
-    run.job = JOB.model_copy(update={"schedule": JOB.schedule.model_copy(update={"name": "linear"})})
+    linear = JOB.model_copy(update={"schedule": JOB.schedule.model_copy(update={"name": "linear"})})
+    run = run_of(given, model, job=linear)
     with pytest.raises(ModelError, match=r"set to 0.1 from outside, and the job's schedule sets it too"):
         losses_of(run, lambda: given.param_groups[0].update(lr=0.1))
     given.register_step_post_hook(lambda *_: None)

@@ -19,10 +19,10 @@ from samestep.runtime import assembly, placement
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.expert import Balance
 from samestep.runtime.checkpoints import checkpoint
-from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.optimizers import optimizer_step
 from samestep.runtime.optimizers.optimizer_step import Updater
+from samestep.runtime.randomness import mode as dropout
 from samestep.runtime.run import Run
 from samestep.runtime.stepper import Stepper
 from tests.models import Tokens

@@ -28,10 +28,10 @@ from samestep.proof.verdict import Cause, Verdict
 from samestep.runtime import assembly, preparation
 from samestep.runtime.axes import data, expert, pipeline, recompute, shard, weight_gradients
 from samestep.runtime.checkpoints import checkpoint, other_state
-from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.optimizers import optimizer_source
 from samestep.runtime.optimizers.update_rule import UpdateRule
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.randomness import mode as dropout
 from samestep.schedules import Action, TaskKind
 from samestep.tracing import trace, watched_forward
 from samestep.tracing.dependence import dimension_maps

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec
-from samestep.runtime.dropout.mode import Draw, DropoutMode, place_samples
+from samestep.runtime.randomness.mode import Draw, DropoutMode, place_samples
 
 ROWS, COLUMNS = 64, 2000
 

@@ -17,17 +17,17 @@ from torch.utils.checkpoint import checkpoint
 from samestep.errors import LayoutError, ModelError
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import MaskSpec, ModelSpec
-from samestep.runtime.dropout import attention
-from samestep.runtime.dropout.masks import MaskSlice, drop_mask, hash_positions, hashed, mix, positions
-from samestep.runtime.dropout.mode import (
+from samestep.runtime.randomness import attention
+from samestep.runtime.randomness.masks import MaskSlice, drop_mask, hash_positions, hashed, mix, positions
+from samestep.runtime.randomness.mode import (
     Draw,
     DropoutMode,
     named_modules,
     recompute_contexts,
     track_modules,
 )
-from samestep.runtime.dropout.rates import has_dropout
-from samestep.runtime.dropout.replacements import HANDLERS
+from samestep.runtime.randomness.rates import has_dropout
+from samestep.runtime.randomness.replacements import HANDLERS
 from tests.models import Call
 
 

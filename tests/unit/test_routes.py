@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from samestep.runtime.dropout.mode import Draw, recompute_contexts
 from samestep.runtime.expert_routes import RouteMode, Routes
+from samestep.runtime.randomness.mode import Draw, recompute_contexts
 
 EXPERTS, TOKENS = 8, 6
 

@@ -14,9 +14,9 @@ from samestep.datasets import batches
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import Task
-from samestep.runtime.dropout.mode import Dropout, DropoutState
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.randomness.mode import Dropout, DropoutState
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import Indices, StepObserver, StepScalars
 from samestep.schedules import TaskKind

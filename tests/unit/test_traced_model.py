@@ -14,9 +14,9 @@ from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.layout import Layout
 from samestep.runtime import preparation
-from samestep.runtime.dropout import rates
 from samestep.runtime.preparation import Source, prepare, prepared_for, traced_for, with_new_blueprint, with_slices
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.randomness import rates
 from samestep.runtime.run import Run
 from samestep.simulation.memory import at_rest, during_step
 from samestep.strategies import programs_of

@@ -38,13 +38,13 @@ from samestep.proof.held_tensors import (
     places_of,
     replicas_of,
 )
-from samestep.runtime.dropout.masks import MaskSlice
-from samestep.runtime.dropout.mode import Draw
 from samestep.runtime.expert_routes import RouteMode, Routes
 from samestep.runtime.local_replicas import set_weights
 from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.randomness.masks import MaskSlice
+from samestep.runtime.randomness.mode import Draw
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.schedules import TaskKind

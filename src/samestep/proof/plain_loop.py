@@ -39,9 +39,9 @@ from samestep.proof.held_tensors import HeldTensor, held_whole
 from samestep.proof.observation import Observation, PlainSteps
 from samestep.proof.plain_contributions import PlainContributions
 from samestep.runtime.axes import precision
-from samestep.runtime.dropout.mode import Draw, DropoutMode, place_samples
 from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.preparation import Source
+from samestep.runtime.randomness.mode import Draw, DropoutMode, place_samples
 from samestep.runtime.run import Run
 from samestep.tracing.batch_norms import without_own_groups
 

@@ -39,10 +39,10 @@ from samestep.proof.verdict import Cause, Check
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.checkpoints import checkpoint, manifests
-from samestep.runtime.dropout import rates
 from samestep.runtime.optimizers.optimizer_source import check_optimizer
 from samestep.runtime.preparation import Source, traced_for
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.randomness import rates
 from samestep.runtime.run import Run
 from samestep.strategies import programs_of
 

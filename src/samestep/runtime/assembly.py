@@ -50,8 +50,6 @@ from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.stage_flow import Flows
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.compiled_blocks import CompiledBlocks, compile_blocks
-from samestep.runtime.dropout import mode as dropout
-from samestep.runtime.dropout.masks import MaskSlice
 from samestep.runtime.first_state import FirstState
 from samestep.runtime.optimizers.optimizer_source import (
     WholeWeights,
@@ -69,6 +67,8 @@ from samestep.runtime.preparation import Loss, Source, prepared_for, with_slices
 from samestep.runtime.processes import agreement
 from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.randomness import mode as dropout
+from samestep.runtime.randomness.masks import MaskSlice
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
 from samestep.tracing.traced_model import TracedModel

@@ -39,7 +39,7 @@ from samestep.errors import JobError, ModelError, did_you_mean
 from samestep.job_tables import RunTable
 from samestep.program.program import Program
 from samestep.runtime.axes import precision
-from samestep.runtime.dropout.mask_source import MaskSource
+from samestep.runtime.randomness.mask_source import MaskSource
 from samestep.tracing.traced_model import TracedModel
 
 _ISLAND = "samestep keeps it outside of the graph"

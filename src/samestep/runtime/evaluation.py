@@ -17,13 +17,13 @@ from samestep.errors import ModelError
 from samestep.runtime import microbatches
 from samestep.runtime.assembly import Assembly, set_modes
 from samestep.runtime.axes import precision, tensor
-from samestep.runtime.dropout.mode import Draw, DropoutMode
 from samestep.runtime.forward_only import forward_only
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.optimizers.weight_averages import WeightAverages
 from samestep.runtime.preparation import Loss
 from samestep.runtime.prepared_run import PreparedRun
+from samestep.runtime.randomness.mode import Draw, DropoutMode
 from samestep.runtime.step_observer import Indices
 from samestep.tracing.flow import mapped
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.runtime.dropout.masks import MaskSlice
-from samestep.runtime.dropout.mode import Draw, DropoutMode
+from samestep.runtime.randomness.masks import MaskSlice
+from samestep.runtime.randomness.mode import Draw, DropoutMode
 
 Routes = dict[tuple[str, int, int, int], np.ndarray[Any, np.dtype[np.int16]]]
 """The chosen experts, int16 [tokens, k], by (module, index of its call, index of the choice in that call, sample)."""

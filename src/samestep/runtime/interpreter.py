@@ -20,11 +20,11 @@ from samestep.job import Job
 from samestep.program.bodies import Task
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
-from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import to_device
 from samestep.runtime.microbatches import Microbatches, StepBatch
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.randomness import mode as dropout
 from samestep.runtime.step_observer import StepObserver
 from samestep.schedules import TaskKind
 

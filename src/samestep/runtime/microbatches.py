@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
-from samestep.runtime.dropout.mode import after_reading
 from samestep.runtime.host_copies import batch_to_device
+from samestep.runtime.randomness.mode import after_reading
 from samestep.runtime.step_observer import Indices
 
 

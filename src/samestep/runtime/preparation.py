@@ -34,9 +34,9 @@ from samestep.runtime.axes import (
     precision,
     recompute,
 )
-from samestep.runtime.dropout import rates
-from samestep.runtime.dropout.recording import MaskRecorder, Placing, record_masks
 from samestep.runtime.optimizers.update_rule import OptimizerSource
+from samestep.runtime.randomness import rates
+from samestep.runtime.randomness.recording import MaskRecorder, Placing, record_masks
 from samestep.strategies.tensor import refuse_degree
 from samestep.tracing import experts as experts_module
 from samestep.tracing import samples, sequence_boundaries, sequence_proof, slices, snapshot, state, tensor_plan

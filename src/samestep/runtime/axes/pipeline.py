@@ -38,10 +38,10 @@ from samestep.runtime.axes.stage_flow import Flows, StageForward
 from samestep.runtime.axes.stage_messages import Awaited, Messages
 from samestep.runtime.axes.stage_weights import ReadWeights
 from samestep.runtime.axes.stand_ins import LayerStandIn, Placeholders, Reporting
-from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.forward_only import is_forward_only
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.processes.messages import broadcast_from
+from samestep.runtime.randomness import mode as dropout
 from samestep.schedules import Action, TaskKind
 from samestep.strategies.pipeline import crossings_at
 from samestep.tracing.crossings import (

@@ -42,7 +42,6 @@ from samestep.program.bodies import Task
 from samestep.runtime import evaluation, microbatches
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
-from samestep.runtime.dropout import mode as dropout
 from samestep.runtime.expert_routes import RouteMode, Routes
 from samestep.runtime.guards import padding_trial
 from samestep.runtime.guards.deviation import (
@@ -62,6 +61,7 @@ from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import Microbatches, StepBatch
 from samestep.runtime.preparation import Loss
 from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.randomness import mode as dropout
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport
 from samestep.schedules import TaskKind

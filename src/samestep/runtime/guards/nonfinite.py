@@ -28,9 +28,9 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.pending_logits import PendingLogits
-from samestep.runtime.dropout.mode import named_modules
 from samestep.runtime.optimizers.optimizer_step import LARGEST_SUM
 from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.randomness.mode import named_modules
 from samestep.tracing.meta_tensors import tensors_in
 
 LARGEST_FLOAT16 = 65504

@@ -36,11 +36,11 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec, ModelSpec
-from samestep.runtime.dropout.attention import DropPart
-from samestep.runtime.dropout.mask_source import MaskSource
-from samestep.runtime.dropout.masks import MaskCuts, MaskSlice, drop_mask, hash_positions, hashed, mix, positions
-from samestep.runtime.dropout.rates import rates_of
-from samestep.runtime.dropout.replacements import HANDLERS
+from samestep.runtime.randomness.attention import DropPart
+from samestep.runtime.randomness.mask_source import MaskSource
+from samestep.runtime.randomness.masks import MaskCuts, MaskSlice, drop_mask, hash_positions, hashed, mix, positions
+from samestep.runtime.randomness.rates import rates_of
+from samestep.runtime.randomness.replacements import HANDLERS
 from samestep.tracing.meta_tensors import is_transformed
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samestep.runtime.dropout.attention import dropped_attention
-from samestep.runtime.dropout.distributions import DRAWS
-from samestep.runtime.dropout.mask_source import MaskSource
+from samestep.runtime.randomness.attention import dropped_attention
+from samestep.runtime.randomness.distributions import DRAWS
+from samestep.runtime.randomness.mask_source import MaskSource
 from samestep.tracing.attention import AttentionCall, multi_head_attention
 
 _SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU: what alpha_dropout puts in place of a dropped element

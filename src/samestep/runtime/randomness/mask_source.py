@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from samestep.errors import ModelError
-from samestep.runtime.dropout.attention import DropPart
+from samestep.runtime.randomness.attention import DropPart
 
 
 class MaskSource(TorchFunctionMode):

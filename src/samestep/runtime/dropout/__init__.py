@@ -1,1 +1,0 @@
-"""Dropout whose masks are functions of the seed, the step, the call and the sample."""
