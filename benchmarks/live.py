@@ -3,12 +3,16 @@
 Every operation's results are seen by a dispatch mode. A storage counts from the first operation that returns a tensor on it
 until nothing holds it any longer, with the size it has been given last: FSDP2 gives a gathered weight's storage back by
 resizing it to nothing. On CPUs no allocator says so; there is nothing between a tensor and its memory.
+
+A thread of gloo lets go of a message's tensors a moment after the rank that waited for it goes on. Before a new maximum counts, it
+is given that moment; where it is late nevertheless, the maximum is too large, never too small.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -20,6 +24,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+_MOMENT_S = 0.0005
 
 
 class Live(TorchDispatchMode):
@@ -39,6 +45,7 @@ class Live(TorchDispatchMode):
             for found in gc.get_objects():
                 if type(found) in (Tensor, torch.nn.Parameter, DTensor):
                     self._see(found)
+        self.most = max(self.most, self.now)
         return self.now
 
     def __torch_dispatch__(
@@ -48,6 +55,7 @@ class Live(TorchDispatchMode):
         for found in tree_leaves(outcome):
             if isinstance(found, Tensor):
                 self._see(found)
+        self._note()
         return outcome
 
     def _see(self, tensor: Tensor) -> None:
@@ -64,6 +72,11 @@ class Live(TorchDispatchMode):
     def _resized(self, key: int, size: int) -> None:
         self.now += size - self._sizes[key]
         self._sizes[key] = size
+
+    def _note(self) -> None:
+        """Raise the maximum to what is alive now, once other threads had the time to let go of what they have sent."""
+        if self.now > self.most and torch.distributed.is_initialized():
+            time.sleep(_MOMENT_S)
         self.most = max(self.most, self.now)
 
     def _gone(self, key: int, _: object) -> None:
@@ -79,6 +92,7 @@ class Live(TorchDispatchMode):
             outcome = plain(storage, size)
             if storage._cdata in self._watched:
                 self._resized(storage._cdata, storage.nbytes())
+                self._note()
             return outcome
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from samestep.errors import LayoutError, ModelError
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import MaskSpec, ModelSpec
-from samestep.runtime.randomness import attention
+from samestep.runtime.randomness import dropped_attention
 from samestep.runtime.randomness.masks import MaskSlice, drop_mask, hash_positions, hashed, mix, positions
 from samestep.runtime.randomness.mode import (
     Draw,
@@ -454,8 +454,8 @@ def test_blocks_of_queries_compute_what_the_formula_does(name: str, monkeypatch:
 
     expected = run(written_out)
     for least in (1, 2, 16):
-        monkeypatch.setattr(attention, "LEAST_QUERIES", least)
-        monkeypatch.setattr(attention, "BLOCK_ELEMENTS", 1)
+        monkeypatch.setattr(dropped_attention, "LEAST_QUERIES", least)
+        monkeypatch.setattr(dropped_attention, "BLOCK_ELEMENTS", 1)
         for mine, theirs in zip(run(in_blocks), expected, strict=True):
             assert (mine - theirs).abs().max() < 1e-12
 

@@ -80,6 +80,7 @@ def plans_with_a_profile(folder: Path) -> None:
 LOADS = (resumes, samples_and_exports, starts_from_a_folder, reads_data, plans_with_a_profile)
 
 
+@pytest.mark.filterwarnings("ignore:text becomes bytes")  # the folder's tokenizer is planted, and must not be read
 @pytest.mark.parametrize("load", LOADS)
 def test_a_load_runs_no_code(load: Callable[[Path], None], tmp_path: Path) -> None:
     with audit.watched() as found:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from samestep.errors import ModelError
-from samestep.runtime.randomness.attention import DropPart
+from samestep.runtime.randomness.dropped_attention import DropPart
 
 
 class MaskSource(TorchFunctionMode):

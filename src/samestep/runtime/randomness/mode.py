@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec, ModelSpec
-from samestep.runtime.randomness.attention import DropPart
+from samestep.runtime.randomness.dropped_attention import DropPart
 from samestep.runtime.randomness.mask_source import MaskSource
 from samestep.runtime.randomness.masks import MaskCuts, MaskSlice, drop_mask, hash_positions, hashed, mix, positions
 from samestep.runtime.randomness.rates import rates_of

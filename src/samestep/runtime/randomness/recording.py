@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec
-from samestep.runtime.randomness.attention import DropPart
 from samestep.runtime.randomness.distributions import DRAWS
+from samestep.runtime.randomness.dropped_attention import DropPart
 from samestep.runtime.randomness.mode import IN_ORDER, OF_NO_SAMPLE, Draw, DrawKey, DropoutMode, track_modules
 from samestep.runtime.randomness.replacements import HANDLERS
 from samestep.tracing.samples import Place, RowsOf

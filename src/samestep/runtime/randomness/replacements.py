@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samestep.runtime.randomness.attention import dropped_attention
 from samestep.runtime.randomness.distributions import DRAWS
+from samestep.runtime.randomness.dropped_attention import dropped_attention
 from samestep.runtime.randomness.mask_source import MaskSource
 from samestep.tracing.attention import AttentionCall, multi_head_attention
 
