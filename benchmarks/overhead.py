@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -433,11 +433,13 @@ def check_losses(started: dict[str, Crew], steps: int = 5) -> None:
 
 def take_turns(started: dict[str, Crew], times: dict[str, list[Turn]], seconds: float, least: int) -> None:
     """Let the crews take turns for some time; each round begins with another one."""
-    names = list(started)
     for first in rounds(seconds, least):
-        for index in range(len(names)):
-            name = names[(first + index) % len(names)]
+        for name in _rotated(list(started), first):
             times[name].append(started[name].take(TURN, warm_up=1))
+
+
+def _rotated(keys: Sequence[str], by: int) -> list[str]:
+    return [keys[(index + by) % len(keys)] for index in range(len(keys))]
 
 
 def rounds(seconds: float, least: int) -> Iterator[int]:
@@ -499,55 +501,72 @@ def start_figures(starts: dict[str, list[Start]]) -> list[Figure]:
 
 
 def measure_scaling(effort: Effort, folder: Path, say: Callable[[str], None]) -> list[Figure]:
-    """Compare one rank with two on the same global batch, and with what this machine gives two processes at once."""
+    """Compare one rank with two on the same global batch, and with what this machine gives two processes at once.
+
+    The crews of two ranks change places from round to round, for the one behind a crew of a single rank finds the
+    second core idle. A second crew of the hand-written loop shows how far apart two equal crews are.
+    """
     contestants = {"alone": ("samestep", 1), "other": ("samestep", 1), "pair": ("samestep", 2), "ddp": ("ddp", 2)}
+    if effort.control:
+        contestants["control"] = ("ddp", 2)
     wanted: Wanted = {key: (*words, "heavy", HEAVY_BATCH) for key, words in contestants.items()}
-    before, pair, ddp, after, both = [], [], [], [], []
+    pairs = [key for key, (_, ranks) in contestants.items() if ranks == 2]
+    turns: dict[str, list[Turn]] = {key: [] for key in ("before", *pairs, "after")}
+    both = []
     for generation in range(effort.generations):
         say(f"scaling, generation {generation + 1} of {effort.generations}")
         with crews(wanted, folder) as started:
             check_losses(started, steps=2)
-            for _ in rounds(effort.scaling_s / 2, effort.least_rounds // 2):
+            for index in rounds(effort.scaling_s, effort.least_rounds):
                 # One rank on either side of two: the machine's speed may drift within a round.
-                before.append(started["alone"].take(1))
-                pair.append(started["pair"].take(1))
-                ddp.append(started["ddp"].take(1))
-                after.append(started["alone"].take(1))
+                turns["before"].append(started["alone"].take(1))
+                for key in _rotated(pairs, index):
+                    turns[key].append(started[key].take(1))
+                turns["after"].append(started["alone"].take(1))
                 both.append(_at_once([started["alone"], started["other"]]))
-    alone_s = [(first.seconds + last.seconds) / 2 for first, last in zip(before, after, strict=True)]
-    alone_cpu_s = [(first.cpu_s + last.cpu_s) / 2 for first, last in zip(before, after, strict=True)]
+    seconds = {key: [turn.seconds for turn in taken] for key, taken in turns.items()}
+    cpu_s = {key: [turn.cpu_s for turn in taken] for key, taken in turns.items()}
+    alone_s, alone_cpu_s = (
+        [(first + last) / 2 for first, last in zip(of["before"], of["after"], strict=True)] for of in (seconds, cpu_s)
+    )
     return scaling_figures(
         alone_s,
-        [turn.seconds for turn in pair],
-        [turn.seconds for turn in ddp],
-        [sum(alone / turn.seconds for turn in turns) for alone, turns in zip(alone_s, both, strict=True)],
-        [turn.cpu_s / cpu_s for turn, cpu_s in zip(pair, alone_cpu_s, strict=True)],
+        {key: seconds[key] for key in pairs},
+        [sum(alone / turn.seconds for turn in two) for alone, two in zip(alone_s, both, strict=True)],
+        {key: [spent / alone for spent, alone in zip(cpu_s[key], alone_cpu_s, strict=True)] for key in pairs},
     )
 
 
 def scaling_figures(
     alone_s: Sequence[float],
-    pair_s: Sequence[float],
-    ddp_s: Sequence[float],
+    pair_s: Mapping[str, Sequence[float]],
     ceiling: Sequence[float],
-    work: Sequence[float],
+    work: Mapping[str, Sequence[float]],
 ) -> list[Figure]:
-    """Set two ranks against one, and against what the machine gives."""
-    scaling = tuple(alone / pair for alone, pair in zip(alone_s, pair_s, strict=True))
-    ddp = tuple(alone / pair for alone, pair in zip(alone_s, ddp_s, strict=True))
-    reached = tuple(100 * ours / limit for ours, limit in zip(scaling, ceiling, strict=True))
-    beside = tuple(ours / theirs for ours, theirs in zip(scaling, ddp, strict=True))
+    """Set crews of two ranks against one rank, against each other, and against what the machine gives."""
+    scaling, ddp = (_ratios(alone_s, pair_s[key]) for key in ("pair", "ddp"))
+    reached = tuple(100 * ours for ours in _ratios(scaling, ceiling))
+    beside = _ratios(pair_s["ddp"], pair_s["pair"])
     met = statistics.median(beside) >= 0.98
+    figures = [Figure("scaling", "tokens/s of two ranks, samestep / hand-written DDP", beside, "x", ">= 0.98", met)]
+    if "control" in pair_s:
+        equal = _ratios(pair_s["ddp"], pair_s["control"])
+        figures.append(Figure("scaling", "tokens/s of two ranks, two crews of hand-written DDP", equal, "x"))
     return [
-        Figure("scaling", "tokens/s of two ranks, samestep / hand-written DDP", beside, "x", ">= 0.98", met),
+        *figures,
         Figure("scaling", "tokens/s, samestep dp=2 / dp=1", scaling, "x"),
         Figure("scaling", "tokens/s, hand-written DDP on two ranks / samestep dp=1", ddp, "x"),
         Figure("scaling", "ceiling: two independent one-rank processes / one", tuple(ceiling), "x"),
         Figure("scaling", "part of the ceiling that dp=2 reaches", reached, "%"),
-        Figure("scaling", "processor time of a step, dp=2 over both ranks / dp=1", tuple(work), "x"),
+        Figure("scaling", "processor time of a step, samestep dp=2 over both ranks / dp=1", tuple(work["pair"]), "x"),
+        Figure("scaling", "processor time of a step, DDP over both ranks / samestep dp=1", tuple(work["ddp"]), "x"),
         Figure("scaling", "step time, samestep dp=1", tuple(alone_s), "s"),
-        Figure("scaling", "step time, samestep dp=2", tuple(pair_s), "s"),
+        Figure("scaling", "step time, samestep dp=2", tuple(pair_s["pair"]), "s"),
     ]
+
+
+def _ratios(over: Sequence[float], under: Sequence[float]) -> tuple[float, ...]:
+    return tuple(one / other for one, other in zip(over, under, strict=True))
 
 
 def _at_once(pair: Sequence[Crew]) -> list[Turn]:
