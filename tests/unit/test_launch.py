@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import pickle
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -25,6 +27,7 @@ from samestep.building import plain_calls
 from samestep.errors import JobError
 from samestep.runtime.processes import join as joining
 from samestep.runtime.processes import local_workers, workers
+from samestep.runtime.processes.freed_memory import keep_freed_memory
 from samestep.runtime.processes.interfaces import LOOPBACK
 from samestep.runtime.processes.join import RankInfo, join, leave
 from samestep.runtime.processes.workers import run_workers
@@ -48,6 +51,45 @@ def test_rank_0s_result_comes_back(ranks: int) -> None:
     assert total.tolist() == [sum(range(ranks)) + 0.5 * ranks] * 2
     assert threads == 1
     assert not dist.is_initialized()
+
+
+_BLOCKS, _BLOCK_BYTES = 10, 20 << 20
+
+
+def _faults_of_a_step(place: RankInfo) -> float:
+    """Return how many pages a process asks the system for, each time that it writes blocks and frees them."""
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+    library.free.argtypes = (ctypes.c_void_p,)
+
+    def step() -> None:
+        blocks = [library.malloc(_BLOCK_BYTES) for _ in range(_BLOCKS)]
+        for block in blocks:
+            ctypes.memset(block, 1, _BLOCK_BYTES)
+        for block in reversed(blocks):
+            library.free(block)
+
+    for _ in range(3):  # the heap grows
+        step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(3):
+        step()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 3
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="other C libraries have other rules")
+def test_what_a_step_frees_is_there_for_the_next_one() -> None:
+    pages = _BLOCKS * _BLOCK_BYTES / resource.getpagesize()
+    faults = run_workers(_faults_of_a_step, ranks=1, timeout_s=60)
+    assert faults < pages / 20, f"{faults} faults of {pages} pages"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("MALLOC_TRIM_THRESHOLD_", "1"), ("GLIBC_TUNABLES", "glibc.malloc.top_pad=1")]
+)
+def test_the_users_own_thresholds_stay(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert not keep_freed_memory()
 
 
 def _all_places(place: RankInfo) -> list[tuple[int, int, int]]:

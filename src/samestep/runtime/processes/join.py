@@ -26,6 +26,7 @@ from samestep.errors import JobError, WorkerError
 from samestep.job_tables import NO_MPS
 from samestep.runtime.processes.attempts import agreed_name
 from samestep.runtime.processes.binding import bind_near
+from samestep.runtime.processes.freed_memory import keep_freed_memory
 from samestep.runtime.processes.interfaces import LOOPBACK, interface_towards
 from samestep.runtime.processes.launchers import LaunchInfo, by_srun, by_torchrun, launch_info_from
 from samestep.runtime.processes.mesh import forget_groups
@@ -102,6 +103,8 @@ def join(
         where = _device_of(info, kind)
         if info.world_size > 1:
             bind_near(where)
+        if kind == "cpu" and info.launcher != "alone":  # a process of the user's own keeps its heap
+            keep_freed_memory()
         if made_group:
             # A run of one rank opens no port to the network: gloo listens even then, on the interface of this variable.
             borrowed += set_defaults(_interfaces_of(info))
