@@ -370,11 +370,11 @@ def updated_weights_are_not_gathered(patch: Patch) -> None:
 
 @fault(Cause.STALE_WEIGHT, "dp=2 zero=3")
 def gathered_weights_are_kept_after_the_step(patch: Patch) -> None:
-    from samestep.runtime.axes.shard import _RunningUnit
+    from samestep.runtime.axes.sharded.running_unit import RunningUnit
 
     around(
         patch,
-        _RunningUnit,
+        RunningUnit,
         "begin_backward",
         lambda begin, self, microbatch, **said: begin(self, microbatch, **{**said, "frees": False}),
     )

@@ -26,7 +26,8 @@ from samestep.layout import Layout
 from samestep.proof import sides, verify
 from samestep.proof.verdict import Cause, Verdict
 from samestep.runtime import assembly, preparation
-from samestep.runtime.axes import data, expert, pipeline, recompute, shard, weight_gradients
+from samestep.runtime.axes import data, expert, pipeline, recompute, weight_gradients
+from samestep.runtime.axes.sharded import running_unit
 from samestep.runtime.checkpoints import checkpoint, other_state
 from samestep.runtime.optimizers import optimizer_source
 from samestep.runtime.optimizers.update_rule import UpdateRule
@@ -406,7 +407,7 @@ def unused_weights_have_zeros_in_their_own_dtype(patch: Patch) -> None:
                 weight._unsharded_param.grad = torch.zeros_like(weight._unsharded_param)
         original(unit, microbatch)
 
-    around(patch, shard._RunningUnit, "complete", complete)
+    around(patch, running_unit.RunningUnit, "complete", complete)
     unused_weights_have_gradients_of_zeros(patch)
 
 

@@ -1,7 +1,7 @@
 """The names of torch's that samestep uses and torch does not promise: they must be there, and do what is relied on.
 
 `make matrix` runs this file on every torch that it is given, so that a release which moves one of them is named here, and
-not by a run. FSDP2 and DTensor are private to `runtime/axes/shard.py`; the others are listed with the file that needs them.
+not by a run. FSDP2 and DTensor are private to `runtime/axes/sharded`; the others are listed with the file that needs them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PRIVATE: dict[str, tuple[Any, str]] = {
         "_checkpoint_without_reentrant_generator CheckpointFunction noop_context_fn create_selective_checkpoint_contexts",
     ),
     "runtime/ledger.py": (torch._C._profiler, "_RecordFunctionFast"),
-    "runtime/axes/shard.py, recomputation": (torch._C, "_current_graph_task_id"),
-    "runtime/axes/shard.py, codes": (
+    "runtime/axes/sharded/running_unit.py": (torch._C, "_current_graph_task_id"),
+    "runtime/axes/sharded/store.py": (
         importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_api"), "ReduceScatter",
     ),
     "tracing": (importlib.import_module("torch.utils._python_dispatch"), "_disable_current_modes TorchDispatchMode"),
@@ -71,7 +71,7 @@ def test_every_module_imports_on_this_torch():
 
 
 def sharded(rank: int, world: int) -> tuple[list[str], dict[str, Any]]:
-    """Run one unit as `shard.py` does; return the names that are missing, and what the run has shown."""
+    """Run one unit as `runtime/axes/sharded` does; return the names that are missing, and what the run has shown."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 

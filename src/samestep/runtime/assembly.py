@@ -449,7 +449,7 @@ def store_of(layout: Layout) -> Callable[[nn.Module, Program, meshes.Mesh, Mater
     """
     if layout.zero < 2 or layout.num_shards == 1:
         return Replicated
-    from samestep.runtime.axes.shard import Sharded  # noqa: PLC0415
+    from samestep.runtime.axes.sharded.store import Sharded  # noqa: PLC0415
 
     return Sharded
 

@@ -1,0 +1,101 @@
+"""FSDP2 groups of the units of a program, inner modules first and the root last.
+
+An in-place op on a view that a unit returned would drop the hook that gathers its weights in backward, so a unit whose
+weights are gathered again returns a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_map_only
+
+from samestep.program.program import Program
+from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.axes.sharded.param_slots import ParamSlots, param_at
+from samestep.runtime.axes.sharded.running_unit import RunningUnit, keep_still
+from samestep.runtime.processes.mesh import Mesh
+
+
+def make_groups(
+    model: nn.Module, units: list[RunningUnit], slots: dict[str, ParamSlots], program: Program, mesh: Mesh
+) -> None:
+    """Make an FSDP2 group of each unit, inner modules first and the root last."""
+    # FSDP2 warns of units that return a view; those whose weights are gathered again return a copy (_whole_outputs).
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
+    axes = {"dp_shard", *(running.unit.shard_axis for running in units)}
+    # Shards that are encoded between replicas are summed by us.
+    sums_over = () if program.step.contributions else ("dp_replicate",)
+    meshes = {axis: mesh.for_shards(axis, sums_over) for axis in sorted(axes)}
+    everything = set(model.parameters())
+    single = {param.name for param in program.step.model.params if not param.shape}
+    for running in sorted(units, key=lambda u: -max(path.count(".") + bool(path) for path in u.unit.modules)):
+        unit, modules = running.unit, list(running.modules)
+        if not unit.keep_after_forward:
+            for module in modules:
+                module.register_forward_hook(_whole_outputs)
+                if len(modules) > 1:
+                    module.register_forward_hook(running.gather_again)
+        master, dtype = DTYPES[program.step.master_dtype], DTYPES[unit.dtype]
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if dtype == master else dtype,
+            reduce_dtype=None if dtype == master else master,
+            cast_forward_inputs=False,  # precision.py casts, by one rule for every layout
+        )
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=meshes[unit.shard_axis],
+            reshard_after_forward=not (unit.keep_after_forward or unit.is_called_again or unit.is_read_by_loss),
+            mp_policy=policy,
+            ignored_params=everything - running.params,
+        )
+        named = {id(param_at(slots[name][0])): name for name in unit.params}
+        running.names = [named[id(weight.sharded_param)] for weight in running.group.fsdp_params]
+        for name, weight in zip(running.names, running.group.fsdp_params, strict=True):
+            if name in single:  # gathered in its own shape, so that the forward sees what the model has
+                weight._orig_size, weight._contiguous_orig_stride = torch.Size(), ()
+        running.fsdp.set_gradient_divide_factor(1.0)
+        running.fsdp.set_force_sum_reduction_for_comms(True)
+        running.fsdp.set_unshard_in_backward(unit.gather_in_backward or unit.keep_after_forward)
+        keep_still(running.fsdp)
+    if not isinstance(model, FSDPModule):
+        fully_shard(model, mesh=meshes["dp_shard"], ignored_params=everything)  # FSDP2 needs a root; it has no weight
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _keep_name(type(module))
+    handles = {running.unit.name: running.fsdp for running in units}
+    for running in units:
+        # Without another unit, the unit itself, which is gathered already: else FSDP2 would gather the last that ran.
+        running.fsdp.set_modules_to_backward_prefetch([handles[running.unit.prefetch or running.unit.name]])
+
+
+def keep_order(units: list[RunningUnit]) -> None:
+    """Make each layer's unit check that the previous layer has run, in front of FSDP2's gather."""
+    layers: dict[int, list[RunningUnit]] = {}
+    for unit in units:
+        if unit.is_layer:
+            layers.setdefault(unit.unit.first_layer, []).append(unit)
+    for before, layer in itertools.pairwise(sorted(layers)):
+        passed = [unit for unit in layers[before] if unit.chunk == layers[layer][0].chunk]
+        for unit in layers[layer]:
+            for module in unit.modules:
+                module.register_forward_pre_hook(functools.partial(unit.check_order, passed), prepend=True)
+
+
+def _keep_name(made: type[nn.Module]) -> None:
+    """Give a class that FSDP2 derives from a module's class the names of that one.
+
+    Libraries look classes up by them: transformers records no outputs of a model whose class has another name.
+    """
+    original = made.__bases__[1]
+    made.__name__, made.__qualname__, made.__module__ = original.__name__, original.__qualname__, original.__module__
+
+
+def _whole_outputs(_: nn.Module, args: Any, outputs: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: t.clone() if t._is_view() and t.requires_grad else t, outputs)

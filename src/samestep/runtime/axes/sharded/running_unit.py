@@ -1,0 +1,263 @@
+"""One unit of the program while a step runs: which calls of it ran, and when its backward ends.
+
+What FSDP2 would do by itself, and what is done here instead:
+- It frees the weights that zero=2 keeps over several micro-batches, or uses stale ones in the next step, unless
+  resharding is set again before each backward.
+- It reduces only gradients that exist. A weight that this rank's samples did not use has none, and all others would lie
+  elsewhere in the buffer than on another rank: missing gradients become zeros, and a unit that did not run is an error.
+- A module that is called several times ends several backwards, after each of which it would reduce a part of the gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._pytree import tree_leaves
+
+from samestep.errors import LayoutError
+from samestep.program.program import Program
+from samestep.program.units import Unit
+from samestep.runtime.axes.sharded.param_slots import ParamSlots, param_at
+from samestep.runtime.forward_only import has_backward
+
+
+class RunningUnit:
+    """The state of one unit during a step: which calls of it ran, and when its backward ends.
+
+    A call of one of its modules is complete in the backward once the gradients of its inputs are known, which a hook on
+    each input reports; where no input takes a gradient it stays open to the end of the task. Calls are counted by
+    micro-batch, since a pipeline has several under way.
+    """
+
+    def __init__(self, model: nn.Module, unit: Unit, program: Program, slots: dict[str, ParamSlots]) -> None:
+        self.unit = unit
+        self.params = {param_at(slots[name][0]) for name in unit.params}
+        """The unit's parameters, still on the meta device, before FSDP2 shards them."""
+        self.names: list[str] = []
+        """Names of these in FSDP2's order."""
+        self._path = unit.modules[0]
+        self._zero = program.step.zero
+        self.chunk = next((i for i, layers in enumerate(program.chunks) if unit.first_layer in layers), 0)
+        self.is_layer = set(unit.modules) <= {path for layer in program.step.model.layers for path in layer.modules}
+        """Whether its modules all ran in the trace; a shared weight's unit may include a module that never runs."""
+        self.hooks: dict[int, Callable[[Tensor], Tensor]] = {}
+        """The user's hooks on gradients, by the id of the sharded weight."""
+        self.idle: dict[int, Callable[[Tensor], None]] = {}
+        """What is called if a weight has a gradient that had none in the trace, by the id of the sharded weight."""
+        self.compares = False
+        self.modules = dict.fromkeys(model.get_submodule(path) for path in unit.modules)
+        for module in self.modules:
+            # Before fully_shard, which puts its hook in front of this one.
+            module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._leave)  # before fully_shard, whose own frees the weights
+        self.reset()
+
+    @property
+    def fsdp(self) -> FSDPModule:
+        """The unit's FSDP2 handle: its modules share one FSDP2 state."""
+        module = next(iter(self.modules))
+        assert isinstance(module, FSDPModule)
+        return module
+
+    @property
+    def group(self) -> FSDPParamGroup:
+        """FSDP2's parameter group of the unit: the weights that it gathers and reduces together."""
+        group = self.fsdp._get_fsdp_state()._fsdp_param_group
+        assert group is not None
+        return group
+
+    def reset(self) -> None:
+        """Clear the record of calls, before a step."""
+        self._open = Counter[int]()
+        self._microbatch = 0
+        self._in_backward = self._ran = self._left_out = False
+        self.written: set[str] = set()
+        self._known: list[Any] | None = None
+        self._reduces = self._all_reduces = self._frees = False
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    def begin_forward(self, microbatch: int) -> None:
+        """Count the calls that follow as those of a micro-batch."""
+        self._microbatch, self._ran = microbatch, False
+
+    def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Record a call, whose backward is complete once the gradients of its inputs are known."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # recomputed inside a backward
+        self._ran = True
+        self._compare()
+        if not has_backward():
+            return
+        self._watch_idle()
+        self._open[self._microbatch] += 1
+        inputs = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad}
+        waiting = set(inputs)
+        for key, leaf in inputs.items():
+            handle = leaf.register_hook(functools.partial(self._close_call, self._microbatch, waiting, key))
+            # In front of FSDP2's hook, which gathers the module that produced the tensor.
+            hooks: OrderedDict[int, Any] = leaf._backward_hooks  # type: ignore[assignment]
+            hooks.move_to_end(handle.id, last=False)
+
+    def _versions(self) -> list[Any]:
+        """Return the versions of the gathered weights, and their norms where values are compared."""
+        gathered = [weight._unsharded_param for weight in self.group.fsdp_params]
+        versions: list[Any] = [param._version for param in gathered]
+        if self.compares and gathered:
+            values = [
+                one.detach() if one.is_floating_point() else one.new_zeros(1, dtype=torch.float32) for one in gathered
+            ]
+            norms = torch.stack(torch._foreach_norm(values, 2.0, torch.float64))
+            versions += norms.nan_to_num(math.inf).tolist()  # what is no number equals itself here
+        return versions
+
+    def _leave(self, *_: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self._compare()
+
+    def gather_again(self, _: nn.Module, args: Any, outputs: Any) -> Any:
+        """Let a gradient of any of the unit's modules gather the weights; FSDP2 waits for one of the last module."""
+        return self.fsdp._get_fsdp_state()._register_pre_backward_hook(outputs)
+
+    def _compare(self) -> None:
+        """Note the weights that were written since the step gathered them first: to gather them again writes none."""
+        now, count = self._versions(), len(self.group.fsdp_params)
+        for index, (old, new) in enumerate(zip(self._known or now, now, strict=True)):
+            if old != new:
+                self.written.add(self.names[index % count])
+        self._known = now
+
+    def _watch_idle(self) -> None:
+        """Let the gradient of a weight that took no part in the trace be noticed, once it has been gathered."""
+        for weight in self.group.fsdp_params if self.idle else ():
+            hook, whole = self.idle.get(id(weight.sharded_param)), weight._unsharded_param
+            if hook is not None and not whole.requires_grad:
+                whole.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+
+    def end_forward(self) -> None:
+        """Reshard a unit that stayed gathered over several calls, or for the loss.
+
+        Raises:
+            LayoutError: the unit did not run.
+        """
+        self.check_ran()
+        if (self.unit.is_called_again or self.unit.is_read_by_loss) and not self.unit.keep_after_forward:
+            self.fsdp.reshard()
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def begin_backward(self, microbatch: int, *, reduces: bool, all_reduces: bool, frees: bool) -> None:
+        """Set what ends the unit's backward: whether it reduces, over all axes or not, and frees the weights."""
+        self._microbatch, self._in_backward = microbatch, True
+        self._reduces, self._all_reduces, self._frees = reduces, all_reduces, frees
+
+    def _close_call(self, microbatch: int, waiting: set[int], key: int, _: Tensor) -> None:
+        if waiting == {key}:  # an input used late has its gradient before the weights have theirs
+            self._open[microbatch] -= 1
+            if self._open[microbatch] == 0:
+                self.complete(microbatch)
+        waiting.discard(key)
+
+    def complete(self, microbatch: int) -> None:
+        """End the unit's backward, once: set missing gradients of trained weights to zeros, then free and reduce."""
+        self._open.pop(microbatch, None)
+        if not self._in_backward:
+            return
+        self._in_backward = False
+        weights = [weight for weight in self.group.fsdp_params if weight.sharded_param.requires_grad]
+        # The second one is the gradient of a half-precision weight, where FSDP2's own hook has already cast it.
+        missing = [w for w in weights if w._unsharded_param.grad is None and w.unsharded_accumulated_grad is None]
+        self._left_out |= bool(missing) and len(missing) == len(weights) and self._path != ""
+        raised = next(
+            (w.unsharded_accumulated_grad.dtype for w in weights if w.unsharded_accumulated_grad is not None), None
+        )
+        for weight in missing:  # beside gradients that FSDP2 has cast already, in their dtype
+            zeros = torch.zeros_like(weight._unsharded_param, dtype=raised)
+            if raised is None:
+                weight._unsharded_param.grad = zeros
+            else:
+                weight.unsharded_accumulated_grad = zeros
+        if self._reduces:
+            self._apply_hooks(weights)
+        self._end_backward()
+
+    @torch.no_grad()
+    def _apply_hooks(self, weights: Sequence[FSDPParam]) -> None:
+        for weight in weights:
+            hook = self.hooks.get(id(weight.sharded_param))
+            if hook is not None and weight.unsharded_accumulated_grad is not None:
+                weight.unsharded_accumulated_grad = hook(weight.unsharded_accumulated_grad)
+            elif hook is not None and weight._unsharded_param.grad is not None:
+                weight._unsharded_param.grad = hook(weight._unsharded_param.grad)
+
+    def _end_backward(self) -> None:
+        """Let FSDP2 free the weights and reduce the gradients, which it does at no other time."""
+        self.fsdp.set_requires_gradient_sync(self._reduces, recurse=False)
+        self.fsdp.set_requires_all_reduce(self._all_reduces, recurse=False)
+        self.fsdp.set_reshard_after_backward(self._frees, recurse=False)
+        for weight in self.group.fsdp_params if self._reduces else ():
+            _give_row(weight)
+        self.group.post_backward()
+        keep_still(self.fsdp)
+
+    # -- units that every rank must run ------------------------------------------------------------
+
+    def check_order(self, before: list[RunningUnit], *_: Any) -> None:
+        """Check, before this unit is gathered, that each unit of the previous layer has run.
+
+        Raises:
+            LayoutError: one has not.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            for unit in before:
+                unit.check_ran()
+
+    def check_ran(self) -> None:
+        """Check that the unit has run in the forward.
+
+        Raises:
+            LayoutError: it has not.
+        """
+        if self.is_layer and not self._ran:
+            raise LayoutError(self._refusal(f"{self._path} did not run in the forward"))
+
+    def check_backward(self) -> None:
+        """Check that every backward has reached the unit.
+
+        Raises:
+            LayoutError: one has not.
+        """
+        if self._left_out:
+            raise LayoutError(self._refusal(f"{self._path} ran, but the loss does not depend on it"))
+
+    def _refusal(self, what: str) -> str:
+        return (
+            f"{what} of a micro-batch, and zero={self._zero} gathers and reduces its weights on all ranks at once, "
+            "so no rank may skip it; zero=1 works"
+        )
+
+
+def _give_row(weight: FSDPParam) -> None:
+    """Give the gradient of a single number the dimension along which FSDP2 divides gradients."""
+    whole = weight._unsharded_param
+    if whole.dim():
+        return
+    if weight.unsharded_accumulated_grad is None:
+        weight.unsharded_accumulated_grad, whole.grad = whole.grad, None
+    if weight.unsharded_accumulated_grad is not None:
+        weight.unsharded_accumulated_grad = weight.unsharded_accumulated_grad.view(1)
+
+
+def keep_still(module: FSDPModule) -> None:
+    """Keep FSDP2 from reducing or freeing by itself after a backward."""
+    module.set_requires_gradient_sync(False, recurse=False)
+    module.set_reshard_after_backward(False, recurse=False)
