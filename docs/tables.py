@@ -39,6 +39,16 @@ def layouts() -> str:
     return legality.as_markdown(legality.layouts(_default_job(), 4))
 
 
+def one_axis() -> str:
+    """The rows of `layouts` in which four ranks share one axis."""
+    rows = legality.layouts(_default_job(), 4)
+    return legality.as_markdown([row for row in rows if 4 in _axes(row.layout)])
+
+
+def _axes(layout: Layout) -> tuple[int, ...]:
+    return layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp
+
+
 def switches() -> str:
     """`samestep layouts --devices 2 --switches --markdown`: every split of two devices, and each switch by itself."""
     return legality.as_markdown(legality.layouts(_default_job(), 2, switches=True))
@@ -432,6 +442,7 @@ def number_formats() -> str:
 
 
 TABLES = {
+    "one_axis": one_axis,
     "layouts": layouts,
     "switches": switches,
     "pairs": pairs,
