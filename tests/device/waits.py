@@ -79,7 +79,7 @@ def by_function(counts: Counter[Place]) -> Counter[str]:
 
 def counting() -> AbstractContextManager[None]:
     """Return a context in which waits are counted; on the simulated device they always are."""
-    return on_a_gpu() if torch.version.cuda is not None else nullcontext()
+    return on_a_gpu() if torch.version.cuda is not None and torch.cuda.is_available() else nullcontext()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ Only code of the user is followed: libraries (the standard library and installed
 
 from __future__ import annotations
 
+import enum
 import functools
 import random
 import sys
@@ -45,7 +46,17 @@ def is_users(module_name: str | None) -> bool:
     file = getattr(module, "__file__", None)
     if file is None:
         return module_name == "__main__"
-    return not str(Path(file).resolve()).startswith(_LIBRARIES) and not file.startswith(_LIBRARIES)
+    places = (file, str(Path(file).resolve()))
+    if any(place.startswith(_LIBRARIES) for place in places):
+        return False
+    depth = module_name.count(".") + (Path(file).name == "__init__.py")
+    return not any(_holds_packages(folder) for place in places for folder in [*Path(place).parents][depth : depth + 1])
+
+
+@functools.cache
+def _holds_packages(folder: Path) -> bool:
+    """Return whether packages are installed in a folder, as by pip with `--user` or `--target`, or below another environment."""
+    return next(folder.glob("*.dist-info"), None) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +222,8 @@ class _Follower:
                 if isinstance(inner, FunctionType):
                     self.follow(name, inner)
                 elif not (name.startswith("__") and name.endswith("__")) or isinstance(value, FunctionType):
-                    self._variable(f"{base.__name__}.{name}", base, name, value)
+                    holder = None if isinstance(base, enum.EnumMeta) else base  # whose members nobody can replace
+                    self._variable(f"{base.__name__}.{name}", holder, name, value)
 
     def _variable(self, name: str, holder: Any, key: str, value: Any) -> None:
         """Note a variable, if its value can be kept or replaced, and follow the value."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -190,10 +190,11 @@ class Snapshot:
         fields = value if isinstance(value, dict) else getattr(value, "__dict__", None)
         if not isinstance(fields, dict):
             return type(value).__name__
-        self._undo.append((fields, dict(fields)))
-        if len(fields) > _LARGEST:
-            return len(fields)
-        return {repr(key): self._skeleton(item, tensors, depth - 1) for key, item in list(fields.items())}
+        items = _items_of(fields)
+        self._undo.append((fields, items))
+        if len(items) > _LARGEST:
+            return len(items)
+        return {repr(key): self._skeleton(item, tensors, depth - 1) for key, item in items.items()}
 
 
 class KeptValues:
@@ -257,14 +258,26 @@ def state_of_generator(value: Any) -> tuple[Any, Callable[[], Any]]:
     return repr(own), partial(setattr, value.bit_generator, "state", own)
 
 
+def _kind_of(held: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """Return the class of Python's own that holds a dict's items, below classes that read or write them otherwise."""
+    return OrderedDict if isinstance(held, OrderedDict) else dict
+
+
+def _items_of(held: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the items that a dict holds; a class of its own may make others when it is asked for them."""
+    return {key: dict.__getitem__(held, key) for key in _kind_of(held).__iter__(held)}
+
+
 def _put_items(held: Any, items: Any) -> None:
     """Give a container the items that it held; of a module's own what torch keeps there is left alone."""
     if isinstance(held, dict):
-        kept = _OWN if "_modules" in held and "_modules" not in items else frozenset()
-        if held.keys() - kept != items.keys() or any(held[key] is not item for key, item in items.items()):
-            for key in held.keys() - items.keys() - kept:
-                del held[key]
-            held.update(items)
+        kind, now = _kind_of(held), _items_of(held)
+        kept = _OWN if "_modules" in now and "_modules" not in items else frozenset()
+        if now.keys() - kept != items.keys() or any(now[key] is not item for key, item in items.items()):
+            for key in now.keys() - items.keys() - kept:
+                kind.__delitem__(held, key)
+            for key, item in items.items():
+                kind.__setitem__(held, key, item)
     elif isinstance(held, set):
         held.intersection_update(items)
         held.update(items)

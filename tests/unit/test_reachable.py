@@ -1,0 +1,73 @@
+"""What a snapshot of a model's code takes note of, and puts back: enumerations, dicts of classes of their own, installed packages."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from samestep.tracing.reachable import is_users
+from samestep.tracing.snapshot import preserved
+
+
+class Mode(enum.Enum):
+    DOUBLED = "doubled"
+    WHOLE = "whole"
+
+
+class Made(OrderedDict[str, Any]):
+    """Makes a value when it is asked for, as maps from names to classes do that are imported late."""
+
+    def __getitem__(self, key: str) -> Any:
+        return [super().__getitem__(key)]
+
+    def keys(self) -> Any:
+        return [f"{key}?" for key in super().keys()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+
+KNOWN = Made(one=1, two=2)
+
+
+class Chooses(nn.Module):
+    mode = Mode.WHOLE
+
+    def forward(self, x: Tensor) -> Tensor:
+        KNOWN["three"] = 3
+        KNOWN.pop("one", None)
+        return 2 * x if self.mode is Mode.DOUBLED else x
+
+
+def test_a_model_may_use_enumerations_and_dicts_of_its_own() -> None:
+    model = Chooses()
+    with preserved(model):
+        model(torch.ones(1))
+        assert OrderedDict.__contains__(KNOWN, "three")
+    assert list(OrderedDict.__iter__(KNOWN)) == ["two", "one"]
+    assert [dict.__getitem__(KNOWN, key) for key in ("one", "two")] == [1, 2]
+    assert model.mode is Mode.WHOLE
+
+
+def test_installed_packages_are_no_code_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where `pip install --target FOLDER` or `--user` puts them."""
+    for folder, name in (("installed", "bought"), ("mine", "written")):
+        package = tmp_path / folder / name / "inner"
+        package.mkdir(parents=True)
+        (package.parent / "__init__.py").touch()
+        (package / "__init__.py").touch()
+        (package / "part.py").touch()
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    (tmp_path / "installed" / "bought-1.0.dist-info").mkdir()
+    for name, is_own in (("bought", False), ("written", True)):
+        for module in (name, f"{name}.inner", f"{name}.inner.part"):
+            importlib.import_module(module)
+            assert is_users(module) is is_own
