@@ -1,13 +1,13 @@
 """One GPU, or several: is samestep right there, does it need what it predicts, and how fast is it?
 
-    python benchmarks/gpu.py                     all parts, each in a process of its own
+    python benchmarks/gpu.py                     all parts, each in a process of its own, and each size of throughput
     python benchmarks/gpu.py correctness         verify, exact resume, waits of a step, NCCL: `gpu_correctness.py`
     python benchmarks/gpu.py predict             the device measured, and jobs predicted and run: `gpu_forecast.py`
     python benchmarks/gpu.py throughput          Llamas of four sizes beside a loop in torch alone: `gpu_throughput.py`
     python benchmarks/gpu.py ... --toy           at a size at which nothing but the code is tried, on a CPU too
 
-Each part takes less than two minutes: no size begins after `--limit-s`, and at one and a half times that the process prints
-where it stands and ends. Every row is printed and written to `--rows` as soon as it is known: rows/gpu.json, of which
+Each process takes less than two minutes: no contestant begins after `--limit-s`, and at one and a half times that it prints
+where it stands and ends. A process in which CUDA has failed can do no more there, which --sizes or --trials does alone. Every row is printed and written to `--rows` as soon as it is known: rows/gpu.json, of which
 `python docs/tables.py` makes the tables in README.md beside it. Exits 1 where a part has failed or something is wrong; the
 other parts, sizes and trials go on.
 """
@@ -23,6 +23,7 @@ import platform
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -82,10 +83,16 @@ def throughput(given: Given, place: RankInfo) -> Iterable[Row]:
     """Yield a row for each size and contestant."""
     import gpu_throughput
 
-    known = gpu_throughput.TOY_SIZES if given.toy else gpu_throughput.SIZES
-    chosen = [(name, known[name]) for name in given.sizes or known]
     end_s = time.monotonic() + given.limit_s
-    yield from gpu_throughput.rows(place, chosen, end_s, *((1, 1) if given.toy else ()))
+    yield from gpu_throughput.rows(place, [*chosen_sizes(given).items()], end_s, *((1, 1) if given.toy else ()))
+
+
+def chosen_sizes(given: Given) -> dict[str, Any]:
+    """Return the sizes of throughput by name."""
+    import gpu_throughput
+
+    known = gpu_throughput.TOY_SIZES if given.toy else gpu_throughput.SIZES
+    return {name: known[name] for name in given.sizes or known}
 
 
 def in_a_rank(part: Callable[[Given, RankInfo], Iterable[Row]], given: Given) -> Iterable[Row]:
@@ -106,8 +113,9 @@ PARTS: dict[str, Callable[[Given], Iterable[Row]]] = {
 
 def machine_of(device: str) -> gpu_rows.Measured:
     """Return the name of this machine's device, the software and the day."""
-    name = f"{platform.machine()} CPU"
-    if join.resolve_device(device) == "cuda":
+    name, kind = f"{platform.machine()} CPU", join.resolve_device(device)
+    if kind == "cuda":
+        join.set_defaults(join.allocator_variables(kind))  # before the first use of a GPU, which follows
         name = torch.cuda.get_device_name(0)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return gpu_rows.Measured(name, torch.__version__, platform.python_version(), today)
@@ -128,6 +136,7 @@ def run(given: Given) -> int:
             if given.rows is not None:
                 gpu_rows.write(given.rows, where, given.part, name, values)
     except Exception as error:
+        traceback.print_exc()
         print(f"  {given.part} failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         errors += 1
     if found:
@@ -141,14 +150,16 @@ def _said(part: str, values: dict[str, Any]) -> str:
 
 
 def run_all(given: Given, words: Sequence[str]) -> int:
-    """Carry out each part in a process of its own; return how many have failed."""
+    """Carry out each part in a process of its own, and each size of throughput; return how many have failed."""
     failed = 0
     for part in PARTS:
-        command = [sys.executable, __file__, part, *words]
-        status = subprocess.run(command, check=False).returncode
-        failed += status != 0
-        if status < 0:
-            print(f"{part} ended by signal {-status}", flush=True)
+        alone = [["--sizes", size] for size in chosen_sizes(given)] if part == "throughput" else [[]]
+        for more in alone:
+            command = [sys.executable, __file__, part, *words, *more]
+            status = subprocess.run(command, check=False).returncode
+            failed += status != 0
+            if status < 0:
+                print(f"{' '.join([part, *more])} ended by signal {-status}", flush=True)
     return failed
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -184,4 +185,5 @@ def tried(name: str, kind: str) -> list[str]:
             warnings.simplefilter("default")
             return list(TRIALS[name](kind))
     except Exception as error:
+        traceback.print_exc()
         return [f"{type(error).__name__}: {error}".splitlines()[0]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ def rows(
         try:
             yield name, _row(place, machine, setting, sequence, steps)
         except Exception as error:
+            traceback.print_exc()
             yield name, {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        single_gpu.empty(place.device)
 
 
 def _row(place: RankInfo, machine: Hardware, setting: Setting, sequence: int, steps: int) -> dict[str, Any]:

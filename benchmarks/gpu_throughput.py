@@ -11,8 +11,8 @@ run as fit.
 
 from __future__ import annotations
 
-import gc
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import torch
 import torch.nn.functional as F
+from single_gpu import empty
 from step_times import Losses, timed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -41,6 +42,8 @@ AGREE = 0.02
 """The largest difference of two contestants' losses, relative: a few roundings of bf16."""
 FITS = 0.88
 """The part of the free memory that a step may be predicted to need."""
+BYTES_BY_HAND = 2 + 4 + 4 + 8
+"""Of a weight: itself, its master, its gradient and AdamW's two states."""
 SAMPLES = (8, 4, 2, 1)
 """Samples of a step, the best first."""
 CLIP_NORM = 1.0
@@ -256,6 +259,11 @@ def needed_bytes(setting: Setting, traced: Source) -> int:
     return said.peak.total - said.peak.overhead
 
 
+def needed_by_hand(traced: Source) -> int:
+    """Return the bytes that the loop by hand holds at its update: bf16 weights, the rest in float32."""
+    return BYTES_BY_HAND * spec_of(traced).num_params
+
+
 def spec_of(traced: Source) -> ModelSpec:
     """Return the shape of a traced model."""
     assert traced.prepared is not None
@@ -267,14 +275,18 @@ def fitted(size: Size, free_bytes: int) -> tuple[Setting, Source]:
 
     A model that is run as far as it fits has as many layers as fit with one sample and without recompute.
     """
+    most = FITS * free_bytes
     if size.as_fit:
         small = [Setting(replace(size, layers=n), 1) for n in (1, 2)]
-        one, two = (needed_bytes(setting, setting.traced()) for setting in small)
-        layers = 1 + int((FITS * free_bytes - one) // (two - one))
+        traces = [setting.traced() for setting in small]
+        layers = min(
+            1 + int((most - one) // (two - one))
+            for one, two in (map(needed_bytes, small, traces), map(needed_by_hand, traces))
+        )
         size = replace(size, layers=max(1, min(size.layers, layers)), as_fit=False)
     traced = Setting(size, 1).traced()
     choices = [Setting(size, samples, recompute) for recompute in ("none", "full") for samples in SAMPLES]
-    fitting = (one for one in choices if needed_bytes(one, traced) <= FITS * free_bytes)
+    fitting = (one for one in choices if needed_bytes(one, traced) <= most)
     return next(fitting, choices[-1]), traced
 
 
@@ -283,13 +295,6 @@ def free_bytes(place: RankInfo) -> int:
     if place.device.type == "cuda":
         return int(torch.cuda.mem_get_info(place.device)[0])
     return int(psutil.virtual_memory().available)
-
-
-def empty(device: torch.device) -> None:
-    """Give the memory of the last contestant back, and forget what was compiled."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def rows(
@@ -315,6 +320,7 @@ def rows(
                     setting, traced = chosen[name]
                     yield title, _row(place, replace(setting, compiled=compiled), traced, loop, losses, groups, of)
                 except Exception as error:
+                    traceback.print_exc()
                     why = "out of memory" if is_shortage(error) else f"{type(error).__name__}: {error}".splitlines()[0]
                     yield title, {"loop": loop, "error": why}
                 empty(place.device)

@@ -84,7 +84,7 @@ class Setting:
         return Job(
             model={"source": "hf:llama", "config": config},
             data={"sequence_length": sequence, "held_out": 0.0},
-            train={"global_batch": 2 * self.microbatch},
+            train={"global_batch": 2 * self.microbatch, "watch_every": 0},  # no timed step does a part of itself again
             optimizer={"name": "adamw"},
             numerics={"precision": "bf16"},
         )
@@ -124,10 +124,15 @@ def run(place: RankInfo, setting: Setting, steps: int, sequence: int) -> Seen:
         if not is_shortage(error):
             raise
         seen = Seen(setting, workload.spec)
-    gc.collect()
-    if place.device.type == "cuda":
-        torch.cuda.empty_cache()
+    empty(place.device)
     return seen
+
+
+def empty(device: torch.device) -> None:
+    """Give the memory of what ran last back to a device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _steps(place: RankInfo, setting: Setting, workload: Workload, steps: int) -> Seen:

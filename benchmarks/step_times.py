@@ -3,10 +3,13 @@
 Steps are timed in groups, between two moments at which the host waits for the device:
 
     seconds of a step = median over groups of (seconds of a group / its steps)
+
+Long steps stand alone in a group: what the host does at its two ends then weighs little.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +19,9 @@ import torch
 
 FIRST_STEPS = 3
 """Steps before the timed ones: kernels are chosen, the allocator's memory grows."""
+
+ENOUGH_S = 1.0
+"""Seconds of a group that are enough."""
 
 Losses = Iterator[Callable[[], float]]
 """One step after the other; calling what a step yields waits for its loss and returns it."""
@@ -36,14 +42,18 @@ class Timed:
 
 
 def timed(device: torch.device, steps: Losses, groups: int, of: int) -> Timed:
-    """Take the first steps, then `groups` groups `of` so many steps, which are timed."""
+    """Take the first steps, then `groups` groups of at most `of` steps, which are timed."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     began = time.perf_counter()
     losses = [next(steps)()]
     _wait(device)
     first_s = time.perf_counter() - began
-    losses += [next(steps)() for _ in range(FIRST_STEPS - 1)]
+    for _ in range(FIRST_STEPS - 1):
+        began = time.perf_counter()
+        losses.append(next(steps)())
+        last_s = time.perf_counter() - began
+    of = min(of, math.ceil(ENOUGH_S / max(last_s, 1e-9)))
     taken = []
     for _ in range(groups):
         _wait(device)

@@ -110,16 +110,19 @@ def test_a_trial_that_finds_something_fails(
 
 def test_every_part_is_started_and_a_failed_one_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
-    statuses = iter([1, -9, 0])
+    more: list[list[str]] = []
+    statuses = iter([1, -9, 0, 0])
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         started.append(command[2])
-        assert command[3:] == ["--toy"]
+        assert command[3] == "--toy"
+        more.append(command[4:])
         return subprocess.CompletedProcess(command, next(statuses))
 
     monkeypatch.setattr(subprocess, "run", run)
     assert gpu.main(["--toy"]) == 1
-    assert started == [*gpu.PARTS]
+    assert started == ["correctness", "predict", "throughput", "throughput"]
+    assert more == [[], [], ["--sizes", "toy"], ["--sizes", "toy-layers"]]
 
 
 def test_a_row_is_replaced_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ class Made(OrderedDict[str, Any]):
         return [super().__getitem__(key)]
 
     def keys(self) -> Any:
-        return [f"{key}?" for key in super().keys()]
+        return [f"{key}?" for key in super().__iter__()]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())

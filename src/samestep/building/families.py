@@ -312,15 +312,16 @@ def near_family(word: str) -> str:
 
 
 def check_installed(source: str) -> None:
-    """Refuse a model of transformers where transformers is not installed.
+    """Refuse a model of transformers where transformers is not installed, or lacks what it needs itself.
 
     Raises:
-        ModelError: it is not.
+        ModelError: it is not, or does.
     """
     try:
         importlib.import_module("transformers")
-    except ImportError:
-        raise ModelError(f"{source} needs transformers: pip install 'samestep[hf]'") from None
+    except ImportError as error:
+        cause = "" if error.name == "transformers" else f", whose import fails here ({error})"
+        raise ModelError(f"{source} needs transformers{cause}: pip install 'samestep[hf]'") from error
 
 
 def check_family(family: str, task: Task) -> None:
