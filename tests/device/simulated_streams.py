@@ -1,16 +1,17 @@
 """Streams and events of a simulated device: everything is done at once, and using a result without waiting is refused.
 
-A tensor that is made while a side stream is current may be used on another stream only once that one has waited for the
-side stream, or for an event that was recorded there later.
+What is written while a stream is current may be used on another stream only once that one has waited for the first, or for an
+event that was recorded there later. So it is with what a collective writes, on the stream of its group (`simulated_nccl.py`).
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from tests.device import waits
 
@@ -18,6 +19,18 @@ DEVICE = torch.device("cuda", 0)
 _numbers = itertools.count()
 Seen = dict[int, int]
 """How many results of each stream are there, by the stream's number."""
+_MOST_WRITTEN = 32
+"""Ranges of a storage that are told apart."""
+
+
+class Written(NamedTuple):
+    """Bytes of a storage, and which result of which stream wrote them."""
+
+    stream: int
+    number: int
+    start: int
+    stop: int
+
 
 _seen_by_host: Seen = {}
 """What is there since the host has waited."""
@@ -35,8 +48,9 @@ class Stream:
         self.device, self.device_index, self.stream_id = DEVICE, 0, next(_numbers)
         self.cuda_stream = self.stream_id
         self.num_made = 0
-        """Tensors that were made on it."""
+        """Results that were written on it."""
         self._seen: Seen = {}
+        _streams.append(self)
 
     def synchronize(self) -> None:
         waits.note("synchronize")
@@ -75,6 +89,7 @@ class Stream:
         _current.pop()
 
 
+_streams: list[Stream] = []
 DEFAULT = Stream()
 _current = [DEFAULT]
 
@@ -132,18 +147,57 @@ class StreamContext:
 def synchronize(device: Any = None) -> None:
     """Let the host wait for all streams."""
     waits.note("synchronize")
+    for stream in _streams:
+        _join(_seen_by_host, stream.seen())
 
 
-def made(storage: torch.UntypedStorage) -> None:
-    """Note that a storage was written on a side stream."""
+def host_has_waited() -> None:
+    """Note that the host has read a result of the current stream, and so waited for it."""
+    _join(_seen_by_host, current().seen())
+
+
+def wait_for(seen: Seen) -> None:
+    """Let the current stream wait for results of others."""
+    _join(current()._seen, seen)
+
+
+def range_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a storage that a tensor has, and the one behind its last."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.itemsize
+    return start, start + (last + 1) * tensor.itemsize
+
+
+def made(tensor: Tensor, without: Tensor | None = None) -> None:
+    """Note that a tensor was written on the current stream, but for the part of it that `without` is."""
     stream = current()
-    if stream is not DEFAULT:
-        stream.num_made += 1
-        storage.__dict__["made"] = (stream.stream_id, stream.num_made)
+    stream.num_made += 1
+    held = tensor.untyped_storage().__dict__
+    start, stop = range_of(tensor)
+    ranges = [(start, stop)]
+    if without is not None and without.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        first, last = range_of(without)
+        ranges = [(start, first), (last, stop)]
+    for start, stop in ranges:
+        kept = [one for one in held.get("made", ()) if not (start <= one.start and one.stop <= stop)]
+        if len(kept) >= _MOST_WRITTEN:  # of one stream the last result is there after all others
+            kept = [one for one in kept if one.stream != stream.stream_id]
+            start, stop = 0, tensor.untyped_storage().nbytes()
+        held["made"] = [*kept, Written(stream.stream_id, stream.num_made, start, stop)]
 
 
-def check(storage: torch.UntypedStorage) -> None:
-    """Refuse to use a storage that another stream makes, for which the current one has not waited."""
-    found = storage.__dict__.get("made")
-    if found is not None and not current().finds(*found):
-        raise RuntimeError("simulated device: what another stream makes is used on a stream that has not waited for it")
+def check(tensor: Tensor) -> None:
+    """Refuse to use what another stream writes, for which the current one has not waited."""
+    found = tensor.untyped_storage().__dict__.get("made")
+    if not found:
+        return
+    here = current()
+    missing = [one for one in found if not here.finds(one.stream, one.number)]
+    if missing:
+        start, stop = range_of(tensor)
+        if any(one.start < stop and start < one.stop for one in missing):
+            raise RuntimeError(
+                "simulated device: what another stream makes is used on a stream that has not waited for it"
+            )

@@ -54,9 +54,8 @@ def _renamed(tensor: Tensor, kind: int) -> Tensor:
 def on_device(host: Tensor) -> Tensor:
     """Return a device tensor over the memory of a fresh host tensor."""
     out = _renamed(host.detach() if host.requires_grad else host, _KIND_OF_CUDA)
-    storage = out.untyped_storage()
-    memory.account(storage)
-    simulated_streams.made(storage)
+    memory.account(out.untyped_storage())
+    simulated_streams.made(out)
     return out
 
 
@@ -65,7 +64,7 @@ def on_host(device: Tensor) -> Tensor:
     storage = device.untyped_storage()
     if device.numel() and memory.is_freed(storage):
         raise RuntimeError(f"simulated device: {tuple(device.shape)} is used after its storage was freed (resize_(0))")
-    simulated_streams.check(storage)
+    simulated_streams.check(device)
     return _renamed(device, _KIND_OF_CPU)
 
 
@@ -171,6 +170,8 @@ class Operation:
     draws: bool
     waits: str
     takes_tensor: tuple[bool, ...]
+    writes: tuple[str | int, ...]
+    """The places and names of arguments that it writes."""
 
     @classmethod
     def of(cls, op: Any) -> Operation:
@@ -186,6 +187,11 @@ class Operation:
             draws=torch.Tag.nondeterministic_seeded in op.tags,
             waits=_WAITING.get(schema.name, ""),
             takes_tensor=tuple(str(one.type) == "Tensor" for one in schema.arguments),
+            writes=tuple(
+                one.name if one.kwarg_only else index
+                for index, one in enumerate(schema.arguments)
+                if one.alias_info is not None and one.alias_info.is_write
+            ),
         )
 
 
@@ -266,12 +272,18 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     named = {key: aliases.of(value) for key, value in kwargs.items()}
     with torch._C.DisableTorchFunction(), Draws.drawing() if operation.draws else contextlib.nullcontext():
         out = op(*given, **named)
+    for place in operation.writes:
+        written = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+        for one in written if isinstance(written, (list, tuple)) else [written]:
+            if isinstance(one, Tensor) and one.device.type == "cuda":
+                simulated_streams.made(one)
     return out if operation.waits and not isinstance(out, (Tensor, tuple)) else aliases.back(out)
 
 
 def _note_waits(operation: Operation, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     if operation.waits:
         waits.note(operation.waits)
+        simulated_streams.host_has_waited()
     elif operation.is_indexing and any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1]):
         waits.note("x[mask]")
     elif operation.name == "aten::repeat_interleave" and not kwargs.get("output_size"):
@@ -305,7 +317,9 @@ def _copy_(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
             return into
     host.copy_(found)
     if to == "cuda":
-        simulated_streams.made(into.untyped_storage())
+        simulated_streams.made(into)
+    elif of == "cuda":
+        simulated_streams.host_has_waited()
     return into
 
 

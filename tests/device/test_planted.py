@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.datasets import batches
 from samestep.job import Job
 from samestep.runtime import microbatches
+from samestep.runtime.axes import data, tensor
+from samestep.runtime.axes.late_weights import LateWeights
+from samestep.runtime.axes.stage_messages import Messages
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.stepper import Stepper
 from tests.device.simulated_cuda import refusal
-from tests.laboratory import clipped, observe, on_ranks
+from tests.laboratory import clipped, job_of, make_run, observe, on_ranks
+from tests.models import Tokens
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
 
@@ -27,6 +33,58 @@ def batch_stays_on_the_host(patch: pytest.MonkeyPatch) -> None:
 
 def batch_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: None)
+
+
+def sums_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(data, "_wait", lambda flat: None)
+
+
+def weights_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    hold = LateWeights.hold
+    patch.setattr(LateWeights, "hold", lambda self, bucket, wait: hold(self, bucket, lambda: None))
+
+
+def messages_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    post = Messages._post
+
+    def posted(self: Messages, *args: Any) -> Any:
+        return [(SimpleNamespace(wait=lambda: None), into) for _, into in post(self, *args)]
+
+    patch.setattr(Messages, "_post", posted)
+
+
+def gradients_of_a_cut_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    summing = tensor._summing
+    patch.setattr(tensor, "_summing", lambda *args: (summing(*args)[0], lambda: None))
+
+
+def update_runs_aside(patch: pytest.MonkeyPatch) -> None:
+    update = Updater._update
+
+    def aside(self: Updater, *args: Any) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()) as stream:
+            stream.wait_stream(torch.cuda.default_stream())
+            update(self, *args)
+
+    patch.setattr(Updater, "_update", aside)
+
+
+def sent_beside_the_scalars(patch: pytest.MonkeyPatch, sent: Tensor) -> None:
+    agree = Stepper._agree
+
+    def sending(self: Stepper, *args: Any) -> Tensor:
+        dist.all_reduce(sent.to(self.place.device))
+        return agree(self, *args)
+
+    patch.setattr(Stepper, "_agree", sending)
+
+
+def a_dtype_without_sums_is_sent(patch: pytest.MonkeyPatch) -> None:
+    sent_beside_the_scalars(patch, torch.zeros(3, dtype=torch.int16))
+
+
+def columns_are_sent(patch: pytest.MonkeyPatch) -> None:
+    sent_beside_the_scalars(patch, torch.zeros(3, 2).T)
 
 
 def scalars_are_sent_from_the_host(patch: pytest.MonkeyPatch) -> None:
@@ -94,6 +152,12 @@ def with_mistake(
     [
         (batch_stays_on_the_host, "dp=1", "at least two devices"),
         (batch_is_not_waited_for, "dp=1", "used on a stream that has not waited for it"),
+        (sums_are_not_waited_for, "dp=2", "used on a stream that has not waited for it"),
+        (messages_are_not_waited_for, "pp=2 microbatch=2", "used on a stream that has not waited for it"),
+        (gradients_of_a_cut_are_not_waited_for, "tp=2", "used on a stream that has not waited for it"),
+        (update_runs_aside, "dp=1", "used on a stream that has not waited for it"),
+        (a_dtype_without_sums_is_sent, "dp=2", "Unsupported data type for NCCL"),
+        (columns_are_sent, "dp=2", "Tensors must be contiguous"),
         (scalars_are_sent_from_the_host, "dp=2", "No backend type associated with device type cpu"),
         (generator_of_the_host_draws, "dp=1", "Expected a 'cuda' device type for generator"),
         (gathered_weight_is_kept, "dp=2 zero=3", "used after its storage was freed"),
@@ -102,6 +166,28 @@ def with_mistake(
 )
 def test_a_mistake_is_found(mistake: Callable[[pytest.MonkeyPatch], None], layout: str, found: str) -> None:
     for seen in on_ranks(layout, with_mistake, "llama", clipped(), mistake, device="cuda"):
+        assert found in seen
+
+
+def ahead(rank: int, world: int, model: str, layout: str, job: Job, waits: bool) -> str:
+    """Take steps as `samestep train` does, whose weights arrive while the next forward runs."""
+    run = make_run(rank, world, model, layout, job)
+    run._stepper._owns_weights = True
+    with pytest.MonkeyPatch.context() as patch:
+        if not waits:
+            weights_are_not_waited_for(patch)
+        try:
+            return f"a loss of {[run.step(batch) for batch in batches(Tokens(), job)][-1].loss}"
+        except RuntimeError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("waits", "found"), [(True, "a loss of "), (False, "used on a stream that has not waited for it")]
+)
+def test_weights_under_way_are_waited_for(waits: bool, found: str) -> None:
+    job = job_of("bf16", 3, optimizer={"name": "adamw", "options": {}}, train={"watch_every": 0})
+    for seen in on_ranks("dp=2 zero=1", ahead, "llama", job, waits, device="cuda"):
         assert found in seen
 
 
