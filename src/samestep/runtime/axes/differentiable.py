@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +15,9 @@ Move = Callable[[Tensor, dist.ProcessGroup, str], Tensor]
 """Computes a tensor from one on each rank of a group; the text is the owner of its collectives in the ledger."""
 
 
-Start = Callable[[Tensor, dist.ProcessGroup, str], tuple[Tensor, Callable[[], object]]]
-"""Begins to compute such a tensor; returns it, and what waits until it is there."""
+Start = Callable[[Tensor, dist.ProcessGroup, str, bool], tuple[Tensor, Callable[[], object]]]
+"""Begins to compute such a tensor; returns it, and what waits until it is there. It may be made in the place of the given
+one where the last argument says so."""
 
 
 def moved(x: Tensor, group: dist.ProcessGroup, owner: str, there: Move, back: Move) -> Tensor:
@@ -48,10 +51,49 @@ class _MovedBeside(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        gradient, wait = ctx.back(gradients[0], ctx.group, ctx.owner)
+        holders = _holders_of(gradients[0])
+        is_alone = holders is not None and holders == _holders_of_one(gradients[0].device.type)
+        gradient, wait = ctx.back(gradients[0], ctx.group, ctx.owner, is_alone and gradients[0].is_contiguous())
         ctx.meanwhile()
         wait()
         return gradient, None, None, None, None, None
+
+
+def _holders_of(gradient: Tensor) -> tuple[int, int, int] | None:
+    """Return how often a gradient is held, as a tensor, as an object of Python and as memory; None where torch does not tell,
+    or the gradient takes part in a graph."""
+    tells = hasattr(gradient, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+    if not tells or gradient.requires_grad or type(gradient) is not Tensor:
+        return None
+    memory = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    return gradient._use_count(), sys.getrefcount(gradient), memory  # type: ignore[attr-defined]
+
+
+class _Counting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, found: list[Any]) -> Tensor:
+        ctx.found = found
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.found.append(_holders_of(gradients[0]))
+        return gradients[0], None
+
+
+@functools.cache
+def _holders_of_one(device_type: str) -> tuple[int, int, int]:
+    """Return how often a gradient is held that nothing but its backward holds.
+
+    Autograd itself adds a gradient to another one in place by such counts. What it still has to give to another backward, a
+    hook has kept, or a view shares the memory of, is held once more.
+    """
+    found: list[tuple[int, int, int]] = []
+    x = torch.ones(2, 2, device=device_type, requires_grad=True)
+    with torch.enable_grad():
+        y = _Counting.apply(x * 1.0, found)
+        (y @ x.detach()).backward(torch.ones_like(x))
+    return found[0]
 
 
 class _Moved(torch.autograd.Function):

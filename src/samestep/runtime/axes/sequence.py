@@ -163,12 +163,14 @@ def _all_gathered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
 def _reduce_scattered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Return this rank's [B, T/N, D] of the sum of the [B, T, D] of each rank."""
-    mine, wait = _reduce_scattering(x, group, owner)
+    mine, wait = _reduce_scattering(x, group, owner, False)
     wait()
     return mine
 
 
-def _reduce_scattering(x: Tensor, group: dist.ProcessGroup, owner: str) -> tuple[Tensor, Callable[[], object]]:
+def _reduce_scattering(
+    x: Tensor, group: dist.ProcessGroup, owner: str, is_alone: bool
+) -> tuple[Tensor, Callable[[], object]]:
     """Begin to compute the same; return it, and what waits for it."""
     degree = dist.get_world_size(group)
     parts = x.unflatten(1, (degree, -1)).transpose(0, 1).contiguous()

@@ -269,15 +269,15 @@ def _own_last(gradient: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     return gradient.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)].contiguous()
 
 
-def _summed(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
-    total, wait = _summing(x, group, owner)
+def _summed(x: Tensor, group: dist.ProcessGroup, owner: str, is_alone: bool = False) -> Tensor:
+    total, wait = _summing(x, group, owner, is_alone)
     wait()
     return total
 
 
-def _summing(x: Tensor, group: dist.ProcessGroup, owner: str) -> tuple[Tensor, Callable[[], object]]:
-    """Begin to sum x over the group; return the sum, and what waits for it. Others may hold x, so it is copied."""
-    total = x.clone(memory_format=torch.contiguous_format)
+def _summing(x: Tensor, group: dist.ProcessGroup, owner: str, is_alone: bool) -> tuple[Tensor, Callable[[], object]]:
+    """Begin to sum x over the group; return the sum, and what waits for it. Where others may hold x, it is copied."""
+    total = x if is_alone else x.clone(memory_format=torch.contiguous_format)
     with owned(owner):
         work = dist.all_reduce(total, group=group, async_op=True)
     assert work is not None
@@ -299,7 +299,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         shifted = logits - largest[:, None]
         right = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0.0)
         powers = shifted.exp_()
-        sums = _summed(torch.stack([powers.sum(dim=-1), right]), group, "loss.sums")
+        sums = _summed(torch.stack([powers.sum(dim=-1), right]), group, "loss.sums", is_alone=True)
         ignored = labels == IGNORED_LABEL
         ctx.save_for_backward(powers, sums[0], column, elsewhere, ignored)
         return (sums[0].log() - sums[1]).masked_fill(ignored, 0.0).sum()
