@@ -17,12 +17,14 @@ from samestep.runtime import microbatches
 from samestep.runtime.axes import data, tensor
 from samestep.runtime.axes.late_weights import LateWeights
 from samestep.runtime.axes.stage_messages import Messages
+from samestep.runtime.host_copies import batch_to_device
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.stepper import Stepper
 from tests.device.simulated_cuda import refusal
 from tests.laboratory import clipped, job_of, make_run, observe, on_ranks
 from tests.models import Tokens
+from tests.pool import pool
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
 
@@ -189,6 +191,23 @@ def test_weights_under_way_are_waited_for(waits: bool, found: str) -> None:
     job = job_of("bf16", 3, optimizer={"name": "adamw", "options": {}}, train={"watch_every": 0})
     for seen in on_ranks("dp=2 zero=1", ahead, "llama", job, waits, device="cuda"):
         assert found in seen
+
+
+def recorded(rank: int, world: int) -> list[tuple[int, bool]]:
+    """Return the tensors that are copied beside the computations, and whether the stream that uses them is recorded."""
+    noted: list[tuple[int, bool]] = []
+    current = torch.cuda.current_stream()
+    batch = {"input_ids": torch.ones(2, 3), "labels": [torch.ones(1)]}
+    with pytest.MonkeyPatch.context() as patch:
+        record = lambda self, stream: noted.append((self.numel(), stream is current))  # noqa: E731
+        patch.setattr(Tensor, "record_stream", record)
+        batch_to_device(batch, torch.device("cuda", 0))
+    return noted
+
+
+def test_memory_of_a_batch_is_kept_for_the_stream_that_uses_it() -> None:
+    """Nothing else shows on a simulated device that its memory would be given to the next batch too early."""
+    assert pool(1, "cuda").run(recorded) == [[(6, True), (1, True)]]
 
 
 def watched(rank: int, world: int, model: str, layout: str, job: Job) -> list[float]:
