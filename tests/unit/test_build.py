@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from samestep.building import families
 from samestep.building.combined_optimizer import CombinedOptimizer
 from samestep.building.loss import loss_of
 from samestep.building.model import call_model, model_source, why_unfit
@@ -67,6 +69,19 @@ def hf_job(family: str, **config: Any) -> Job:
 
 
 # -- models ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [("transformers", "needs transformers: pip"), ("httpx", "fails here (No module named 'httpx'): pip")],
+)
+def test_why_transformers_cannot_be_used_is_said(missing: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(families.importlib, "import_module", refuse)
+    with pytest.raises(ModelError, match=re.escape(said)):
+        families.check_installed("hf:llama")
 
 
 def test_a_family_is_built_for_training_without_a_cache() -> None:
