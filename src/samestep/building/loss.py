@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from samestep.building.imported import imported
-from samestep.errors import JobError, ModelError, did_you_mean
+from samestep.errors import JobError, ModelError, did_you_mean, failures_of
 from samestep.job import Job
 
 IGNORED_LABEL = -100
@@ -54,18 +54,26 @@ def checked(loss: LossFunction) -> LossFunction:
     """Return the loss, whose results must be a sum that is one number as a tensor, and a count.
 
     Raises:
-        JobError: the returned function: the result is something else, such as a mean.
+        JobError: the returned function: it fails, or the result is something else, such as a mean.
     """
+
+    name = getattr(loss, "__qualname__", type(loss).__name__)
 
     @functools.wraps(loss)
     def called(outputs: Any, batch: Any) -> tuple[Tensor, Tensor | int]:
-        result = loss(outputs, batch)
+        try:
+            with failures_of(f"the loss {name}, a function (outputs, batch) -> (sum, count),", JobError):
+                result = loss(outputs, batch)
+        except JobError as error:
+            if isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise error.__cause__ from None
+            raise
         if isinstance(result, (tuple, list)) and len(result) == 2:
             total, count = result
             if isinstance(total, Tensor) and total.numel() == 1 and _is_number(count):
                 return total.reshape(()), torch.as_tensor(count, device=total.device).reshape(())
         raise JobError(
-            f"the loss {getattr(loss, '__qualname__', type(loss).__name__)} returned {_shown(result)}; (sum, count) works: a "
+            f"the loss {name} returned {_shown(result)}; (sum, count) works: a "
             "tensor of one number, and the number of tokens or samples that it sums over"
         )
 

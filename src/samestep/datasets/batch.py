@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from samestep.datasets.order import Integers, draw_key, sample_indices
 from samestep.datasets.read_ahead import ReadAhead, Wanted
@@ -182,11 +182,30 @@ def batches(dataset: Dataset, job: Job, first_step: int = 0) -> BatchStream:
     one on every rank, so that a loop over it can save what it has.
 
     Raises:
-        DataError: the dataset is empty.
+        DataError: the dataset is empty, or none whose samples are read by their indices.
     """
+    check_map_style(dataset, "the dataset is")
     if len(dataset) < 1:
         raise DataError("the dataset has no samples; one sample is the least that works")
     return BatchStream(dataset, job, first_step)
+
+
+def check_map_style(dataset: Any, what: str) -> None:
+    """Refuse what is no dataset whose samples are read by their indices; `what` says in the error where it comes from.
+
+    Raises:
+        DataError: it has no length, or no samples by index.
+    """
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            f"{what} a DataLoader, and which samples a step reads is a function of its number: the loader's dataset works, with "
+            "a method read(indices) in place of its collate_fn, and run.data_workers in place of num_workers"
+        )
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            f"{what} a {type(dataset).__name__} without __len__ and __getitem__; the samples of a step must be a function of its "
+            "number, so only a map-style dataset works"
+        )
 
 
 @contextmanager

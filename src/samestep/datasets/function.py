@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from samestep.datasets.batch import Dataset, SampleDraw, read_samples
+from samestep.datasets.batch import Dataset, SampleDraw, check_map_style, read_samples
 from samestep.datasets.split import Split, named, part_of
 from samestep.errors import DataError, did_you_mean, failures_of
 from samestep.job_tables import DataTable
@@ -53,11 +53,7 @@ def function_part(data: DataTable, split: Split) -> DatasetSlice:
     source = data.source
     with failures_of(f"data.source: {source}", DataError):
         dataset = _function(source)()
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(
-            f"{source} returned a {type(dataset).__name__} without __len__ and __getitem__; the samples of a step must "
-            "be a function of its number, so only a map-style dataset works"
-        )
+    check_map_style(dataset, f"{source} returned")
     part = DatasetSlice(dataset, part_of(len(dataset), data.held_out, split))
     if not len(part):
         raise DataError(f"{named(split, source)} has none of {len(dataset)} samples; more samples are needed")

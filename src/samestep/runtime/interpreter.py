@@ -92,10 +92,10 @@ class Interpreter:
             part = parallel.slicing.part(samples)
             loss_sum, count = objective.loss(precision.for_loss(outputs), part)
             self.trials.check_generators(self.assembly, self.step, "the loss")
-            loss_sum = with_graph(loss_sum, count, outputs)
-            loss_sum = objective.balance.added_to(loss_sum, outputs, count, weight)
+            given = with_graph(loss_sum, count, outputs)
+            loss_sum = objective.balance.added_to(given, outputs, count, weight)
         if weight and not self.trials.loss_is_tried:
-            self.trials.try_loss(self.assembly, outputs, part, len(microbatches.indices(task.microbatch)))
+            self.trials.try_loss(self.assembly, given, outputs, part, len(microbatches.indices(task.microbatch)))
         totals += torch.stack([as_number(loss_sum.detach(), totals), as_number(count, totals)]) * weight
         return loss_sum * (weight * self.assembly.weights.updater.loss_scale.scale / objective.nominal_count)
 

@@ -73,8 +73,7 @@ def _shared(batch: Reader, tried: Integers, together: Sequence[Any]) -> str:
     Samples that are padded together have other shapes alone, which the canary looks at.
     """
     for row, index in enumerate(tried):
-        alone = tree_leaves(batch.samples(tried[row : row + 1]))
-        pairs = [(one, all_) for one, all_ in zip(alone, together, strict=False) if isinstance(one, Tensor)]
+        pairs = list(zip(_tensors(batch.samples(tried[row : row + 1])), _tensors(together), strict=False))
         alike = all(
             one.shape[1:] == all_.shape[1:] and len(one) == 1 and len(all_) == len(tried) for one, all_ in pairs
         )
@@ -103,9 +102,14 @@ def _divided(whole: Integers, together: Sequence[Any], world_size: int) -> str:
     )
 
 
+def _tensors(samples: Any) -> list[Tensor]:
+    """Return the tensors of samples; words beside them are one for each sample, so their number changes with that."""
+    return [leaf for leaf in tree_leaves(samples) if isinstance(leaf, Tensor)]
+
+
 def _same(once: Any, again: Any, row: int) -> bool:
     if not (isinstance(once, Tensor) and isinstance(again, Tensor)):
-        return isinstance(once, Tensor) == isinstance(again, Tensor)
+        return isinstance(once, Tensor) == isinstance(again, Tensor) and (not isinstance(once, str) or once == again)
     if once.shape != again.shape or once.dtype != again.dtype:
         return False
     if row >= len(once) if once.dim() else True:

@@ -131,7 +131,9 @@ def _tried(loss: Loss, outputs: Any, batch: Any, size: int, dim: int) -> LossTri
         if not outcome.judged:
             return outcome
         if not outcome.reason:
-            return _moved_too(outcome, loss, (outputs, batch), leaves, readings, size, taken, num_outputs)
+            outcome = _moved_too(outcome, loss, (outputs, batch), leaves, readings, size, taken, num_outputs)
+        if not outcome.reason:
+            return outcome
         best = outcome if not best.judged else best
     return best
 

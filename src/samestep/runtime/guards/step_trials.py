@@ -11,13 +11,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from samestep.building.loss import target_of
 from samestep.building.model import call_model
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision, tensor
-from samestep.runtime.guards import data_trial, loss_trial, randomness
+from samestep.runtime.guards import data_trial, loss_paths, loss_trial, randomness
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.preparation import Loss
@@ -85,8 +86,15 @@ class StepTrials:
         if reason:
             self._refusals.add("data", reason)
 
-    def try_loss(self, held: Assembly, outputs: Any, samples: Any, num_samples: int) -> None:
-        """Try whether the loss is a sum over the samples, and under cp over the tokens, until a micro-batch has shown it."""
+    def try_loss(self, held: Assembly, total: Tensor, outputs: Any, samples: Any, num_samples: int) -> None:
+        """Try whether the loss, whose sum is `total`, reads nothing of the model but its outputs, and whether it is a sum over
+        the samples, and under cp over the tokens, until a micro-batch has shown it.
+        """
+        makes_logits = self._layout.loss_chunk is not None  # and so reads the head
+        if not makes_logits and (way := loss_paths.beside_outputs(total, outputs, held.model.module)):
+            self.loss_is_tried = True
+            self._refuse_path(way)
+            return
         # What the user gave, unless the logits are cut by vocabulary, which needs the loss that communicates.
         loss = held.objective.loss if tensor.cuts_logits(held.parallel.program) else self._given_loss
         given = precision.for_loss(outputs)
@@ -114,6 +122,12 @@ class StepTrials:
         self._generators.settle()
         if trial.reason:
             self._refuse_loss(f"the loss is no sum over the {what} of a batch: {trial.reason}", what, matters)
+
+    def _refuse_path(self, way: str) -> None:
+        if self._is_split or self._layout.world_size > 1:
+            self._refusals.add("loss", f"{way}; a forward that returns what the loss needs works, and so does one rank")
+        else:
+            self._refusals.remark(f"{way}; so layouts of several ranks or micro-batches are refused")
 
     def _refuse_loss(self, text: str, what: str, matters: bool) -> None:
         if not matters:

@@ -113,6 +113,21 @@ def _within(call: Computation, last: int) -> Iterator[list[Operand]]:
         ]
 
 
+def _likelihood(call: Computation) -> Iterator[list[Operand]]:
+    """Map of nll_loss [N, C] and nll_loss2d [N, C, ...]: a mean is that of the labels that count, those of all samples."""
+    arguments = named(call)
+    x, labels, weight = arguments["self"], arguments["target"], arguments["weight"]
+    channel = min(1, len(x.shape) - 1)
+    for result in call.results:
+        is_each = result is call.results[0] and arguments["reduction"] == 0
+        mine = [SUMMED if not is_each or dim == channel else dim - (dim > channel) for dim in range(len(x.shape))]
+        yield [
+            (x, mine),
+            (labels, range(len(labels.shape)) if is_each else [SUMMED] * len(labels.shape)),
+            *([] if weight is None else [(weight, [SUMMED])]),
+        ]
+
+
 # -- products --------------------------------------------------------------------------------------
 
 
@@ -378,6 +393,7 @@ MAPS: dict[Any, Map] = {
         along,
     ),
     **dict.fromkeys(PRODUCTS, product),
+    **dict.fromkeys((_aten.nll_loss_forward, _aten.nll_loss2d_forward), _likelihood),
     _aten.convolution: _convolution,
     _aten.embedding: _embedding,
     **dict.fromkeys(

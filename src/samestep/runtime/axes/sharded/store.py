@@ -31,6 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
 from samestep.building import nf4
+from samestep.errors import LayoutError
 from samestep.models.param_spec import ParamSpec
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.exchange_times import Phase
@@ -72,6 +73,8 @@ class Sharded:
         # Explicitly: in a stage's first forward stand-ins replace the modules of its other chunks.
         self._root._get_fsdp_state()._lazy_init()
         self._root.set_is_last_backward(False)
+        self._storages = {name: param.untyped_storage()._cdata for name, param in self._params.items()}
+        """Where torch believes each weight to lie: another place once `param.data = ...` was assigned."""
         self._encoded = EncodedShards(program, mesh, self.pieces)
         self._scatters = EncodedScatters(program, mesh, [(running.unit, running.names) for running in self._units])
         for running in self._units:
@@ -135,6 +138,7 @@ class Sharded:
 
     def begin_step(self) -> None:
         """Discard the gradients of the previous step."""
+        self.take_back()
         for param in self._params.values():
             param.grad = None
         if not self.program.step.trains_apart:
@@ -144,7 +148,20 @@ class Sharded:
             unit.reset()
 
     def take_back(self) -> None:
-        """Do nothing: a DTensor takes no other storage, and what is written into it is written into this rank's rows."""
+        """Refuse a weight that a user has given another tensor, which a DTensor takes without its values.
+
+        What is written into it is written into this rank's rows.
+
+        Raises:
+            LayoutError: `param.data = ...` was assigned.
+        """
+        for name, param in self._params.items():
+            if param.untyped_storage()._cdata != self._storages[name]:
+                zero = f"zero={self.program.step.zero}"
+                raise LayoutError(
+                    f"the weight {name} was given another tensor (param.data = ...), and under {zero} its rows lie elsewhere: "
+                    "param.copy_(...) within torch.no_grad() works, and so does zero=1"
+                )
 
     @contextmanager
     def running(self, task: Task) -> Iterator[None]:

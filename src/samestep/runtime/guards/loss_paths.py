@@ -1,0 +1,51 @@
+"""The ways by which a loss reaches the weights: the outputs of the forward, and no other.
+
+A layout gives the loss the outputs that one device has, whole and for its own samples. What the loss finds elsewhere is what
+one rank happens to hold: a feature that a hook has caught is a part of the neurons under tp, and not there at all behind
+another stage; and a gradient that the loss takes through the model, as a penalty on it does, runs backward through the
+boundaries of ranks in the middle of a forward. Both show in the graph of the loss: it ends at weights of the model without
+passing an output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from samestep.runtime.guards.loss_trial import tensors_in
+
+
+def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> str:
+    """Return by which weight the graph of a loss ends beside the outputs, as the reason of a refusal; empty if it does not."""
+    ends = [get_gradient_edge(tensor).node for tensor in tensors_in(outputs) if tensor.requires_grad]
+    beside = [node for node in _leaves([get_gradient_edge(total).node], ends) if node not in ends]
+    if not beside:
+        return ""
+    names = {id(param): name for name, param in model.named_parameters()}
+    of_model = set(_leaves(ends, ()))
+    for node in beside:
+        name = names.get(id(getattr(node, "variable", None)), "")
+        if name or node in of_model:
+            return (
+                f"the loss reaches {name or 'a weight'} of the model by another way than the outputs of its forward: by a tensor "
+                "that the forward keeps elsewhere, as a hook does, or by torch.autograd.grad through the model"
+            )
+    return ""
+
+
+def _leaves(begin: Iterable[Node], ends: Iterable[Node]) -> list[Node]:
+    """Return the nodes of the tensors at which a graph ends, without what lies behind `ends`."""
+    seen, waiting, found = set(ends), [*begin], []
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        followed = [one for one, _ in node.next_functions if one is not None]
+        waiting += followed
+        if not followed and hasattr(node, "variable"):
+            found.append(node)
+    return found
