@@ -40,7 +40,7 @@ from samestep.proof.observation import Observation, PlainSteps
 from samestep.proof.plain_contributions import PlainContributions
 from samestep.runtime.axes import precision
 from samestep.runtime.optimizers.pieces import Piece
-from samestep.runtime.preparation import Source
+from samestep.runtime.preparation import Source, set_training
 from samestep.runtime.randomness.mode import Draw, DropoutMode, place_samples
 from samestep.runtime.run import Run
 from samestep.tracing.batch_norms import without_own_groups
@@ -117,7 +117,8 @@ def _model(run: Run, source: Source, steps: PlainSteps) -> nn.Module:
             setattr(config, facts.expert_way, facts.one_by_one_way)  # grouped products know no float64
     without_own_groups(model)
     place_samples(model, run.assembly.model.spec.masks)
-    return model if model.training else model.train()
+    set_training(model)
+    return model
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -370,7 +370,7 @@ def _objective(decided: _Decided, mesh: meshes.Mesh, example: Any) -> Objective:
     """Return the sum that a step minimises in this layout."""
     program, loss = decided.program, decided.source.loss
     if loss is not cross_entropy:
-        loss = checked(given_instance.watching(loss, decided.source.model))
+        loss = checked(given_instance.watching(loss, decided.source.model, decided.traced.module))
     # In chunks each part of the logits knows that it is cut.
     if tensor.cuts_logits(program) and program.step.layout.loss_chunk is None:
         loss = functools.partial(tensor.cut_loss, mesh)

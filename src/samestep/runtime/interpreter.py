@@ -84,13 +84,15 @@ class Interpreter:
             microbatches.forget(task.microbatch)
         self.trials.settle(whole=task.microbatch == 0)
         with self._forward_modes(microbatches, task.microbatch):
-            with parallel.slicing.of(samples), parallel.pending(), parallel.batch_norms.of(task.microbatch):
+            own = self.trials.communication("the forward")
+            with parallel.slicing.of(samples), parallel.pending(), parallel.batch_norms.of(task.microbatch), own:
                 outputs = parallel.stage.forward(task.microbatch, task.chunk, samples)
             self.trials.check_generators(self.assembly, self.step, "the forward", samples)
             if not parallel.stage.is_last(task.chunk):
                 return None
             part = parallel.slicing.part(samples)
-            loss_sum, count = objective.loss(precision.for_loss(outputs), part)
+            with self.trials.communication("the loss"):
+                loss_sum, count = objective.loss(precision.for_loss(outputs), part)
             self.trials.check_generators(self.assembly, self.step, "the loss")
             given = with_graph(loss_sum, count, outputs)
             loss_sum = objective.balance.added_to(given, outputs, count, weight)

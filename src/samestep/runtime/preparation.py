@@ -269,9 +269,21 @@ def built(source: Source, job: Job) -> Blueprint:
     with failures_of(f"model.source: {source.name}", ModelError) if named else nullcontext():
         plan = blueprint(source.model, job.train.seed, functools.partial(job.run.waived, "build"))
     without_own_groups(plan.module)
-    if not plan.module.training:
-        plan.module.train()  # a model loaded for inference; in one that trains, a part in evaluation mode is intended
+    set_training(plan.module)
     return plan
+
+
+def set_training(model: nn.Module) -> None:
+    """Let a model train as a loop's `model.train()` does; in one that trains already, a part in evaluation mode is intended.
+
+    A class that keeps a part in evaluation mode, as one with frozen batch norms does, says so in a `train` of its own.
+    """
+    modes = {part: part.training for part in model.modules()}
+    is_loaded_for_inference = not model.training
+    if is_loaded_for_inference or any(type(part).train is not nn.Module.train for part in modes):
+        model.train()
+    for part, trains in modes.items() if not is_loaded_for_inference else ():
+        part.training &= trains
 
 
 def _with_loss(spec: ModelSpec) -> ModelSpec:

@@ -28,6 +28,7 @@ from samestep.runtime.assembly import Assembly, Weights, set_modes
 from samestep.runtime.guards import nonfinite, watched_steps
 from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
+from samestep.runtime.guards.outside_changes import OutsideChanges
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.guards.skipped_steps import SkippedSteps
 from samestep.runtime.guards.step_trials import StepTrials
@@ -125,6 +126,10 @@ class Stepper:
     def _trials(self) -> StepTrials:
         return StepTrials(self.held, self._own.source.loss, self.refusals, self.place.device)
 
+    @functools.cached_property
+    def _outside(self) -> OutsideChanges:
+        return OutsideChanges(self._own.source.model, self.held)
+
     def _compared_step(self, batch: StepBatch) -> StepReport:
         """Take a step, and compare what several ranks must hold alike."""
         if self._own.layout.world_size == 1:
@@ -147,6 +152,8 @@ class Stepper:
         began = time.perf_counter()
         forget_peak(self.place.device)
         set_modes(model.training_modes)
+        if reason := self._outside.refusal(self.held):
+            self.refusals.add("state", f"step {batch.step + 1}: {reason}")
         self._trials.try_data(self.held, batch)
         running = nonfinite.saved(model.running_buffers)
         if self._runs_ahead:

@@ -7,7 +7,7 @@ nothing, so that it changes no result. Each trial's own file says what is tried 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from samestep.building.model import call_model
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision, tensor
-from samestep.runtime.guards import data_trial, loss_paths, loss_trial, randomness
+from samestep.runtime.guards import data_trial, loss_paths, loss_trial, own_communication, randomness
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.preparation import Loss
@@ -49,6 +49,11 @@ class StepTrials:
     def reading(self) -> Callable[[], AbstractContextManager[None]]:
         """Return a context that leaves out the generators that move while samples are read inside a call."""
         return self._generators.reading
+
+    def communication(self, what: str) -> AbstractContextManager[None]:
+        """Return a context that refuses calls of torch.distributed by the user's code, while the loss is tried."""
+        is_watched = self._layout.world_size > 1 and not self.loss_is_tried
+        return own_communication.refused(what) if is_watched else nullcontext()
 
     def settle(self, *, whole: bool = False) -> None:
         """Take the present states of the generators as those before the next call."""

@@ -74,7 +74,7 @@ class Updater:
     """The learning rate of each group, before the job's schedule."""
     whole: WholeWeights = ALONE
     given: Optimizer | None = None
-    """The instance that the user gave, whose learning rates act here too."""
+    """The instance that the user gave, whose options act here too."""
     couples_weights: bool = False
     """Whether the update of a weight is known to depend on which other weights the optimizer holds."""
     factor: float = 1.0
@@ -83,6 +83,7 @@ class Updater:
     """The gradients of this step, multiplied, on their way to where the pieces are."""
     _set_lr: list[float] = field(default_factory=list)
     _given_lr: list[float] = field(default_factory=list)
+    _given_options: list[dict[str, Any]] = field(default_factory=list)
     first_digests: dict[str, int] = field(default_factory=dict)
     """Digests of the optimizer's options and attributes before its first step."""
     live: LiveWeights = field(default_factory=lambda: LiveWeights([]))
@@ -134,6 +135,7 @@ class Updater:
             couples_weights=couples_weights,
             _set_lr=list(rates),
             _given_lr=_rates(given),
+            _given_options=_options(given),
         )
         made.packing, made.averages = packing, averages
         made.chunks = _chunks(pieces, optimizer, splits_masters=splits_masters, packs_states=packing is not None)
@@ -145,10 +147,12 @@ class Updater:
         """Set each group's learning rate to `factor` times its own; one that was set from outside meanwhile is kept.
 
         Raises:
-            ModelError: the job's schedule and another hand both change the learning rate.
+            ModelError: the job's schedule and another hand both change the learning rate, or the optimizer that was given
+                has another number of groups now.
         """
         if self.optimizer is None:
             return
+        self._follow_options()
         changed = {
             index: now
             for index, (now, before) in enumerate(zip(_rates(self.optimizer), self._set_lr, strict=True))
@@ -170,6 +174,21 @@ class Updater:
             else:
                 group["lr"] = first * factor
         self._set_lr = _rates(self.optimizer)
+
+    def _follow_options(self) -> None:
+        """Take over what was changed in the groups of the given instance, as the momentum that a scheduler changes with the
+        rate."""
+        theirs = _options(self.given)
+        if len(theirs) != len(self._given_options):
+            raise ModelError(
+                f"the optimizer that was given has {len(theirs)} groups, and had {len(self._given_options)} when the run was made: "
+                "groups of all weights from the start, some with lr = 0, work"
+            )
+        assert self.optimizer is not None
+        groups = self.optimizer.param_groups if theirs else ()
+        for group, now, before in zip(groups, theirs, self._given_options, strict=True):
+            group.update({key: value for key, value in now.items() if key in group and value != before.get(key)})
+        self._given_options = theirs
 
     @property
     def can_hold_back(self) -> bool:
@@ -391,6 +410,13 @@ def _holding_only(optimizer: Optimizer, chunk: list[Piece] | None) -> Iterator[N
     finally:
         for group, params in zip(optimizer.param_groups, held, strict=True):
             group["params"] = params
+
+
+def _options(optimizer: Optimizer | None) -> list[dict[str, Any]]:
+    """Return the numbers among the options of each group, but for its learning rate."""
+    groups = optimizer.param_groups if optimizer is not None else ()
+    plain = (bool, int, float, tuple)
+    return [{key: value for key, value in group.items() if key != "lr" and type(value) in plain} for group in groups]
 
 
 def _rates(optimizer: Optimizer | None) -> list[float]:

@@ -37,6 +37,8 @@ class StepCode:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.numbers: set[float] = set()
+        self.tensors: set[int] = set()
+        """Ids of the tensors that its code reaches, in a closure as in an attribute."""
         self.places: list[Place] = []
         """Where numbers stand that the step may read: closures, variables, attributes."""
         self._containers: list[Any] = []
@@ -59,6 +61,7 @@ class StepCode:
             self.places += [place] if place is not None else []
             return
         if isinstance(value, Tensor):
+            self.tensors.add(id(value))
             self.places += [place] if place is not None and value.numel() == 1 else []
             return
         if id(value) in self._seen or len(self._seen) > _MOST:
@@ -78,7 +81,9 @@ class StepCode:
             yield from ((inner, None) for inner in (value.func, *value.args, *value.keywords.values()))
         elif isinstance(value, dict):
             self._containers.append(value)
-            yield from ((inner, (value, key)) for key, inner in list(value.items())[:_MOST] if isinstance(key, str))
+            for key, inner in list(value.items())[:_MOST]:
+                if isinstance(key, str) or callable(inner):  # hooks have numbers for names
+                    yield inner, (value, key) if isinstance(key, str) else None
         elif isinstance(value, list | tuple | set | frozenset | collections.deque):
             self._containers += [value] if isinstance(value, list | set | collections.deque) else []
             yield from ((inner, None) for inner in list(value)[:_MOST])

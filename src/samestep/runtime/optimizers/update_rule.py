@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from samestep.building.combined_optimizer import CombinedOptimizer, class_names, member_over, members_of
 from samestep.errors import ModelError
 from samestep.runtime.optimizers.followed_step import CountsOnHost, Entry, FollowedStep, ReadsNumbersError, UpdateLabel
+from samestep.runtime.optimizers.step_code import StepCode
 from samestep.runtime.optimizers.trial_steps import march
 
 OptimizerSource = Callable[[list[tuple[str, Tensor]]], Optimizer]
@@ -239,7 +240,7 @@ def put_in_place(optimizer: Optimizer, weights: Mapping[str, Tensor], others: Ma
                 for key, value in state.items()
             }
     kept = [value for key, value in vars(optimizer).items() if key not in ("param_groups", "state", "defaults")]
-    return not any(id(leaf) in names for leaf in tree_leaves(kept))
+    return not any(id(leaf) in names for leaf in tree_leaves(kept)) and not StepCode(optimizer).tensors & names.keys()
 
 
 def options_by_name(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
