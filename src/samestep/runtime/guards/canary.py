@@ -101,8 +101,8 @@ class _Watched:
     """Versions and norms of the weights, which a forward may write."""
     routes: Routes = field(default_factory=dict)
     inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[tuple[torch.Size, Tensor | None]] = field(default_factory=list)
-    """Each output's shape, and this sample's part of it."""
+    outputs: list[tuple[torch.Size, list[Tensor]]] = field(default_factory=list)
+    """Each output's shape, and this sample's part of it, in each way in which its rows may lie."""
     losses: list[Tensor] = field(default_factory=list)
     """The loss of the sample run again, and once more on the same outputs."""
     task: Task | None = None
@@ -303,15 +303,18 @@ class Canary(StepObserver):
         watched.inputs = [rows_of(given, 0, watched.row, count) for given in _given(args, kwargs, count)]
         task, stage = watched.task, self._assembly.parallel.stage
         if task is not None and stage.is_last(task.chunk):
-            watched.outputs = [(leaf.shape, self._part(index, leaf)) for index, leaf in enumerate(floating(output))]
+            watched.outputs = [(leaf.shape, self._parts(index, leaf)) for index, leaf in enumerate(floating(output))]
 
-    def _part(self, index: int, leaf: Tensor) -> Tensor | None:
-        """Return a copy of this sample's rows of an output of the micro-batch; None if it has none."""
+    def _parts(self, index: int, leaf: Tensor) -> list[Tensor]:
+        """Return copies of this sample's rows of an output of the micro-batch: side by side, and as those of stacked views."""
         assert self._watched is not None
         dim, count = self._dims.get(index, 0), len(self._watched.indices)
         if leaf.dim() <= dim or leaf.shape[dim] % count:
-            return None
-        return rows_of(leaf.detach(), dim, self._watched.row, count)
+            return []
+        beside = rows_of(leaf.detach(), dim, self._watched.row, count)
+        if leaf.shape[dim] == count:
+            return [beside]
+        return [beside, leaf.detach().unflatten(dim, (-1, count)).select(dim + 1, self._watched.row).clone()]
 
     # -- once more ---------------------------------------------------------------------------------
 
@@ -471,14 +474,10 @@ class Canary(StepObserver):
             return 0.0
         found: list[float] = []
         for index, ((shape, kept), leaf) in enumerate(zip(watched.outputs, outputs, strict=False)):
-            ours = self._part(index, leaf) if leaf.shape == shape else leaf
-            if (
-                kept is not None
-                and ours is not None
-                and kept.shape == ours.shape
-                and (self._alone or leaf.shape == shape)
-            ):
-                found.append(relative_deviation(kept, ours))
+            ours = self._parts(index, leaf) if leaf.shape == shape else [leaf] * len(kept)
+            pairs = [(one, other) for one, other in zip(kept, ours, strict=True) if one.shape == other.shape]
+            if pairs and (self._alone or leaf.shape == shape):
+                found.append(min(relative_deviation(one, other) for one, other in pairs))
             elif (dim := samples_dim(shape, leaf.shape, len(watched.indices))) is not None:
                 self._dims[index] = dim  # the next step under watch keeps these rows
                 found.append(0.0)

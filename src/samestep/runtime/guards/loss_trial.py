@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.runtime.axes import pending_logits
 from samestep.runtime.axes.precision import RaiseIslands, cast_floating
+from samestep.runtime.guards import batch_words
 from samestep.tracing.snapshot import preserved_function
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
@@ -125,13 +126,14 @@ def _tried(loss: Loss, outputs: Any, batch: Any, size: int, dim: int) -> LossTri
     taken = min(size, _most_samples(leaves, size))
     num_outputs = len(tensors_in(outputs))
     best = LossTrial(judged=False)
+    trees = batch_words.of_parts((outputs, batch), size, taken) if not dim else ((outputs, batch),) * 3
     for readings in itertools.islice(_readings(leaves, size, dim, num_outputs), _READINGS):
         parts = _parts_of(leaves, readings, size, taken, num_outputs)
-        outcome = _added_up(loss, (outputs, batch), parts)
+        outcome = _added_up(loss, trees, parts)
         if not outcome.judged:
             return outcome
         if not outcome.reason:
-            outcome = _moved_too(outcome, loss, (outputs, batch), leaves, readings, size, taken, num_outputs)
+            outcome = _moved_too(outcome, loss, trees, leaves, readings, size, taken, num_outputs)
         if not outcome.reason:
             return outcome
         best = outcome if not best.judged else best
@@ -199,12 +201,13 @@ def _readings_of(leaf: Tensor, size: int, dim: int) -> list[_Reading]:
 # -- evaluating ------------------------------------------------------------------------------------
 
 
-def _added_up(loss: Loss, tree: Any, parts: _Parts) -> LossTrial:
+def _added_up(loss: Loss, trees: batch_words.Trees, parts: _Parts) -> LossTrial:
     """Evaluate the loss on the whole and on the halves, in float64 if it can be, and compare."""
     error: Exception | None = None
     for raised, graph in ((True, False), (True, True), (False, False), (False, True)):
         try:
-            whole, again, *halves = [_evaluated(loss, tree, part, raised, graph) for part in (parts[0], *parts)]
+            given = [(trees[0], parts[0]), *zip(trees, parts, strict=True)]
+            whole, again, *halves = [_evaluated(loss, tree, part, raised, graph) for tree, part in given]
         except torch.OutOfMemoryError:
             raise
         except Exception as caught:  # of the user's own code, which may raise anything
@@ -237,7 +240,7 @@ def _compared(whole: _Value, halves: list[_Value], raised: bool) -> LossTrial:
 def _moved_too(
     outcome: LossTrial,
     loss: Loss,
-    tree: Any,
+    trees: batch_words.Trees,
     leaves: list[Tensor],
     readings: tuple[_Reading, ...],
     size: int,
@@ -250,7 +253,7 @@ def _moved_too(
     """
     is_zero = outcome.is_zero
     for moved in (_MOVED, _FAR):
-        outcome = _added_up(loss, tree, _parts_of(leaves, readings, size, taken, num_outputs, moved))
+        outcome = _added_up(loss, trees, _parts_of(leaves, readings, size, taken, num_outputs, moved))
         if outcome.reason.startswith("its "):
             return outcome
         is_zero &= not outcome.judged or outcome.is_zero
@@ -338,23 +341,31 @@ def detached(value: Any) -> Any:
     return _mapped(value, Tensor.detach)
 
 
-def joined(first: tuple[Any, Any], second: tuple[Any, Any], sizes: tuple[int, int]) -> tuple[Any, Any] | None:
+def joined(
+    first: tuple[Any, Any], second: tuple[Any, Any], sizes: tuple[int, int], *, keeps_equal: bool = False
+) -> tuple[Any, Any] | None:
     """Return outputs and batch of two micro-batches of `sizes` samples, from those of each.
+
+    With `keeps_equal` a tensor that is equal in both belongs to all samples, as a weight with so many elements does.
 
     None if their tensors have other different shapes, several rows for each sample, or samples along another dimension.
     """
     pairs = list(zip(tensors_in(first), tensors_in(second), strict=False))
     if len(pairs) != len(tensors_in(first)) or len(pairs) != len(tensors_in(second)):
         return None
-    of_samples = [(one.shape[:1], other.shape[:1]) == ((sizes[0],), (sizes[1],)) for one, other in pairs]
+    of_samples = [
+        (one.shape[:1], other.shape[:1]) == ((sizes[0],), (sizes[1],)) and not (keeps_equal and torch.equal(one, other))
+        for one, other in pairs
+    ]
     for (one, other), is_of_samples in zip(pairs, of_samples, strict=True):
         alike = one.shape[1:] == other.shape[1:] if is_of_samples else one.shape == other.shape
-        if not alike or (not is_of_samples and (sizes[1] in other.shape or _has_several_rows(other, sizes[1]))):
+        may_be_of_samples = sizes[1] in other.shape or _has_several_rows(other, sizes[1])
+        if not alike or (not is_of_samples and may_be_of_samples and not keeps_equal):
             return None
     both = [
         torch.cat(pair).detach() if is_cut else pair[1].detach() for pair, is_cut in zip(pairs, of_samples, strict=True)
     ]
-    outputs, batch = with_tensors(second, both)
+    outputs, batch = batch_words.joined(first, with_tensors(second, both), sizes)
     return outputs, batch
 
 

@@ -82,9 +82,11 @@ def _unseen(name: str, what: str) -> str:
 
 def _other_value(tensors: dict[str, Tensor], held: Assembly) -> str:
     """Return which of the tensors has other values than the run's, as far as this rank holds them; empty if none has."""
+    step = held.parallel.program.step
+    uncut = {spec.name for spec in step.model.params if step.holding(spec).num_parts == 1}
     for piece in [*held.weights.updater.pieces, *held.weights.store.frozen]:
         theirs = tensors.get(piece.name)
-        if theirs is None or piece.is_packed or theirs.numel() < piece.stop:
+        if theirs is None or piece.name not in uncut or piece.is_packed:
             continue
         part = theirs.detach().flatten()[piece.start : piece.stop]
         if not torch.equal(piece.master().flatten().to(part), part):

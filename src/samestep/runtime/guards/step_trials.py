@@ -115,6 +115,9 @@ class StepTrials:
             else:
                 seen, tried = both, before[1] + num_samples
                 trial = loss_trial.tried(loss, *seen, tried)
+                kept = loss_trial.joined(before[0], (given, samples), (before[1], num_samples), keeps_equal=True)
+                if trial.reason and kept is not None and not (other := loss_trial.tried(loss, *kept, tried)).reason:
+                    seen, trial = kept, other
         is_shown = trial.judged and (tried >= wanted or is_lone)
         kept = seen if tried < wanted else (given, samples)
         self._before = None if is_shown else (loss_trial.detached(kept), tried if tried < wanted else num_samples)

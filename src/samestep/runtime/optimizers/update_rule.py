@@ -222,7 +222,7 @@ def put_in_place(optimizer: Optimizer, weights: Mapping[str, Tensor], others: Ma
     """Give an optimizer that has not stepped the `others` in place of its weights, group by group; drop what has none.
 
     Returns:
-        Whether nothing in the optimizer still holds one of the weights.
+        Whether nothing in the optimizer still holds one of the weights, or a copy of one.
     """
     names = {id(weight): name for name, weight in weights.items()}
     for group in optimizer.param_groups:
@@ -240,7 +240,10 @@ def put_in_place(optimizer: Optimizer, weights: Mapping[str, Tensor], others: Ma
                 for key, value in state.items()
             }
     kept = [value for key, value in vars(optimizer).items() if key not in ("param_groups", "state", "defaults")]
-    return not any(id(leaf) in names for leaf in tree_leaves(kept)) and not StepCode(optimizer).tensors & names.keys()
+    tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)]
+    copies = [leaf for leaf in tensors if leaf.is_meta]  # of the weights, as the slow ones of Lookahead
+    reached = {id(leaf) for leaf in tensors} | StepCode(optimizer).tensors
+    return not copies and not reached & names.keys()
 
 
 def options_by_name(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,230 @@
+"""Training code of users (`training_code.py`) gives a plain torch loop's result in every layout, or is refused by name.
+
+What was wrong without a word is proven by taking its guard away: then the layout's losses are others.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from samestep.building import model as building
+from samestep.datasets import batches
+from samestep.errors import InputError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime import given_instance, preparation
+from samestep.runtime.axes.sharded.store import Sharded
+from samestep.runtime.guards import loss_paths, own_communication
+from samestep.runtime.guards.outside_changes import OutsideChanges
+from samestep.runtime.optimizers import update_rule
+from samestep.runtime.optimizers.optimizer_source import optimizer_source
+from samestep.runtime.optimizers.optimizer_step import Updater
+from samestep.runtime.preparation import Source
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from samestep.tracing.dependence import dimension_maps
+from tests.laboratory import TOLERANCE
+from tests.parity.training_code import CASES
+from tests.pool import pool
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+JOB = Job(train={"global_batch": 4, "steps": 4, "seed": 3}, numerics={"precision": "float64"}, run={"device": "cpu"})
+
+EQUAL = {
+    "dp=2": ("chosen and rejected in one batch", "names in the loss", "norm kept in evaluation by train", "teacher with other data", "decay of the given optimizer", "momentum by a schedule", "step that clips", "hook that clips", "Lookahead"),
+    "dp=1 microbatch=2": ("chosen and rejected in one batch", "weights of two tasks", "names in the loss"),
+    "dp=2 zero=3": ("decay of the given optimizer", "momentum by a schedule", "Lookahead"),
+}  # fmt: skip
+REFUSED = {
+    "dp=1": {
+        "a mean as the loss": r"the loss CrossEntropyLoss, a function .* fails: TypeError",
+        "auxiliary loss of the given instance": r"the loss reads aux of the model instance",
+        "layer thawed later": r"a.weight was frozen when the run was made",
+        "given instance frozen": r"a.weight of the model instance .* was frozen after",
+        "number of the given instance": r"scale of the model instance .* was set to 2.0",
+        "given instance clamped": r"a.weight of the model instance .* was written",
+        "group added to the given optimizer": r"has 2 groups, and had 1",
+    },
+    "dp=2": {
+        "features caught by a hook": r"the loss reaches b.weight of the model by another way",
+        "gradient penalty in the loss": r"the loss reaches \w.weight of the model by another way",
+        "forward that returns a mean of some labels": r"influence each other by nll_loss_forward",
+        "loss divided by the ranks": r"the loss calls torch.distributed.get_world_size",
+        "forward that asks for its rank": r"the forward calls torch.distributed.get_rank",
+    },
+    "tp=2": {
+        "features caught by a hook": r"the loss reaches b.\w+ of the model by another way",
+        "gradient penalty in the loss": r"the loss reaches \w.\w+ of the model by another way",
+    },
+    "dp=2 zero=3": {
+        "teacher with other data": r"teacher.a.weight was given another tensor",
+        "step that clips": r"does not treat every weight by itself",
+        "hook that clips": r"does not treat every weight by itself",
+    },
+}
+
+
+def _nothing(*_: Any, **__: Any) -> str:
+    return ""
+
+
+class _NoCode:
+    """Stands for code of an optimizer that reaches nothing."""
+
+    def __init__(self, _: Any) -> None:
+        self.tensors = set[int]()
+
+
+GUARDS: dict[str, tuple[Any, str, Any]] = {
+    "features caught by a hook": (loss_paths, "beside_outputs", _nothing),
+    "gradient penalty in the loss": (loss_paths, "beside_outputs", _nothing),
+    "forward that returns a mean of some labels": (dimension_maps, "_likelihood", None),
+    "loss divided by the ranks": (own_communication, "refused", lambda what: nullcontext()),
+    "forward that asks for its rank": (own_communication, "refused", lambda what: nullcontext()),
+    "auxiliary loss of the given instance": (given_instance, "_set_by_forward", _nothing),
+    "norm kept in evaluation by train": (preparation, "set_training", lambda model: model),
+    "teacher with other data": (Sharded, "take_back", _nothing),
+    "layer thawed later": (OutsideChanges, "refusal", _nothing),
+    "given instance frozen": (OutsideChanges, "refusal", _nothing),
+    "given instance clamped": (OutsideChanges, "refusal", _nothing),
+    "decay of the given optimizer": (Updater, "_follow_options", _nothing),
+    "momentum by a schedule": (Updater, "_follow_options", _nothing),
+    "step that clips": (update_rule, "StepCode", _NoCode),
+    "hook that clips": (update_rule, "StepCode", _NoCode),
+}
+"""Of each case the function whose work keeps it from being wrong, and what stands in its place."""
+WRONG = {
+    "dp=1": ("auxiliary loss of the given instance", "norm kept in evaluation by train", "layer thawed later", "given instance frozen", "given instance clamped", "decay of the given optimizer", "momentum by a schedule"),
+    "dp=2": ("forward that returns a mean of some labels", "loss divided by the ranks", "forward that asks for its rank"),
+    "tp=2": ("features caught by a hook", "gradient penalty in the loss"),
+    "dp=2 zero=3": ("teacher with other data", "step that clips", "hook that clips"),
+}  # fmt: skip
+"""The layout in which each is wrong without it."""
+
+
+def _losses(rank: int, world: int, layout: str, names: tuple[str, ...], guarded: bool) -> dict[str, list[float] | str]:
+    """Return the losses of each case in a layout, or the text of its refusal."""
+    found: dict[str, list[float] | str] = {}
+    for name in names:
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of what runs without its guard
+            if not guarded:
+                _take_away(name, patch)
+            try:
+                found[name] = _run(rank, world, layout, name)
+            except InputError as error:
+                found[name] = str(error)
+    return found
+
+
+def _take_away(name: str, patch: pytest.MonkeyPatch) -> None:
+    owner, attribute, stand_in = GUARDS[name]
+    if owner is dimension_maps:
+        for operation, of in list(dimension_maps.MAPS.items()):
+            if of is getattr(owner, attribute):
+                patch.delitem(dimension_maps.MAPS, operation)
+        return
+    patch.setattr(owner, attribute, stand_in)
+
+
+def _run(rank: int, world: int, layout: str, name: str) -> list[float]:
+    torch.manual_seed(7)
+    case = CASES[name]
+    model, loss, optimizer = case.made()
+    is_instance = isinstance(model, nn.Module)
+    names = {id(param): path for path, param in model.named_parameters()} if is_instance else None
+    source = Source(model, loss, optimizer_source(optimizer, names), "model")
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    run = Run(source, Layout.parse(layout), JOB, place)
+    losses = []
+    for batch in batches(case.data(), JOB):
+        losses.append(run.step(batch).loss)
+        if case.each is not None:
+            case.each(run.model, None)
+    return losses
+
+
+@functools.cache
+def _plain(name: str) -> list[float]:
+    """Return the losses of a plain torch loop, from the run's first weights."""
+    torch.manual_seed(7)
+    case, losses = CASES[name], []
+    stream = list(batches(case.data(), JOB))
+    model, loss, optimizer = case.made()
+    if not isinstance(model, nn.Module):
+        first = Run(Source(model, loss, optimizer_source(_first_sgd), "model"), Layout(), JOB, _ALONE)
+        first.prepare(stream[0].samples([0]))
+        model = model()
+        model.double().load_state_dict(first.state_dict())
+        optimizer = optimizer(list(model.parameters()))
+    model.double().train()
+    for batch in stream:
+        samples = tree_map_only(
+            Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch.samples(batch.indices)
+        )
+        total, count = loss(building.call_model(model, samples), samples)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        losses.append(float(total / count))
+        if case.each is not None:
+            case.each(model, optimizer)
+    return losses
+
+
+_ALONE = RankInfo(0, 0, 1, 1, torch.device("cpu"))
+
+
+def _first_sgd(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.0)
+
+
+def _on_ranks(layout: str, names: tuple[str, ...], *, guarded: bool = True) -> dict[str, list[float] | str]:
+    world = Layout.parse(layout).world_size
+    if world == 1:
+        return _losses(0, 1, layout, names, guarded)
+    return pool(world).run(_losses, layout, names, guarded)[0]
+
+
+def _is_equal(found: list[float] | str, expected: list[float]) -> bool:
+    return not isinstance(found, str) and all(
+        abs(one - other) <= TOLERANCE * max(1.0, abs(other)) for one, other in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("layout", EQUAL)
+def test_legal_code_is_that_of_a_plain_loop(layout: str) -> None:
+    for name, found in _on_ranks(layout, EQUAL[layout]).items():
+        assert _is_equal(found, _plain(name)), f"{name}: {found}"
+
+
+@pytest.mark.parametrize("layout", REFUSED)
+def test_what_a_layout_would_change_is_refused_by_name(layout: str) -> None:
+    for name, found in _on_ranks(layout, tuple(REFUSED[layout])).items():
+        with pytest.raises(InputError, match=REFUSED[layout][name]):
+            raise InputError(f"{name}: {found}") if isinstance(found, str) else AssertionError(f"{name}: {found}")
+
+
+@pytest.mark.parametrize("layout", WRONG)
+def test_without_its_guard_each_would_be_wrong(layout: str) -> None:
+    for name, found in _on_ranks(layout, WRONG[layout], guarded=False).items():
+        assert not isinstance(found, str), f"{name}: {found}"
+        assert not _is_equal(found, _plain(name)), name
+
+
+def test_a_given_instance_may_be_loaded_with_what_the_run_has_trained() -> None:
+    torch.manual_seed(7)
+    net, loss, optimizer = CASES["given instance clamped"].made()
+    names = {id(param): path for path, param in net.named_parameters()}
+    run = Run(Source(net, loss, optimizer_source(optimizer, names), "model"), Layout(), JOB, _ALONE)
+    for batch in batches(CASES["given instance clamped"].data(), JOB):
+        run.step(batch)
+        net.load_state_dict(run.state_dict())
