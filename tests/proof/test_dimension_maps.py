@@ -40,6 +40,9 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "sort": (aten.sort.default, x(2, 3, 4), 0),
     "cumsum": (aten.cumsum.default, x(2, 3), 1),
     "layer norm": (aten.native_layer_norm.default, x(2, 3, 4), [4], x(4), x(4), 1e-5),
+    "likelihoods": (aten.nll_loss_forward.default, x(3, 4), torch.tensor([3, 0, 1]), x(4), 0, -100),
+    "likelihoods of pixels": (aten.nll_loss2d_forward.default, x(2, 3, 1, 2), torch.tensor([[[2, 0]], [[1, 1]]]), None, 0, -100),
+    "mean of likelihoods": (aten.nll_loss_forward.default, x(3, 4), torch.tensor([3, 0, 1]), None, 1, -100),
     "pool": (aten.avg_pool2d.default, x(2, 3, 4, 4), [2, 2]),
     "mm": (aten.mm.default, x(2, 3), x(3, 4)),
     "bmm": (aten.bmm.default, x(2, 3, 4), x(2, 4, 2)),
@@ -134,7 +137,7 @@ def test_a_position_changes_those_that_the_table_names(name: str) -> None:
         changed = differs.reshape(len(differs), -1).any(1).nonzero().flatten().tolist()
         assert {*changed} <= {*may_change}, (operand, dim, at)
         num_claims += 1
-    assert num_claims or name in ("mean of all", "dot", "roll of all", "masked_select")
+    assert num_claims or name in ("mean of all", "mean of likelihoods", "dot", "roll of all", "masked_select")
 
 
 def test_the_calls_are_of_every_kind_of_map() -> None:

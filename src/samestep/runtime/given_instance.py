@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from samestep.building.dispatch_mode import DispatchMode
@@ -62,6 +63,8 @@ def _read_attributes(model: nn.Module) -> Iterator[set[tuple[str, str]]]:
     read: set[tuple[str, str]] = set()
     classes = {part: type(part) for part in model.modules()}
     for path, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            continue
         part.__class__ = _noting(type(part), path, read)
     try:
         yield read
@@ -75,7 +78,10 @@ def _noting(kind: type[nn.Module], path: str, read: set[tuple[str, str]]) -> typ
         read.add((path, name))
         return kind.__getattribute__(self, name)
 
-    return type(kind.__name__, (kind,), {"__getattribute__": noted, "__module__": kind.__module__})
+    try:
+        return type(kind.__name__, (kind,), {"__getattribute__": noted, "__module__": kind.__module__})
+    except Exception:  # a class that has its own idea of what may inherit from it
+        return kind
 
 
 def _set_by_forward(read: set[tuple[str, str]], model: nn.Module, own: nn.Module) -> str:
