@@ -27,7 +27,7 @@ from samestep.building.families import check_installed, family_config, family_so
 from samestep.building.imported import imported
 from samestep.building.initial_values import Blueprint, blueprint
 from samestep.building.named_tensors import unwrapped
-from samestep.building.packed_positions import asked_once
+from samestep.building.packed_positions import packed_documents
 from samestep.building.pretrained import folder_config, pretrained_source
 from samestep.building.resnet import resnet
 from samestep.errors import ModelError
@@ -147,9 +147,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         given = {name: value for name, value in batch.items() if accepted.takes(name) and name != "labels"}
         if not given or ("position_ids" in batch and "position_ids" not in given):
             raise ModelError(_unfit(model, batch, accepted.names))
-        if "position_ids" in given:
-            return model(**given)
-        with asked_once(unwrapped(model)):
+        with packed_documents(unwrapped(model)):
             return model(**given)
     if isinstance(batch, (tuple, list)):
         inputs = (batch[0], *batch[2:])

@@ -1,8 +1,13 @@
-"""Whether positions that a model makes belong to packed documents, decided without waiting for a GPU where possible.
+"""Packed documents in models of transformers: which they are, decided once, and a mask that need not exist.
 
 Transformers looks into the position numbers of every forward whether documents are packed, and the host waits for the answer.
 Where transformers' own code makes one row of positions for several samples, it counts from 0 and looks at no sample, so the
 answer of the first forward holds for all of that shape.
+
+Where documents are packed, transformers makes a function of two positions that says which tokens see each other, and from that
+its mask. The mask that stands for "causal, within a document" and nothing else becomes a `DocumentMask`. It is known by the
+functions of which transformers has made it. Whatever else a model adds, as a window or pairs that see each other
+beyond, makes another function, and the dense mask.
 """
 
 from __future__ import annotations
@@ -12,37 +17,83 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_MODULE, _FUNCTION = "transformers.masking_utils", "find_packed_sequence_indices"
+from samestep.building.document_mask import DocumentMask, lengths_of
+
+_MODULE = "transformers.masking_utils"
+_FOUND, _JOINED = "find_packed_sequence_indices", "packed_sequence_compatibility_function"
 _UNPACKED: weakref.WeakKeyDictionary[nn.Module, set[torch.Size]] = weakref.WeakKeyDictionary()
 """The shapes of one row of positions for several samples in which no documents are packed, by model."""
 
 
 @contextmanager
-def asked_once(model: nn.Module) -> Iterator[None]:
-    """Ask once for each shape of positions that `model` makes itself, while the body of the `with` statement runs."""
+def packed_documents(model: nn.Module) -> Iterator[None]:
+    """Attend document by document where `model` packs them, while the body of the `with` statement runs.
+
+    What documents there are is asked once for each shape of positions that a model of transformers makes itself.
+    """
     module: Any = sys.modules.get(_MODULE)
-    asked = getattr(module, _FUNCTION, None)
-    if asked is None or not type(model).__module__.startswith("transformers.models."):
+    if module is None or not all(hasattr(module, name) for name in (_FOUND, _JOINED, "ALL_MASK_ATTENTION_FUNCTIONS")):
         yield
         return
-    setattr(module, _FUNCTION, functools.partial(_packed, asked, _UNPACKED.setdefault(model, set())))
+    is_theirs = type(model).__module__.startswith("transformers.models.")
+    unpacked = _UNPACKED.setdefault(model, set()) if is_theirs else None
+    found, joined = getattr(module, _FOUND), getattr(module, _JOINED)
+    masks = module.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    dense = masks["sdpa"]
+    setattr(module, _FOUND, functools.partial(_documents_of, found, unpacked))
+    setattr(module, _JOINED, functools.partial(_seen, joined, module.causal_mask_function))
+    masks["sdpa"] = functools.partial(_mask, dense)
     try:
         yield
     finally:
-        setattr(module, _FUNCTION, asked)
+        masks["sdpa"] = dense
+        setattr(module, _JOINED, joined)
+        setattr(module, _FOUND, found)
 
 
-def _packed(asked: Callable[[Tensor], Tensor | None], unpacked: set[torch.Size], positions: Tensor) -> Tensor | None:
-    """Return what transformers' own function returns: None where no documents are packed."""
-    is_one_row = positions.dim() == 2 and len(positions) > 1 and positions.stride(0) == 0
+def _documents_of(
+    asked: Callable[[Tensor], Tensor | None], unpacked: set[torch.Size] | None, positions: Tensor
+) -> Tensor | None:
+    """Return the document of each token, as transformers' own function does: None where no documents are packed."""
+    is_one_row = unpacked is not None and positions.dim() == 2 and len(positions) > 1 and positions.stride(0) == 0
     if is_one_row and positions.shape in unpacked:
         return None
     found = asked(positions)
     if is_one_row and found is None:
         unpacked.add(positions.shape)
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class _CausalWithin:
+    """Transformers' function of two positions that says "causal, within a document", and the documents."""
+
+    pairs: Callable[..., Tensor]
+    documents: Tensor
+
+    def __call__(self, *positions: Any) -> Tensor:
+        return self.pairs(*positions)
+
+
+def _seen(joined: Callable[..., Any], causal: Any, function: Any, positions: Tensor, documents: Tensor) -> Any:
+    """Return what transformers' own function does, with the documents where `function` says "causal" and nothing else."""
+    pairs = joined(function, positions, documents)
+    return _CausalWithin(pairs, documents) if function is causal else pairs
+
+
+def _mask(dense: Callable[..., Any], **asked: Any) -> Tensor | None:
+    """Return the mask that a model of transformers asks for: of documents that it packs without its elements."""
+    function = asked.get("mask_function")
+    plain = all(not asked.get(name) for name in ("attention_mask", "q_offset", "kv_offset", "use_vmap", "local_size"))
+    if isinstance(function, _CausalWithin) and plain and asked["q_length"] == asked["kv_length"]:
+        documents = function.documents
+        return DocumentMask.of(documents, None if documents.is_meta else lengths_of(documents))
+    found: Tensor | None = dense(**asked)
+    return found
+

@@ -30,6 +30,8 @@ class Product:
     trained. pair: both factors are activations, so more samples are more products. attention: queries x keys, and the
     result x values, in one kernel, with `inner` the sum of both head sizes; causal: the same, of which the kernel skips
     half."""
+    within: float = 1.0
+    """Part of the pairs of tokens that share a document, of a causal attention that computes packed documents one by one."""
     groups: int = 1
     """Number of weights among which the rows are divided: experts."""
     taps: int = 1
@@ -54,6 +56,11 @@ class Product:
     def flops(self) -> int:
         """FLOPs of one sample, masked positions included."""
         return 2 * self.rows * self.inner * self.columns * self.count
+
+    @property
+    def attended_part(self) -> float:
+        """Part of the FLOPs that is computed: a causal kernel skips what lies ahead, and other documents."""
+        return self.within / 2 if self.factors == "causal" else 1.0
 
     def cut_by(self, degree: int) -> Product:
         """Return one rank's part of the product under a tensor cut."""

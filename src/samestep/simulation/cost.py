@@ -218,7 +218,7 @@ def _product_s(
 
 def _attention_s(product: Product, samples: int, backward: bool, dtypes: _Dtypes, hardware: Hardware) -> float:
     """Return the seconds of a fused attention's forward or backward."""
-    flops = product.flops * samples * (0.5 if product.factors == "causal" else 1.0)
+    flops = product.flops * samples * product.attended_part
     reached = hardware.efficiency.get("attention")
     peak = _peak(hardware, dtypes.values) * (ATTENTION_REACHED * reached if reached else 1.0)
     # queries, keys, values and the result are read or written once

@@ -1,7 +1,7 @@
 """A forward in which attention is computed as the fused kernels do: no matrix of scores is made.
 
-They keep queries, keys, values, output, one log-sum-exp a row and the given mask. On the meta device torch itself runs plain
-products instead.
+They keep queries, keys, values, output, one log-sum-exp a row and the given mask; of packed documents there is no mask, and only
+pairs within a document are computed (`building/document_mask.py`). On the meta device torch itself runs plain products instead.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from samestep.building.document_mask import DocumentMask, lengths_of
 from samestep.models.layer_spec import Product
 from samestep.tracing.attention import AttentionCall
 from samestep.tracing.forward import ForwardTracer
@@ -25,22 +26,24 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, watch: ForwardTracer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+        ctx: Any, watch: ForwardTracer, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
         # Queries come as [..., head, token, features]; the kernels write the heads of a token side by side.
         *batch, num_heads, length = query.shape[:-1] if query.dim() > 3 else (*query.shape[:-2], 1, query.shape[-2])
         output = query.new_empty((*batch, length, num_heads, value.shape[-1])).transpose(-3, -2)
         output = output if query.dim() > 3 else output.squeeze(-3)
         log_sum_exp = query.new_empty(query.shape[:-1])
+        packed = isinstance(mask, DocumentMask) and query.dim() == 4
         # A boolean mask is converted to a floating one, at every call.
-        masks = () if mask is None else (query.new_empty(mask.shape) if mask.dtype is torch.bool else mask,)
+        masks = () if mask is None or packed else (query.new_empty(mask.shape) if mask.dtype is torch.bool else mask,)
         ctx.save_for_backward(query, key, value, output, log_sum_exp, *masks)
         products = query.shape[:-1].numel() * key.shape[-2]
         flops = 2 * products * (query.shape[-1] + value.shape[-1])
         product = Product(
             rows=query.shape[-2], inner=query.shape[-1] + value.shape[-1], columns=key.shape[-2],
-            count=query.shape[:-2].numel(), factors="causal" if causal else "attention", owner=watch.innermost,
-            cut="count" if watch.key(query) in watch.cut else "",
+            count=query.shape[:-2].numel(), factors="causal" if call.is_causal or packed else "attention",
+            within=_within_documents(watch, mask.documents) if packed and not call.dropout_p else 1.0,
+            owner=watch.innermost, cut="count" if watch.key(query) in watch.cut else "",
         )  # fmt: skip
         given = [query, key, value, *([] if mask is None else [mask])]
         watch.record(given, [output, log_sum_exp], flops, product)
@@ -53,7 +56,24 @@ class _Attention(torch.autograd.Function):
         found = [torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3]]
         for read in (*ctx.saved_tensors, *gradients):
             read.detach()
-        return None, *found, None, None
+        return None, None, *found, None
+
+
+def _within_documents(watch: ForwardTracer, documents: Tensor) -> float:
+    """Return the part of all pairs of tokens whose tokens share a document; 1 where it is not known."""
+    if not watch.values.knows(documents):
+        return 1.0
+    with _disable_current_modes():
+        pairs = sum(length**2 for of_sample in lengths_of(watch.values.of(documents)) for length in of_sample)
+    return pairs / (documents.shape[0] * documents.shape[1] ** 2)
+
+
+def _known_mask(watch: ForwardTracer, mask: Tensor | None) -> Tensor | None:
+    """Return the values of a mask."""
+    if not isinstance(mask, DocumentMask):
+        return None if mask is None else watch.values.of(mask)
+    documents = watch.values.of(mask.documents)
+    return DocumentMask.of(documents, lengths_of(documents))
 
 
 @contextmanager
@@ -69,7 +89,7 @@ def fused_attention(watch: ForwardTracer) -> Iterator[None]:
         watch = held()
         assert watch is not None, "it watches this forward"
         watch.check_attention(call)
-        output: Tensor = _Attention.apply(watch, query, key, value, mask, call.is_causal)
+        output: Tensor = _Attention.apply(watch, call, query, key, value, mask)
         if watch.recorder is not None:
             watch.recorder.record("attention", watch.where, tuple(call), {}, output)
         values = watch.values
@@ -79,7 +99,7 @@ def fused_attention(watch: ForwardTracer) -> Iterator[None]:
                     query=values.of(query),
                     key=values.of(key),
                     value=values.of(value),
-                    attn_mask=None if mask is None else values.of(mask),
+                    attn_mask=_known_mask(watch, mask),
                 )
                 values.learn(output, known.run(nn.functional.scaled_dot_product_attention))
         return output

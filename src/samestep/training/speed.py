@@ -1,10 +1,11 @@
 """The floating-point operations of a step, as TFLOP/s and as a fraction of the device's peak (MFU).
 
-    FLOPs of a step = samples x sum over layers (forward + backward - 3/2 x causal attention)
+    FLOPs of a step = samples x sum over layers (forward + backward - 3 x what attention masks)
 
 The forward counts 2 for each multiplication and addition of a matrix product; the backward twice that, or once where the
 weight is not trained; recompute is not counted (Chowdhery et al. 2022, arXiv:2204.02311). The positions that a causal
-attention masks are half of its products, which the kernel skips: they are not counted, in the forward or in the backward.
+attention masks are half of its products, and of packed documents more, which the kernel skips: they are not counted, in the
+forward or in the backward.
 A count that includes them, as in many published tables, gives a higher MFU for the same step.
 """
 
@@ -41,8 +42,9 @@ class Speed:
 
 def flops_of_sample(model: ModelSpec) -> int:
     """Return the FLOPs of one sample's forward and backward."""
-    masked = sum(product.flops for layer in model.layers for product in layer.products if product.factors == "causal")
-    return sum(layer.forward_flops + layer.backward_flops for layer in model.layers) - 3 * masked // 2
+    products = [product for layer in model.layers for product in layer.products]
+    masked = sum(product.flops - round(product.flops * product.attended_part) for product in products)
+    return sum(layer.forward_flops + layer.backward_flops for layer in model.layers) - 3 * masked
 
 
 def speed_of(model: ModelSpec, job: Job, layout: Layout, device: torch.device) -> Speed:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from samestep.building.document_mask import DocumentMask
 from samestep.tracing.attention import AttentionCall
 
 BLOCK_ELEMENTS = 2**24
@@ -46,16 +47,19 @@ class _Dropped(NamedTuple):
     """Number of heads of queries for each head of keys."""
     block: int
     """Queries of a block."""
+    documents: DocumentMask | None
+    """The mask of packed documents, of which each block makes its rows."""
 
 
 def dropped_attention(call: AttentionCall, drop: DropPart) -> Tensor:
     """Return what `scaled_dot_product_attention` does with these arguments, with the weights dropped that `drop` says."""
     query, key, value, mask, p, is_causal, scale, enable_gqa = call
     repeats = query.size(-3) // key.size(-3) if enable_gqa else 1
+    documents = mask if isinstance(mask, DocumentMask) else None
     each = math.prod(torch.broadcast_shapes(query.shape[:-2], _repeated(key, repeats).shape[:-2])) * key.size(-2)
     block = max(BLOCK_ELEMENTS // max(each, 1), LEAST_QUERIES)
-    how = _Dropped(drop, p, query.size(-1) ** -0.5 if scale is None else scale, is_causal, repeats, block)
-    result: Tensor = _DroppedAttention.apply(query, key, value, mask, how)
+    how = _Dropped(drop, p, query.size(-1) ** -0.5 if scale is None else scale, is_causal, repeats, block, documents)
+    result: Tensor = _DroppedAttention.apply(query, key, value, None if documents is not None else mask, how)
     return result
 
 
@@ -111,7 +115,7 @@ def _blocks(query: Tensor, key: Tensor, how: _Dropped) -> Iterator[_Rows]:
     num_queries, num_keys = query.size(-2), key.size(-2)
     for start in range(0, num_queries, how.block):
         stop = min(start + how.block, num_queries)
-        yield _Rows(start, stop, min(stop, num_keys) if how.is_causal else num_keys)
+        yield _Rows(start, stop, min(stop, num_keys) if how.is_causal or how.documents is not None else num_keys)
 
 
 def _weights(rows: _Rows, query: Tensor, k_bhsd: Tensor, mask: Tensor | None, how: _Dropped) -> Tensor:
@@ -121,6 +125,9 @@ def _weights(rows: _Rows, query: Tensor, k_bhsd: Tensor, mask: Tensor | None, ho
     if how.is_causal:
         future_ls = torch.ones(scores_bhls.shape[-2:], dtype=torch.bool, device=query.device).triu(rows.start + 1)
         scores_bhls = scores_bhls.masked_fill(future_ls, -math.inf)
+    if how.documents is not None:
+        apart_b1ls = ~how.documents.rows(*rows)
+        return scores_bhls.masked_fill(apart_b1ls, -math.inf).softmax(-1)
     if mask is None:
         return scores_bhls.softmax(-1)
     mask = _of_rows(mask, rows)
