@@ -108,9 +108,7 @@ def _attention(
     return output.transpose(1, 2).clone().transpose(1, 2)
 
 
-def _of_each(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[list[int]], **how: Any
-) -> Tensor:
+def _of_each(query: Tensor, key: Tensor, value: Tensor, lengths: list[list[int]], **how: Any) -> Tensor:
     """Return the outputs of causal attentions within each document, the heads of a token side by side in memory."""
     outputs = []
     for *sample, of_sample in zip(query.split(1), key.split(1), value.split(1), lengths, strict=True):

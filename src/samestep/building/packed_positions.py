@@ -96,4 +96,3 @@ def _mask(dense: Callable[..., Any], **asked: Any) -> Tensor | None:
         return DocumentMask.of(documents, None if documents.is_meta else lengths_of(documents))
     found: Tensor | None = dense(**asked)
     return found
-

@@ -9,6 +9,7 @@ There is no iterator state: to resume, `batches` takes another first step. Nothi
 """
 
 from samestep.datasets.batch import Batch, BatchStream, Dataset, batches, checked_samples, read_samples, shares
+from samestep.datasets.example import example_of
 from samestep.datasets.mixture import kind_of
 from samestep.datasets.order import permuted, sample_indices
 from samestep.datasets.source import first_tokens, of_held_out, open_dataset, open_held_out
@@ -21,6 +22,7 @@ __all__ = [
     "Tokenizer",
     "batches",
     "checked_samples",
+    "example_of",
     "first_tokens",
     "kind_of",
     "of_held_out",

@@ -32,7 +32,7 @@ from samestep.building.families import facts_named, family_of
 from samestep.building.loss import loss_of, named_loss
 from samestep.building.model import configuration_of, model_source
 from samestep.building.optimizer import optimizer_of
-from samestep.datasets import Batch, Dataset, open_dataset
+from samestep.datasets import Dataset, example_of, open_dataset
 from samestep.errors import InputError, JobError, ModelError, WorkerError
 from samestep.job import Job
 from samestep.job_tables import RunTable, ScheduleTable
@@ -180,7 +180,7 @@ def _given(
 ) -> tuple[Source, Dataset, Any]:
     """Return model source, dataset and one example, from the job where not given; the model is traced for the layout."""
     data = open_dataset(job, "train") if dataset is None else dataset
-    example = Batch(0, np.arange(1), data).samples([0])
+    example = example_of(data)
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
     named = model.func if isinstance(model, functools.partial) else model
     name = job.model.source if named is None else getattr(named, "__name__", type(named).__name__)

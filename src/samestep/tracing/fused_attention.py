@@ -26,7 +26,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, watch: ForwardTracer, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+        ctx: Any,
+        watch: ForwardTracer,
+        call: AttentionCall,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
     ) -> Tensor:
         # Queries come as [..., head, token, features]; the kernels write the heads of a token side by side.
         *batch, num_heads, length = query.shape[:-1] if query.dim() > 3 else (*query.shape[:-2], 1, query.shape[-2])

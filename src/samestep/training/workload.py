@@ -22,6 +22,7 @@ from samestep.datasets import (
     Batch,
     Dataset,
     batches,
+    example_of,
     first_tokens,
     kind_of,
     of_held_out,
@@ -58,7 +59,7 @@ class Workload:
         self.held_out = open_held_out(job)
         optimizer = optimizer_of(job)
         learning_rate_factor(job.schedule, job.train.steps)(job.schedule.warmup_steps)
-        self.example = Batch(0, np.arange(1), self.dataset).samples([0])
+        self.example = example_of(self.dataset)
         source = Source(model_source(job), loss_of(job), optimizer, job.model.source)
         prepared = prepared_for(source, job, self.example, layout)
         _check_fit(job, prepared.module, self.dataset, self.example)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
+from samestep.building.document_mask import DocumentMask
 from samestep.building.loss import target_of
 from samestep.errors import LayoutError
 from samestep.models.layer_spec import LayerSpec
@@ -153,6 +154,8 @@ class Slicing:
 
     def _sliced(self, argument: str, leaf: Tensor) -> Tensor:
         dim = self._sliced_dims.get(argument)
+        if isinstance(leaf, DocumentMask):
+            return leaf  # attention is given it with whole sequences, whether the example had documents or not
         if dim is None:
             if sequence_dim(leaf.shape, self.length) is not None:
                 raise LayoutError(
