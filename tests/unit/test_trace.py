@@ -151,9 +151,11 @@ def test_tables_of_tokens_and_positions_are_told_apart(sample: Any) -> None:
 
 def test_packed_documents_take_the_branch_they_really_take() -> None:
     plain, packed = hf_spec("llama", **LLAMA), hf_spec("llama", PACKED, **LLAMA)
-    # With a mask, transformers repeats keys and values for each head; the mask itself is kept as numbers.
-    more = 2 * T * (H - H * KV // HEADS) + T * T
-    assert packed.layers[2].saved_elements - plain.layers[2].saved_elements == more
+    # The outputs of the documents are kept, and so is the tensor in which they are joined.
+    assert packed.layers[2].saved_elements - plain.layers[2].saved_elements == T * H
+    attentions = [next(one for one in spec.layers[2].products if one.factors == "causal") for spec in (plain, packed)]
+    assert [one.attended_part for one in attentions] == [1 / 2, 1 / 4]
+    assert packed.layers[0].output_elements - plain.layers[0].output_elements == T  # documents in the place of a mask
     assert packed.forward_flops == plain.forward_flops
 
 

@@ -119,15 +119,16 @@ def _of_each(query: Tensor, key: Tensor, value: Tensor, lengths: list[list[int]]
     return joined.transpose(1, 2)
 
 
+_PROPERTIES = (
+    "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta", "is_cuda", "is_cpu", "is_leaf", "grad_fn", "_version",
+    "_base", "is_nested", "is_sparse", "is_quantized",
+)  # fmt: skip
 _OF_FORM = frozenset(
     (
-        Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__, Tensor.layout.__get__,
-        Tensor.requires_grad.__get__, Tensor.is_meta.__get__, Tensor.is_cuda.__get__, Tensor.is_cpu.__get__,
-        Tensor.is_leaf.__get__, Tensor.grad_fn.__get__, Tensor._version.__get__, Tensor._base.__get__, Tensor.is_nested.__get__,
-        Tensor.is_sparse.__get__, Tensor.is_quantized.__get__, Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.stride,
-        Tensor.nelement, Tensor.storage_offset, Tensor.untyped_storage, Tensor.data_ptr, Tensor.element_size, Tensor.is_contiguous,
-        Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex, Tensor.__hash__,
-        Tensor.get_device,
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+        Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.storage_offset,
+        Tensor.untyped_storage, Tensor.data_ptr, Tensor.element_size, Tensor.is_contiguous, Tensor.is_floating_point,
+        Tensor.is_complex, torch.is_floating_point, torch.is_complex, Tensor.__hash__, Tensor.get_device,
     )
 )  # fmt: skip
 """Functions that read no elements."""

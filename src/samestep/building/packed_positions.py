@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from samestep.building.document_mask import DocumentMask, lengths_of
 
-_MODULE = "transformers.masking_utils"
+_MODULE, _ATTENTION = "transformers.masking_utils", "transformers.integrations.sdpa_attention"
 _FOUND, _JOINED = "find_packed_sequence_indices", "packed_sequence_compatibility_function"
+_MASKS, _SHARED = "ALL_MASK_ATTENTION_FUNCTIONS", "use_gqa_in_sdpa"
 _UNPACKED: weakref.WeakKeyDictionary[nn.Module, set[torch.Size]] = weakref.WeakKeyDictionary()
 """The shapes of one row of positions for several samples in which no documents are packed, by model."""
 
@@ -37,37 +38,42 @@ def packed_documents(model: nn.Module) -> Iterator[None]:
 
     What documents there are is asked once for each shape of positions that a model of transformers makes itself.
     """
-    module: Any = sys.modules.get(_MODULE)
-    if module is None or not all(hasattr(module, name) for name in (_FOUND, _JOINED, "ALL_MASK_ATTENTION_FUNCTIONS")):
+    masking, attention = sys.modules.get(_MODULE), sys.modules.get(_ATTENTION)
+    named = ((masking, (_FOUND, _JOINED, _MASKS)), (attention, (_SHARED,)))
+    if not all(hasattr(module, name) for module, names in named for name in names):
         yield
         return
-    is_theirs = type(model).__module__.startswith("transformers.models.")
-    unpacked = _UNPACKED.setdefault(model, set()) if is_theirs else None
-    found, joined = getattr(module, _FOUND), getattr(module, _JOINED)
-    masks = module.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    found, joined = getattr(masking, _FOUND), getattr(masking, _JOINED)
+    masks, shared = getattr(masking, _MASKS)._global_mapping, getattr(attention, _SHARED)
     dense = masks["sdpa"]
-    setattr(module, _FOUND, functools.partial(_documents_of, found, unpacked))
-    setattr(module, _JOINED, functools.partial(_seen, joined, module.causal_mask_function))
-    masks["sdpa"] = functools.partial(_mask, dense)
     try:
+        if type(model).__module__.startswith("transformers.models."):
+            setattr(masking, _FOUND, functools.partial(_packed, found, _UNPACKED.setdefault(model, set())))
+        setattr(masking, _JOINED, functools.partial(_seen, joined, getattr(masking, "causal_mask_function", None)))
+        setattr(attention, _SHARED, functools.partial(_shares_heads, shared))
+        masks["sdpa"] = functools.partial(_mask, dense)
         yield
     finally:
         masks["sdpa"] = dense
-        setattr(module, _JOINED, joined)
-        setattr(module, _FOUND, found)
+        setattr(attention, _SHARED, shared)
+        setattr(masking, _JOINED, joined)
+        setattr(masking, _FOUND, found)
 
 
-def _documents_of(
-    asked: Callable[[Tensor], Tensor | None], unpacked: set[torch.Size] | None, positions: Tensor
-) -> Tensor | None:
+def _packed(asked: Callable[[Tensor], Tensor | None], unpacked: set[torch.Size], positions: Tensor) -> Tensor | None:
     """Return the document of each token, as transformers' own function does: None where no documents are packed."""
-    is_one_row = unpacked is not None and positions.dim() == 2 and len(positions) > 1 and positions.stride(0) == 0
+    is_one_row = positions.dim() == 2 and len(positions) > 1 and positions.stride(0) == 0
     if is_one_row and positions.shape in unpacked:
         return None
     found = asked(positions)
     if is_one_row and found is None:
         unpacked.add(positions.shape)
     return found
+
+
+def _shares_heads(asked: Callable[..., bool], mask: Tensor | None, *of: Tensor) -> bool:
+    """Return whether queries share heads of keys and values that are not repeated: with documents as without a mask."""
+    return asked(None if isinstance(mask, DocumentMask) else mask, *of)
 
 
 @dataclass(frozen=True, eq=False)

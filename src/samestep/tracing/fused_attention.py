@@ -48,7 +48,7 @@ class _Attention(torch.autograd.Function):
         product = Product(
             rows=query.shape[-2], inner=query.shape[-1] + value.shape[-1], columns=key.shape[-2],
             count=query.shape[:-2].numel(), factors="causal" if call.is_causal or packed else "attention",
-            within=_within_documents(watch, mask.documents) if packed and not call.dropout_p else 1.0,
+            within=1.0 if call.dropout_p else _within_documents(watch, mask),
             owner=watch.innermost, cut="count" if watch.key(query) in watch.cut else "",
         )  # fmt: skip
         given = [query, key, value, *([] if mask is None else [mask])]
@@ -65,9 +65,9 @@ class _Attention(torch.autograd.Function):
         return None, None, *found, None
 
 
-def _within_documents(watch: ForwardTracer, documents: Tensor) -> float:
-    """Return the part of all pairs of tokens whose tokens share a document; 1 where it is not known."""
-    if not watch.values.knows(documents):
+def _within_documents(watch: ForwardTracer, mask: Tensor | None) -> float:
+    """Return the part of all pairs of tokens whose tokens share a document; 1 where it is not known, or there are none."""
+    if not isinstance(mask, DocumentMask) or not watch.values.knows(documents := mask.documents):
         return 1.0
     with _disable_current_modes():
         pairs = sum(length**2 for of_sample in lengths_of(watch.values.of(documents)) for length in of_sample)
