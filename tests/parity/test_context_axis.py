@@ -85,48 +85,6 @@ def test_the_ledger_holds_in_mixed_precision(layout: str, model: str) -> None:
     prove_ledger(layout, model)
 
 
-class Packed(Tokens):
-    """Documents that begin and end within samples, and across slices."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        first, second = 3 + index % 4, 8
-        runs = (first, second - first, LENGTH - second)
-        return {**super().__getitem__(index), "position_ids": torch.cat([torch.arange(run) for run in runs])}
-
-
-def observe_packed(rank: int, world: int, model: str, layout: str, job: Job) -> Observed:
-    return follow(make_run(rank, world, model, layout, job, Packed), Packed(), job, record=True)
-
-
-@functools.cache
-def packed_reference(model: str) -> Observed:
-    return observe_packed(0, 1, model, "dp=1", clipped())
-
-
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    [
-        ("cp=2", "deep_gpt2"),
-        *(
-            pytest.param(layout, model, marks=pytest.mark.nightly)
-            for layout in ("cp=2", "cp=4", "dp=2 cp=2 zero=3", "pp=2 cp=2 microbatch=4")
-            for model in ("deep_llama", "deep_qwen3", "deep_gpt2")
-            if (layout, model) != ("cp=2", "deep_gpt2")
-        ),
-    ],
-)
-def test_documents_packed_into_a_sample_stay_apart(layout: str, model: str) -> None:
-    if model == "deep_gpt2" and layout == "cp=4":
-        pytest.skip("two heads")
-    where = Layout.parse(layout)
-    source_of(model, where, clipped(), Packed)  # which the ranks inherit
-    ranks = pool(where.world_size).run(observe_packed, model, layout, clipped())
-    assert_same(ranks, packed_reference(model), TOLERANCE)
-    assert packed_reference(model).losses != reference(model).losses
-    for seen in ranks:
-        assert seen.ledger == seen.predicted
-
-
 def held_out(rank: int, world: int, layout: str) -> tuple[tuple[float, float], Tensor]:
     """The loss of a forward without gradients, and logits of an odd number of tokens."""
     run = make_run(rank, world, "llama", layout, clipped())

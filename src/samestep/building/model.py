@@ -16,6 +16,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,11 +134,11 @@ class JobModel:
 # -- calling the model -----------------------------------------------------------------------------
 
 
-def call_model(model: nn.Module, batch: Any) -> Any:
+def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
     """Call the model on a batch: a dict by the forward's argument names, without labels; of a tuple all but the second.
 
     A forward with **kwargs is given every key but labels. A tuple's parts from the third on are given as far as the forward
-    has positional arguments for them.
+    has positional arguments for them. Packed documents are attended one by one; `plainly`, with the model's own mask.
 
     Raises:
         ModelError: the forward takes nothing of the batch, or not its position_ids.
@@ -147,7 +148,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         given = {name: value for name, value in batch.items() if accepted.takes(name) and name != "labels"}
         if not given or ("position_ids" in batch and "position_ids" not in given):
             raise ModelError(_unfit(model, batch, accepted.names))
-        with packed_documents(unwrapped(model)):
+        with nullcontext() if plainly else packed_documents(unwrapped(model)):
             return model(**given)
     if isinstance(batch, (tuple, list)):
         inputs = (batch[0], *batch[2:])

@@ -43,19 +43,20 @@ def packed_documents(model: nn.Module) -> Iterator[None]:
     if not all(hasattr(module, name) for module, names in named for name in names):
         yield
         return
+    shared = getattr(attention, _SHARED)
+    if not isinstance(shared, _Sharing):  # for good, since a recomputed block asks behind the model's forward
+        setattr(attention, _SHARED, _Sharing(shared))
     found, joined = getattr(masking, _FOUND), getattr(masking, _JOINED)
-    masks, shared = getattr(masking, _MASKS)._global_mapping, getattr(attention, _SHARED)
+    masks = getattr(masking, _MASKS)._global_mapping
     dense = masks["sdpa"]
     try:
         if type(model).__module__.startswith("transformers.models."):
             setattr(masking, _FOUND, functools.partial(_packed, found, _UNPACKED.setdefault(model, set())))
         setattr(masking, _JOINED, functools.partial(_seen, joined, getattr(masking, "causal_mask_function", None)))
-        setattr(attention, _SHARED, functools.partial(_shares_heads, shared))
         masks["sdpa"] = functools.partial(_mask, dense)
         yield
     finally:
         masks["sdpa"] = dense
-        setattr(attention, _SHARED, shared)
         setattr(masking, _JOINED, joined)
         setattr(masking, _FOUND, found)
 
@@ -71,9 +72,14 @@ def _packed(asked: Callable[[Tensor], Tensor | None], unpacked: set[torch.Size],
     return found
 
 
-def _shares_heads(asked: Callable[..., bool], mask: Tensor | None, *of: Tensor) -> bool:
-    """Return whether queries share heads of keys and values that are not repeated: with documents as without a mask."""
-    return asked(None if isinstance(mask, DocumentMask) else mask, *of)
+@dataclass(frozen=True)
+class _Sharing:
+    """Transformers' answer whether queries share heads of keys and values that are not repeated: with documents as without a mask."""
+
+    asked: Callable[..., bool]
+
+    def __call__(self, mask: Tensor | None, *of: Tensor) -> bool:
+        return self.asked(None if isinstance(mask, DocumentMask) else mask, *of)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +102,12 @@ def _seen(joined: Callable[..., Any], causal: Any, function: Any, positions: Ten
 def _mask(dense: Callable[..., Any], **asked: Any) -> Tensor | None:
     """Return the mask that a model of transformers asks for: of documents that it packs without its elements."""
     function = asked.get("mask_function")
-    plain = all(not asked.get(name) for name in ("attention_mask", "q_offset", "kv_offset", "use_vmap", "local_size"))
-    if isinstance(function, _CausalWithin) and plain and asked["q_length"] == asked["kv_length"]:
+    if isinstance(function, _CausalWithin) and asked.get("attention_mask") is None and not any(map(asked.get, _MORE)):
         documents = function.documents
         return DocumentMask.of(documents, None if documents.is_meta else lengths_of(documents))
     found: Tensor | None = dense(**asked)
     return found
+
+
+_MORE = ("q_offset", "kv_offset", "use_vmap", "local_size")
+"""What a mask may be asked for besides: it is 0, False or None for documents and nothing else."""

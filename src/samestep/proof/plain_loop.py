@@ -9,7 +9,8 @@ for batch in batches:
 ```
 The model is the user's own: the build function called plainly, or a copy of the instance. Only values that are drawn are
 copied from ours, by name, since they are functions of the seed and the name there. So a buffer or a loaded weight that our
-blueprint gives a wrong value, and with it one device and every layout alike, is found here. The loop shares with ours what
+blueprint gives a wrong value, and with it one device and every layout alike, is found here; so is a wrong boundary of packed
+documents, which have transformers' own mask of all pairs of tokens here. The loop shares with ours what
 makes two runs comparable, no more: float64, the model's own float32 islands raised to it, the dropout masks, and how
 `numerics.optimizer_states` rounds states behind an update.
 """
@@ -182,7 +183,7 @@ def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, i
         part = tree_map_only(Tensor, operator.itemgetter(rows), moved) if size else moved
         draw = Draw(run.job.train.seed, step, torch.as_tensor(indices[rows], device=device))
         with precision.RaiseIslands(), DropoutMode(model, draw):
-            outputs = call_model(model, part)
+            outputs = call_model(model, part, plainly=True)
             loss_sum, count = source.loss(outputs, part)
             loss_sums.append(run.assembly.objective.balance.added_to(loss_sum, outputs, count, 1.0))
         counts.append(count)

@@ -1,0 +1,200 @@
+"""Documents packed into samples stay apart, and compute in every layout what a mask of all pairs of tokens computes.
+
+One device with transformers' own mask is the reference: no document is attended alone there. float64, 1e-9. Known silent errors:
+documents that see each other, a mask of a slice instead of the sample, boundaries of one sample for all samples of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samestep.building import document_mask
+from samestep.building import model as calls
+from samestep.building.document_mask import DocumentMask, lengths_of
+from samestep.building.model import call_model
+from samestep.datasets.example import example_of
+from samestep.job import Job
+from samestep.layout import Layout
+from tests.laboratory import (
+    TOLERANCE,
+    Observed,
+    assert_ledger,
+    assert_same,
+    clipped,
+    follow,
+    make_run,
+    reference,
+    source_of,
+)
+from tests.models import LENGTH, MODELS, Tokens
+from tests.pool import pool
+
+
+class Packed(Tokens):
+    """Documents that begin and end within samples, and across slices; one of one token."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        first, second = 1 + index % 4, 8
+        runs = (first, second - first, LENGTH - second)
+        return {**super().__getitem__(index), "position_ids": torch.cat([torch.arange(run) for run in runs])}
+
+
+def observed(rank: int, world: int, model: str, layout: str, job: Job) -> Observed:
+    """The steps of a run, and in its notes the attentions of single documents."""
+    seen: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        of_each = document_mask._of_each
+        patch.setattr(
+            document_mask, "_of_each", lambda *given, **how: (seen.append("attended"), of_each(*given, **how))[1]
+        )
+        found = follow(make_run(rank, world, model, layout, job, Packed), Packed(), job, record=True)
+    return Observed(**{**vars(found), "notes": seen})
+
+
+@functools.cache
+def dense(model: str) -> Observed:
+    """What one device computes with transformers' own mask."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "packed_documents", lambda _: nullcontext())
+        found = observed(0, 1, model, "dp=1", clipped())
+    assert not found.notes
+    return found
+
+
+CASES = [
+    ("dp=1 microbatch=4", "llama"),
+    ("cp=2", "deep_gpt2"),
+    ("tp=2 sequence_parallel recompute=selective", "llama"),
+    ("pp=2 microbatch=2 recompute=full", "deep_qwen3"),
+]
+NIGHTLY = [
+    *((layout, model) for layout in ("cp=2", "cp=4", "dp=2 cp=2 zero=3") for model in ("deep_llama", "deep_qwen3")),
+    ("dp=2 cp=2 zero=3", "deep_gpt2"),
+    ("pp=2 cp=2 microbatch=4", "deep_llama"),
+    ("pp=2 schedule=zero-bubble microbatch=2", "deep_gpt2"),
+    ("dp=2 zero=3 recompute=selective", "deep_qwen3"),
+    ("tp=2 cp=2", "deep_llama"),
+    ("dp=2", "deep_mixtral"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"), [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)]
+)
+def test_documents_packed_into_a_sample_stay_apart(layout: str, model: str) -> None:
+    ranks = of_ranks(layout, model, clipped())
+    assert_same(ranks, dense(model), TOLERANCE)
+    assert dense(model).losses != reference(model).losses
+    assert_ledger(ranks, layout)
+    assert all(seen.notes for seen in ranks)
+
+
+def of_ranks(layout: str, model: str, job: Job) -> list[Observed]:
+    where = Layout.parse(layout)
+    source_of(model, where, job, Packed)  # which the ranks inherit
+    if where.world_size == 1:
+        return [observed(0, 1, model, layout, job)]
+    return pool(where.world_size).run(observed, model, layout, job)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [("cp=2 microbatch=2", "dropping_llama"), pytest.param("tp=2", "dropping_gpt2", marks=pytest.mark.nightly)],
+)
+def test_weights_are_dropped_within_documents(layout: str, model: str) -> None:
+    assert_same(of_ranks(layout, model, clipped()), dense(model), TOLERANCE)
+
+
+def test_graphs_are_given_documents() -> None:
+    job = Job(**{**clipped().model_dump(), "run": {"compile": "blocks", "compile_backend": "aot_eager"}})
+    assert_same(of_ranks("dp=1", "llama", job), dense("llama"), TOLERANCE)
+
+
+# -- the mask ------------------------------------------------------------------------------------------
+
+
+def masks_of(model: str, **batch: Tensor) -> list[Any]:
+    """Return the masks that a model gives to its attentions."""
+    seen = []
+
+    def attention(*args: Any, attn_mask: Any = None, **named: Any) -> Tensor:
+        seen.append(attn_mask)
+        return attend(*args, attn_mask=attn_mask, **named)
+
+    attend = F.scaled_dot_product_attention
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", attention)
+        call_model(MODELS[model](), {"input_ids": Tokens().input_ids[:2], **batch})
+    return seen
+
+
+def positions(*runs: tuple[int, ...]) -> Tensor:
+    return torch.stack([torch.cat([torch.arange(run) for run in sample]) for sample in runs])
+
+
+def test_a_mask_of_documents_is_that_of_transformers() -> None:
+    packed = positions((3, 9), (LENGTH,))
+    (ours, *_), (theirs, *_) = masks_of("llama", position_ids=packed), _without(masks_of, "llama", position_ids=packed)
+    assert isinstance(ours, DocumentMask)
+    assert ours.lengths == [[3, 9], [LENGTH]]
+    assert type(theirs) is Tensor
+    assert torch.equal(ours.dense(), theirs)
+    assert torch.equal(ours & True, theirs)  # whatever else reads it
+    assert ours.untyped_storage().nbytes() == 2 * LENGTH
+
+
+def _without(function: Any, *args: Any, **named: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "packed_documents", lambda _: nullcontext())
+        return function(*args, **named)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [
+        ("llama", {}),
+        ("llama", {"position_ids": positions((LENGTH,), (LENGTH,))}),
+        ("llama", {"attention_mask": torch.ones(2, LENGTH), "position_ids": positions((3, 9), (4, 8))}),
+        ("deep_gemma", {"position_ids": positions((3, 9), (4, 8))}),
+    ],
+)
+def test_other_masks_are_what_they_were(model: str, batch: dict[str, Tensor]) -> None:
+    ours, theirs = masks_of(model, **batch), _without(masks_of, model, **batch)
+    assert [type(one) for one in ours if not isinstance(one, DocumentMask)] == [
+        type(other) for one, other in zip(ours, theirs, strict=True) if not isinstance(one, DocumentMask)
+    ]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one is other is None or torch.equal(one & True, other)
+
+
+@pytest.mark.parametrize("lengths", [[[5], [2, 3], [1, 1, 1, 1, 1]], [[1, 4], [4, 1], [5]]])
+def test_boundaries_are_those_of_each_sample(lengths: list[list[int]]) -> None:
+    q, k, v = torch.randn(3, 3, 2, 5, 4, dtype=torch.float64)
+    documents = torch.stack([torch.arange(len(own)).repeat_interleave(torch.tensor(own)) for own in lengths])
+    assert lengths_of(documents) == lengths
+    mask = DocumentMask.of(documents, lengths)
+    found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense()))
+
+
+# -- the example ---------------------------------------------------------------------------------------
+
+
+class FirstIsOne(Tokens):
+    """A first sample that is one document, and others of several."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        runs = (LENGTH,) if index == 0 else (2, LENGTH - 2) if index % 2 else (6, LENGTH - 6)
+        return {**super().__getitem__(index), "position_ids": positions(runs)[0]}
+
+
+def test_the_example_has_documents() -> None:
+    assert (example_of(FirstIsOne())["position_ids"].diff() != 1).any()
+    assert torch.equal(example_of(Tokens())["input_ids"], Tokens().input_ids[:1])
