@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import sys
 import weakref
 from dataclasses import dataclass
@@ -147,6 +148,23 @@ def test_steps_with_many_classes_whose_logits_are_whole_or_in_chunks(
     layout: str, precision: str, tmp_path: Path
 ) -> None:
     for peak in _peaks_of_all_ranks(layout, precision, tmp_path, "model.config.vocab_size=4096"):
+        assert peak.of != "step" or peak.said == pytest.approx(peak.most, rel=0.01), peak
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ("dp=1 microbatch=2", "float32"),
+        pytest.param("cp=2", "bf16", marks=pytest.mark.nightly),
+        pytest.param("tp=2", "float32", marks=pytest.mark.nightly),
+        pytest.param("dp=1 recompute=full", "float32", marks=pytest.mark.nightly),
+    ],
+)
+def test_steps_of_packed_documents_hold_no_mask(layout: str, precision: str, tmp_path: Path) -> None:
+    lines = (json.dumps({"text": "a mat " * (37 * index % 19 + 1)}) for index in range(400))
+    (tmp_path / "documents.jsonl").write_text("\n".join(lines))
+    settings = (f"data.source=jsonl:{tmp_path / 'documents.jsonl'}", "data.sequence_length=256", "train.global_batch=4")
+    for peak in _peaks_of_all_ranks(layout, precision, tmp_path, *settings):
         assert peak.of != "step" or peak.said == pytest.approx(peak.most, rel=0.01), peak
 
 

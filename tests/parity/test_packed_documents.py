@@ -50,9 +50,9 @@ def observed(rank: int, world: int, model: str, layout: str, job: Job) -> Observ
     """The steps of a run, and in its notes the attentions of single documents."""
     seen: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        of_each = document_mask._of_each
+        attend = document_mask.attend_each
         patch.setattr(
-            document_mask, "_of_each", lambda *given, **how: (seen.append("attended"), of_each(*given, **how))[1]
+            document_mask, "attend_each", lambda *given, **how: (seen.append("attended"), attend(*given, **how))[1]
         )
         found = follow(make_run(rank, world, model, layout, job, Packed), Packed(), job, record=True)
     return Observed(**{**vars(found), "notes": seen})
@@ -112,9 +112,14 @@ def test_weights_are_dropped_within_documents(layout: str, model: str) -> None:
     assert_same(of_ranks(layout, model, clipped()), dense(model), TOLERANCE)
 
 
-def test_graphs_are_given_documents() -> None:
+@pytest.mark.nightly
+def test_no_graph_is_made_anew_for_other_documents() -> None:
     job = Job(**{**clipped().model_dump(), "run": {"compile": "blocks", "compile_backend": "aot_eager"}})
-    assert_same(of_ranks("dp=1", "llama", job), dense("llama"), TOLERANCE)
+    run = make_run(0, 1, "llama", "dp=1 microbatch=2", job, Packed)
+    assert_same([follow(run, Packed(), job)], dense("llama"), TOLERANCE)
+    compiler = run.assembly.model.compiled.compiler
+    assert compiler.num_graphs
+    assert (compiler.num_again, compiler.uncompiled) == (0, {})
 
 
 # -- the mask ------------------------------------------------------------------------------------------

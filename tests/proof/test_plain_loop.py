@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from samestep.building import plain_calls
+from samestep.building import packed_positions, plain_calls
 from samestep.building.initial_values import Blueprint
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import optimizer_of
@@ -31,6 +31,7 @@ from samestep.runtime.stepper import Stepper
 from tests.laboratory import job_of, perturbed
 from tests.models import MODELS, VOCABULARY, Tokens
 from tests.parity.test_loaded_weights import fine_tuned
+from tests.parity.test_packed_documents import Packed
 from tests.proof.planting import around, changed
 from tests.traced import copied
 
@@ -131,6 +132,7 @@ CLEAN: dict[str, Case] = {
     "batch norm": Case(Normed, layout="dp=1"),
     "wrapped": Case(Compiled),
     "a spare layer": Case(Spare),
+    "documents": Case(perturbed(MODELS["llama"]), Packed),
 }
 
 
@@ -153,7 +155,16 @@ def verdict_of(case: Case, folder: Path, install: Callable[[Patch], None] | None
         return sides.judge(ONE, subject(where))
 
 
-DAILY = ("dropout", "loaded", "loaded, in part", "experts, balanced", "third parts", "wrapped", "a spare layer")
+DAILY = (
+    "dropout",
+    "loaded",
+    "loaded, in part",
+    "experts, balanced",
+    "third parts",
+    "wrapped",
+    "a spare layer",
+    "documents",
+)
 
 
 @pytest.mark.parametrize(
@@ -213,12 +224,20 @@ def weights_are_updated_twice(patch: Patch) -> None:
     around(patch, Updater, "step", step)
 
 
+def a_document_begins_a_token_late(patch: Patch) -> None:
+    def lengths(original: Any, documents: Tensor) -> list[list[int]]:
+        return [[first + 1, second - 1, *rest] for first, second, *rest in original(documents)]
+
+    around(patch, packed_positions, "lengths_of", lengths)
+
+
 FAULTS: dict[str, tuple[Callable[[Patch], None], str, str]] = {
     "buffer": (zeros_in_a_buffer, "loaded", r"rotary_emb.*inv_freq.* has not the value that the build function gives"),
     "weight": (a_loaded_weight_is_another, "loaded", "q_proj.weight and 1 more has not the value"),
     "key": (a_key_of_the_batch_is_dropped, "any key", "loss in step 1 of one device"),
     "clip": (nothing_is_clipped, "plain", "gradient of .* in step 1 of one device"),
     "count": (the_mean_is_over_another_count, "plain", "loss in step 1"),
+    "boundary": (a_document_begins_a_token_late, "documents", "loss in step 1 of one device"),
     "update": (weights_are_updated_twice, "dropout", "weight of .* in step 1"),
 }
 

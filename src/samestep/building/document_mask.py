@@ -97,7 +97,7 @@ def _attention(
     mask: DocumentMask = attn_mask
     fits = mask.fits(query, key, dropout_p, is_causal=is_causal)
     if fits and mask.lengths is not None:
-        return _of_each(query, key, value, mask.lengths, scale=scale, enable_gqa=enable_gqa)
+        return attend_each(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
     given: Tensor = mask if query.is_meta else mask.dense()
     how = (given, dropout_p, is_causal)
     if not (fits and query.is_meta):
@@ -108,11 +108,11 @@ def _attention(
     return output.transpose(1, 2).clone().transpose(1, 2)
 
 
-def _of_each(query: Tensor, key: Tensor, value: Tensor, lengths: list[list[int]], **how: Any) -> Tensor:
+def attend_each(query: Tensor, key: Tensor, value: Tensor, mask: DocumentMask, **how: Any) -> Tensor:
     """Return the outputs of causal attentions within each document, the heads of a token side by side in memory."""
     outputs = []
-    for *sample, of_sample in zip(query.split(1), key.split(1), value.split(1), lengths, strict=True):
-        for q, k, v in zip(*(one.split(of_sample, 2) for one in sample), strict=True):
+    for *sample, lengths in zip(query.split(1), key.split(1), value.split(1), mask.lengths or (), strict=True):
+        for q, k, v in zip(*(one.split(lengths, 2) for one in sample), strict=True):
             output = F.scaled_dot_product_attention(q, k, v, is_causal=True, **how)
             outputs.append(output.squeeze(0).transpose(0, 1))
     joined = torch.cat(outputs).unflatten(0, (query.shape[0], -1))

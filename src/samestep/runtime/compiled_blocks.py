@@ -35,6 +35,8 @@ from torch.overrides import (
     _push_mode,
 )
 
+from samestep.building import document_mask
+from samestep.building.document_mask import attend_each
 from samestep.errors import JobError, ModelError, did_you_mean
 from samestep.job_tables import RunTable
 from samestep.program.program import Program
@@ -248,6 +250,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
     warnings.filterwarnings(
         "ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning
     )
+    document_mask.attend_each = torch.compiler.disable(attend_each, reason=_ISLAND)
     blocks = CompiledBlocks(settings.compile_backend)
     model = traced.module
     experts = traced.analysis.experts.counts
