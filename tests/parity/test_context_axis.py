@@ -7,7 +7,6 @@ of the document, gradients that leave the other slices out, a loss that is a mea
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,28 +17,22 @@ from torch import Tensor, nn
 from samestep.building.model import call_model
 from samestep.datasets import batches
 from samestep.errors import LayoutError
-from samestep.job import Job
 from samestep.layout import Layout
 from samestep.simulation import layer_memory
 from samestep.strategies import program_of
 from tests.covering import daily
 from tests.laboratory import (
-    TOLERANCE,
-    Observed,
-    assert_same,
     clipped,
     combinations,
-    follow,
     job_of,
     make_run,
     observe,
     prove,
     prove_ledger,
-    reference,
     source_of,
 )
-from tests.models import LENGTH, VOCABULARY, Tokens
 from tests.models import MODELS as MODELS_OF_ALL
+from tests.models import VOCABULARY, Tokens
 from tests.pool import pool
 
 MODELS = ["llama", "qwen3", "gpt2", "attentive"]

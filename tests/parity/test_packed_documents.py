@@ -7,13 +7,14 @@ documents that see each other, a mask of a slice instead of the sample, boundari
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.building import document_mask
 from samestep.building import model as calls
@@ -33,7 +34,7 @@ from tests.laboratory import (
     reference,
     source_of,
 )
-from tests.models import LENGTH, MODELS, Tokens
+from tests.models import DEEP, LENGTH, MODELS, Tokens, hf
 from tests.pool import pool
 
 
@@ -125,7 +126,7 @@ def test_no_graph_is_made_anew_for_other_documents() -> None:
 # -- the mask ------------------------------------------------------------------------------------------
 
 
-def masks_of(model: str, **batch: Tensor) -> list[Any]:
+def masks_of(build: Callable[[], nn.Module], **batch: Tensor) -> list[Any]:
     """Return the masks that a model gives to its attentions."""
     seen = []
 
@@ -136,7 +137,7 @@ def masks_of(model: str, **batch: Tensor) -> list[Any]:
     attend = F.scaled_dot_product_attention
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", attention)
-        call_model(MODELS[model](), {"input_ids": Tokens().input_ids[:2], **batch})
+        call_model(build(), {"input_ids": Tokens().input_ids[:2], **batch})
     return seen
 
 
@@ -146,13 +147,27 @@ def positions(*runs: tuple[int, ...]) -> Tensor:
 
 def test_a_mask_of_documents_is_that_of_transformers() -> None:
     packed = positions((3, 9), (LENGTH,))
-    (ours, *_), (theirs, *_) = masks_of("llama", position_ids=packed), _without(masks_of, "llama", position_ids=packed)
+    (ours, *_), (theirs, *_) = (of(masks_of, MODELS["llama"], position_ids=packed) for of in (_with, _without))
     assert isinstance(ours, DocumentMask)
     assert ours.lengths == [[3, 9], [LENGTH]]
     assert type(theirs) is Tensor
     assert torch.equal(ours.dense(), theirs)
     assert torch.equal(ours & True, theirs)  # whatever else reads it
     assert ours.untyped_storage().nbytes() == 2 * LENGTH
+
+
+@pytest.mark.parametrize(("window", "is_dense"), [(LENGTH, False), (LENGTH - 1, True)])
+def test_a_window_as_long_as_a_sample_hides_nothing(window: int, is_dense: bool) -> None:
+    windowed = functools.partial(hf, "mistral", num_key_value_heads=2, sliding_window=window, **DEEP)
+    packed = positions((3, 9), (LENGTH,))
+    ours, theirs = (of(masks_of, windowed, position_ids=packed)[0] for of in (_with, _without))
+    assert isinstance(ours, DocumentMask) is not is_dense
+    assert torch.equal(ours & True, theirs)
+    assert bool(theirs[1, 0, -1, 0]) is not is_dense
+
+
+def _with(function: Any, *args: Any, **named: Any) -> Any:
+    return function(*args, **named)
 
 
 def _without(function: Any, *args: Any, **named: Any) -> Any:
@@ -171,7 +186,7 @@ def _without(function: Any, *args: Any, **named: Any) -> Any:
     ],
 )
 def test_other_masks_are_what_they_were(model: str, batch: dict[str, Tensor]) -> None:
-    ours, theirs = masks_of(model, **batch), _without(masks_of, model, **batch)
+    ours, theirs = (of(masks_of, MODELS[model], **batch) for of in (_with, _without))
     assert [type(one) for one in ours if not isinstance(one, DocumentMask)] == [
         type(other) for one, other in zip(ours, theirs, strict=True) if not isinstance(one, DocumentMask)
     ]

@@ -6,8 +6,8 @@ answer of the first forward holds for all of that shape.
 
 Where documents are packed, transformers makes a function of two positions that says which tokens see each other, and from that
 its mask. The mask that stands for "causal, within a document" and nothing else becomes a `DocumentMask`. It is known by the
-functions of which transformers has made it. Whatever else a model adds, as a window or pairs that see each other
-beyond, makes another function, and the dense mask.
+functions of which transformers has made it; a window as long as the sample hides nothing. Whatever else a model adds, as a
+shorter window or pairs that see each other beyond, makes another function, and the dense mask.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from samestep.building.document_mask import DocumentMask, lengths_of
 _MODULE, _ATTENTION = "transformers.masking_utils", "transformers.integrations.sdpa_attention"
 _FOUND, _JOINED = "find_packed_sequence_indices", "packed_sequence_compatibility_function"
 _MASKS, _SHARED = "ALL_MASK_ATTENTION_FUNCTIONS", "use_gqa_in_sdpa"
+_CAUSAL, _WINDOWED = "causal_mask_function", "sliding_window_causal_mask_function"
 _UNPACKED: weakref.WeakKeyDictionary[nn.Module, set[torch.Size]] = weakref.WeakKeyDictionary()
 """The shapes of one row of positions for several samples in which no documents are packed, by model."""
 
@@ -39,24 +40,26 @@ def packed_documents(model: nn.Module) -> Iterator[None]:
     What documents there are is asked once for each shape of positions that a model of transformers makes itself.
     """
     masking, attention = sys.modules.get(_MODULE), sys.modules.get(_ATTENTION)
-    named = ((masking, (_FOUND, _JOINED, _MASKS)), (attention, (_SHARED,)))
+    named = ((masking, (_FOUND, _JOINED, _MASKS, _CAUSAL, _WINDOWED)), (attention, (_SHARED,)))
     if not all(hasattr(module, name) for module, names in named for name in names):
         yield
         return
     shared = getattr(attention, _SHARED)
     if not isinstance(shared, _Sharing):  # for good, since a recomputed block asks behind the model's forward
         setattr(attention, _SHARED, _Sharing(shared))
-    found, joined = getattr(masking, _FOUND), getattr(masking, _JOINED)
+    found, joined, windowed = (getattr(masking, name) for name in (_FOUND, _JOINED, _WINDOWED))
     masks = getattr(masking, _MASKS)._global_mapping
     dense = masks["sdpa"]
     try:
         if type(model).__module__.startswith("transformers.models."):
             setattr(masking, _FOUND, functools.partial(_packed, found, _UNPACKED.setdefault(model, set())))
-        setattr(masking, _JOINED, functools.partial(_seen, joined, getattr(masking, "causal_mask_function", None)))
+        setattr(masking, _JOINED, functools.partial(_seen, joined, getattr(masking, _CAUSAL)))
+        setattr(masking, _WINDOWED, lambda window: _Window(windowed(window), window))
         masks["sdpa"] = functools.partial(_mask, dense)
         yield
     finally:
         masks["sdpa"] = dense
+        setattr(masking, _WINDOWED, windowed)
         setattr(masking, _JOINED, joined)
         setattr(masking, _FOUND, found)
 
@@ -83,6 +86,17 @@ class _Sharing:
 
 
 @dataclass(frozen=True, eq=False)
+class _Window:
+    """Transformers' function of two positions that says "causal, and not as far away as the window"."""
+
+    pairs: Callable[..., Tensor]
+    window: int
+
+    def __call__(self, *positions: Any) -> Tensor:
+        return self.pairs(*positions)
+
+
+@dataclass(frozen=True, eq=False)
 class _CausalWithin:
     """Transformers' function of two positions that says "causal, within a document", and the documents."""
 
@@ -96,7 +110,8 @@ class _CausalWithin:
 def _seen(joined: Callable[..., Any], causal: Any, function: Any, positions: Tensor, documents: Tensor) -> Any:
     """Return what transformers' own function does, with the documents where `function` says "causal" and nothing else."""
     pairs = joined(function, positions, documents)
-    return _CausalWithin(pairs, documents) if function is causal else pairs
+    sees_all = isinstance(function, _Window) and function.window >= documents.shape[1]
+    return _CausalWithin(pairs, documents) if function is causal or sees_all else pairs
 
 
 def _mask(dense: Callable[..., Any], **asked: Any) -> Tensor | None:
@@ -109,5 +124,5 @@ def _mask(dense: Callable[..., Any], **asked: Any) -> Tensor | None:
     return found
 
 
-_MORE = ("q_offset", "kv_offset", "use_vmap", "local_size")
+_MORE = ("q_offset", "kv_offset", "use_vmap")
 """What a mask may be asked for besides: it is 0, False or None for documents and nothing else."""

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
