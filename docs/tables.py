@@ -297,7 +297,7 @@ TECHNIQUES = (
         "tracing/dependence/dimension_maps.py tracing/dependence/independence.py tracing/features/features.py tracing/samples.py tracing/slices.py",
     ),
     ("watching", "runtime/guards/canary.py runtime/guards/drift.py"),
-    ("packed documents", "datasets/documents.py"),
+    ("packed documents", "datasets/documents.py building/packed_positions.py building/document_mask.py"),
     ("mixtures of experts", "tracing/experts.py building/families.py"),
     ("expert parallelism", "strategies/expert.py runtime/axes/expert.py"),
     ("dropout", "runtime/randomness/mode.py runtime/randomness/replacements.py runtime/randomness/masks.py"),
