@@ -23,6 +23,7 @@ from samestep.building.model import call_model
 from samestep.datasets.example import example_of
 from samestep.job import Job
 from samestep.layout import Layout
+from tests.device.real_gpu import refusal
 from tests.laboratory import (
     TOLERANCE,
     Observed,
@@ -97,12 +98,12 @@ def test_documents_packed_into_a_sample_stay_apart(layout: str, model: str) -> N
     assert all(seen.notes for seen in ranks)
 
 
-def of_ranks(layout: str, model: str, job: Job) -> list[Observed]:
+def of_ranks(layout: str, model: str, job: Job, device: str = "cpu") -> list[Observed]:
     where = Layout.parse(layout)
     source_of(model, where, job, Packed)  # which the ranks inherit
     if where.world_size == 1:
         return [observed(0, 1, model, layout, job)]
-    return pool(where.world_size).run(observed, model, layout, job)
+    return pool(where.world_size, device).run(observed, model, layout, job)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,12 @@ def test_no_graph_is_made_anew_for_other_documents() -> None:
     compiler = run.assembly.model.compiled.compiler
     assert compiler.num_graphs
     assert (compiler.num_again, compiler.uncompiled) == (0, {})
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(bool(refusal()), reason=refusal())
+def test_documents_on_a_device_are_those_of_a_cpu() -> None:
+    assert_same(of_ranks("tp=2", "llama", clipped(), "cuda"), dense("llama"), TOLERANCE)
 
 
 # -- the mask ------------------------------------------------------------------------------------------
