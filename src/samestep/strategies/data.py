@@ -61,6 +61,10 @@ def _coupling(step: StepSpec) -> str | None:
     if model.mixes_samples and "samples" not in step.allow:
         where, _, operation = model.mixes_samples.rpartition(" by ")
         waiver = 'run.allow = ["samples"] lets it run unproven'
+        if operation.startswith("nll_loss"):
+            waiver = (
+                f"a loss function (outputs, batch) that computes it from the logits works in every layout; {waiver}"
+            )
         return f"{where} lets the samples of a batch influence each other by {operation}, {works}; {waiver}"
     unclear = next((mask for mask in model.masks if mask.rows is None), None)
     if unclear is not None:
