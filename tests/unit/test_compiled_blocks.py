@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -63,6 +64,21 @@ class CompilesItself(Plain):
         self.blocks[0].compile()
 
 
+class CountsGraphs(Plain):
+    """A model that compiles its blocks itself, with a backend that keeps the graphs."""
+
+    graphs: ClassVar[list[torch.fx.GraphModule]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend=self._keep)
+
+    def _keep(self, graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:
+        self.graphs.append(graph)
+        return graph.forward
+
+
 class OfTwoKinds(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -113,10 +129,20 @@ def test_a_backend_that_fails_leaves_blocks_uncompiled_with_the_same_result(monk
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.compile imports what warns
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_a_model_that_compiles_its_blocks_is_refused():
     with pytest.raises(ModelError, match=r"blocks\.0, which the model compiles itself"):
         stepped(CompilesItself)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler asks each input for its gradient
+def test_what_a_model_compiles_itself_is_traced_uncompiled_and_runs_compiled():
+    job = JOB.model_copy(update={"run": JOB.run.model_copy(update={"compile": "none"})})
+    CountsGraphs.graphs.clear()
+    runs = [run_of(model, job) for model in (CountsGraphs, Plain)]
+    assert not CountsGraphs.graphs
+    losses = [[run.step(batch).loss for batch in samestep.batches(Tokens(), job)] for run in runs]
+    assert CountsGraphs.graphs
+    assert losses[0] == losses[1]
 
 
 def test_an_unknown_backend_is_refused():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from samestep.building.dispatch_mode import uncompiled
 from samestep.building.model import call_model, why_unfit
 from samestep.building.surface import process_randomness
 from samestep.building.transforms import transforms_beside_hooks
@@ -40,9 +41,9 @@ def outputs_on_meta(module: nn.Module, sample: Any, num_samples: int, value_of: 
     watch = ForwardTracer(module, lambda block: None, {}, keeps_all=keeps_all)
     copies = tree_map_only(Tensor, lambda t: torch.cat([t] * num_samples) if t.dim() else t, sample)
     batch = tree_map_only(Tensor, watch.to_meta, copies)
-    drawing = process_randomness(_SEED)
     with (
-        drawing,
+        process_randomness(_SEED),
+        uncompiled(),
         watch.knowing(module, value_of),
         fused_attention(watch),
         torch.enable_grad(),
@@ -75,6 +76,7 @@ def watch_forward(
     try:
         with ExitStack() as stack:
             stack.enter_context(process_randomness(_SEED))
+            stack.enter_context(uncompiled())
             stack.enter_context(watch.knowing(module, value_of))
             stack.enter_context(_hooks(module, containers, watch))
             stack.enter_context(fused_attention(watch))

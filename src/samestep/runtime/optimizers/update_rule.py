@@ -20,9 +20,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +31,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_leaves
 
 from samestep.building.combined_optimizer import CombinedOptimizer, class_names, member_over, members_of
+from samestep.building.dispatch_mode import uncompiled
 from samestep.errors import ModelError
 from samestep.runtime.optimizers.followed_step import CountsOnHost, Entry, FollowedStep, ReadsNumbersError, UpdateLabel
 from samestep.runtime.optimizers.step_code import StepCode
@@ -157,7 +156,7 @@ def _read(
     held: Mapping[str, Any],
 ) -> UpdateRule:
     """Return the rule that trials on some weights of each kind show."""
-    with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
+    with uncompiled():
         try:
             found = trial.watched(some)
         except TRIED as error:
