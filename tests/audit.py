@@ -54,6 +54,8 @@ MAY = {
 trace a model in another process, and start ssh."""
 COMPILER = ("/torch/_dynamo/", "/torch/_inductor/")
 """Whose code is generated in a temporary folder, and starts processes: torch.compile's, where `run.compile` asks for it."""
+CUDA = "/cuda/pathfinder/"
+"""What finds CUDA's libraries: as a build of torch for CUDA is imported, it asks `ldconfig` where they are."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def _nameless_file() -> int:
 def _seen(event: str, args: tuple[Any, ...], folders: str) -> str:
     """Return what an event shows, as text; empty where it is harmless."""
     if event in STARTS:
-        return f"{event} {args[:2]!s:.200}"
+        return "" if any(CUDA in path for path, _ in _stack()) else f"{event} {args[:2]!s:.200}"
     if event == "pickle.find_class":
         return "" if _over_a_pipe() else f"{event} {args[-2:]}"
     path = ""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import samestep
+from samestep.runtime.axes.recompute import in_our_modes
 from tests.pool import pool
 
 PUBLIC_OF_FSDP = """
@@ -65,6 +68,26 @@ def test_every_module_imports_on_this_torch():
     for found in pkgutil.walk_packages(samestep.__path__, "samestep."):
         if not found.name.endswith("__main__"):
             importlib.import_module(found.name)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_what_a_model_checkpoints_is_repeated_in_the_modes_of_its_forward(is_reentrant):
+    entered: list[str] = []
+
+    @contextmanager
+    def entering(when: str) -> Iterator[None]:
+        entered.append(when)
+        yield
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return entering("forward"), entering("recomputation")
+
+    given = torch.randn(3, requires_grad=True)
+    with in_our_modes(contexts, plainly=False, detached=False):
+        torch.utils.checkpoint.checkpoint(torch.sin, given, use_reentrant=is_reentrant).sum().backward()
+    assert entered == ["forward", "recomputation"]
+    assert given.grad is not None
+    assert torch.equal(given.grad, given.cos())
 
 
 # -- FSDP2 -----------------------------------------------------------------------------------------

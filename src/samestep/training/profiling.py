@@ -81,7 +81,9 @@ class Profiler(StepObserver):
             for path in layer.modules:
                 if path and path in here:  # other stages hold other layers
                     self._hooks += _labelled(here[path], f"samestep::op forward:{layer.name}")
-        self._profile = profile(activities=activities, profile_memory=True)
+        self._profile = profile(
+            activities=activities, profile_memory=True, acc_events=True
+        )  # without, torch may warn of cycles
         self._profile.__enter__()
 
 

@@ -37,6 +37,13 @@ from samestep.tracing.meta_tensors import is_transformed
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 ContextFn = Callable[[], Contexts]
+_Begin = Callable[[ContextFn | None], Iterator[None]]
+_GENERATOR = next(
+    name
+    for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    if hasattr(torch_checkpoint, name)
+)
+"""What `checkpoint` calls: since torch 2.14 the first one, by keywords; the second one calls it for others."""
 TAKEN = "the model checkpoints its own blocks, which is taken as recompute=full"
 """The remark where `layout_for` returns another layout."""
 
@@ -98,13 +105,8 @@ def in_our_modes(contexts: ContextFn, *, plainly: bool, detached: bool) -> Itera
     there is none: an input that takes no gradient is then a pipeline's stand-in.
     """
 
-    def generator(
-        original: Any, function: Any, preserve: bool, own: ContextFn, *rest: Any, **named: Any
-    ) -> Iterator[None]:
-        if plainly and not isinstance(own, _Around):
-            return _plain()
-        found: Iterator[None] = original(function, preserve, _both(_given(own), contexts), *rest, **named)
-        return found
+    def generator(begin: _Begin, own: ContextFn) -> Iterator[None]:
+        return _plain() if plainly and not isinstance(own, _Around) else begin(_both(_given(own), contexts))
 
     def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         with torch.no_grad() if detached and not _takes_gradient(args) else nullcontext():
@@ -115,17 +117,28 @@ def in_our_modes(contexts: ContextFn, *, plainly: bool, detached: bool) -> Itera
 
 
 @contextmanager
-def _replaced(generator: Callable[..., Iterator[None]], reentrant: Callable[..., Any]) -> Iterator[None]:
-    """Replace the two functions that torch's `checkpoint` calls; `generator` is given the original first."""
-    original = torch_checkpoint._checkpoint_without_reentrant_generator
+def _replaced(
+    generator: Callable[[_Begin, ContextFn], Iterator[None]], reentrant: Callable[..., Any]
+) -> Iterator[None]:
+    """Replace the two functions that torch's `checkpoint` calls.
+
+    `generator` is given what begins torch's own with the contexts that it is to enter, and the contexts of the call.
+    """
+    original = getattr(torch_checkpoint, _GENERATOR)
     function = torch_checkpoint.CheckpointFunction
     before = vars(function).get("apply")  # of a replacement around this one; torch's own is inherited
-    torch_checkpoint._checkpoint_without_reentrant_generator = functools.partial(generator, original)
+
+    def started(*given: Any, **named: Any) -> Iterator[None]:
+        if "context_fn" in named:
+            return generator(lambda around: original(*given, **{**named, "context_fn": around}), named["context_fn"])
+        return generator(lambda around: original(*given[:2], around, *given[3:], **named), given[2])
+
+    setattr(torch_checkpoint, _GENERATOR, started)
     function.apply = staticmethod(reentrant)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch_checkpoint._checkpoint_without_reentrant_generator = original
+        setattr(torch_checkpoint, _GENERATOR, original)
         if before is None:
             del function.apply
         else:
@@ -160,7 +173,7 @@ def record_checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
     depth = [0]
     seen = Checkpointed()
 
-    def counted(*given: Any, **named: Any) -> Iterator[None]:
+    def counted(_begin: _Begin, _own: ContextFn) -> Iterator[None]:
         depth[0] += 1
         try:
             yield
