@@ -42,10 +42,10 @@ class Interpreter:
 
 
 def interpreters(given: Sequence[str]) -> Iterator[Interpreter]:
-    """Yield the interpreters that are given, or those of this checkout and on the PATH, one for each version."""
+    """Yield the interpreters that are given, or those of this checkout and on the PATH, one for each version and torch."""
     own = ROOT / ".venv" / "bin" / "python"
     words = given or [str(own), sys.executable, *(f"python{version}" for version in supported())]
-    seen: set[str] = set()
+    seen: set[tuple[str, str]] = set()
     for word in words:
         path = which(word)
         asked = subprocess.run([path, "-c", _ASKS], capture_output=True, text=True, check=False) if path else None
@@ -54,9 +54,10 @@ def interpreters(given: Sequence[str]) -> Iterator[Interpreter]:
                 print(f"not run: {word} is no interpreter that starts")
             continue
         version, torch = asked.stdout.split()
-        if version not in seen:
-            seen.add(version)
-            yield Interpreter(str(path), version, torch.replace("-", "").partition("+")[0])
+        torch = torch.replace("-", "").partition("+")[0]
+        if (version, torch) not in seen:
+            seen.add((version, torch))
+            yield Interpreter(str(path), version, torch)
 
 
 def supported() -> list[str]:
@@ -109,6 +110,8 @@ def main() -> int:
     for python in interpreters(os.environ.get("PYTHONS", "").split()):
         made_for = wheels_for(python, wheels)
         for release, wheel in made_for.items():
+            if (python.version, release) in ended:
+                continue
             try:
                 ended[python.version, release] = fast_tests(environment(python, release, wheel))
             except subprocess.CalledProcessError as error:

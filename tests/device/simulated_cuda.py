@@ -35,7 +35,9 @@ _kept: list[Any] = []
 def refusal() -> str:
     """Return why this torch cannot be given a simulated device; empty where it can."""
     if torch.version.cuda is not None or (torch.cuda.is_available() and not _kept):
-        return "this torch has CUDA, and needs no simulated device"
+        return (
+            "this torch is built for CUDA: its own kernels stand where the simulated ones would; `make gpu` needs a GPU"
+        )
     needed = {
         "torch._C._acc.DeviceGuard": hasattr(getattr(torch._C, "_acc", None), "DeviceGuard"),
         "torch._C._to_dlpack": hasattr(torch._C, "_to_dlpack"),

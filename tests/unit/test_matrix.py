@@ -44,6 +44,19 @@ def test_what_is_at_hand_runs_and_the_rest_is_named(at_hand, capsys):
     assert sum("not run: no torch" in line for line in said) == len(pairs) - 1
 
 
+def test_each_torch_of_one_version_of_python_runs(at_hand, monkeypatch, capsys, tmp_path):
+    paths = []
+    for answer in ("3.12 2.11.0+cu130", "3.12 2.13.0", "3.12 2.13.0+cpu", "3.12 -"):
+        paths.append(tmp_path / f"python{len(paths)}")
+        paths[-1].write_text(f"#!/bin/sh\necho {answer}\n")
+        paths[-1].chmod(0o755)
+    monkeypatch.setenv("PYTHONS", " ".join(map(str, paths)))
+    assert matrix.main() == 0
+    assert at_hand == [str(path) for path in paths[:2]]
+    said = capsys.readouterr().out.splitlines()
+    assert {"Python 3.12, torch 2.11: passed", "Python 3.12, torch 2.13: passed"} <= {*said}
+
+
 def test_a_failure_is_a_failure(at_hand, monkeypatch, capsys):
     monkeypatch.setattr(matrix, "fast_tests", lambda inside: "failed (exit status 1)")
     assert matrix.main() == 1
