@@ -340,7 +340,7 @@ def wrapped_within() -> nn.Module:
     return net
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.compile imports what warns
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch.compile imports what warns
 @pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda net: nn.DataParallel(torch.compile(net))])
 def test_a_wrapped_model_starts_as_the_model_does(wrap):
     expected, made = blueprint(Net, SEED), blueprint(lambda: wrap(Net()), SEED)
@@ -349,7 +349,7 @@ def test_a_wrapped_model_starts_as_the_model_does(wrap):
         assert torch.equal(made.materialize(name, CPU), expected.materialize(plain_name, CPU)), name
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_wrapped_part_starts_as_the_part_does():
     expected, made = blueprint(Net, SEED), blueprint(wrapped_within, SEED)
     weight = made.materialize("first.module._orig_mod.weight", CPU)

@@ -157,7 +157,7 @@ class Scripted(Net):
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # of one class or another, by version
     _SCRIPTED = torch.jit.script(_drop)
 
 
