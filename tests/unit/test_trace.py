@@ -473,12 +473,12 @@ def test_a_mask_picks_as_many_as_the_sample_has() -> None:
     spec = spec_of(lambda: Picking(by_scores=False), sample)
     attention = 2 * 6 * 6 * (4 + 4)
     assert spec.forward_flops == attention + 2 * 2 * 16
-    assert spec.varies_at == "drop"  # the module entered last
+    assert (spec.varies_at, spec.picks_at) == ("", "drop")  # the module entered last
     spec = spec_of(lambda: Picking(by_scores=True), sample)
     num_picked, rest = divmod(spec.forward_flops - attention, 2 * 16)
     assert 0 <= num_picked <= 6
     assert rest == 0
-    assert spec.varies_at == "drop"
+    assert (spec.varies_at, spec.picks_at) == ("drop", "")
 
 
 def test_a_failing_forward_is_named() -> None:

@@ -217,18 +217,24 @@ def _proven(
 ) -> tuple[cut_proof.CutProof, dict[int, tuple[tuple[str, str, int], ...]], dict[str, int]]:
     """Return the proof of a plan, the counts of a rank, and the heads that ranks may share.
 
-    Where the code behind a cut needs more than a rank's part, the outputs of the modules that it reads are gathered; where
-    that does not help, these modules stay whole.
+    Where the code behind a cut needs more than a rank's part, the outputs of the modules that it reads are gathered, those of
+    the head first; where that does not help, these modules stay whole.
     """
     first: cut_proof.CutProof | None = None
     while True:
-        counts: dict[int, tuple[tuple[str, str, int], ...]] = {}
         shareable = {} if planned.refusal else tensor_plan.shareable_heads(plan.module, planned)
-        proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder, cuts_loss)
-        if degree := cut_proof.smallest_degree(proof):
-            proof, counts = _tried(proof, plan, experts, shareable, sample, degree)
-        if not proof.refusal:
-            return proof, counts, shareable
+        proofs: list[cut_proof.CutProof] = []
+        for cuts_logits in (True, False) if cuts_loss else (False,):
+            counts: dict[int, tuple[tuple[str, str, int], ...]] = {}
+            proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder, cuts_logits)
+            if degree := cut_proof.smallest_degree(proof):
+                proof, counts = _tried(proof, plan, experts, shareable, sample, degree)
+            if not proof.refusal:
+                return proof, counts, shareable
+            proofs.append(proof)
+            if not proof.cuts_logits:  # else the code behind the head may need them whole
+                break
+        proof = proofs[0]
         first = first or proof
         planned.gather(paths := cut_proof.to_gather(plan.module, proof), proof.refusal)
         if not paths or not planned.styles:

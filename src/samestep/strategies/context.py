@@ -47,8 +47,8 @@ def refusal(step: StepSpec) -> str | None:
             f"cp={degree} exchanges heads for tokens in the middle of a block, and run.compile = 'blocks' makes one graph "
             "of a block: cp=1 works, and so does run.compile = 'none'"
         )
-    if model.varies_at:
-        return f"cp={degree}: shapes or branches at {model.varies_at} depend on values: cp=1 works"
+    if at := model.varies_at or model.picks_at:
+        return f"cp={degree}: shapes or branches at {at} depend on values: cp=1 works"
     if model.differentiates_at and any(layer.exchanges for layer in model.layers):
         return f"cp={degree}: {gradients_within(model)}; cp=1 works"
     if model.slice_refusal:

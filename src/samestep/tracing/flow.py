@@ -106,6 +106,8 @@ class Flow:
     """The events that use each weight, in a module of its own or not."""
     behind: tuple[str, ...] = ()
     """Weights that a module reads past its arguments, though they are not its own."""
+    picks_from: int | None = None
+    """The first event that works on rows which the values of the samples pick; None if none does."""
 
     @cached_property
     def calls(self) -> tuple[int, ...]:
@@ -140,6 +142,9 @@ class Flow:
         text = next((text for made, read, text in self.hidden if made < boundary <= read), None)
         if text is not None:
             raise CannotPassError(text)
+        if self.picks_from is not None and boundary > self.picks_from:
+            picks = self.events[self.picks_from].name
+            raise CannotPassError(f"{picks} works on rows that values pick, and other samples may have more of them")
 
 
 class CannotPassError(Exception):

@@ -109,8 +109,18 @@ class FlowRecorder(TorchFunctionMode):
         self._is_active = False
         self.differentiates_at = ""
         """Path of the module whose code takes gradients by `torch.autograd.grad`; empty if none does."""
+        self._picks_from: int | None = None
         self.is_random = False
         """Whether the event that runs has drawn random numbers."""
+
+    def pick(self) -> bool:
+        """Note that rows which values pick are worked on now; return whether an event does it, and not every stage for itself."""
+        running = self._running
+        if not self._is_active or running is None or running.number < 0:
+            return False
+        if self._picks_from is None:
+            self._picks_from = running.number
+        return True
 
     @contextmanager
     def over(self, module: nn.Module, is_outside: Callable[[str], bool]) -> Iterator[None]:
@@ -151,6 +161,7 @@ class FlowRecorder(TorchFunctionMode):
                 (weight.names[0], self._numbers[weight.param]) for weight in used if weight.param in self._numbers
             ),
             uses=tuple((weight.names[0], tuple(sorted(weight.uses))) for weight in used),
+            picks_from=self._picks_from,
             behind=tuple(weight.names[0] for weight in used if any(weight.uses.values())),
         )
         return self._finished

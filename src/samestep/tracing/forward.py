@@ -119,6 +119,12 @@ class ForwardTracer(DispatchMode):
         """Weights in whose place a top-most module had another tensor when it was entered."""
         self.varies = ""
         """Path of a module whose code may act differently, or make another shape, for other values."""
+        self.picks = ""
+        """Path of the first module whose code works on rows that values of the sample pick: other samples may have more."""
+        self.picks_none = False
+        """Whether the sample has no such row, so that what is done to them cannot be seen."""
+        self._picked: set[int] = set()
+        """Storages whose shapes follow from the values of the sample."""
         self.has_looked = False
         """Whether its code looks at values: with others it may use other weights."""
         self.exchanges: list[tuple[str, int, Exchange]] = []
@@ -170,10 +176,22 @@ class ForwardTracer(DispatchMode):
         given = [tensor for tensor in given if tensor.is_meta]
         self.flow_recorder.is_random |= torch.Tag.nondeterministic_seeded in func.tags
         self._writes = func._schema.is_mutable
+        self._follow_picks(func, args, given, written)
         self.record(given, written, flops, None if flops is None else self._product(func, args, outcome, flops))
         if self.recorder is not None:
             self.recorder.record(func, self.where, *as_given, outcome)
         return outcome
+
+    def _follow_picks(self, func: Any, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor]) -> None:
+        """Note the tensors whose shapes follow from the values of the sample, and the first event that meets one."""
+        begins = _finds(func, args)
+        if not begins and not any(self.key(tensor) in self._picked for tensor in given):
+            return
+        if not self._writes:
+            self._picked |= {self.key(tensor) for tensor in made if tensor.dim()}
+        if self.flow_recorder.pick():
+            self.picks = self.picks or self.innermost
+            self.picks_none |= any(tensor.numel() == 0 for tensor in made)
 
     @property
     def where(self) -> str:
@@ -271,7 +289,6 @@ class ForwardTracer(DispatchMode):
         """
         if not all(map(self.values.knows, picks)):
             raise NeedsValuesError
-        self.varies = self.varies or self.innermost
         zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
         real = func(zeros, *tree_map_only(Tensor, self.values.of, args))
         return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
@@ -330,7 +347,8 @@ class ForwardTracer(DispatchMode):
 
     def save(self, tensor: Tensor) -> Tensor | None:
         """Record a tensor that autograd keeps, unless it is a weight; return it only if a backward follows."""
-        self._on_keep(self.regions[self.region].path)
+        if self._depth:  # and not the model's own code behind it, which is not recomputed with it
+            self._on_keep(self.regions[self.region].path)
         key = self.key(tensor)
         if tensor.is_meta and key not in self._weights:
             saved = self.norm_savers if self._running and self._running[-1] in self._norms else self.savers
@@ -437,12 +455,23 @@ class ForwardTracer(DispatchMode):
         self.values = KnownValues(keeps_all=False)
 
 
+def _finds(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether the shape of an operation's result follows from values, as that of `x[mask]` does."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    if func.overloadpacket is torch.ops.aten.index:
+        return any(pick.dtype in (torch.bool, torch.uint8) for pick in operands(args[1]))
+    return func.overloadpacket not in _OF_GIVEN_SIZE or len(args) < 2 or args[-1] is None
+
+
 PACKS = frozenset((torch.ops.aten._pack_padded_sequence,))
 """Operations that are given a tensor on the host beside one on the device."""
 _PICKING = (torch.ops.aten.index, torch.ops.aten.masked_select)
 """`tensor[picks]`: with integer picks the shape of the result is known without values, with a mask it is not."""
 
 
+_OF_GIVEN_SIZE = (torch.ops.aten.one_hot, torch.ops.aten.bincount)
+"""Operations whose last argument is the number of classes that the result has a place for."""
 _PLAIN = (torch.ops.aten.mm, torch.ops.aten.addmm)
 _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 _ADDING = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)

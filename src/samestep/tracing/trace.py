@@ -83,7 +83,7 @@ def trace(
     """Return the spec of a module on the meta device from one forward; `sample` is a batch of one real sample.
 
     `value_of` serves code that looks at the values of buffers and weights; without it such code is refused. `on_keep`
-    is called for each tensor that autograd keeps, with the path of the top-most module with weights entered last.
+    is called for each tensor that autograd keeps in a top-most module, with the path of the one with weights entered last.
     `styles` are the cut styles of modules by path: tensors between a column cut and a row cut are cut too.
     `recorder` records all operations. `loss` is called with the outputs and the sample, to find the weights that take no
     part in it.
@@ -121,13 +121,15 @@ def trace(
     params = _param_specs(module, layers, containers, watch, idle, uses_of)
     first = min((param.layer for param in params if param.trainable), default=0)
     specs = tuple(dataclasses.replace(spec, has_backward=index >= first) for index, spec in enumerate(specs))
+    varies = watch.varies or (watch.picks if watch.picks_none else "")
     return ModelSpec(
         name=name,
         layers=with_crossings(specs, watch.flow, module, num_samples),
         params=params,
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
         coupled_modules=_coupled(module),
-        varies_at=watch.varies,
+        varies_at=varies,
+        picks_at="" if varies else watch.picks,
         differentiates_at=watch.flow_recorder.differentiates_at,
     )
 

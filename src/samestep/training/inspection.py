@@ -158,6 +158,7 @@ class Inspection:
                 yield f"tokens under sequence_parallel: refused, {spec.sequence_refusal}"
         for module, what in (
             (spec.varies_at, "shapes or branches depend on values"),
+            (spec.picks_at, "works on as many rows as values of the sample pick"),
             (spec.differentiates_at, "takes gradients itself"),
         ):
             if module:
