@@ -35,6 +35,7 @@ from tests.models import Tokens
 from tests.parity.test_frozen import observe, on_ranks, run_of
 from tests.parity.test_lora import hold_losses, loaded, logits_of, plain_model, steps, train_plainly
 from tests.pool import pool
+from tests.small import assert_equal, stored, whole
 
 TARGETS = ["q_proj", "k_proj", "o_proj", "down_proj"]
 LORA: dict[str, Any] = {"targets": TARGETS, "r": 4, "alpha": 8.0, "modules_to_save": ["lm_head"], "base": "nf4"}
@@ -181,6 +182,28 @@ def test_adapters_are_resumed_exported_and_merged_into_rounded_weights(folder: P
     samestep.export(tmp_path / "run", tmp_path / "whole", merge=True)
     for found in (ours, loaded(tmp_path / "whole")):
         assert (logits_of(found) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2 zero=3"])
+def test_a_resumed_run_is_equal_to_the_bit(layout: str, folder: Path, tmp_path: Path) -> None:
+    job = job_of(
+        "bf16", 3, optimizer={"name": "adamw", "lr": 0.01, "options": {"betas": (0.9, 0.95)}},
+        model={"source": f"hf:{folder}", "lora": {**LORA, "dropout": 0.1}},
+    )  # fmt: skip
+    first, last = (f"checkpoints/step-00000{step}" for step in (2, 3))
+
+    def run(name: str, until: int, start: Path | None = None) -> Path:
+        ranks = Layout.parse(layout).world_size
+        run_of(0, 1, layout, job)
+        taken = (layout, job, tmp_path / name, until, start)
+        steps(0, 1, *taken) if ranks == 1 else pool(ranks).run(steps, *taken)
+        return tmp_path / name
+
+    begun = run("run", 2) / first
+    resumed, whole_run = run("run", 3, begun) / last, run("whole", 3) / last
+    assert_equal(stored(resumed), stored(whole_run))
+    trained = whole(whole_run)
+    assert any(not torch.equal(trained[name], value) for name, value in whole(begun).items())
 
 
 def test_weights_of_another_run_are_rounded(folder: Path, tmp_path: Path) -> None:
