@@ -216,7 +216,8 @@ def load(path: str | Path, settings: Sequence[str] = (), without: Sequence[str] 
         there = f"; there are {', '.join(sorted(near))}" if near else ""
         raise JobError(f"no job file at {path}{there}") from None
     except IsADirectoryError:
-        raise JobError(f"{path} is a folder; a job is a TOML file") from None
+        of_run = f", as {path / 'job.toml'}; `--out {path} --resume` resumes this run"
+        raise JobError(f"{path} is a folder; a job is a TOML file{of_run * (path / 'job.toml').exists()}") from None
     except (
         ValueError,
         RecursionError,

@@ -277,6 +277,13 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
     )
     assert not why_unfit(TakesAny(), {"x": 1, "labels": 2})
     assert not why_unfit(TakesAny(), (1, 2))
+    assert "the loss alone is given labels" in why_unfit(NeedsLabels(), {"x": 1, "labels": 2})
+    assert not why_unfit(NeedsLabels(), {"x": 1})
+
+
+class NeedsLabels(nn.Module):
+    def forward(self, x: Any, labels: Any) -> Any:
+        return x, labels
 
 
 # -- losses ----------------------------------------------------------------------------------------

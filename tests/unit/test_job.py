@@ -179,7 +179,10 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     path = _file(tmp_path, "[model\n")
     (tmp_path / "pyproject.toml").touch()
     assert _mistakes(tmp_path / "nope.toml") == [f"no job file at {tmp_path}/nope.toml; there are {path}"]
-    assert _mistakes(tmp_path) == [f"{tmp_path} is a folder; a job is a TOML file"]
+    (empty := tmp_path / "empty").mkdir()
+    assert _mistakes(empty) == [f"{empty} is a folder; a job is a TOML file"]
+    (tmp_path / "job.toml").touch()
+    assert _mistakes(tmp_path)[0].endswith(f"as {tmp_path}/job.toml; `--out {tmp_path} --resume` resumes this run")
     (line,) = _mistakes(path)
     assert line.startswith(f"{path} is not TOML: ")
     assert "line 1" in line

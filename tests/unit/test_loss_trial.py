@@ -50,6 +50,16 @@ def own_shift(outputs: Any, batch: Any) -> Any:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
 
 
+def picked(outputs: Any, batch: Any) -> Any:
+    labels = batch["labels"][batch["labels"] != -100]
+    return F.cross_entropy(outputs, labels, reduction="sum"), len(labels)
+
+
+def mean_of_picked(outputs: Any, batch: Any) -> Any:
+    labels = batch["labels"][batch["labels"] != -100]
+    return F.cross_entropy(outputs, labels), 1
+
+
 def mean_of_each(outputs: Any, batch: Any) -> Any:
     return F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none").mean(1).sum(), len(outputs)
 
@@ -111,6 +121,7 @@ LEGAL = {
     "dataclass": (cross_entropy, Output(LOGITS), {"labels": IDS}),
     "half precision": (cross_entropy, LOGITS.bfloat16(), {"labels": IDS}),
     "flattened tokens": (flat, LOGITS.flatten(0, 1), {"labels": IDS}),
+    "rows that labels pick": (picked, LOGITS[IDS != 1], {"labels": IDS.masked_fill(IDS == 1, -100)}),
     "own mask": (masked, LOGITS, {"labels": IDS}),
     "own shift": (own_shift, LOGITS, {"labels": IDS}),
     "mean of each sample": (mean_of_each, LOGITS, {"labels": IDS}),
@@ -178,6 +189,7 @@ COUPLED = {
     "advantages of two samples": (normalised, ROWS[:2], {"x": ROWS[:2]}),
     "mean": (mean, ROWS, {"labels": CLASSES}),
     "mean over unequal counts": (mean_times_size, LOGITS, {"labels": IDS}),
+    "mean of rows that labels pick": (mean_of_picked, LOGITS[IDS != 1], {"labels": IDS.masked_fill(IDS == 1, -100)}),
     "contrastive": (contrastive, ROWS, {"x": ROWS}),
     "contrastive, two views": (contrastive, torch.cat([ROWS, ROWS.sin()]), {"x": ROWS}),
     "penalty on the spread": (with_spread, 0.01 * ROWS, {"x": ROWS}),
@@ -306,6 +318,15 @@ def test_samples_that_agree_by_chance_are_tried_with_others() -> None:
     assert len(both[0]) == 5
     assert tried(by_class, *both, 5).reason
     assert joined((ROWS.T[None], few[1]), (ROWS.T[None], few[1]), (2, B)) is None
+
+
+def test_picked_rows_of_single_samples_are_tried_together() -> None:
+    labels = IDS.masked_fill(IDS == 1, -100)
+    each = [(LOGITS[i : i + 1][labels[i : i + 1] != -100], {"labels": labels[i : i + 1]}) for i in range(2)]
+    both = joined(*each, (1, 1))
+    assert both is not None
+    assert both[0].shape[0] == int((labels[:2] != -100).sum())
+    assert [tried(loss, *both, 2).reason == "" for loss in (picked, mean_of_picked)] == [True, False]
 
 
 def test_a_loss_that_goes_backward_itself_is_no_sum() -> None:

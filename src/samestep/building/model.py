@@ -157,8 +157,13 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
 
 
 def why_unfit(model: nn.Module, batch: Any) -> str:
-    """Return that the forward names no argument that the batch has, as text; empty where it names one, or none at all."""
+    """Return that the forward needs labels, or names no argument that the batch has; empty where it names one, or none at all."""
     names = _accepted(type(unwrapped(model)).forward).names
+    if isinstance(batch, Mapping) and "labels" in batch and _accepted(type(unwrapped(model)).forward).needs_labels:
+        return (
+            "the loss alone is given labels; a forward that takes what it needs of them under another name in the batch works, "
+            "as a mask of the positions that count"
+        )
     if not isinstance(batch, Mapping) or not names or not (batch.keys() - {"labels"}).isdisjoint(names):
         return ""
     return _unfit(model, batch, names)
@@ -185,6 +190,9 @@ class _Accepted:
     num_positional: int
     """The number of its positional arguments; the largest integer with *args."""
 
+    needs_labels: bool = False
+    """Whether it fails without labels."""
+
     def takes(self, name: str) -> bool:
         """Return whether the forward takes an argument of this name."""
         return self.takes_any or name in self.names
@@ -200,5 +208,6 @@ def _accepted(forward: Callable[..., Any]) -> _Accepted:
     return _Accepted(
         names=tuple(one.name for one in parameters if one.kind in by_name),
         takes_any=inspect.Parameter.VAR_KEYWORD in kinds,
+        needs_labels=any(one.name == "labels" and one.default is inspect.Parameter.empty for one in parameters),
         num_positional=sys.maxsize if inspect.Parameter.VAR_POSITIONAL in kinds else sum(k in by_place for k in kinds),
     )

@@ -12,7 +12,8 @@ them, such as their class, so those of several micro-batches are tried together.
 and the parts are halves along the tokens too.
 
 Which dimension of a tensor holds the samples is not known: the first, where its size is the number of samples, or
-several rows for each sample (flattened tokens, two views), or another dimension of that size. What adds up under any of
+several rows for each sample (flattened tokens, two views), as many as a mask or the labels pick in it, or another
+dimension of that size. What adds up under any of
 these readings is a sum: a coupled loss adds up under none. A loss that gives another value when it is called again, as one
 with a running mean of its own, depends on how often it is called, and does not pass either.
 """
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from samestep.building.loss import IGNORED_LABEL
 from samestep.runtime.axes import pending_logits
 from samestep.runtime.axes.precision import RaiseIslands, cast_floating
 from samestep.runtime.guards import batch_words
@@ -78,11 +80,15 @@ class _Reading:
     """Number of rows of the dimension for each sample."""
     stacked: bool = False
     """Whether the rows of one sample stand apart, as in two views of a batch one after the other."""
+    picked: tuple[int, ...] = ()
+    """Numbers of rows of each sample, where they are not equal."""
 
     def take(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         """Return the part of some samples."""
         if self.dim is None:
             return tensor
+        if self.picked:
+            return tensor.narrow(self.dim, sum(self.picked[:start]), sum(self.picked[start:stop]))
         if self.rows == 1:
             return tensor.narrow(self.dim, start, stop - start)
         if not self.stacked:
@@ -180,18 +186,28 @@ def _moved(tensor: Tensor, by: float = _MOVED) -> Tensor:
 def _readings(leaves: list[Tensor], size: int, dim: int, num_outputs: int) -> Iterator[tuple[_Reading, ...]]:
     """Yield how all tensors may hold the samples, the likeliest first; outputs of one shape, or labels, hold them alike."""
     keys = [(leaf.shape, index < num_outputs) for index, leaf in enumerate(leaves)]
-    known = {key: _readings_of(leaf, size, dim) for key, leaf in zip(keys, leaves, strict=True)}
+    picked = [] if dim or size == 1 else list(dict.fromkeys(_picked(leaves[num_outputs:], size)))
+    known = {key: _readings_of(leaf, size, dim, picked) for key, leaf in zip(keys, leaves, strict=True)}
     ranked = itertools.product(*(list(enumerate(found)) for found in known.values()))
     for choice in sorted(ranked, key=lambda choice: sum(rank for rank, _ in choice)):
         chosen = dict(zip(known, (reading for _, reading in choice), strict=True))
         yield tuple(chosen[key] for key in keys)
 
 
-def _readings_of(leaf: Tensor, size: int, dim: int) -> list[_Reading]:
+def _picked(leaves: list[Tensor], size: int) -> list[tuple[int, ...]]:
+    """Return the numbers of positions that masks and labels of a batch pick in each sample."""
+    of_each = [leaf.flatten(1) for leaf in leaves if leaf.dim() > 1 and leaf.shape[0] == size]
+    whole = [leaf for leaf in of_each if not leaf.is_floating_point() and not leaf.is_complex()]
+    chosen = [leaf != left_out for leaf in whole for left_out in (0, IGNORED_LABEL)]
+    return [tuple(one.sum(1).tolist()) for one in chosen]
+
+
+def _readings_of(leaf: Tensor, size: int, dim: int, picked: list[tuple[int, ...]]) -> list[_Reading]:
     shape = leaf.shape
     if dim:
         return [_Reading(dim), _Reading(None)] if leaf.dim() > dim and shape[dim] == size else [_Reading(None)]
     found = [_Reading(at) for at in range(leaf.dim()) if shape[at] == size]
+    found += [_Reading(0, picked=rows) for rows in picked if leaf.dim() and sum(rows) == shape[0]]
     if leaf.dim() and shape[0] > size and shape[0] % size == 0:
         rows = shape[0] // size
         found += [_Reading(0, rows), _Reading(0, rows, stacked=True)]
@@ -353,9 +369,14 @@ def joined(
     pairs = list(zip(tensors_in(first), tensors_in(second), strict=False))
     if len(pairs) != len(tensors_in(first)) or len(pairs) != len(tensors_in(second)):
         return None
+    sizes_of = [(one.shape[:1], other.shape[:1]) for one, other in pairs]
+    picked = [_picked(tensors_in(given[1]), size) for given, size in zip((first, second), sizes, strict=True)]
+    rows = {((sum(mine),), (sum(theirs),)) for mine, theirs in zip(*picked, strict=False)}  # as many as a mask picks
+    num_outputs = len(tensors_in(first[0]))
     of_samples = [
-        (one.shape[:1], other.shape[:1]) == ((sizes[0],), (sizes[1],)) and not (keeps_equal and torch.equal(one, other))
-        for one, other in pairs
+        (found == ((sizes[0],), (sizes[1],)) or (index < num_outputs and found in rows))
+        and not (keeps_equal and torch.equal(*pairs[index]))
+        for index, found in enumerate(sizes_of)
     ]
     for (one, other), is_of_samples in zip(pairs, of_samples, strict=True):
         alike = one.shape[1:] == other.shape[1:] if is_of_samples else one.shape == other.shape
