@@ -48,7 +48,7 @@ def timed(device: torch.device, steps: Losses, groups: int, of: int) -> Timed:
     began = time.perf_counter()
     losses = [next(steps)()]
     _wait(device)
-    first_s = time.perf_counter() - began
+    first_s = last_s = time.perf_counter() - began
     for _ in range(FIRST_STEPS - 1):
         began = time.perf_counter()
         losses.append(next(steps)())

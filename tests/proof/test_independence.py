@@ -230,6 +230,7 @@ LEGAL = {
 MIXING = {
     "the mean of the batch": (["mean 0"], "mean"),
     "its statistics": (["statistics of a channel"], "batch_norm"),
+    "no places by its statistics": (["statistics of a channel", "places and add"], "batch_norm"),
     "the next sample": (["roll 0"], "add"),
     "a running sum": (["cumsum 0"], "cumsum"),
     "through merged tokens": (["flatten", "softmax 0"], "softmax"),

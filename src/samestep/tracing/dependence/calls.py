@@ -52,14 +52,17 @@ Moves = Callable[[int, Along], Dependence]
 
 
 def mapped(call: Call, given: Sequence[Operand], moves: Moves | None = None) -> Dependence:
-    """Return the dependence of a result from the dimensions that its operands become; those without elements give nothing."""
+    """Return the dependence of a result from the dimensions that its operands become.
+
+    Those without elements give nothing, unless rows are mixed in what says that they have none: with other values they may.
+    """
     parts: list[Along | Mixed] = []
     constants: list[Operand] = []
     has_elements = all(result.numel() for result in call.results)
     for at, (tensor, dims) in enumerate(given):
-        if has_elements and not tensor.numel():
-            continue
         found = call.known.of(tensor)
+        if has_elements and not tensor.numel() and not isinstance(found, Mixed):
+            continue
         if found is None:
             constants.append((tensor, dims))
             continue
