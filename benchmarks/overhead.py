@@ -451,6 +451,10 @@ def rounds(seconds: float, least: int) -> Iterator[int]:
         yield index
 
 
+def _ratios(over: Iterable[float], under: Iterable[float]) -> tuple[float, ...]:
+    return tuple(one / other for one, other in zip(over, under, strict=True))
+
+
 def step_figures(section: str, times: dict[str, list[Turn]]) -> list[Figure]:
     """Set samestep's turns against those of the others in the same round."""
     figures = []
@@ -461,10 +465,10 @@ def step_figures(section: str, times: dict[str, list[Turn]]) -> list[Figure]:
         aim, met = ("", None) if limit is None else (f"<= {limit:.4g}", statistics.median(numbers) <= limit)
         figures.append(Figure(section, what, numbers, unit, aim, met))
 
-    def ratios(ours: str, theirs: str, of: Callable[[Turn], float]) -> Iterator[float]:
-        return (of(a) / of(b) for a, b in zip(times[ours], times[theirs], strict=True))
+    def ratios(ours: str, theirs: str, of: Callable[[Turn], float]) -> tuple[float, ...]:
+        return _ratios(map(of, times[ours]), map(of, times[theirs]))
 
-    noise = list(ratios(CONTROL, "ddp", lambda turn: turn.seconds)) if CONTROL in times else [1.0, 1.0]
+    noise = ratios(CONTROL, "ddp", lambda turn: turn.seconds) if CONTROL in times else (1.0, 1.0)
     for peer in peers:
         # Accelerate and Fabric wrap DDP: no slower than one of two equal DDPs may be beside the other.
         limit = 1.02 if peer in ("ddp", "plain") else max(1.0, statistics.quantiles(noise, n=4)[-1])
@@ -563,10 +567,6 @@ def scaling_figures(
         Figure("scaling", "step time, samestep dp=1", tuple(alone_s), "s"),
         Figure("scaling", "step time, samestep dp=2", tuple(pair_s["pair"]), "s"),
     ]
-
-
-def _ratios(over: Sequence[float], under: Sequence[float]) -> tuple[float, ...]:
-    return tuple(one / other for one, other in zip(over, under, strict=True))
 
 
 def _at_once(pair: Sequence[Crew]) -> list[Turn]:

@@ -86,25 +86,27 @@ class _Sharing:
 
 
 @dataclass(frozen=True, eq=False)
-class _Window:
-    """Transformers' function of two positions that says "causal, and not as far away as the window"."""
+class _Pairs:
+    """One of transformers' functions of two positions, which says whether they see each other."""
 
     pairs: Callable[..., Tensor]
-    window: int
 
     def __call__(self, *positions: Any) -> Tensor:
         return self.pairs(*positions)
 
 
 @dataclass(frozen=True, eq=False)
-class _CausalWithin:
-    """Transformers' function of two positions that says "causal, within a document", and the documents."""
+class _Window(_Pairs):
+    """The function that says "causal, and not as far away as the window"."""
 
-    pairs: Callable[..., Tensor]
+    window: int
+
+
+@dataclass(frozen=True, eq=False)
+class _CausalWithin(_Pairs):
+    """The function that says "causal, within a document", and the documents."""
+
     documents: Tensor
-
-    def __call__(self, *positions: Any) -> Tensor:
-        return self.pairs(*positions)
 
 
 def _seen(joined: Callable[..., Any], causal: Any, function: Any, positions: Tensor, documents: Tensor) -> Any:

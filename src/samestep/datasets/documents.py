@@ -16,7 +16,8 @@ The documents d become one stream, which is cut every T tokens into samples; an 
 
 Given position_ids but neither attention_mask nor cache, transformers (from version 5) restricts attention to a document: it
 starts a new one wherever positions do not rise by one (`masking_utils.find_packed_sequence_indices`). Its mask is not made:
-each document is attended by itself (`building/packed_positions.py`). Recurrent and convolutional layers are not restricted. The end id itself is never an input.
+each document is attended by itself (`building/packed_positions.py`). Recurrent and convolutional layers are not
+restricted. The end id itself is never an input.
 """
 
 from __future__ import annotations
