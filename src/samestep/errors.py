@@ -113,11 +113,9 @@ def to_words(error: SamestepError) -> tuple[str, tuple[str, ...]]:
 
 
 def of_words(name: str, given: Iterable[str]) -> SamestepError:
-    """Return the error of which these are the words; a name of no class here makes the least specific one."""
+    """Return the error of which these are the words; a name of no class here makes a `RunError`."""
     kind = globals().get(name)
-    if isinstance(kind, type) and issubclass(kind, SamestepError):
-        return kind(*given)
-    return SamestepError(*given)
+    return kind(*given) if isinstance(kind, type) and issubclass(kind, SamestepError) else RunError(*given)
 
 
 def shown(value: object) -> str:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from samestep import errors
-from samestep.errors import JobError, RunError, WorkerError
+from samestep.errors import JobError, WorkerError
 from samestep.job import Job
 from samestep.runtime.processes import workers
-from samestep.runtime.processes.distant_workers import Away, Follower
+from samestep.runtime.processes.distant_workers import Away, Follower, Order
 from samestep.runtime.processes.join import resolve_device
 from samestep.runtime.processes.local_workers import LocalWorkers
 from samestep.runtime.processes.meeting import Meeting, Rendezvous, meet
@@ -87,24 +87,24 @@ def follow(meeting: Meeting, job: Job, init_from: str | Path | None, work: Calla
     known: dict[str, Checked] = {}
     lost = Lost("", None, "", (), is_told=False)
 
-    def workers_of(order: Mapping[str, Any]) -> LocalWorkers:
+    def workers_of(order: Order) -> LocalWorkers:
         nonlocal lost
-        layout, until, folder = order["layout"], order["until"], Path(order["folder"])
-        if run_folder.lock_of(folder) != order["lock"]:
+        layout, until, folder = order.layout, order.until, Path(order.folder)
+        if run_folder.lock_of(folder) != order.lock:
             raise JobError(f"--out {folder} is not the leading host's folder: one that all hosts share works")
-        lost = Lost("", folder, order["lock"], tuple(order["hosts"]), run_folder.is_held(folder))
+        lost = Lost("", folder, order.lock, order.hosts, run_folder.is_held(folder))
         if layout not in known:
-            size = {"ranks": order["ranks"], "num_hosts": order["ranks"] // order["local_ranks"]}
+            size = {"ranks": order.ranks, "num_hosts": order.ranks // order.local_ranks}
             given = {"layout": layout, "steps": until, "out": folder, "init_from": init_from}
             known[layout] = check(job, **given, **size, auto_resume=True)
         checked = _resumed(known[layout], order)
         device = resolve_device(job.run.device)
-        workers.check_gpus(device, order["local_ranks"])
+        workers.check_gpus(device, order.local_ranks)
         options = LaunchOptions(
-            ranks=order["ranks"],
-            first_rank=order["first_rank"],
-            local_ranks=order["local_ranks"],
-            ranks_per_node=order["ranks_per_node"],
+            ranks=order.ranks,
+            first_rank=order.first_rank,
+            local_ranks=order.local_ranks,
+            ranks_per_node=order.ranks_per_node,
             device_type=device,
             threads=job.run.threads,
             timeout_s=job.run.timeout_s,
@@ -112,7 +112,7 @@ def follow(meeting: Meeting, job: Job, init_from: str | Path | None, work: Calla
             quiet=True,
             isolated=False,
             interface=meeting.interface,
-            store=tuple(order["store"]),
+            store=order.store,
         )
         return LocalWorkers(options, work, (checked,))
 
@@ -120,9 +120,9 @@ def follow(meeting: Meeting, job: Job, init_from: str | Path | None, work: Calla
     if last is None:
         return dataclasses.replace(lost, why=f"the leading host {meeting.leader.peer} is gone: {meeting.leader.lost}")
     if "status" in last:
-        raise SystemExit(last["status"])
+        raise SystemExit(last["status"] if isinstance(last["status"], int) else 1)
     if "error" in last:
-        raise getattr(errors, last["error"], RunError)(last["text"])
+        raise errors.of_words(str(last["error"]), [str(last.get("text"))])
     summary: dict[str, Any] = last["summary"]
     return summary
 
@@ -150,9 +150,9 @@ def meet_again(lost: Lost, at: Rendezvous, mine: Mapping[str, str]) -> Meeting:
     raise WorkerError(f"{lost.why}; none of {', '.join(lost.hosts)} leads the run instead")
 
 
-def _resumed(checked: Checked, order: Mapping[str, Any]) -> Checked:
+def _resumed(checked: Checked, order: Order) -> Checked:
     """Return a run that has passed its checks here, from the checkpoint that the leading host says."""
-    resume_from = Path(order["resume_from"]) if order["resume_from"] else None
+    resume_from = Path(order.resume_from) if order.resume_from else None
     return dataclasses.replace(
         checked, resume_from=resume_from, first_weights=None if resume_from else checked.first_weights
     )

@@ -10,6 +10,8 @@ Both then have the key HMAC(token, "key" a b). Each later line is `HMAC(key, dir
 counts the lines of its direction, so that none can be changed, left out, repeated or sent back. The token itself is never
 sent. Nothing is encrypted, and nothing is unpickled. Source: Krawczyk, Bellare, Canetti 1997 (RFC 2104).
 
+Where the second line is no proof, the listening host answers with random digits, which the other side cannot take for one.
+
 Each side says every second that it is there. A side is lost when its connection ends, or when it was silent for 10 s: a
 cable that was pulled for 4 s, after which TCP waits for up to 3 s more, loses nobody.
 """
@@ -20,6 +22,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import math
 import os
 import secrets
 import socket
@@ -30,11 +33,15 @@ from collections.abc import Mapping
 from multiprocessing import connection
 from typing import Any
 
+from samestep.errors import WorkerError
+
 _SILENT_S = 10.0
 _ALIVE_EVERY_S = 1.0
-_GREETING_S = 3.0  # for the whole of a greeting: who listens talks to one host at a time
+_GREETING_S = 3.0  # for the whole of a greeting
 _CLOSE_S = 3.0
 _MOST_BYTES = 1 << 20  # of a line
+_MOST_CHARACTERS = 1 << 14  # of a text that is sent, each of which is at most 12 bytes in JSON
+_SAYS_NONSENSE = "it said what no host of a run says"
 _NONCE_BYTES = 32
 _GREETING_BYTES = 256  # at most, of each line of a greeting
 
@@ -51,7 +58,11 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class TokenError(Exception):
-    """The other side does not know the token, or is no host of a run."""
+    """The other side does not know the token."""
+
+
+class GreetingError(Exception):
+    """What has answered did not greet as a host of a run does; it may do so later."""
 
 
 class Channel:
@@ -79,9 +90,14 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message; one that cannot be sent is dropped, and the other side is lost."""
+        """Send a message; one that cannot be sent is dropped, and the other side is lost.
+
+        Raises:
+            WorkerError: the message is too long.
+        """
         text = json.dumps(message).encode()
-        assert len(text) < _MOST_BYTES, f"a message of {len(text)} bytes"
+        if len(text) >= _MOST_BYTES:
+            raise WorkerError(f"a message of {len(text)} bytes to {self.peer}: less than {_MOST_BYTES} works")
         with self._lock:
             seal = _seal(self._key, self._names[0], self._num_sent, text)
             self._num_sent += 1
@@ -96,10 +112,11 @@ class Channel:
         messages, self._unread = self._unread, []
         return messages
 
-    def next(self) -> dict[str, Any] | None:
-        """Wait for a message and return it; None where the other side is lost."""
+    def next(self, timeout_s: float = math.inf) -> dict[str, Any] | None:
+        """Wait for a message and return it; None where the other side is lost, or sends none within `timeout_s`."""
+        end_s = time.monotonic() + timeout_s
         while not self._unread:
-            if self.lost:
+            if self.lost or time.monotonic() > end_s:
                 return None
             connection.wait([self._socket], timeout=_ALIVE_EVERY_S)
             self.receive_more()
@@ -125,13 +142,24 @@ class Channel:
                 self.lost, self._received = "something came that it did not send", b""
                 break
             self._num_heard += 1
-            message = json.loads(text)
+            try:
+                message = json.loads(text)
+            except (ValueError, RecursionError):
+                message = None
+            if not isinstance(message, dict):
+                self.lose()
+                break
             if message:
                 self._unread.append(message)
         if len(self._received) > _MOST_BYTES:
             self.lost = "a message has no end"
         if time.monotonic() - self._heard_s > _SILENT_S:
             self.lost = self.lost or f"it was silent for {_SILENT_S:.0f} s"
+
+    def lose(self) -> None:
+        """Count the other side as lost, since it has the token and yet says what no host of a run says."""
+        self.lost, self._received = self.lost or _SAYS_NONSENSE, b""
+        self._unread.clear()
 
     def close(self) -> None:
         """End the connection; what was sent still arrives."""
@@ -151,6 +179,14 @@ class Channel:
             self.send({})
 
 
+def shortened(text: str, most: int = _MOST_CHARACTERS) -> str:
+    """Return a text of at most `most` characters: the whole, or its beginning and how many characters were left out."""
+    if len(text) <= most:
+        return text
+    note = f" ... ({len(text)} characters)"
+    return text[: most - len(note)] + note
+
+
 def welcome(connected: socket.socket, token: bytes) -> Channel:
     """Greet a host that has connected, and return the channel to it.
 
@@ -162,6 +198,7 @@ def welcome(connected: socket.socket, token: bytes) -> Channel:
     lines.write(nonce)
     other, _, seal = lines.read().partition(b" ")
     if len(other) != len(nonce) or not hmac.compare_digest(seal, _hmac(token, b"joins", nonce, other)):
+        lines.write(secrets.token_hex(_NONCE_BYTES).encode())
         connected.close()
         raise TokenError("it does not know the token")
     lines.write(_hmac(token, b"listens", nonce, other))
@@ -172,15 +209,19 @@ def greet(connected: socket.socket, token: bytes) -> Channel:
     """Greet the host that this process has connected to, and return the channel to it.
 
     Raises:
-        TokenError: it does not know the token, or is something else.
+        TokenError: it does not know the token.
+        GreetingError: it does not greet, or ends the greeting.
     """
     lines = _Lines(connected)
     other, nonce = lines.read(), secrets.token_hex(_NONCE_BYTES).encode()
     if len(other) != len(nonce):
-        raise TokenError("what listens there is no run of samestep")
+        raise GreetingError("what listens there is no run of samestep")
+    proof = _hmac(token, b"listens", other, nonce)
     lines.write(nonce + b" " + _hmac(token, b"joins", other, nonce))
-    if not hmac.compare_digest(lines.read(), _hmac(token, b"listens", other, nonce)):
-        connected.close()
+    answer = lines.read()
+    if len(answer) != len(proof):
+        raise GreetingError("what listens there ended the greeting")
+    if not hmac.compare_digest(answer, proof):
         raise TokenError("it has another token")
     return Channel(connected, _hmac(token, b"key", other, nonce), listens=False)
 

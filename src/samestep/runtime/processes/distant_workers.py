@@ -5,7 +5,7 @@ leading host                       channel                             following
 DistantWorkers ── run, tell at, tell leave, signal, kill, end ──► Follower ── LocalWorkers ── its ranks
                ◄── ready, joined, at, done, failed; stop ───────
 ```
-All of it is JSON. Who waits for whom, which failure was the first and when a run hangs is decided in one place, by the
+All of it is JSON, and is checked against the types below when it comes: a host that says anything else is lost. Who waits for whom, which failure was the first and when a run hangs is decided in one place, by the
 leading host (`runtime/processes/workers.py`), which ends the run on every host.
 """
 
@@ -23,10 +23,11 @@ from multiprocessing import connection
 from types import FrameType
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from samestep.errors import SamestepError
-from samestep.runtime.processes.channel import Channel
+from samestep.runtime.processes.channel import Channel, shortened
 from samestep.runtime.processes.join import STOP_SIGNALS, restore_signals
 from samestep.runtime.processes.local_workers import LocalWorkers
 from samestep.runtime.processes.meeting import Meeting
@@ -35,6 +36,38 @@ from samestep.runtime.processes.worker import Failure, LaunchOptions, failure_of
 
 _starts = itertools.count()
 _END_GRACE_S = 40.0  # another host waits for its workers to leave
+_MOST_CHARACTERS_OF_LINES = 40 << 10
+
+
+@dataclass(frozen=True)
+class Order:
+    """The message with which the leading host has another one start workers."""
+
+    hosts: tuple[str, ...]
+    layout: str
+    folder: str
+    until: int | None
+    resume_from: str
+    lock: str
+    ranks: int
+    first_rank: int
+    local_ranks: int
+    ranks_per_node: int
+    store: tuple[str, int]
+    start: int
+    """The number of this start."""
+
+
+_ORDERS = TypeAdapter(Order)
+_FAILURES = TypeAdapter(Failure)
+_VALUES: Mapping[str, TypeAdapter[Any]] = {
+    "ready": TypeAdapter(None),
+    "joined": TypeAdapter(None),
+    "at": TypeAdapter(Whereabouts),
+    "done": TypeAdapter(tuple[None, dict[str, int]]),
+}
+_NONSENSE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+"""The errors of a message that holds other words, ranks or types."""
 
 
 class DistantWorkers:
@@ -56,25 +89,33 @@ class DistantWorkers:
     def hear(self) -> Iterator[tuple[int, str, Any]]:
         """Yield the messages that have come, as rank, word and value; a host that is lost is a failure of all its ranks."""
         for message in self._channel.receive():
-            if "stop" in message:
-                yield self.ranks.start, "stop", (message["stop"], message["again"])
-            elif message["start"] != self._order["start"]:
-                continue  # of workers that have ended late
-            elif message.get("word") == "failed":
-                failure = dict(message["value"])
-                failure["time_s"] = time.monotonic() - failure.pop("age_s")
-                failure["lines"] = tuple(failure["lines"])
-                failure["text"] = f"on {self.host}: {failure['text']}"
-                self._over.add(message["rank"])
-                yield message["rank"], "failed", Failure(**failure)
-            elif message.get("word") == "at":
-                yield message["rank"], "at", Whereabouts(**message["value"])
-            elif "word" in message:
-                yield message["rank"], message["word"], message["value"]
+            try:
+                said = self._read(message)
+            except _NONSENSE:
+                self._channel.lose()
+                break
+            if said is not None:
+                yield said
         for rank in self.ranks if self._channel.lost else ():
             if rank not in self._over:
                 self._over.add(rank)
                 yield rank, "failed", Failure(rank, time.monotonic(), f"is lost with its host: {self._channel.lost}")
+
+    def _read(self, message: Mapping[str, Any]) -> tuple[int, str, Any] | None:
+        """Return a message as rank, word and value; None for one of workers that have ended late."""
+        if "stop" in message:
+            return self.ranks.start, "stop", (signal.Signals(message["stop"]), bool(message["again"]))
+        if message["start"] != self._order["start"] or "word" not in message:
+            return None
+        rank, word, value = message["rank"], message["word"], message["value"]
+        if rank not in self.ranks:
+            raise ValueError(f"rank {rank} is of another host")
+        if word != "failed":
+            return rank, word, _VALUES[word].validate_python(value)
+        given = {**value, "time_s": time.monotonic() - value["age_s"], "text": f"on {self.host}: {value['text']}"}
+        failure = _FAILURES.validate_python({**given, "rank": rank})
+        self._over.add(rank)
+        return rank, word, failure
 
     def tell(self, rank: int, word: str) -> None:
         """Ask a worker how far it has come (`at`), or tell it that it may leave (`leave`)."""
@@ -145,7 +186,7 @@ class Away:
 class Follower:
     """This host's part of a run that another host leads: it starts workers as it is told, until it is told why all is over."""
 
-    def __init__(self, leader: Channel, workers_of: Callable[[Mapping[str, Any]], LocalWorkers]) -> None:
+    def __init__(self, leader: Channel, workers_of: Callable[[Order], LocalWorkers]) -> None:
         self._leader, self._workers_of = leader, workers_of
         self._workers: LocalWorkers | None = None
         self._signals: list[int] = []
@@ -166,9 +207,8 @@ class Follower:
                 connection.wait(sources, timeout=0.1)
                 self._pass_on()
                 for message in self._leader.receive():
-                    if "bye" in message:
-                        last: dict[str, Any] = message["bye"]
-                        return last
+                    if "bye" in message and isinstance(message["bye"], dict):
+                        return message["bye"]
                     self._obey(message)
                 if self._leader.lost:
                     return None
@@ -189,27 +229,46 @@ class Follower:
             self._say({"rank": rank, "word": word, "value": _written(word, value)})
 
     def _obey(self, message: Mapping[str, Any]) -> None:
-        """Do what one message of the leading host says."""
+        """Do what one message of the leading host says; one that says anything else makes it lost."""
+        try:
+            if "run" in message:
+                order = _ORDERS.validate_python(message["run"])
+            elif "end" not in message:
+                self._pass_to_worker(message)
+                return
+        except _NONSENSE:
+            self._leader.lose()
+            return
         if "run" in message:
-            order = message["run"]
-            self._start = order["start"]
-            try:
-                self._workers = self._workers_of(order)
-                self._workers.start()
-            except SamestepError as error:
-                failure = failure_of(order["first_rank"], error)
-                value = _written("failed", failure)
-                self._say({"rank": failure.rank, "word": "failed", "value": value})
-        elif "end" in message:
+            self._run(order)
+        else:
             self._end()
             self._say({"ended": True})
-        elif self._workers is not None:
-            if "tell" in message:
-                self._workers.tell(message["rank"], message["tell"])
-            elif "signal" in message:
-                self._workers.signal(message["rank"], message["signal"])
-            elif "kill" in message:
-                self._workers.kill(message["rank"])
+
+    def _pass_to_worker(self, message: Mapping[str, Any]) -> None:
+        """Pass a word or a signal on to one worker; it comes late where the workers have ended."""
+        rank = message["rank"]
+        if self._workers is None:
+            return
+        if rank not in self._workers.ranks:
+            raise ValueError(f"rank {rank} is of another host")
+        if "tell" in message:
+            self._workers.tell(rank, {"at": "at", "leave": "leave"}[message["tell"]])
+        elif "signal" in message:
+            self._workers.signal(rank, signal.Signals(message["signal"]))
+        elif message["kill"]:
+            self._workers.kill(rank)
+
+    def _run(self, order: Order) -> None:
+        """Start workers, or say why they cannot be."""
+        self._start = order.start
+        try:
+            self._workers = self._workers_of(order)
+            self._workers.start()
+        except SamestepError as error:
+            failure = failure_of(order.first_rank, error)
+            value = _written("failed", failure)
+            self._say({"rank": failure.rank, "word": "failed", "value": value})
 
     def _say(self, message: Mapping[str, Any]) -> None:
         self._leader.send({**message, "start": self._start})
@@ -225,7 +284,11 @@ def _written(word: str, value: Any) -> Any:
     if word == "failed":
         failure = dataclasses.asdict(value)
         failure["age_s"] = time.monotonic() - failure.pop("time_s")
-        return failure
+        failure |= {"text": shortened(value.text), "what": shortened(value.what)}
+        lines, half = "\n".join(value.lines), _MOST_CHARACTERS_OF_LINES // 2
+        if len(lines) > 2 * half:  # where it began, and what failed, are at the ends
+            lines = f"{lines[:half]} ...\n... {lines[-half:]}"
+        return failure | {"lines": lines.split("\n")}
     if word == "at":
         return dataclasses.asdict(value)
     return (None, value[1]) if word == "done" else None

@@ -2,32 +2,35 @@
 
 The host to which the address belongs listens, on this address alone; it leads the run and has rank 0. The others follow,
 in the order of their addresses. A follower that has another version, another job or other flags ends the run by name. Who
-does not know the token is turned away, and the run waits on for those who do.
+does not know the token is turned away, and the run waits on for those who do. What listens at the address and does not greet
+counts as not listening yet: only a false proof of the token is final.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
 import os
+import secrets
 import signal
 import socket
 import stat
 import time
-import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from samestep.errors import JobError, WorkerError
-from samestep.runtime.processes.channel import Channel, TokenError, greet, welcome
+from samestep.runtime.processes.channel import Channel, GreetingError, TokenError, greet, shortened
 from samestep.runtime.processes.interfaces import interface_of
+from samestep.runtime.processes.lobby import Arrival, Lobby
 
 _RETRY_S = 0.3
-_LEAST_TOKEN_BYTES = 16
+_LEADER_GRACE_S = 5.0  # a leading host that gives up says so itself
+_LEAST_TOKEN_BYTES = 32
+_LEAST_TOKEN_SYMBOLS = 8  # 32 random bytes, or 64 random hexadecimal digits, have more in all but 1 of 10^9 draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +47,15 @@ class Rendezvous:
         """Read the address, as HOST:PORT.
 
         Raises:
-            JobError: the address is none, or the token is too short.
+            JobError: the address is none, or the token is too short or repeats itself.
         """
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise JobError(f"--rendezvous {address} is no address: HOST:PORT is, such as 10.0.0.1:29400")
-        if len(token) < _LEAST_TOKEN_BYTES:
+        if len(token) < _LEAST_TOKEN_BYTES or len({*token}) < _LEAST_TOKEN_SYMBOLS:
             raise JobError(
-                f"--token-file holds {len(token)} bytes: at least {_LEAST_TOKEN_BYTES} are needed, such as those of "
-                f"openssl rand -hex 32"
+                f"--token-file holds {len(token)} bytes, {len({*token})} of them different: at least "
+                f"{_LEAST_TOKEN_BYTES} are needed, drawn at random, such as those of openssl rand -hex 32"
             )
         return cls(host.strip("[]"), int(port), num_hosts, token)
 
@@ -127,7 +130,7 @@ def _last_word(error: BaseException) -> dict[str, Any]:
         return {"status": 128 + signal.SIGINT}
     if isinstance(error, SystemExit):
         return {"status": error.code}
-    return {"error": type(error).__name__, "text": str(error) or type(error).__name__}
+    return {"error": type(error).__name__, "text": shortened(str(error)) or type(error).__name__}
 
 
 def meet(at: Rendezvous, mine: Mapping[str, str], timeout_s: float, least_hosts: int | None = None) -> Meeting:
@@ -152,6 +155,7 @@ def meet(at: Rendezvous, mine: Mapping[str, str], timeout_s: float, least_hosts:
         raise JobError(f"--rendezvous {at}: {error.strerror}; the address of a host works") from None
     if ipaddress.ip_address(address[0]).is_unspecified:
         raise JobError(f"--rendezvous {at} is every interface of a host: the address of one works, as others reach it")
+    process = f"process {os.getpid()} of {socket.gethostname()}, number {secrets.token_hex(4)}"
     while True:
         try:
             with socket.create_server((str(address[0]), at.port), family=family) as listening:
@@ -159,82 +163,102 @@ def meet(at: Rendezvous, mine: Mapping[str, str], timeout_s: float, least_hosts:
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
                 raise JobError(f"--rendezvous {at} cannot be listened at: {error.strerror}") from None
-        if (found := _followed((str(address[0]), at.port), at, mine)) is not None:
+        found = _followed((str(address[0]), at.port), at, {**mine, "process": process}, timeout_s)
+        if isinstance(found, Meeting):
             return found
         if time.monotonic() > end_s:
+            if found:
+                raise JobError(f"--rendezvous {at}: {found}; the address of the host that leads the run works")
             raise WorkerError(f"no host listened at {at} within {timeout_s:g} s: the host of this address leads a run")
         time.sleep(_RETRY_S)
 
 
 def _led(listening: socket.socket, at: Rendezvous, mine: Mapping[str, str], end_s: float, least_hosts: int) -> Meeting:
     """Wait for the followers, and compare them with this host."""
-    came: list[Channel] = []
-    if at.num_hosts > 1:
-        print(f"waiting at {at} for {at.num_hosts - 1} more of {at.num_hosts} hosts", flush=True)
-    began_s = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        while len(came) < at.num_hosts - 1:
-            listening.settimeout(max(0.01, end_s - time.monotonic()))
-            try:
-                connected, (peer, *_) = listening.accept()
-            except TimeoutError:
-                if len(came) + 1 >= least_hosts:
-                    break
-                have = ", ".join(one.peer for one in came) or "none"
-                waited_s = time.monotonic() - began_s
-                raise WorkerError(
-                    f"{len(came) + 1} of {at.num_hosts} hosts came to {at} within {waited_s:.0f} s; besides this one {have}"
-                ) from None
-            try:
-                channel = welcome(connected, at.token)
-            except TokenError as error:
-                warnings.warn(f"a host at {peer} was turned away: {error}", stacklevel=2)
-                continue
-            stack.callback(channel.close)
-            if (theirs := channel.next()) is None:
-                continue
-            _compare(theirs, mine, channel, came)
-            came.append(channel)
-        for channel in came:
-            channel.send({"agreed": True})
-        stack.pop_all()
-    came.sort(key=lambda one: ipaddress.ip_address(one.peer))
-    return Meeting(listening.getsockname()[0], followers=tuple(came))
+    num_followers, began_s = at.num_hosts - 1, time.monotonic()
+    if num_followers:
+        print(f"waiting at {at} for {num_followers} more of {at.num_hosts} hosts", flush=True)
+    compared: list[Arrival] = []
+    with Lobby(listening, at.token) as lobby:
+        while True:
+            came = lobby.look(min(1.0, max(0.01, end_s - time.monotonic()))) if num_followers else []
+            for arrival in [one for one in came if one not in compared]:
+                _compare(arrival, mine, lobby)
+                _drop_earlier(arrival, came, lobby)
+                compared.append(arrival)
+            came = [one for one in compared if one in came and not one.channel.lost]
+            if len(came) >= num_followers or (time.monotonic() > end_s and len(came) + 1 >= least_hosts):
+                break
+            if time.monotonic() > end_s:
+                have, waited_s = ", ".join(one.channel.peer for one in came) or "none", time.monotonic() - began_s
+                text = f"{len(came) + 1} of {at.num_hosts} hosts came to {at} within {waited_s:.0f} s"
+                lobby.dismiss({"refused": text})
+                raise WorkerError(f"{text}; besides this one {have}")
+        chosen = came[:num_followers]
+        lobby.keep(chosen)
+        lobby.dismiss({"refused": f"all {at.num_hosts} hosts of the run at {at} have come already"})
+    for arrival in chosen:
+        arrival.channel.send({"agreed": True})
+    followers = sorted((one.channel for one in chosen), key=lambda one: ipaddress.ip_address(one.peer))
+    return Meeting(listening.getsockname()[0], followers=tuple(followers))
 
 
-def _compare(theirs: Mapping[str, str], mine: Mapping[str, str], channel: Channel, came: list[Channel]) -> None:
+def _compare(arrival: Arrival, mine: Mapping[str, str], lobby: Lobby) -> None:
     """Refuse a follower that differs from this host.
 
     Raises:
         JobError: it does; all that have come are told so.
     """
     for name, value in mine.items():
-        if theirs.get(name) != value:
+        if arrival.says.get(name) != value:
             text = (
-                f"{channel.peer} has {name} {theirs.get(name)}, and the leading host {value}: one for all hosts works"
+                f"{arrival.channel.peer} has {name} {arrival.says.get(name)}, and the leading host {value}: "
+                f"one for all hosts works"
             )
-            for told in (*came, channel):
-                told.send({"refused": text})
+            lobby.dismiss({"refused": text})
             raise JobError(text)
 
 
-def _followed(address: tuple[str, int], at: Rendezvous, mine: Mapping[str, str]) -> Meeting | None:
-    """Connect to the leading host, and wait until all hosts have come; None where nobody listens yet."""
+def _drop_earlier(arrival: Arrival, came: Sequence[Arrival], lobby: Lobby) -> None:
+    """Drop the earlier connection of a process that has come again, and name a second process of the same address."""
+    for other in came:
+        if other is arrival or other.channel.lost:
+            continue
+        if other.says.get("process") == arrival.says.get("process"):
+            print(f"{arrival.name} came twice: its first connection is dropped", flush=True)
+            lobby.drop(other)
+            other.channel.lost = "it came again"
+        elif other.channel.peer == arrival.channel.peer:
+            print(f"{arrival.name} counts as one more host than {other.name}", flush=True)
+
+
+def _followed(address: tuple[str, int], at: Rendezvous, mine: Mapping[str, str], timeout_s: float) -> Meeting | str:
+    """Connect to the leading host, and wait for at most `timeout_s` until all hosts have come.
+
+    Returns what listens there in its place, as a sentence, or an empty text where nothing does.
+
+    Raises:
+        JobError: it has another token, or refuses this host.
+        WorkerError: it is gone, or the others did not come in time.
+    """
     try:
         connected = socket.create_connection(address, timeout=_RETRY_S * 10)
     except OSError:
-        return None
+        return ""
     try:
         channel = greet(connected, at.token)
-    except TokenError as error:
+    except (GreetingError, TokenError, OSError) as error:
         connected.close()
+        if not isinstance(error, TokenError):
+            return str(error)
         raise JobError(f"--rendezvous {at}: {error}; the token file of the host that listens there works") from None
     address_here: str = connected.getsockname()[0]
     channel.send(mine)
-    answer = channel.next()
-    if answer is None or "refused" in answer:
-        channel.close()
-        if answer is None:
-            raise WorkerError(f"the leading host at {at} is gone: {channel.lost}")
-        raise JobError(answer["refused"])
-    return Meeting(address_here, leader=channel)
+    answer = channel.next(timeout_s + _LEADER_GRACE_S)
+    if answer is not None and "agreed" in answer:
+        return Meeting(address_here, leader=channel)
+    lost = channel.lost or f"it did not say within {timeout_s:g} s that all hosts have come"
+    channel.close()
+    if answer is None:
+        raise WorkerError(f"the leading host at {at} is gone: {lost}")
+    raise JobError(str(answer.get("refused", "the leading host refuses this one")))

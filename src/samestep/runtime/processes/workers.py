@@ -390,8 +390,7 @@ class _WorkerPool:
         causes = [failure for failure in self.failures if not failure.is_echo]
         first = min(causes or self.failures, key=lambda failure: failure.time_s)
         if first.mistake:
-            mistake: SamestepError = getattr(errors, first.mistake)(first.text)
-            return mistake
+            return errors.of_words(first.mistake, [first.text])
         lines = [f"{self._named([first.rank])} {first.what}"]
         if first.is_echo and (silent := self._ranks("starting") or self._ranks("ready") or self._ranks("joined")):
             lines = [f"{self._named(silent)} did not answer; {lines[0]}"]
