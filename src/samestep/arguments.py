@@ -52,8 +52,9 @@ def _add_allow(parser: ArgumentParser, *, resumes: bool = False) -> None:
     about = f"waive refusals of what is not proven, by their words: {', '.join(get_args(Waiver))}"
     known = get_args(Waiver)
     if resumes:
-        about += f"; and let a resume change keys: {', '.join(get_args(MayChange))}"
-        known += get_args(MayChange)
+        about += f"; let a resume change keys: {', '.join(get_args(MayChange))}"
+        about += "; and run functions that only a run folder or a checkpoint names: code"
+        known += (*get_args(MayChange), "code")
     parser.add_argument("--allow", nargs="+", action="extend", default=[], choices=known, metavar="KEY", help=about)
 
 
@@ -151,6 +152,8 @@ def add_evaluate(parser: ArgumentParser) -> None:
 def _add_run(parser: ArgumentParser) -> None:
     about = "a run folder, whose newest checkpoint is read, or one checkpoint; default: the newest run below runs/"
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help=about)
+    about = "code: run the functions that the checkpoint names, where no run of yours has named them"
+    parser.add_argument("--allow", nargs="+", action="extend", default=[], choices=("code",), metavar="KEY", help=about)
 
 
 def _add_ema(parser: ArgumentParser) -> None:

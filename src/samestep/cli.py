@@ -24,6 +24,7 @@ from samestep.errors import InputError, LayoutError, RunError, WorkerError
 from samestep.layout import Layout
 from samestep.models import published
 from samestep.models.presets import PRESETS
+from samestep.output import temporary_folder
 from samestep.output.output_file import check_writable, write
 from samestep.training import run_folder
 
@@ -99,7 +100,7 @@ def _job(words: Namespace) -> jobs.Job:
 def _allowing(words: Namespace) -> jobs.Job:
     """Return the job of a verb that runs, with the refusals that the command line waives too."""
     job = _job(words)
-    allow = tuple(dict.fromkeys((*job.run.allow, *words.allow)))
+    allow = tuple(dict.fromkeys((*job.run.allow, *(word for word in words.allow if word != "code"))))
     return job.model_copy(update={"run": job.run.model_copy(update={"allow": allow})})
 
 
@@ -113,18 +114,25 @@ def _planned_job(words: Namespace) -> jobs.Job:
 
 def _limit_threads(count: int) -> None:
     """Set the number of threads of torch, which is imported later: a process whose thread pool has run cannot be forked."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(count))
+    for name, value in {"OMP_NUM_THREADS": str(count), **temporary_folder.compiler_cache()}.items():
+        os.environ.setdefault(name, value)
 
 
 def _train(words: Namespace) -> int:
     out = run_folder.newest() if words.resume and words.out is None else words.out
-    if (words.resume or words.auto_resume) and words.job is None and out and (out / run_folder.JOB).exists():
+    goes_on = (words.resume or words.auto_resume) and words.job is None and out and (out / run_folder.JOB).exists()
+    if goes_on:
         words.job = out / run_folder.JOB
     job = _allowing(words)
+    if goes_on and "code" not in words.allow:
+        from samestep.training import foreign_code
+
+        foreign_code.refuse(job, words.job, jobs.default(words.set))
     _limit_threads(job.run.threads)
     least_ranks, ranks = words.ranks
     given = {"layout": words.layout, "ranks": ranks, "steps": words.steps, "out": out}
     given |= {"resume": words.resume, "auto_resume": words.auto_resume, "init_from": words.init_from}
+    given["allow_code"] = "code" in words.allow
     if words.dry_run:
         from samestep.training.dry_run import dry_run
 
@@ -197,6 +205,7 @@ def _export(words: Namespace) -> None:
     from samestep.training.export import export
 
     given = {"dtype": words.dtype, "merge": words.merge, "ema": words.ema, "form": words.format}
+    given["allow_code"] = "code" in words.allow
     print(export(words.run, words.out, **given).to_text())
 
 
@@ -205,13 +214,14 @@ def _sample(words: Namespace) -> None:
     from samestep.training.trained import sample
 
     keys = ("chat", "tokens", "temperature", "seed", "ema")
-    print(printable(sample(words.run, words.prompt, **{key: getattr(words, key) for key in keys})))
+    given = {key: getattr(words, key) for key in keys} | {"allow_code": "code" in words.allow}
+    print(printable(sample(words.run, words.prompt, **given)))
 
 
 def _evaluate(words: Namespace) -> None:
     from samestep.training.trained import evaluate
 
-    found = evaluate(words.run, samples=words.samples, ema=words.ema)
+    found = evaluate(words.run, samples=words.samples, ema=words.ema, allow_code="code" in words.allow)
     print(found.to_text())
     _write_json(words.json, found.to_record())
 
@@ -358,14 +368,19 @@ def _write_json(path: Path | None, data: object) -> None:
 def _fail(error: Exception | str, status: int) -> int:
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)  # a killed worker may have left the cursor hidden behind its live line
-    print(f"samestep: {error}", file=sys.stderr)
+    print(f"samestep: {_visible(error)}", file=sys.stderr)
     return status
+
+
+def _visible(text: object) -> str:
+    """Return a text for the terminal, with control characters as escapes: a job or a file may hold any."""
+    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in str(text))
 
 
 def _say_warning(message: Warning | str, category: Any, *_: Any, **__: Any) -> None:
     """Print our own warnings as one line, and none of other categories, which libraries address to developers."""
     if category is UserWarning:
-        print(f"samestep: warning: {message}", file=sys.stderr)
+        print(f"samestep: warning: {_visible(message)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 import xxhash
 
 from samestep.errors import ModelError
+from samestep.output import regular_files
 
 CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
@@ -55,7 +56,7 @@ def configuration(folder: Path) -> dict[str, Any]:
         )
     path = folder / CONFIG
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_hook=_with_number)
+        found = regular_files.read_json(path, _LARGEST_HEAD, _with_number)
     except FileNotFoundError:
         adapter = (
             " but an adapter, to be merged into its model first" if (folder / "adapter_config.json").exists() else ""
@@ -82,8 +83,8 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
     if not index.exists():
         raise ModelError(_without_weights(folder))
     try:
-        files: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(files.values()))
+        files: Mapping[str, str] = regular_files.read_json(index, _LARGEST_HEAD)["weight_map"]
+        names = sorted(set(files.values()), key=Path)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise ModelError(f"model.source: {index} is damaged: it has no weight_map from tensors to files") from None
     found: dict[str, StoredTensor] = {}
@@ -113,9 +114,9 @@ def _in_file(path: Path) -> dict[str, StoredTensor]:
         ModelError: it is missing or damaged.
     """
     try:
-        with path.open("rb") as file:
+        with regular_files.opened(path) as file:
             size = int.from_bytes(file.read(8), "little")
-            head: dict[str, Any] = json.loads(file.read(min(size, _LARGEST_HEAD)))
+            head: dict[str, Any] = regular_files.parse_json(file.read(min(size, _LARGEST_HEAD)))
         tables = {name: one for name, one in head.items() if name != "__metadata__"}
         found = {name: StoredTensor(path, tuple(one["shape"]), one["dtype"]) for name, one in tables.items()}
         end = 8 + size + max((one["data_offsets"][1] for one in tables.values()), default=0)

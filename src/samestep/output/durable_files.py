@@ -15,6 +15,7 @@ from pathlib import Path
 import xxhash
 
 from samestep.errors import InputError
+from samestep.output import regular_files
 
 _PIECE_BYTES = 1 << 24
 
@@ -89,7 +90,7 @@ def remove_folder(folder: Path) -> None:
 def digest_of(path: Path) -> str:
     """Return the digest of a file, as `write_new` returned it."""
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with regular_files.opened(path) as file:
         while piece := file.read(_PIECE_BYTES):
             digest.update(piece)
     return digest.hexdigest()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from samestep.errors import InputError
+from samestep.output import durable_files
 
 
 def check_writable(path: Path) -> None:
@@ -42,10 +42,8 @@ def write(path: Path, text: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is either complete or unchanged, even if the process dies meanwhile."""
+    """Write a file that is either complete or unchanged, even if the process dies meanwhile; links are not followed."""
     draft = path.with_name(f".{path.name}.draft")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    draft.unlink(missing_ok=True)
+    durable_files.write_new(draft, [text.encode()])
     draft.replace(path)

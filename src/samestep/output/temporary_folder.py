@@ -31,6 +31,14 @@ def make() -> Path:
     return folder
 
 
+def compiler_cache() -> dict[str, str]:
+    """Return the variable that names the folder of torch's compiler, below this user's own cache; empty without a home."""
+    try:
+        return {"TORCHINDUCTOR_CACHE_DIR": str(Path.home() / ".cache" / "samestep" / "inductor")}
+    except RuntimeError:  # of a user without a home
+        return {}
+
+
 def remove(folder: Path) -> None:
     """Remove a folder that this process has made, and what is in it."""
     shutil.rmtree(folder, ignore_errors=True)

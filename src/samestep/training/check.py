@@ -90,6 +90,7 @@ def check(
     auto_resume: bool = False,
     place: RankInfo | None = None,
     num_hosts: int = 1,
+    allow_code: bool = False,
 ) -> Checked:
     """Check the arguments of `train` and return the run that they describe; nothing is started or written.
 
@@ -118,7 +119,9 @@ def check(
         resume_from, passed_over = _whole_from(folder, job, until)
     else:
         resume_from = _resume_from(folder, job, until) if resume else None
-    first_weights = FirstWeights.of(init_from, job) if init_from is not None and resume_from is None else None
+    first_weights = (
+        FirstWeights.of(init_from, job, allow_code) if init_from is not None and resume_from is None else None
+    )
     workload = Workload(job, where)
     why = ""
     if where is None:

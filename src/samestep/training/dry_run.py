@@ -69,6 +69,7 @@ def dry_run(
     init_from: str | Path | None = None,
     auto_resume: bool = False,
     num_hosts: int = 1,
+    allow_code: bool = False,
 ) -> DryRun:
     """Return the run that `train` would start with the same arguments, after the same checks; nothing is started or written.
 
@@ -84,6 +85,7 @@ def dry_run(
         resume=resume,
         init_from=init_from,
         auto_resume=auto_resume,
+        allow_code=allow_code,
         num_hosts=num_hosts,
     )
     where, states = checked.layout, states_per_param(job)

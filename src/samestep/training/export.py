@@ -50,6 +50,7 @@ def export(
     merge: bool = False,
     ema: bool = False,
     form: ExportForm = "transformers",
+    allow_code: bool = False,
 ) -> Exported:
     """Write the model of a run's newest checkpoint, or of one checkpoint, as a new folder for transformers.
 
@@ -57,7 +58,8 @@ def export(
 
     Without a run, that is the newest run below `runs`; without a dtype, weights keep that of the master weights. Of a job with
     `model.lora` the adapters are written, for peft; with `merge` the whole model, with the adapters added into its weights. With
-    `ema` the moving averages of the weights (`train.ema`) are written in their place.
+    `ema` the moving averages of the weights (`train.ema`) are written in their place. Functions that no run of yours has named
+    are run where `allow_code` is set.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, it holds the weights of another model, or no averages.
@@ -68,7 +70,7 @@ def export(
     durable_files.refuse_remote(folder)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise JobError(f"--out {folder} exists: a new folder works")
-    stored = StoredRun.of(run)
+    stored = StoredRun.of(run, allow_code=allow_code)
     job = stored.job
     plan = blueprint_of(job)
     stored.check(plan.module)

@@ -45,9 +45,11 @@ class FirstWeights:
     """Names there, by the names of the model's weights and persistent buffers."""
     opened: Callable[[ExitStack], Callable[[str], Tensor]]
     """Opens the files, and returns the function of a tensor's value by its name there."""
+    allow_code: bool = False
+    """Whether functions that only a checkpoint names are run."""
 
     @classmethod
-    def of(cls, path: str | Path, job: Job) -> FirstWeights:
+    def of(cls, path: str | Path, job: Job, allow_code: bool = False) -> FirstWeights:
         """Find the weights for the model of a job: in a run folder, a checkpoint, a folder with a config.json, or a
         checkpoint of torch.distributed.checkpoint.
 
@@ -59,7 +61,7 @@ class FirstWeights:
             return cls._of_folder(path, job)
         if (path / torch_checkpoint.NAME).is_file():
             return cls._of_torch(path, job)
-        stored = StoredRun.of(path)
+        stored = StoredRun.of(path, own=job, allow_code=allow_code)
         old = blueprint_of(stored.job)
         stored.check(old.module)
 
@@ -69,7 +71,7 @@ class FirstWeights:
         names = _matched(
             blueprint_of(job), old.module.state_dict(), dict(old.module.named_parameters()), stored.checkpoint
         )
-        return cls(path, job, f"{stored.checkpoint} (step {stored.manifest['step']})", names, opened)
+        return cls(path, job, f"{stored.checkpoint} (step {stored.manifest['step']})", names, opened, allow_code)
 
     @classmethod
     def _of_folder(cls, path: Path, job: Job) -> FirstWeights:
@@ -102,7 +104,7 @@ class FirstWeights:
         return cls(path, job, str(path), names, functools.partial(_torch_reader, found, dtypes))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FirstWeights.of, (self.path, self.job)
+        return FirstWeights.of, (self.path, self.job, self.allow_code)
 
     def load(self, run: Run) -> None:
         """Set the weights of a prepared run that has taken no step; every rank must call it."""

@@ -72,7 +72,9 @@ class Lost:
     """Whether this host sees who holds the lock of the folder."""
 
 
-def follow(meeting: Meeting, job: Job, init_from: str | Path | None, work: Callable[..., Any]) -> dict[str, Any] | Lost:
+def follow(
+    meeting: Meeting, job: Job, init_from: str | Path | None, work: Callable[..., Any], *, allow_code: bool = False
+) -> dict[str, Any] | Lost:
     """Start workers of `work` as the leading host says, until the run is over, and return its summary.
 
     Where the leading host is lost, returns the `Lost` run.
@@ -96,6 +98,7 @@ def follow(meeting: Meeting, job: Job, init_from: str | Path | None, work: Calla
         if layout not in known:
             size = {"ranks": order.ranks, "num_hosts": order.ranks // order.local_ranks}
             given = {"layout": layout, "steps": until, "out": folder, "init_from": init_from}
+            given["allow_code"] = allow_code
             known[layout] = check(job, **given, **size, auto_resume=True)
         checked = _resumed(known[layout], order)
         device = resolve_device(job.run.device)

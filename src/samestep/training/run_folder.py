@@ -1,4 +1,8 @@
-"""The folder of a run: the name of a new one, the one that `--resume` means, and the lock that keeps other runs out. No torch."""
+"""The folder of a run: the name of a new one, the one that `--resume` means, and the lock that keeps other runs out. No torch.
+
+Another user may have prepared the folder. Links of another user in it are refused, since what the run writes would replace
+the files that they point to; the lock can be opened by its owner alone, since whoever can read it could hold it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import os
 import shutil
 import socket
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -88,6 +93,7 @@ def claimed(folder: Path, *, is_new: bool) -> Iterator[None]:
     existed = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _refuse_links_of_others(folder)
         lock = _locked(folder)
     except OSError as error:
         raise JobError(f"--out {folder} cannot be created: {error.strerror} ({error.filename})") from None
@@ -111,6 +117,22 @@ def set_aside(damaged: Iterable[Path]) -> None:
         path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
 
 
+def _refuse_links_of_others(folder: Path) -> None:
+    """Refuse links in a folder that belong to another user, and warn where the folder itself does.
+
+    Raises:
+        JobError: there is such a link.
+    """
+    for path in (folder, *folder.iterdir()):
+        owner = path.lstat().st_uid
+        if owner == os.geteuid():
+            continue
+        if path.is_symlink():
+            raise JobError(f"{path} is a link of user {owner}: a folder of your own works")
+        if path == folder:
+            warnings.warn(f"{folder} belongs to user {owner}, who can change what this run writes", stacklevel=2)
+
+
 def _locked(folder: Path) -> int:
     """Return the descriptor of a folder's lock, which the system opens again when this process and its workers are gone.
 
@@ -119,7 +141,7 @@ def _locked(folder: Path) -> int:
     """
     path, end = folder / _LOCK, time.monotonic() + _LOCK_GRACE_S
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
@@ -145,7 +167,7 @@ def lock_of(folder: Path) -> str:
 def is_held(folder: Path) -> bool:
     """Return whether another process holds a folder's lock, as this host sees it; not every shared folder tells other hosts."""
     try:
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False
     try:

@@ -40,7 +40,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.meeting import Meeting, Rendezvous, meet
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
-from samestep.training import evaluations, hosts, out_of_memory, run_folder
+from samestep.training import evaluations, foreign_code, hosts, out_of_memory, run_folder
 from samestep.training.check import AUTO, Checked, agreed, check
 from samestep.training.elastic import Elasticity
 from samestep.training.evaluations import Evaluations
@@ -113,6 +113,7 @@ def train(
     prove: bool = False,
     rendezvous: Rendezvous | None = None,
     least_ranks: int | None = None,
+    allow_code: bool = False,
 ) -> Summary | None:
     """Train `job` in a layout, on this machine's workers, with those of other hosts, or as one rank of torchrun or srun.
 
@@ -132,6 +133,7 @@ def train(
         rendezvous: where this host meets the others, each of which calls `train` with the same arguments.
         least_ranks: where ranks are lost for good, a restart (`run.restarts`) goes on with as few as these; by default it
             needs all. The global batch and its samples stay; only data degrees shrink, or `layout="auto"` plans anew.
+        allow_code: run functions that the checkpoint of `init_from` names, and neither this job nor a run before has named.
 
     Returns:
         The result of the run; None on ranks of torchrun or srun other than 0.
@@ -143,6 +145,7 @@ def train(
     run = job.run
     given = {"layout": layout, "ranks": ranks, "steps": steps, "out": out}
     given |= {"resume": resume, "init_from": init_from, "auto_resume": auto_resume}
+    given["allow_code"] = allow_code
     if least_ranks is not None and not run.restarts:
         raise JobError(
             f"--ranks {least_ranks}:{ranks} lets a restart go on with fewer ranks, and run.restarts = 0: "
@@ -176,7 +179,7 @@ def _on_hosts(
                 assert summary is not None
                 meeting.dismiss(json.loads(summary.to_json()))
                 return summary
-            last = hosts.follow(meeting, job, given["init_from"], _work)
+            last = hosts.follow(meeting, job, given["init_from"], _work, allow_code=given["allow_code"])
         if not isinstance(last, hosts.Lost):
             return Summary.of(last)
         if least_ranks is None:
@@ -198,6 +201,7 @@ def _led(
         checked = elastic.on_hosts_left(checked, num_hosts)
     is_first = place is None or place.rank == 0
     if is_first:
+        foreign_code.note(job)
         if checked.why:
             print(checked.why, flush=True)
         _warn(checked, place, meeting)

@@ -23,7 +23,7 @@ from samestep.runtime.checkpoints import checkpoint, manifests, pretrained_folde
 from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
 from samestep.runtime.processes.join import RankInfo, resolve_device
 from samestep.runtime.run import Run
-from samestep.training import run_folder
+from samestep.training import foreign_code, run_folder
 from samestep.training.sampling import sample_tokens
 from samestep.training.workload import Workload, held_out_losses, said
 
@@ -37,12 +37,14 @@ class StoredRun:
     job: Job
 
     @classmethod
-    def of(cls, run: str | Path | None) -> StoredRun:
+    def of(cls, run: str | Path | None, *, own: Job | None = None, allow_code: bool = False) -> StoredRun:
         """Return the newest checkpoint of a run folder, or of a folder in it that holds some, or one checkpoint; without a
         run, that of the newest one below `runs`.
 
+        Functions that only the checkpoint names, and not the job `own`, are run where `allow_code` is set.
+
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is none, or it names a function of which the person who calls knows nothing.
         """
         folder = Path(run) if run is not None else run_folder.newest()
         is_checkpoint = (folder / "manifest.json").exists()
@@ -52,7 +54,10 @@ class StoredRun:
         if found is None:
             raise CheckpointError(f"{folder} holds no checkpoint; a run folder works, and so does a checkpoint in it")
         manifest = manifests.read_manifest(found)
-        return cls(found, manifest, Job(lambda key: str(found), **manifest["job"]))
+        job = Job(lambda key: str(found), **manifest["job"])
+        if not allow_code:
+            foreign_code.refuse(job, found, own)
+        return cls(found, manifest, job)
 
     def check(self, model: nn.Module) -> None:
         """Refuse a damaged checkpoint, and one of another model.
@@ -92,16 +97,19 @@ class Evaluation:
         return f"{self.checkpoint}: {losses} over {self.samples} samples, after step {self.step}"
 
 
-def evaluate(run: str | Path | None = None, *, samples: int | None = None, ema: bool = False) -> Evaluation:
+def evaluate(
+    run: str | Path | None = None, *, samples: int | None = None, ema: bool = False, allow_code: bool = False
+) -> Evaluation:
     """Return the mean loss of a checkpoint over held-out samples: by default those that the run itself evaluates.
 
-    With `ema`, or where the job says `train.evaluate_ema`, it is that of the moving averages of the weights.
+    With `ema`, or where the job says `train.evaluate_ema`, it is that of the moving averages of the weights. Functions that no
+    run of yours has named are run where `allow_code` is set.
 
     Raises:
         CheckpointError: there is no checkpoint, it does not fit the job, or it holds no averages.
         DataError: the job holds nothing out.
     """
-    stored = StoredRun.of(run)
+    stored = StoredRun.of(run, allow_code=allow_code)
     job, count = stored.job, samples or stored.job.train.evaluate_samples
     job = job.model_copy(update={"train": job.train.model_copy(update={"evaluate_samples": count})})
     judge = job.judge
@@ -123,20 +131,21 @@ def sample(
     temperature: float | None = None,
     seed: int | None = None,
     ema: bool = False,
+    allow_code: bool = False,
 ) -> str:
     """Return a prompt and the text that the model of a checkpoint writes after it; temperature 0 takes the likeliest token.
 
     With `chat`, a user's message, return the reply alone: the message is written as conversations were in training, by the
     tokenizer's chat template where it has one. By default, tokens, temperature and seed are the job's. A model of transformers keeps the keys and values of what it has
     read; others read the whole text for each token. With `ema`, or where the job says `train.evaluate_ema`, the model has the moving
-    averages of its weights.
+    averages of its weights. Functions that no run of yours has named are run where `allow_code` is set.
 
     Raises:
         CheckpointError: there is no checkpoint, it does not fit the job, or it holds no averages.
         DataError: the job's samples are no text.
         ModelError: the model gives no logits of tokens, or has too few positions.
     """
-    stored = StoredRun.of(run)
+    stored = StoredRun.of(run, allow_code=allow_code)
     job, train = stored.job, stored.job.train
     if not job.data.is_text:
         raise DataError(

@@ -20,12 +20,12 @@ from samestep.errors import CheckpointError, shown
 from samestep.job import Job
 from samestep.job_tables import MayChange
 from samestep.models.weight_files import digest_of
-from samestep.output import durable_files
+from samestep.output import durable_files, regular_files
 from samestep.runtime.checkpoints.form import Manifest
 
 NAME = "manifest.json"
 FORMAT_VERSION = 3
-_LARGEST_BYTES = 1 << 32
+_LARGEST_BYTES = 1 << 30
 _RESULT_KEYS = ("model", "data", "optimizer", "schedule", "numerics")
 _OF_EXCHANGES = ("outer_lr", "outer_momentum", "exchange_mix")
 """Keys of numerics that say something of replicas that are trained apart alone."""
@@ -58,9 +58,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / NAME
     try:
-        if path.stat().st_size > _LARGEST_BYTES:
-            raise ValueError(f"{path} is larger than any manifest")
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = regular_files.read_json(path, _LARGEST_BYTES)
         version = manifest["format_version"]
         is_whole = version != FORMAT_VERSION or manifest.pop("digest") == _digest(manifest)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):

@@ -6,14 +6,18 @@
 Whoever may write a pickle may name any function in it. So the metadata is read by an unpickler that makes plain records of
 torch's classes of metadata, known by name, and refuses every other name; a chunk is read with `weights_only`. Chunks must lie
 in files of the folder, and cover each tensor exactly once.
+
+A pickle may also be small and make a value that is huge to print or to hash, such as a tuple that holds itself twice, fifty
+times over. So keys of dicts must be of the kinds that metadata has, and types are looked at before a text is made.
 """
 
 from __future__ import annotations
 
 import io
-import itertools
 import math
+import os
 import pickle
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +27,7 @@ import torch
 from torch import Tensor
 
 from samestep.errors import CheckpointError
+from samestep.output import regular_files
 
 NAME = ".metadata"
 _LARGEST_BYTES = 1 << 30
@@ -64,9 +69,9 @@ class TorchEntry:
 
     def _read_chunk(self, chunk: TorchChunk) -> Tensor:
         try:
-            with chunk.path.open("rb") as file:
+            with regular_files.opened(chunk.path) as file:
                 file.seek(chunk.start_bytes)
-                stored = torch.load(io.BytesIO(file.read(chunk.size_bytes)), map_location="cpu", weights_only=True)
+                stored = torch.load(_uncompressed(file.read(chunk.size_bytes)), map_location="cpu", weights_only=True)
         except Exception as error:  # of bytes that anybody has written
             raise CheckpointError(f"{chunk.path} is damaged where {self.name} begins: {_line(error)}") from None
         if not isinstance(stored, Tensor) or tuple(stored.shape) != chunk.sizes or stored.dtype != self.dtype:
@@ -85,12 +90,10 @@ def entries(folder: Path, wanted: Iterable[str]) -> dict[str, TorchEntry]:
     metadata = _metadata(folder)
     try:
         kinds, paths = metadata.state_dict_metadata, getattr(metadata, "planner_data", None) or {}
-        places = {
-            (key.fqn, tuple(getattr(key, "offset", None) or ())): place for key, place in metadata.storage_data.items()
-        }
+        places = {(_text(key.fqn), _offsets(key)): place for key, place in metadata.storage_data.items()}
         groups: dict[tuple[Any, ...], dict[str, str]] = {}
         for name in kinds:
-            *above, last = paths.get(name, (name,))
+            *above, last = map(_step, paths.get(name, (_text(name),)))
             groups.setdefault(tuple(above), {})[_bare(str(last))] = name
         fits = [above for above, names in groups.items() if names.keys() >= set(wanted)]
         if not fits:
@@ -114,37 +117,82 @@ def _entry(folder: Path, name: str, kind: Any, places: Mapping[tuple[str, tuple[
     shape = _sizes(kind.size)
     chunks = []
     for one in kind.chunks:
-        place = places[name, tuple(one.offsets)]
-        path = folder / str(place.relative_path)
+        place = places[name, _sizes(one.offsets)]
+        path = folder / _text(place.relative_path)
         if path.name != place.relative_path or path.is_symlink():
-            raise CheckpointError(f"{folder / NAME} names {place.relative_path!s:.80}, which is no file in its folder")
+            raise CheckpointError(f"{folder / NAME} names {place.relative_path:.80}, which is no file in its folder")
         if getattr(place, "transform_descriptors", None):
             raise CheckpointError(f"{folder} holds {name} in a transformed form: one that is saved without works")
         start, size = _sizes((place.offset, place.length))
         if start + size > path.stat().st_size:
             raise CheckpointError(f"{path} ends before {name} does")
         chunks.append(TorchChunk(path, start, size, _sizes(one.offsets), _sizes(one.sizes)))
+    if not isinstance(kind.properties.dtype, torch.dtype):
+        raise TypeError(f"{name} has no dtype")
     if not _cover(chunks, shape):
         raise CheckpointError(f"{folder / NAME} gives {name} chunks that do not cover it once")
     return TorchEntry(name, shape, kind.properties.dtype, tuple(chunks))
 
 
 def _cover(chunks: list[TorchChunk], shape: tuple[int, ...]) -> bool:
-    """Return whether chunks lie in a shape, apart from each other, and leave nothing out."""
+    """Return whether chunks are within a shape, do not overlap, and leave nothing out.
+
+    They are swept along the dimension in which most of them begin at different places: a chunk is compared with those that have
+    not ended where it begins. For chunks of a grid that is less than the number of chunks to the power 1.5.
+    """
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
+        return False
     boxes = [[(start, start + size) for start, size in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
-    inside = all(len(box) == len(shape) and all(b <= n for (_, b), n in zip(box, shape, strict=True)) for box in boxes)
-    overlap = any(
-        all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
-        for one, other in itertools.combinations([box for box in boxes if all(a < b for a, b in box)], 2)
-    )
-    return inside and not overlap and sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(shape)
+    if not all(len(box) == len(shape) and all(b <= n for (_, b), n in zip(box, shape, strict=True)) for box in boxes):
+        return False
+    boxes = [box for box in boxes if all(a < b for a, b in box)]
+    if not shape:
+        return len(boxes) <= 1
+    along = max(range(len(shape)), key=lambda dim: len({box[dim][0] for box in boxes}))
+    going_on: list[list[tuple[int, int]]] = []
+    for box in sorted(boxes, key=lambda box: box[along][0]):
+        going_on = [other for other in going_on if other[along][1] > box[along][0]]
+        if any(all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(box, other, strict=True)) for other in going_on):
+            return False
+        going_on.append(box)
+    return True
 
 
-def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
-    found = tuple(values)
-    if not all(type(value) is int and value >= 0 for value in found):
-        raise ValueError(f"{found!s:.80} are no sizes")
-    return found
+def _uncompressed(data: bytes) -> io.BytesIO:
+    """Return the bytes of a tensor to read; torch.save compresses nothing, and a compressed one could be of any size.
+
+    Raises:
+        ValueError: they are compressed.
+    """
+    file = io.BytesIO(data)
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as opened:
+            if sum(one.file_size for one in opened.infolist()) > len(data):
+                raise ValueError("it is compressed")
+    file.seek(0)
+    return file
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"a {type(value).__name__} in the place of a name")
+    return value
+
+
+def _step(value: Any) -> str | int:
+    """Return a step of the path to a tensor: the key of a dict, or the place in a list."""
+    return value if type(value) is int else _text(value)
+
+
+def _offsets(key: Any) -> tuple[int, ...]:
+    found = getattr(key, "offset", None)
+    return () if found is None else _sizes(found)
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if type(values) not in (tuple, list) or not all(type(value) is int and 0 <= value < 1 << 62 for value in values):
+        raise ValueError("sizes that are no list of numbers")
+    return tuple(values)
 
 
 def _bare(name: str) -> str:
@@ -207,8 +255,14 @@ _KNOWN: dict[tuple[str, str], Any] = {
 """What the metadata may name, and what stands for it here."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # Python's own, in which what a dict is given can be looked at (3.11 to 3.13)
     """Makes records of torch's metadata, and nothing else."""
+
+    dispatch = {  # noqa: RUF012
+        code: read
+        for code, read in pickle._Unpickler.dispatch.items()
+        if code not in (pickle.EMPTY_SET[0], pickle.ADDITEMS[0], pickle.FROZENSET[0])
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what stands for a name.
@@ -220,13 +274,37 @@ class _Unpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is no class of metadata")
         return _KNOWN[module, name]
 
+    def load_setitem(self) -> None:
+        _check_key(self.stack[-2])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        for key in self.stack[::2]:
+            _check_key(key)
+        super().load_setitems()
+
+    def load_dict(self) -> None:
+        for key in self.stack[::2]:
+            _check_key(key)
+        super().load_dict()
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+    dispatch[pickle.DICT[0]] = load_dict
+
+
+def _check_key(key: Any) -> None:
+    """Refuse a key of a dict that is none of metadata; others may take for ever to hash."""
+    if type(key) not in (str, int, _Record):
+        raise pickle.UnpicklingError(f"it has a {type(key).__name__} for a key")
+
 
 def _metadata(folder: Path) -> Any:
     path = folder / NAME
     try:
-        if path.stat().st_size > _LARGEST_BYTES:
-            raise ValueError("it is larger than any metadata")
-        with path.open("rb") as file:
+        with regular_files.opened(path) as file:
+            if os.fstat(file.fileno()).st_size > _LARGEST_BYTES:
+                raise ValueError("it is larger than any metadata")
             return _Unpickler(file).load()
     except Exception as error:  # of bytes that anybody has written
         raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint: {_line(error)}") from None
