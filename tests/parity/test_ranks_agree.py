@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import samestep
+from samestep.building.imported import loaded_sources
 from samestep.datasets import batches
 from samestep.errors import LayoutError, SamestepError, UnprovenError
-from tests.laboratory import clipped, make_run
+from samestep.runtime.processes import agreement
+from tests.laboratory import clipped, job_of, make_run
 from tests.models import VOCABULARY, Tokens
 from tests.pool import pool
 
@@ -120,3 +122,40 @@ def test_ranks_that_differ_are_named_on_every_rank(function: Callable[..., str],
 
 def test_equal_ranks_agree() -> None:
     assert pool(2).run(own_loop, "none") == ["", ""]
+
+
+def on_two_hosts(rank: int, world: int, kind: str) -> str:
+    """Prepare a run whose ranks are on two hosts, one of which has another file, or one file more."""
+    found = {"samestep": "a", "train": "b"}
+    if rank and kind:
+        found["train" if kind == "other" else kind] = "c"
+    job = job_of("float64", 4, run={"ranks_per_node": 1})
+    before, agreement.loaded_sources = agreement.loaded_sources, lambda: found
+    try:
+        run = make_run(rank, world, "llama", "dp=2", job)
+        run.prepare({name: one[None] for name, one in Tokens()[0].items()})
+    except LayoutError as error:
+        return str(error)
+    finally:
+        agreement.loaded_sources = before
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("", ""),
+        ("of this host alone", ""),
+        ("other", "rank 1 has another train than rank 0: the same files on all hosts work"),
+        ("samestep", "rank 1 has another samestep than rank 0"),
+    ],
+)
+def test_hosts_with_other_code_are_named(kind: str, text: str) -> None:
+    for found in pool(2).run(on_two_hosts, kind):
+        assert text in found if text else not found
+
+
+def test_the_users_own_modules_are_compared() -> None:
+    found = loaded_sources()
+    assert {"samestep", "tests.models"} <= found.keys()
+    assert not {"torch", "json", "samestep.errors"} & found.keys()

@@ -1,12 +1,17 @@
-"""Import of a function that a job names as `module:function`, from the path or the working directory."""
+"""Import of a function that a job names as `module:function`, from the path or the working directory; digests of the code that runs."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
+import sysconfig
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from typing import Any, cast
+
+import xxhash
 
 from samestep.errors import InputError, did_you_mean
 
@@ -43,3 +48,35 @@ def imported(source: str, key: str, error: type[InputError]) -> Callable[..., An
     if not callable(function):
         raise error(f"{key}: {source} is a {type(function).__name__}, not a function")
     return cast(Callable[..., Any], function)
+
+
+@functools.cache
+def own_sources() -> str:
+    """Return the digest of samestep's own source files."""
+    digest = xxhash.xxh3_128()
+    with resources.as_file(resources.files("samestep")) as folder:
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def installed() -> set[Path]:
+    """Return the folders of installed packages and of Python's own library."""
+    return {Path(path).resolve() for name, path in sysconfig.get_paths().items() if "lib" in name}
+
+
+def loaded_sources() -> dict[str, str]:
+    """Return the digests of the files of the modules that this process has imported and that are not installed, by their names.
+
+    They are the user's own code. The files of samestep itself stand under one name.
+    """
+    own, folders = Path(__file__).resolve().parent.parent, installed()
+    found = {"samestep": own_sources()}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        path = Path(file).resolve() if isinstance(file, str) and file.endswith(".py") else None
+        if path is None or path.is_relative_to(own) or any(path.is_relative_to(folder) for folder in folders):
+            continue
+        if path.is_file():
+            found[name] = xxhash.xxh3_128_hexdigest(path.read_bytes())
+    return found

@@ -32,7 +32,10 @@ def make() -> Path:
 
 
 def compiler_cache() -> dict[str, str]:
-    """Return the variable that names the folder of torch's compiler, below this user's own cache; empty without a home."""
+    """Return the variable that names the folder of torch's compiler, below this user's own cache; empty without a home.
+
+    By default torch takes one with a known name in the system's folder for temporary files, where another user may make it first.
+    """
     try:
         return {"TORCHINDUCTOR_CACHE_DIR": str(Path.home() / ".cache" / "samestep" / "inductor")}
     except RuntimeError:  # of a user without a home

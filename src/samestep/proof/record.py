@@ -7,17 +7,16 @@ machine), the layout, the versions of the packages, and the contents of samestep
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import sys
-import sysconfig
 import time
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 
 import xxhash
 
+from samestep.building.imported import installed, own_sources
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.weight_files import digest_of
@@ -118,7 +117,7 @@ def key_of(job: Job, layout: Layout) -> str:
     versions = {name: _version(name) for name in _VERSIONS}
     files = sorted(xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in _files_of(job))
     compiled = job.run.compile_backend if job.run.compile != "none" else ""
-    parts = [tables, str(layout), compiled, versions, _own_sources(), files]
+    parts = [tables, str(layout), compiled, versions, own_sources(), files]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 
@@ -127,15 +126,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "none"
-
-
-@functools.cache
-def _own_sources() -> str:
-    digest = xxhash.xxh3_128()
-    with resources.as_file(resources.files("samestep")) as folder:
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _files_of(job: Job) -> list[Path]:
@@ -150,11 +140,6 @@ def _files_of(job: Job) -> list[Path]:
         home, is_package = Path(file).resolve().parent, Path(file).name == "__init__.py"
         beside = home.parent if is_package else home
         paths |= {*home.rglob("*.py")} if is_package else {Path(file).resolve()}
-        if not any(beside.is_relative_to(folder) for folder in _installed()):
+        if not any(beside.is_relative_to(folder) for folder in installed()):
             paths |= {*beside.glob("*.py")}
     return sorted(paths)
-
-
-def _installed() -> set[Path]:
-    """Return the folders of installed packages and of Python's own library."""
-    return {Path(path).resolve() for name, path in sysconfig.get_paths().items() if "lib" in name}

@@ -189,7 +189,8 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         InputError: the model, the optimizer or the number of processes does not fit the layout.
     """
     decided = _decided(source, layout, job, place, example)
-    agreement.check(decided.spec, decided.program.step.layout, job)
+    several_hosts = place.ranks_per_node < place.world_size
+    agreement.check(decided.spec, decided.program.step.layout, job, several_hosts=several_hosts)
     waived = kept_state.check(decided.traced.analysis.states, decided.program, job.run)
     _set_products(job.numerics)
     mesh = meshes.build(decided.program, place.device, job.run.timeout_s)

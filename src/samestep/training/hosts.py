@@ -96,8 +96,8 @@ def follow(
             raise JobError(f"--out {folder} is not the leading host's folder: one that all hosts share works")
         lost = Lost("", folder, order.lock, order.hosts, run_folder.is_held(folder))
         if layout not in known:
-            size = {"ranks": order.ranks, "num_hosts": order.ranks // order.local_ranks}
-            given = {"layout": layout, "steps": until, "out": folder, "init_from": init_from}
+            size: dict[str, Any] = {"ranks": order.ranks, "num_hosts": order.ranks // order.local_ranks}
+            given: dict[str, Any] = {"layout": layout, "steps": until, "out": folder, "init_from": init_from}
             given["allow_code"] = allow_code
             known[layout] = check(job, **given, **size, auto_resume=True)
         checked = _resumed(known[layout], order)

@@ -255,12 +255,15 @@ _KNOWN: dict[tuple[str, str], Any] = {
 """What the metadata may name, and what stands for it here."""
 
 
-class _Unpickler(pickle._Unpickler):  # Python's own, in which what a dict is given can be looked at (3.11 to 3.13)
+_InPython: Any = pickle._Unpickler  # in which what a dict is given can be looked at (Python 3.11 to 3.13)
+
+
+class _Unpickler(_InPython):  # type: ignore[misc]
     """Makes records of torch's metadata, and nothing else."""
 
     dispatch = {  # noqa: RUF012
         code: read
-        for code, read in pickle._Unpickler.dispatch.items()
+        for code, read in _InPython.dispatch.items()
         if code not in (pickle.EMPTY_SET[0], pickle.ADDITEMS[0], pickle.FROZENSET[0])
     }
 

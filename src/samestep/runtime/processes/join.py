@@ -24,7 +24,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from samestep.errors import JobError, WorkerError
 from samestep.job_tables import NO_MPS
-from samestep.output import temporary_folder
+from samestep.output.temporary_folder import compiler_cache
 from samestep.runtime.processes.attempts import agreed_name
 from samestep.runtime.processes.binding import bind_near
 from samestep.runtime.processes.freed_memory import keep_freed_memory
@@ -99,7 +99,7 @@ def join(
     per_node = checked_ranks_per_node(ranks_per_node or info.ranks_per_node, info.world_size)
     kind = resolve_device(device)
     # Before a device is chosen, which is the first use of a GPU.
-    borrowed = set_defaults(torch_variables(kind)) if made_group else ()
+    borrowed = set_defaults(allocator_variables(kind) | compiler_cache()) if made_group else ()
     try:
         where = _device_of(info, kind)
         if info.world_size > 1:
@@ -185,18 +185,13 @@ def restore_signals(handlers: Mapping[int, Any]) -> None:
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def torch_variables(device_type: str) -> dict[str, str]:
-    """Return the variables of torch that a process of a run has where the user has not set them.
+def allocator_variables(device_type: str) -> dict[str, str]:
+    """Return the variable by which torch's allocator grows the memory that it has taken, so that less of it lies unused.
 
-    Torch's compiler keeps its files in a folder of this user, in place of one that anybody may make first in a shared /tmp. On a
-    GPU its allocator grows the memory that it has taken, so that less of it is unused; torch reads that when a process first
-    uses the GPU. It is left alone where the user has set it, under either name.
+    Torch reads it when a process first uses a GPU. It is left alone where the user has set it, under either name.
     """
-    variables = temporary_folder.compiler_cache()
     is_given = "PYTORCH_CUDA_ALLOC_CONF" in os.environ  # the old name, which torch reads where the new one is not set
-    if device_type == "cuda" and not is_given:
-        variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    return variables
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if device_type == "cuda" and not is_given else {}
 
 
 def _interfaces_of(info: LaunchInfo) -> dict[str, str]:

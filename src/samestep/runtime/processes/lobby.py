@@ -51,11 +51,11 @@ class Lobby:
     def __enter__(self) -> Lobby:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         for connected, thread in list(self._greetings.items()):
             _shut(connected)
             thread.join()
-        for _, found in self._greeted:
+        for _peer, found in self._greeted:
             if isinstance(found, Channel):
                 found.close()
 

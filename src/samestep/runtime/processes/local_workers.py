@@ -28,7 +28,7 @@ import torch.distributed as dist
 from samestep.errors import JobError
 from samestep.output import temporary_folder
 from samestep.runtime.processes import memory_kills
-from samestep.runtime.processes.join import interface_variables, set_defaults, torch_variables
+from samestep.runtime.processes.join import allocator_variables, interface_variables, set_defaults
 from samestep.runtime.processes.worker import Failure, LaunchOptions, run_worker
 
 _TAIL_LINES = 15  # lines of a dead worker's stderr and traceback that its parent shows
@@ -66,7 +66,8 @@ class LocalWorkers:
         options = self._options
         method = _start_method(options.device_type, options.threads)
         context: Any = multiprocessing.get_context(method)
-        defaults = interface_variables(options.interface) | torch_variables(options.device_type)
+        defaults = interface_variables(options.interface) | allocator_variables(options.device_type)
+        defaults |= temporary_folder.compiler_cache()
         with _environment({"OMP_NUM_THREADS": str(options.threads)}, defaults), warnings.catch_warnings():
             # Python 3.12 warns of threads at a fork; those of an imported torch are idle.
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
