@@ -54,7 +54,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> ArgumentParser:
-    about = "Distributed training for PyTorch: changing the layout never changes the result."
+    about = (
+        "Distributed training for PyTorch: changing the layout never changes the result. A job's functions are run: take jobs "
+        "only from people whose code you would run; those of run folders and checkpoints need --allow code."
+    )
     parser = arguments.Parser(prog="samestep", allow_abbrev=False, description=about)
     parser.add_argument("--version", action="version", version=f"samestep {metadata.version('samestep')}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")

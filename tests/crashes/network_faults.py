@@ -45,7 +45,7 @@ def case(fault: str, drawn: random.Random, hosts: list[Host], losses: list[float
     """Start a run on two hosts, harm it, and return what came of it."""
     layout, run, token = drawn.choice(LAYOUTS), folder / "run", folder / "token"
     token.touch(0o600)
-    token.write_text("a secret that both hosts have")
+    token.write_text("a secret of 42 letters that both hosts have")
     ranks = 4 if "=4" in layout or layout.count("=2") > 1 else 2
     words = ["train", *small.settings(**KEYS), "--layout", layout, "--ranks", f"1:{ranks}", "--out", str(run)]
     words += ["--nodes", "2", "--rendezvous", f"{hosts[0].address}:{drawn.randrange(20000, 30000)}"]

@@ -45,7 +45,7 @@ def _nothing_is_left_running() -> Iterator[None]:
 
 @pytest.fixture
 def token(tmp_path: Path) -> Path:
-    return _token(tmp_path / "token", "a secret that both hosts have")
+    return _token(tmp_path / "token", "a secret of 42 letters that both hosts have")
 
 
 def _token(file: Path, text: str) -> Path:

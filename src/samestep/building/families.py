@@ -260,6 +260,10 @@ _TASKS: dict[Task, tuple[str, str, str]] = {
 """The auto class of each task, the name of its table of families, and what it makes."""
 
 
+_REFUSALS = (ValueError, TypeError, AssertionError, ArithmeticError, LookupError, RuntimeError)
+"""What the code of a family raises for a configuration that it does not take."""
+
+
 def family_source(family: str, fields: Mapping[str, Any], task: Task = "causal") -> Callable[[], nn.Module]:
     """Return the function that builds a family's model for a task, in training mode.
 
@@ -280,9 +284,9 @@ def built(source: str, config: Any, task: Task, **settings: Any) -> nn.Module:
     """
     with quiet():
         try:
-            model: nn.Module = auto_class(task).from_config(config, **settings)
-        except (ValueError, TypeError, AssertionError, ArithmeticError, LookupError, RuntimeError) as error:
-            # Some families check in their modules what others check in their configuration.
+            model: nn.Module = auto_class(task).from_config(config, trust_remote_code=False, **settings)
+        except (*_REFUSALS, ImportError, OSError) as error:
+            # Some families check in their modules what others check in their configuration; others need a library, or a hub.
             raise ModelError(f"model.config does not fit {source}: {' '.join(str(error).split())}") from None
     return model.train()
 
@@ -380,6 +384,14 @@ def configured(source: str, family: str, values: Mapping[str, Any], given: Mappi
         ModelError: the family refuses a value.
     """
     transformers = importlib.import_module("transformers")
+    for name in (*facts_named(family).depth_fields, *(name for name, value in values.items() if type(value) is int)):
+        most = MOST_LAYERS if name in facts_named(family).depth_fields else MOST_ELEMENTS
+        if isinstance(value := values.get(name), int | float) and not value <= most:
+            raise ModelError(f"{source}: {name} = {shown(value)} is not a number up to {most}")
+    if named := _named_on_hub(values):
+        raise ModelError(
+            f"{source}: {named} names what is on a hub, and samestep downloads nothing: 'sdpa' or 'eager' works"
+        )
     with quiet():
         try:
             config = transformers.CONFIG_MAPPING[family](**values)
@@ -388,6 +400,14 @@ def configured(source: str, family: str, values: Mapping[str, Any], given: Mappi
             raise ModelError(f"model.config does not fit {source}: {' '.join(str(error).split())}") from None
     _prepare(config, given, task)
     return config
+
+
+def _named_on_hub(values: Any, key: str = "") -> str:
+    """Return the first implementation in a configuration that transformers would look for on a hub; empty without one."""
+    if isinstance(values, Mapping):
+        return next((named for name, value in values.items() if (named := _named_on_hub(value, str(name)))), "")
+    is_on_hub = isinstance(values, str) and key.endswith("_implementation") and not values.isidentifier()
+    return f"{key} = {values!r}" if is_on_hub else ""
 
 
 def allow_cache(config: Any) -> None:
@@ -426,8 +446,13 @@ def _prepare(config: Any, fields: Mapping[str, Any], task: Task) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress transformers' messages and progress bars, such as those about special tokens outside a small vocabulary."""
+    """Call transformers without its messages and progress bars, and without a request to a hub.
+
+    A configuration may name a backbone or a kernel that its code would fetch; within this context such a request fails.
+    """
+    hub = importlib.import_module("huggingface_hub.constants")
     logging = importlib.import_module("transformers.utils.logging")
+    was_offline, hub.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE, True
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     if bars:
@@ -435,6 +460,7 @@ def quiet() -> Iterator[None]:
     try:
         yield
     finally:
+        hub.HF_HUB_OFFLINE = was_offline
         logging.set_verbosity(before)
         if bars:
             logging.enable_progress_bar()

@@ -56,7 +56,12 @@ class PretrainedModel:
         auto = families.auto_class(self.task)
         with families.quiet():
             model: nn.Module = auto.from_pretrained(
-                self.folder, config=self.config, dtype=torch.float32, local_files_only=True, use_safetensors=True
+                self.folder,
+                config=self.config,
+                dtype=torch.float32,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
             )
         return self.adaptation.of(model.train())
 

@@ -260,11 +260,11 @@ def _auto_tokenizer(folder: Path) -> Any:
     except ModuleNotFoundError:
         raise DataError(f"{folder} needs the library transformers: pip install 'samestep[hf]'") from None
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what a broken folder raises differs by family
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"{folder} holds no tokenizer that transformers can read ({str(error).strip().splitlines()[0]}); "
-            "a folder with a tokenizer.json works"
+            f"{folder} holds no tokenizer that transformers can read ({said}); a folder with a tokenizer.json works"
         ) from None
 
 

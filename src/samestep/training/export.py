@@ -92,6 +92,8 @@ def export(
         draft.rename(folder)
     except OSError as error:
         raise JobError(f"--out {folder} cannot be written: {error.strerror} ({error.filename})") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)  # of an export that failed
     size_bytes = sum(path.stat().st_size for path in folder.iterdir())
     return Exported(folder, stored.checkpoint, stored.manifest["step"], size_bytes)
 

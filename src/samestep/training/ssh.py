@@ -133,7 +133,7 @@ class _Hosts:
         """Start one host; yield the threads that read what it prints."""
         is_first = index == 0
         process = subprocess.Popen(
-            ["ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "--", self.hosts[index], self.command],
+            ["ssh", "-o", "BatchMode=yes", "-oServerAliveInterval=5", "--", self.hosts[index], self.command],
             stdin=subprocess.PIPE,
             stdout=None if is_first else subprocess.PIPE,
             stderr=subprocess.PIPE,

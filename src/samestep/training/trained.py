@@ -65,10 +65,14 @@ class StoredRun:
         Raises:
             CheckpointError: it is one of these.
         """
-        trained = {
-            name: list(param.shape) for name, param in model.named_parameters() if name in self.manifest["shapes"]
-        }
+        params = {name: list(param.shape) for name, param in model.named_parameters()}
+        trained = {name: shape for name, shape in params.items() if name in self.manifest["shapes"]}
         manifests.check_shapes(self.manifest, trained, self.checkpoint)
+        for name, shape in self.manifest.get("frozen", {}).items():
+            if params.get(name) != shape:
+                raise CheckpointError(
+                    f"{self.checkpoint} holds another model's weights: {name} {shape}, here {params.get(name, 'missing')}"
+                )
         manifests.check_digests(self.manifest, self.checkpoint)
 
 

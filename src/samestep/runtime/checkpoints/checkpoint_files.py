@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from samestep.errors import CheckpointError
+from samestep.runtime.checkpoints.form import weight_of
 from samestep.runtime.placement import Runs, WeightSlice, copy_shared, whole
 
 
@@ -92,11 +92,11 @@ class OpenCheckpoint:
         elif kind in ("value", "average"):
             part, start = rest.rsplit("/", 1)
             of_kind = self.values if kind == "value" else self.averages
-            of_kind.setdefault(_weight_of(part), []).append(_StoredRun(part, int(start), name, file))
+            of_kind.setdefault(weight_of(part), []).append(_StoredRun(part, int(start), name, file))
         else:
             part, start, key = rest.rsplit("/", 2)
             of = self.lost if kind == "lost" else self.states
-            runs = of.setdefault(_weight_of(part), {}).setdefault(key, [])
+            runs = of.setdefault(weight_of(part), {}).setdefault(key, [])
             runs.append(_StoredRun(part, int(start), name, file))
 
     def read(self, what: str, weight: str, mine: Runs, block: int = 1) -> Tensor:
@@ -162,12 +162,6 @@ class OpenCheckpoint:
         if covered < numel or found is None:
             raise CheckpointError(f"{self.folder} lacks {numel - covered} of {numel} elements of {weight} ({what})")
         return found
-
-
-def _weight_of(part: str) -> str:
-    """Return the weight's name, given a name in the files of it or of a part of it."""
-    match = re.fullmatch(r"(.*)@\d+of\d+", part)
-    return match[1] if match else part
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
 """The form of a checkpoint's manifest: which keys it has, and of which kinds their values are.
 
-A digest protects a manifest from accidents; who writes one on purpose signs it too. What does not have this form is refused
-before anything else looks at it.
+A digest protects a manifest from accidents; who writes one on purpose signs it too. What does not have this form, or says two
+things of one weight, is refused before anything else looks at it.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, StrictBool, StrictFloat, StrictInt, StrictStr
@@ -67,3 +69,30 @@ class Manifest(_Form):
     frozen: _Shapes = {}
     parts: list[Part]
     ranks: list[Record] = []
+
+
+def contradiction(manifest: Mapping[str, Any]) -> str:
+    """Return what a manifest says of a weight in two places that do not agree, as the end of a sentence; empty where all agree."""
+    trained, frozen = manifest["shapes"], manifest.get("frozen", {})
+    for name in trained.keys() & frozen.keys():
+        if trained[name] != frozen[name]:
+            return f"{name} has the shape {trained[name]} as a trained weight and {frozen[name]} as a frozen one"
+    shapes = {**frozen, **trained}
+    for part in manifest["parts"]:
+        for tensor in part["tensors"]:
+            kind, _, rest = tensor.partition("/")
+            if kind in ("value", "average", "state", "lost"):
+                name = weight_of(rest.rsplit("/", 1 if kind in ("value", "average") else 2)[0])
+                if name not in shapes:
+                    return f"{part['file']} holds {name}, which has no shape"
+        for name, (dim, intervals) in part["cuts"].items():
+            shape = shapes.get(weight_of(name), [])
+            if dim >= len(shape) or not all(start <= stop <= shape[dim] for start, stop in intervals):
+                return f"{name} is cut outside of its shape {shape}"
+    return ""
+
+
+def weight_of(part: str) -> str:
+    """Return the weight's name, given a name in the files of it or of a part of it."""
+    match = re.fullmatch(r"(.*)@\d+of\d+", part)
+    return match[1] if match else part

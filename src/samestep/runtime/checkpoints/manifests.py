@@ -21,7 +21,7 @@ from samestep.job import Job
 from samestep.job_tables import MayChange
 from samestep.models.weight_files import digest_of
 from samestep.output import durable_files, regular_files
-from samestep.runtime.checkpoints.form import Manifest
+from samestep.runtime.checkpoints.form import Manifest, contradiction
 
 NAME = "manifest.json"
 FORMAT_VERSION = 3
@@ -75,6 +75,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is no manifest of a checkpoint: {key}: {first['msg'].lower()}, got {shown(first['input'])}"
         ) from None
+    if wrong := contradiction(manifest):
+        raise CheckpointError(f"{path} contradicts itself: {wrong}")
     named = re.fullmatch(r"step-(\d+)", folder.name)
     if named and int(named[1]) != manifest["step"]:
         raise CheckpointError(
