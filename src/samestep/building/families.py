@@ -450,7 +450,7 @@ def quiet() -> Iterator[None]:
 
     A configuration may name a backbone or a kernel that its code would fetch; within this context such a request fails.
     """
-    hub = importlib.import_module("huggingface_hub.constants")
+    hub: Any = importlib.import_module("huggingface_hub.constants")
     logging = importlib.import_module("transformers.utils.logging")
     was_offline, hub.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE, True
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
