@@ -166,6 +166,17 @@ def test_the_same_word_in_ones_own_job_is_enough(tmp_path: Path, monkeypatch: py
         foreign_code.refuse(stranger, tmp_path, own=Job())
 
 
+def test_a_run_starts_from_strangers_weights_without_their_code(tmp_path: Path) -> None:
+    given: tuple[Any, ...] = ("--ranks", "1", "--steps", "1")
+    assert small.train(*given, "--out", tmp_path / "old") == 0
+    ran = tmp_path / "ran"
+    strange = _signed(tmp_path / "old", tmp_path / "strange", lambda job: job["model"].update(_runs(ran)))
+    assert small.train(*given, "--init-from", tmp_path / "old", "--out", tmp_path / "a") == 0
+    assert small.train(*given, "--init-from", strange, "--out", tmp_path / "b") == 0
+    assert small.losses(tmp_path / "a") == small.losses(tmp_path / "b")
+    assert not ran.exists()
+
+
 def test_every_word_that_is_imported_is_looked_at() -> None:
     """The keys with which the source imports functions are those of `CHANGES`; a new one needs a case there."""
     source = Path(samestep.__file__).parent

@@ -8,6 +8,7 @@ it started from, so it resumes without the other run.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,10 +25,12 @@ from samestep.building.stored_weights import StoredWeights, stored_weights
 from samestep.errors import CheckpointError, JobError, ModelError
 from samestep.job import Job
 from samestep.models import weight_files
-from samestep.runtime.checkpoints import checkpoint, pretrained_folder, torch_checkpoint
+from samestep.runtime.checkpoints import checkpoint, manifests, pretrained_folder, torch_checkpoint
 from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
 from samestep.runtime.checkpoints.torch_checkpoint import TorchEntry
+from samestep.runtime.placement import whole
 from samestep.runtime.run import Run
+from samestep.training import foreign_code
 from samestep.training.trained import StoredRun
 
 _CPU = torch.device("cpu")
@@ -61,17 +64,23 @@ class FirstWeights:
             return cls._of_folder(path, job)
         if (path / torch_checkpoint.NAME).is_file():
             return cls._of_torch(path, job)
-        stored = StoredRun.of(path, own=job, allow_code=allow_code)
+        stored, new = StoredRun.of(path, allow_code=True), blueprint_of(job)  # nothing of the old job is built
+        origin = f"{stored.checkpoint} (step {stored.manifest['step']})"
+        if held := _held_for(new, stored):
+            manifests.check_digests(stored.manifest, stored.checkpoint)
+            weights = {name: held[name] for name in stored.shapes}
+            names = _matched(new, held, weights, stored.checkpoint)
+            return cls(path, job, origin, names, functools.partial(_stored_reader, stored, new), allow_code)
+        if not allow_code:
+            foreign_code.refuse(stored.job, stored.checkpoint, job)
         old = blueprint_of(stored.job)
         stored.check(old.module)
 
         def opened(stack: ExitStack) -> Callable[[str], Tensor]:
             return pretrained_folder.values(old, OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack))
 
-        names = _matched(
-            blueprint_of(job), old.module.state_dict(), dict(old.module.named_parameters()), stored.checkpoint
-        )
-        return cls(path, job, f"{stored.checkpoint} (step {stored.manifest['step']})", names, opened, allow_code)
+        names = _matched(new, old.module.state_dict(), dict(old.module.named_parameters()), stored.checkpoint)
+        return cls(path, job, origin, names, opened, allow_code)
 
     @classmethod
     def _of_folder(cls, path: Path, job: Job) -> FirstWeights:
@@ -121,6 +130,36 @@ class FirstWeights:
                 return nf4.rounded(found) if name in packed else found
 
             checkpoint.set_weights(run, first)
+
+
+def _held_for(new: Blueprint, stored: StoredRun) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint by their names in a new model, where its files hold all that the model has; else nothing.
+
+    They lack weights that were frozen and have not changed: those are first values of the old job, which must be built for them.
+    """
+    held = {name: torch.empty(shape, device="meta") for name, shape in stored.shapes.items()}
+    with ExitStack() as stack:
+        files = OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack)
+        for name, file in files.buffers.items():
+            held[name] = torch.empty(file.get_slice(f"buffer/{name}").get_shape(), device="meta")
+    aliases = {name: first for name, first in new.canonical.items() if name not in held and first in held}
+    held |= {name: held[first] for name, first in aliases.items()}
+    wanted = {base for name in new.module.state_dict() if (base := adapters.base_name(name)) is not None}
+    return held if wanted <= held.keys() else {}
+
+
+def _stored_reader(stored: StoredRun, new: Blueprint, stack: ExitStack) -> Callable[[str], Tensor]:
+    files = OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack)
+
+    def value(name: str) -> Tensor:
+        if name in files.buffers:
+            buffer: Tensor = files.buffers[name].get_tensor(f"buffer/{name}")
+            return buffer
+        first = name if name in stored.shapes else new.canonical[name]
+        shape = stored.shapes[first]
+        return files.read("value", first, whole(shape).runs(0, math.prod(shape))).view(shape)
+
+    return value
 
 
 def _reader(files: StoredWeights, held: Mapping[str, Tensor], _: ExitStack) -> Callable[[str], Tensor]:

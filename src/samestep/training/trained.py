@@ -37,11 +37,11 @@ class StoredRun:
     job: Job
 
     @classmethod
-    def of(cls, run: str | Path | None, *, own: Job | None = None, allow_code: bool = False) -> StoredRun:
+    def of(cls, run: str | Path | None, *, allow_code: bool = False) -> StoredRun:
         """Return the newest checkpoint of a run folder, or of a folder in it that holds some, or one checkpoint; without a
         run, that of the newest one below `runs`.
 
-        Functions that only the checkpoint names, and not the job `own`, are run where `allow_code` is set.
+        Where `allow_code` is set, functions that only the checkpoint names may be run.
 
         Raises:
             CheckpointError: there is none, or it names a function of which the person who calls knows nothing.
@@ -56,8 +56,13 @@ class StoredRun:
         manifest = manifests.read_manifest(found)
         job = Job(lambda key: str(found), **manifest["job"])
         if not allow_code:
-            foreign_code.refuse(job, found, own)
+            foreign_code.refuse(job, found)
         return cls(found, manifest, job)
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """The shapes of the weights that the files hold, by name: trained ones, and frozen ones that have changed."""
+        return {**self.manifest["shapes"], **self.manifest.get("frozen", {})}
 
     def check(self, model: nn.Module) -> None:
         """Refuse a damaged checkpoint, and one of another model.
