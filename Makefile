@@ -57,7 +57,9 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "samestep needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(if $(LOCK),$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r $(LOCK))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		$(if $(LOCK),--no-deps --no-build-isolation) --editable '.[dev]'
 	touch $@
 
 .venv/.bench-ready: $(READY)
