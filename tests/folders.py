@@ -31,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def saved(folder: Path, family: str, dtype: torch.dtype = torch.float32, shard: str = "20kB", **fields: Any) -> Path:
     """Save a model of a family, whose biases and norms are not all 0 and 1, in several files; return the folder."""
     torch.manual_seed(11)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**FAMILIES[family], **fields}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**FAMILIES.get(family, SIZES), **fields}))
     with torch.no_grad(), quiet():
         for param in model.parameters():
             param.add_(0.1 * torch.randn_like(param))

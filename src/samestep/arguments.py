@@ -117,8 +117,11 @@ def add_export(parser: ArgumentParser) -> None:
     """Add the arguments of `export`."""
     _add_run(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new folder")
-    about = "for transformers' from_pretrained, or for torch.distributed.checkpoint; default: transformers"
-    parser.add_argument("--format", choices=("transformers", "dcp"), default="transformers", help=about)
+    about = (
+        "transformers: for from_pretrained, or adapters for peft; safetensors: one file with the plain state dict of any model; dcp: "
+        "for torch.distributed.checkpoint; default: safetensors for a module of your own, else transformers"
+    )
+    parser.add_argument("--format", choices=("transformers", "safetensors", "dcp"), help=about)
     about = "the dtype of the weights; default: that of the master weights"
     parser.add_argument("--dtype", choices=get_args(Precision), help=about)
     about = (

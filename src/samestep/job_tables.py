@@ -92,10 +92,10 @@ def types_in(kind: Any) -> Iterator[Any]:
 
 
 class LoraTable(Table):
-    """Low-rank adapters, which are trained in place of the weights of some linear layers."""
+    """Low-rank adapters, which are trained in place of the weights of some linear layers and embeddings."""
 
     targets: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Names of the linear layers, such as `q_proj`, or whole paths of some."""
+    """Names of linear layers and embeddings, such as `q_proj`, or whole paths of some; or `all-linear`: all linear layers but the head."""
     r: Annotated[int, Field(ge=1, le=2**20)] = 8
     """Rank of the adapters."""
     alpha: Annotated[float, Field(gt=0.0, le=MOST_SCALE)] = 16.0

@@ -163,7 +163,7 @@ def test_merging_nothing_is_refused(folder: Path, tmp_path: Path) -> None:
     ("lora", "text"),
     [
         ({"targets": ["q_pro"]}, r"model.lora.targets: no module of LlamaForCausalLM is called 'q_pro' \(did you mean 'q_proj'"),
-        ({"targets": ["embed_tokens"]}, r"model.embed_tokens is a Embedding, and adapters stand beside linear layers"),
+        ({"targets": ["input_layernorm"]}, r"input_layernorm is a LlamaRMSNorm, and adapters are those of linear layers and embed"),
     ],
 )  # fmt: skip
 def test_targets_that_are_no_linear_layers_are_refused(lora: dict[str, Any], text: str, folder: Path) -> None:

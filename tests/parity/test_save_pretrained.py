@@ -19,12 +19,13 @@ from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import JobError, ModelError, SaveError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.checkpoints import checkpoint, pretrained_folder
+from samestep.runtime.checkpoints import checkpoint, pretrained_folder, state_file
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.folders import FAMILIES, saved
 from tests.laboratory import follow, job_of
-from tests.models import Tokens
+from tests.models import Plain, Tokens
+from tests.parity.test_frozen import run_of
 from tests.parity.test_pretrained import source_of
 from tests.pool import pool
 
@@ -101,7 +102,70 @@ def test_a_checkpoint_has_a_folder_for_transformers(family: str, layout: str, tm
         samestep.export(tmp_path / "run", tmp_path / "out")
 
 
+class Own(Plain):
+    """A module of one's own with a tied head, and buffers of several dtypes, one of which it does not store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.arange(3))
+        self.register_buffer("table", torch.linspace(0, 1, 5, dtype=torch.float64))
+        self.register_buffer("cached", torch.ones(2), persistent=False)
+
+
+def own_steps(rank: int, world: int, layout: str, job: Job, out: Path) -> dict[str, Tensor]:
+    run = run_of(rank, world, layout, job)
+    follow(run, Tokens(), job)
+    checkpoint.save(run, out / "checkpoints", 1)
+    return dict(run.state_dict())
+
+
+@pytest.mark.parametrize("layout", ["dp=2 zero=3", "tp=2"])
+def test_a_module_of_ones_own_is_a_file_with_its_state_dict(layout: str, tmp_path: Path) -> None:
+    job = job_of("float32", 2, model={"source": f"{__name__}:Own"})
+    run_of(0, 1, layout, job)
+    trained = pool(2).run(own_steps, layout, job, tmp_path / "run")[0]
+    out = samestep.export(tmp_path / "run", tmp_path / "out").folder
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+    held, model = load_file(out / "model.safetensors"), Own()
+    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(held)
+    assert_equal(dict(model.state_dict()), {name: trained[name] for name in first})
+    assert not torch.equal(first["embed.weight"], held["embed.weight"])
+    samestep.export(tmp_path / "run", tmp_path / "half", dtype="bf16", form="safetensors")
+    half = load_file(tmp_path / "half" / "model.safetensors")
+    assert {half[name].dtype for name in half} == {torch.bfloat16, torch.int64}
+    assert torch.equal(half["embed.weight"], held["embed.weight"].bfloat16())
+    with pytest.raises(
+        ModelError, match=r"Own is a Own: samestep export RUN --out DIR writes .*--format safetensors.*dcp"
+    ):
+        samestep.export(tmp_path / "run", tmp_path / "no", form="transformers")
+
+
+def test_the_state_dict_of_a_model_of_transformers_is_a_file_too(tmp_path: Path) -> None:
+    job = job_of("float32", 1, model={"source": "hf:gpt2", "config": FAMILIES["gpt2"]})
+    trained = own_steps(0, 1, "dp=1", job, tmp_path / "run")
+    out = samestep.export(tmp_path / "run", tmp_path / "out", form="safetensors").folder
+    held = load_file(out / "model.safetensors")
+    assert_equal(held, {name: trained[name] for name in held})
+    assert torch.equal(held["lm_head.weight"], held["transformer.wte.weight"])
+
+
+class Noting(Plain):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state
+
+
+def test_a_state_dict_with_something_else_than_tensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ModelError, match=r"_extra_state in the state dict of Noting is no tensor"):
+        state_file.write(Noting(), {}.__getitem__, tmp_path / "out", None)
+
+
 def test_a_model_of_your_own_has_no_form_of_transformers() -> None:
     job = Job(model={"source": "tests.models:plain"})
-    with pytest.raises(ModelError, match=r"tests.models:plain is a Plain; the checkpoint's own files are safetensors"):
+    with pytest.raises(ModelError, match=r"tests.models:plain is a Plain: samestep export RUN"):
         PretrainedForm.of(blueprint(model_source(job), 0), job)

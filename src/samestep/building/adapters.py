@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,18 @@ from samestep.models.packing import BLOCK
 _NAME = "default"
 """The name that peft gives an adapter of which there is one."""
 _BASE, _ORIGINAL, _SAVED, _DOWN, _UP = "base_layer", "original_module", "modules_to_save", "lora_A", "lora_B"
+_OF_EMBEDDINGS = "lora_embedding_A", "lora_embedding_B"
+"""The two factors of an embedding's adapter; peft keeps them as parameters, not as modules."""
+_INSERTED = {_BASE, _ORIGINAL, _SAVED, _DOWN, _UP, *_OF_EMBEDDINGS}
 _SETTINGS = "peft_config"
 """A model's attribute in which peft keeps its configuration."""
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 """Files of peft's own folder."""
 _PREFIX = "base_model.model."
 """What peft's files put before the name of a weight."""
+
+ALL_LINEAR = "all-linear"
+"""The word, peft's own, for all linear layers of a model but its head."""
 
 _TASKS: dict[Task, str] = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 """Peft's own words for what a model is for."""
@@ -50,26 +56,24 @@ def insert(model: nn.Module, lora: LoraTable) -> nn.Module:
         JobError: peft is not installed, a target is no module of the model, or peft has no adapter for it.
     """
     peft = _peft()
+    targets = _linear_layers(model, lora) if lora.targets == (ALL_LINEAR,) else lora.targets
     paths = [path for path, _ in model.named_modules() if path]
-    for key, names in (("targets", lora.targets), ("modules_to_save", lora.modules_to_save)):
+    for key, names in (("targets", targets), ("modules_to_save", lora.modules_to_save)):
         for name in names:
-            if not any(path == name or path.endswith(f".{name}") for path in paths):
+            if not any(_is_named(path, name) for path in paths):
                 near = did_you_mean(name, dict.fromkeys(path.rpartition(".")[2] for path in paths))
                 raise JobError(f"model.lora.{key}: no module of {type(model).__name__} is called {name!r}{near}")
     for path in paths:
-        part, is_target = (
-            model.get_submodule(path),
-            any(path == one or path.endswith(f".{one}") for one in lora.targets),
-        )
-        if is_target and not (isinstance(part, nn.Linear) or facts_of(model).is_transposed(part)):
+        part = model.get_submodule(path)
+        if any(_is_named(path, name) for name in targets) and not _takes_adapter(model, part):
             raise JobError(
-                f"model.lora.targets: {path} is a {type(part).__name__}, and adapters stand beside linear layers; in "
-                "model.lora.modules_to_save it is trained whole"
+                f"model.lora.targets: {path} is a {type(part).__name__}, and adapters are those of linear layers and embeddings; "
+                "in model.lora.modules_to_save it is trained whole"
             )
     try:
         with warnings.catch_warnings():  # of transposed layers, which peft then treats as what they are
             warnings.simplefilter("ignore")
-            changed: nn.Module = peft.inject_adapter_in_model(configuration(lora), model)
+            changed: nn.Module = peft.inject_adapter_in_model(_configuration(lora, targets), model)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise JobError(
             f"model.lora does not fit {type(model).__name__}: {shown(' '.join(str(error).split()))}"
@@ -89,6 +93,11 @@ def _round_base(model: nn.Module) -> None:
     names = dict(model.named_parameters(remove_duplicate=False))
     bases = {path: part for path, part in model.named_modules() if path.rpartition(".")[2] == _BASE}
     for path, base in bases.items():
+        if isinstance(base, nn.Embedding):
+            raise JobError(
+                f'model.lora.base = "nf4" rounds linear layers, and {path.removesuffix("." + _BASE)} is an embedding: targets without '
+                'it work, and so does base = "full"'
+            )
         weight = names[f"{path}.weight"]
         if tied := [name for name, other in names.items() if other is weight and name != f"{path}.weight"]:
             raise JobError(
@@ -103,15 +112,50 @@ def _round_base(model: nn.Module) -> None:
         nf4.mark(base)
 
 
-def configuration(lora: LoraTable, base: Path | None = None, task: Task | None = None) -> Any:
-    """Return peft's configuration of the adapters; `base` is the folder of the model that they were made for."""
+def _is_named(path: str, name: str) -> bool:
+    """Return whether a module's path is a name, or ends with it."""
+    return path == name or path.endswith(f".{name}")
+
+
+def _takes_adapter(model: nn.Module, part: nn.Module) -> bool:
+    return isinstance(part, nn.Linear | nn.Embedding) or facts_of(model).is_transposed(part)
+
+
+def _linear_layers(model: nn.Module, lora: LoraTable) -> tuple[str, ...]:
+    """Return the paths of all linear layers of a model but its head and those in modules that are trained whole.
+
+    Raises:
+        JobError: it has none.
+    """
+    head_of: Any = getattr(model, "get_output_embeddings", None)
+    head, found = head_of() if head_of is not None else None, []
+    for path, part in model.named_modules():
+        is_linear = _takes_adapter(model, part) and not isinstance(part, nn.Embedding)
+        above = [path.rsplit(".", cut)[0] for cut in range(path.count(".") + 1)]
+        is_saved = any(_is_named(one, name) for one in above for name in lora.modules_to_save)
+        if is_linear and part is not head and not is_saved:
+            found.append(path)
+    if not found:
+        raise JobError(f"model.lora.targets = {ALL_LINEAR!r}: {type(model).__name__} has no linear layer but its head")
+    return tuple(found)
+
+
+def configuration(model: nn.Module, lora: LoraTable, base: Path | None, task: Task) -> Any:
+    """Return peft's configuration of the adapters in a model; `base` is the folder of the model that they were made for."""
+    targets = lora.targets
+    if targets == (ALL_LINEAR,):
+        targets = tuple(outer(path) for path, _ in model.named_modules() if path.rpartition(".")[2] == _BASE)
+    return _configuration(lora, targets, base, task)
+
+
+def _configuration(lora: LoraTable, targets: Sequence[str], base: Path | None = None, task: Task | None = None) -> Any:
     return _peft().LoraConfig(
         task_type=_TASKS.get(task) if task else None,
         base_model_name_or_path=str(base) if base else None,
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=list(lora.targets),
+        target_modules=list(targets),
         modules_to_save=list(lora.modules_to_save) or None,
         inference_mode=False,
     )
@@ -130,7 +174,7 @@ def _peft() -> Any:
 def base_name(name: str) -> str | None:
     """Return the name that a tensor has in the model without adapters; None for the weights of an adapter."""
     parts = name.split(".")
-    if _DOWN in parts or _UP in parts:
+    if not {_DOWN, _UP, *_OF_EMBEDDINGS}.isdisjoint(parts):
         return None
     for inserted in ([_BASE], [_ORIGINAL], [_SAVED, _NAME]):
         for start in range(len(parts) - len(inserted) + 1):
@@ -142,7 +186,7 @@ def base_name(name: str) -> str | None:
 def outer(path: str) -> str:
     """Return the path of the module in whose place peft has put one with this part; other paths are returned as they are."""
     parts = path.split(".")
-    inner = next((index for index, part in enumerate(parts) if part in (_BASE, _ORIGINAL, _SAVED, _DOWN, _UP)), None)
+    inner = next((index for index, part in enumerate(parts) if part in _INSERTED), None)
     return ".".join(parts[:inner])
 
 
@@ -169,25 +213,51 @@ def saved_name(name: str) -> str | None:
     return _PREFIX + ".".join(part for part in parts if part != _NAME) if base_name(name) is None else None
 
 
-def merged(names: Iterable[str], value: Value, lora: LoraTable, transposed: Collection[str]) -> Value:
+def origins(names: Iterable[str]) -> dict[str, tuple[str, bool]]:
+    """Return, by each name in the model without adapters, the name that its value has in the model with them, and whether an
+    adapter is added to it.
+
+    `names` are those in the model with adapters.
+    """
+    held = set(names)
+    found: dict[str, str] = {}
+    for name in held:
+        base = base_name(name)
+        if base is not None and (base not in found or _SAVED in name.split(".")):
+            found[base] = name
+    return {
+        base: (name, name.endswith(f"{_BASE}.weight") and _factors(name, held) is not None)
+        for base, name in found.items()
+    }
+
+
+def _factors(weight: str, held: Collection[str]) -> tuple[str, str] | None:
+    """Return the names of A and B of the adapter of a layer's weight; None where it has none."""
+    path = outer(weight.rpartition(".")[0])
+    for (down, up), leaf in (((_DOWN, _UP), ".weight"), (_OF_EMBEDDINGS, "")):
+        names = (f"{path}.{down}.{_NAME}{leaf}", f"{path}.{up}.{_NAME}{leaf}")
+        if names[0] in held:
+            return names
+    return None
+
+
+def merged(model: nn.Module, names: Collection[str], value: Value, lora: LoraTable) -> Value:
     """Return the function of a tensor's value in the model without adapters, into whose weights they are added.
 
-    `names` are those in the model with adapters, of whose tensors `value` returns the values. `transposed` are the
-    paths of the modules whose weight is [in, out].
+    `names` are those of the tensors of the model with adapters, whose values `value` returns.
     """
-    known: dict[str, list[str]] = {}
-    for name in names:
-        if (base := base_name(name)) is not None:
-            known.setdefault(base, []).append(name)
-    held = set(names)
+    made_of, held, facts = origins(names), set(names), facts_of(model)
 
     def made(name: str) -> Tensor:
-        chosen = max(known[name], key=lambda one: _SAVED in one.split("."))
-        path = outer(chosen.rpartition(".")[0])
-        down, up = (f"{path}.{part}.{_NAME}.weight" for part in (_DOWN, _UP))
-        if down not in held or not chosen.endswith(f"{_BASE}.weight"):
-            return value(chosen)
+        source, is_adapted = made_of[name]
+        if not is_adapted:
+            return value(source)
+        factors = _factors(source, held)
+        assert factors is not None
+        down, up = factors
         change = (lora.alpha / lora.r) * (value(up) @ value(down))
-        return value(chosen) + (change.T if path in transposed else change)
+        layer = model.get_submodule(source.removesuffix(".weight"))
+        is_turned = facts.is_transposed(layer) or isinstance(layer, nn.Embedding)
+        return value(source) + (change.T if is_turned else change)
 
     return made

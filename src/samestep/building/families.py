@@ -95,6 +95,8 @@ class FamilyFacts:
     """Attributes in which modules keep their configuration."""
     head_dropout_prefixes: tuple[str, ...] = ("classifier_", "summary_")
     """Prefixes of dropout fields of heads that a decoder does not have."""
+    tie_field: str = "tie_word_embeddings"
+    """The configuration's field that says whether the head has the weight of the embedding."""
     vocabulary_field: str = "vocab_size"
     """The configuration's field for the number of tokens that have an embedding."""
     positions_field: str = "max_position_embeddings"

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building import adapters, families
+from samestep.building.adapters import Value
 from samestep.building.initial_values import Blueprint
+from samestep.building.merging import Merged
 from samestep.building.weight_conversion import by_kind, converted, loading, transforms_of
 from samestep.errors import ModelError
 from samestep.job import Job
@@ -56,11 +58,11 @@ class PretrainedForm:
     beside: tuple[Path, ...]
     """Files to copy: those of the tokenizer, and the settings of generation in the folder that the run started from."""
     job: Job
-    adapted: PretrainedForm | None = None
-    """The form of the model with the adapters that are added into the weights of this one."""
+    merged: Merged | None = None
+    """The model with the adapters that are added into the weights of this one."""
 
     @classmethod
-    def of(cls, plan: Blueprint, job: Job) -> PretrainedForm:
+    def of(cls, plan: Blueprint, job: Job, merged: Merged | None = None) -> PretrainedForm:
         """Return the form of a model that is on the meta device and whole.
 
         Raises:
@@ -68,13 +70,15 @@ class PretrainedForm:
         """
         if job.model.lora is not None:
             return cls(plan, copy.deepcopy(plan.module), tuple(_of_adapters(plan)), tuple(_beside(job)), job)
-        if not hasattr(plan.module, "_tied_weights_keys") or not hasattr(plan.module, "config"):
+        if not is_of_transformers(plan):
             raise ModelError(
                 f"a folder for transformers holds a model of transformers, and {job.model.source} is a "
-                f"{type(plan.module).__name__}; the checkpoint's own files are safetensors too"
+                f"{type(plan.module).__name__}: samestep export RUN --out DIR writes it as one file with its state dict (--format "
+                "safetensors) or for torch.distributed.checkpoint (--format dcp)"
             )
         module = copy.deepcopy(plan.module)
-        return cls(plan, module, tuple(_groups(module, _saved_names(module, plan.canonical))), tuple(_beside(job)), job)
+        groups = tuple(_groups(module, _saved_names(module, plan.canonical)))
+        return cls(plan, module, groups, tuple(_beside(job)), job, merged)
 
     @property
     def one_file(self) -> str:
@@ -86,13 +90,14 @@ class PretrainedForm:
         """Whether several files may hold the tensors; peft reads one."""
         return self.job.model.lora is None
 
-    def with_merged(self, value: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-        """Return the function of a tensor's value, from that of the model with adapters if they are added into this one."""
-        if self.adapted is None or self.adapted.job.model.lora is None:
-            return value
-        module, facts = self.adapted.module, families.facts_of(self.adapted.module)
-        transposed = {adapters.outer(path) for path, part in module.named_modules() if facts.is_transposed(part)}
-        return adapters.merged(self.adapted.plan.canonical, value, self.adapted.job.model.lora, transposed)
+    @property
+    def stored_plan(self) -> Blueprint:
+        """The model whose tensors a checkpoint holds."""
+        return self.merged.adapted if self.merged is not None else self.plan
+
+    def values(self, stored: Value) -> Value:
+        """Return the function of a tensor's value, from that of the model whose tensors a checkpoint holds."""
+        return self.merged.values(stored) if self.merged is not None else stored
 
     def write_configuration(self, folder: Path, dtype: torch.dtype) -> None:
         """Write the configuration, the settings of generation and the files of the tokenizer into a folder.
@@ -101,9 +106,8 @@ class PretrainedForm:
             ModelError: transformers refuses to write them.
         """
         if self.job.model.lora is not None:
-            adapters.configuration(self.job.model.lora, self.job.model.folder, self.job.model.task).save_pretrained(
-                folder
-            )
+            model = self.job.model
+            adapters.configuration(self.module, self.job.model.lora, model.folder, model.task).save_pretrained(folder)
             return
         config: Any = copy.deepcopy(self.module.config)
         families.allow_cache(config)
@@ -120,6 +124,11 @@ class PretrainedForm:
                 raise ModelError(
                     f"transformers cannot write the configuration: {' '.join(str(error).split())}"
                 ) from None
+
+
+def is_of_transformers(plan: Blueprint) -> bool:
+    """Return whether a model is one of transformers, which has a form for files."""
+    return hasattr(plan.module, "_tied_weights_keys") and hasattr(plan.module, "config")
 
 
 def _of_adapters(plan: Blueprint) -> Iterator[SavedGroup]:

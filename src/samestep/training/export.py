@@ -1,27 +1,27 @@
-"""The verb `export`: the model of a checkpoint, as a folder for transformers or for torch, written by one process without a run."""
+"""The verb `export`: the model of a checkpoint, as a folder for transformers, peft or torch, written by one process without a run."""
 
 from __future__ import annotations
 
 import shutil
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from samestep.building.initial_values import Blueprint
-from samestep.building.model import blueprint_of, without_adaptation
-from samestep.building.pretrained_form import PretrainedForm
+from samestep.building.merging import Merged
+from samestep.building.model import blueprint_of
+from samestep.building.pretrained_form import PretrainedForm, is_of_transformers
 from samestep.errors import JobError
-from samestep.job import Job
 from samestep.job_tables import Precision
 from samestep.output import durable_files
-from samestep.runtime.checkpoints import pretrained_folder, torch_export
+from samestep.runtime.checkpoints import pretrained_folder, state_file, torch_export
 from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
 from samestep.training.trained import StoredRun
 
-ExportForm = Literal["transformers", "dcp"]
+ExportForm = Literal["transformers", "safetensors", "dcp"]
 _DTYPES: dict[Precision, torch.dtype] = {
     "float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 }  # fmt: skip
@@ -49,44 +49,38 @@ def export(
     dtype: Precision | None = None,
     merge: bool = False,
     ema: bool = False,
-    form: ExportForm = "transformers",
+    form: ExportForm | None = None,
     allow_code: bool = False,
 ) -> Exported:
-    """Write the model of a run's newest checkpoint, or of one checkpoint, as a new folder for transformers.
+    """Write the model of a run's newest checkpoint, or of one checkpoint, as a new folder.
 
-    With `form="dcp"` it is a checkpoint of `torch.distributed.checkpoint`, of any model, with the state dict below `model`.
+    A model of transformers is written for `from_pretrained`, and adapters (`model.lora`) for peft. Of a module of your own the
+    plain state dict is written, in one file of safetensors; `form="safetensors"` writes that of any model. With `form="dcp"` it is a
+    checkpoint of `torch.distributed.checkpoint`, of any model, with the state dict below `model`.
 
-    Without a run, that is the newest run below `runs`; without a dtype, weights keep that of the master weights. Of a job with
-    `model.lora` the adapters are written, for peft; with `merge` the whole model, with the adapters added into its weights. With
-    `ema` the moving averages of the weights (`train.ema`) are written in their place. Functions that no run of yours has named
-    are run where `allow_code` is set.
+    Without a run, that is the newest run below `runs`; without a dtype, weights keep that of the master weights. With `merge` the
+    whole model of a job with adapters is written, with the adapters added into its weights. With `ema` the moving averages of the
+    weights (`train.ema`) are written in their place. Functions that no run of yours has named are run where `allow_code` is set.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, it holds the weights of another model, or no averages.
-        JobError: the folder exists already.
-        ModelError: the model is none of transformers.
+        JobError: the folder exists already, or there are no adapters to merge, or none that the model without them can hold.
+        ModelError: the model is none of transformers, and `form` says so; or its state dict is no file of safetensors.
     """
     folder = Path(out)
     durable_files.refuse_remote(folder)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise JobError(f"--out {folder} exists: a new folder works")
     stored = StoredRun.of(run, allow_code=allow_code)
-    job = stored.job
-    plan = blueprint_of(job)
+    plan = blueprint_of(stored.job)
     stored.check(plan.module)
-    pretrained = PretrainedForm.of(plan, job) if merge or form == "transformers" else None
-    if merge and pretrained is not None:
-        pretrained = _merged(pretrained, job)
+    merged = Merged.of(plan, stored.job) if merge else None
     draft = folder.with_name(f".{folder.name}.draft")
     try:
         if draft.exists():
             shutil.rmtree(draft)
         draft.mkdir(parents=True)
-        cast = _DTYPES[dtype] if dtype else None
-        if form == "dcp":
-            _write_for_torch(stored, plan, pretrained, draft, cast, averaged=ema)
-        elif pretrained is not None:
-            pretrained_folder.write(pretrained, stored.checkpoint, stored.manifest, draft, cast, averaged=ema)
+        _write(stored, plan, merged, draft, _DTYPES[dtype] if dtype else None, form, averaged=ema)
         if folder.is_dir():
             folder.rmdir()
         draft.rename(folder)
@@ -98,35 +92,28 @@ def export(
     return Exported(folder, stored.checkpoint, stored.manifest["step"], size_bytes)
 
 
-def _write_for_torch(
+def _write(
     stored: StoredRun,
     plan: Blueprint,
-    merged: PretrainedForm | None,
+    merged: Merged | None,
     out: Path,
     dtype: torch.dtype | None,
+    form: ExportForm | None,
     *,
     averaged: bool,
 ) -> None:
-    """Write a checkpoint of torch.distributed.checkpoint, of the model itself or of one into which adapters are merged."""
-    master = torch.float64 if stored.job.numerics.precision == "float64" else torch.float32
+    """Write the model of a checkpoint, or the one into whose weights its adapters are added, in one of the forms."""
+    written, job = (merged.plan, merged.job) if merged else (plan, stored.job)
+    if form == "transformers" or (form is None and (job.model.lora is not None or is_of_transformers(written))):
+        pretrained = PretrainedForm.of(written, job, merged)
+        pretrained_folder.write(pretrained, stored.checkpoint, stored.manifest, out, dtype, averaged=averaged)
+        return
+    master = torch.float64 if job.numerics.precision == "float64" else torch.float32
     with ExitStack() as stack:
-        value = pretrained_folder.values(
-            plan, OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack, averaged=averaged)
-        )
-        if merged is not None:
-            plan, value = merged.plan, merged.with_merged(value)
-        torch_export.write(plan.module, value, out, dtype or master)
-
-
-def _merged(adapted: PretrainedForm, job: Job) -> PretrainedForm:
-    """Return the form of the model without adapters, into whose weights those of `adapted` are added.
-
-    Raises:
-        JobError: it has none.
-    """
-    if job.model.lora is None:
-        raise JobError(
-            "--merge adds adapters into weights, and the run has none (model.lora): without --merge it works"
-        )
-    bare = without_adaptation(job)
-    return replace(PretrainedForm.of(blueprint_of(bare), bare), adapted=adapted)
+        opened = OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack, averaged=averaged)
+        value = pretrained_folder.values(plan, opened)
+        value = merged.values(value) if merged else value
+        if form == "dcp":
+            torch_export.write(written.module, value, out, dtype or master)
+        else:
+            state_file.write(written.module, value, out, dtype)

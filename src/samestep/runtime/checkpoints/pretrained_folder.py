@@ -58,9 +58,9 @@ def write(
     names = names if len(files) > 1 else [form.one_file]
     with ExitStack() as stack:
         stored = OpenCheckpoint.open(checkpoint, manifest, stack, averaged=averaged)
-        value = form.with_merged(values((form.adapted or form).plan, stored))
+        value = form.values(values(form.stored_plan, stored))
         for number in range(writer, len(files), num_writers):
-            tensors = {name: _cast(one, cast) for group in files[number] for name, one in _made(group, value).items()}
+            tensors = {name: cast_to(one, cast) for group in files[number] for name, one in _made(group, value).items()}
             save_file(tensors, out / names[number], {"format": "pt"})
             durable_files.sync(out / names[number])
     if writer:
@@ -108,7 +108,7 @@ def _made(group: SavedGroup, value: Callable[[str], Tensor]) -> Mapping[str, Ten
     return group.make([value(name) for name in group.sources])
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor in memory of its own, in `dtype` if it has floating numbers."""
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to(kind, copy=True, memory_format=torch.contiguous_format)
