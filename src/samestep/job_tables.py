@@ -118,6 +118,13 @@ class ModelTable(Table):
     """Fields of the family's, the folder's or the preset's configuration to override, or keyword arguments of the function."""
     task: Task = "causal"
     """Of `hf:`, what the model is for: `causal`, `masked`, `seq2seq`, `image`, `speech` or `vision-language`."""
+    resize_embeddings: (
+        Annotated[int, Field(ge=1, le=2**31 - 1)]
+        | Annotated[str, Field(pattern=r"^tokenizer(:[1-9][0-9]{0,5})?$")]
+        | None
+    ) = None
+    """Of a folder, the number of tokens that its embedding and its head are given: a number, `tokenizer` for at least those of
+    `data.tokenizer`, or `tokenizer:64` for the next multiple of 64. New entries are drawn as in a new model."""
     freeze: tuple[str, ...] = ()
     """Patterns (`model.embed_tokens.*`, `*norm*`) of the names of parameters that are not trained."""
     lora: LoraTable | None = None

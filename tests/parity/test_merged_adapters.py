@@ -111,6 +111,26 @@ def test_an_adapter_of_a_tied_embedding_has_the_losses_of_peft(
     hold_losses(layout, job, plain_losses(folder, job.model_dump_json()))
 
 
+@pytest.mark.parametrize(
+    "lora", [{"targets": ["q_proj"]}, {"targets": ["lm_head"], "modules_to_save": ["embed_tokens"]}]
+)
+def test_adapters_of_a_resized_model_hold_its_new_tokens(lora: dict[str, Any], tmp_path: Path) -> None:
+    folder = saved(tmp_path / "base", "llama", vocab_size=50, tie_word_embeddings=True)
+    model = {"source": f"hf:{folder}", "resize_embeddings": 61, "lora": lora}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft, about tied weights
+        steps(0, 1, "dp=1", job_of("float32", 2, model=model), tmp_path / "run", 2)
+        samestep.export(tmp_path / "run", tmp_path / "adapters")
+        samestep.export(tmp_path / "run", tmp_path / "merged", merge=True)
+        base: Any = loaded(folder)
+        base.resize_token_embeddings(61, mean_resizing=False)
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    tokens = torch.arange(37, 61).view(2, 12)
+    with torch.no_grad():
+        logits = [one.eval()(input_ids=tokens).logits for one in (theirs, loaded(tmp_path / "merged"))]
+    torch.testing.assert_close(logits[0], logits[1], rtol=0.0, atol=1e-6)
+
+
 class Tied(nn.Module):
     """A module of one's own whose head is always the embedding's weight, and a frozen table that is stored too."""
 

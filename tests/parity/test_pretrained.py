@@ -66,3 +66,26 @@ def test_losses_from_a_folder_are_those_of_a_plain_loop(family: str, layout: str
     expected = plain_losses(folders[family], job)
     for losses in pool(2).run(losses_of, layout, job):
         assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("llama", "tp=2"), ("gpt2", "dp=2 zero=3"), pytest.param("qwen3", "pp=2 microbatch=4", marks=pytest.mark.nightly)],
+)
+def test_tokens_that_are_added_are_trained_as_in_a_plain_loop(family: str, layout: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, family, vocab_size=50, tie_word_embeddings=True)
+    job = job_of("float32", model={"source": f"hf:{folder}", "resize_embeddings": 61})
+    source = source_of(job, Layout.parse(layout))
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+        model.resize_token_embeddings(61, mean_resizing=False)
+    assert source.prepared is not None
+    plan = source.prepared.blueprint
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if plan.canonical[name] in plan.drawn:
+                assert torch.equal(param[:50], plan.materialize(name, torch.device("cpu"))[:50])
+                param.copy_(plan.materialize(name, torch.device("cpu")))
+    expected = train_plainly(model, job)
+    for losses in pool(2).run(losses_of, layout, job):
+        assert losses == pytest.approx(expected, rel=1e-6)

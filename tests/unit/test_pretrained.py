@@ -19,9 +19,10 @@ from samestep.building.initial_values import Blueprint, blueprint
 from samestep.building.model import model_source
 from samestep.building.pretrained_form import _beside, unread_tokenizer
 from samestep.building.stored_weights import StoredWeights
-from samestep.errors import ModelError
+from samestep.errors import JobError, ModelError
 from samestep.job import Job
 from samestep.models.weight_files import configuration, digest_of
+from samestep.training.export import export
 from tests import small
 from tests.folders import FAMILIES, saved
 
@@ -88,6 +89,94 @@ def test_what_the_folder_lacks_is_drawn_and_named_and_so_is_what_it_has_besides(
     new = blueprint(model_source(Job(model={"source": "hf:llama", "config": FAMILIES["llama"]})), 3)
     assert torch.equal(ours.materialize("lm_head.weight", CPU), new.materialize("lm_head.weight", CPU))
     assert torch.equal(ours.materialize("model.norm.weight", CPU), held["model.norm.weight"])
+
+
+def resized(folder: Path, tokens: int | str, **tables: Any) -> Blueprint:
+    return blueprint(model_source(Job(model={"source": f"hf:{folder}", "resize_embeddings": tokens}, **tables)), 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tokens", [70, 50])
+def test_an_embedding_is_resized_as_transformers_resizes_it(family: str, tokens: int, tmp_path: Path) -> None:
+    """All values are those of resize_token_embeddings but the new entries, which are those of a new model."""
+    folder = saved(tmp_path, family)
+    ours = resized(folder, tokens)
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model.resize_token_embeddings(tokens, mean_resizing=False)
+    new = blueprint(
+        model_source(Job(model={"source": f"hf:{family}", "config": {**FAMILIES[family], "vocab_size": tokens}})), 3
+    )
+    grown = set()
+    for name, expected in {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers()),
+    }.items():
+        made = ours.materialize(name, CPU)
+        assert made.shape == expected.shape, name
+        if expected.shape and expected.shape[0] == tokens:
+            grown.add(name)
+            assert torch.equal(made[:61], expected[:61]), name
+            assert torch.equal(made[61:], new.materialize(name, CPU)[61:]), name
+            halves = [(60, tokens), (0, 1)] if tokens > 61 else [(3, 7)]
+            parts = torch.cat([made[start:stop] for start, stop in halves])
+            assert torch.equal(ours.materialize(name, CPU, None, halves), parts)
+            assert torch.equal(ours.materialize(name, CPU, torch.float64, [(3, 5)], 1), made[:, 3:5].double())
+        else:
+            assert torch.equal(made, expected), name
+    assert grown == {
+        one
+        for one in ("model.embed_tokens.weight", "transformer.wte.weight", "lm_head.weight")
+        if one in ours.canonical
+    }
+    assert ours.module.config.vocab_size == tokens  # type: ignore[union-attr]
+    assert ours.stored is not None
+    assert any("from 61: new entries are made as in a new model" in line for line in ours.stored.remarks())
+
+
+@pytest.mark.parametrize(("asked", "size"), [("tokenizer", 256), ("tokenizer:100", 300), (61, 61)])
+def test_the_tokenizer_says_how_many_entries_there_are(asked: int | str, size: int, tmp_path: Path) -> None:
+    folder = saved(tmp_path, "llama")
+    assert resized(folder, asked).module.get_parameter("lm_head.weight").shape[0] == size
+    large = saved(tmp_path / "large", "llama", vocab_size=400)
+    assert resized(large, "tokenizer").module.get_parameter("lm_head.weight").shape[0] == 400
+
+
+def test_what_cannot_be_resized_is_refused_with_what_works(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama")
+    with pytest.raises(ModelError, match=r"model.resize_embeddings = 64 in its place adds entries for new tokens"):
+        made(folder, vocab_size=64)
+    with pytest.raises(ModelError, match=r"model.config says it too: model.resize_embeddings alone works"):
+        blueprint(
+            model_source(Job(model={"source": f"hf:{folder}", "resize_embeddings": 64, "config": {"vocab_size": 64}})),
+            3,
+        )
+    with pytest.raises(ModelError, match=r"hf:llama has no folder: a size in model.config works"):
+        model_source(Job(model={"resize_embeddings": 64}))
+    with pytest.raises(ModelError, match="is read without a tokenizer; a number works"):
+        resized(folder, "tokenizer", data={"source": "tokens:a.bin"})
+    with pytest.raises(JobError, match="resize_embeddings"):
+        Job(model={"resize_embeddings": "all"})
+
+
+def test_a_refusal_of_added_tokens_names_what_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(tmp_path / "model", "llama", tie_word_embeddings=True)
+    words = [f"--set={key}={value}" for key, value in small.SMALL.items() if not key.startswith("model.config")]
+    words += [
+        f"--set=model.source=hf:{folder}",
+        "--set=data.sequence_length=12",
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert small.main("train", *words) == 2
+    works = capsys.readouterr().err.rpartition("; ")[2].removesuffix(" works\n").replace(" ", "")
+    assert works == "model.resize_embeddings=256"
+    assert small.main("train", *words, f"--set={works}") == 0
+    assert "256" in (export(tmp_path / "run", tmp_path / "out").folder / "config.json").read_text()
+    with quiet():
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").lm_head.weight.shape[0] == 256
 
 
 def test_fewer_layers_than_the_folder_has(tmp_path: Path) -> None:

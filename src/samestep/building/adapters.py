@@ -213,6 +213,11 @@ def saved_name(name: str) -> str | None:
     return _PREFIX + ".".join(part for part in parts if part != _NAME) if base_name(name) is None else None
 
 
+def frozen_name(name: str) -> str:
+    """Return the name in peft's file of a tensor beside adapters, as peft names it where it saves embeddings too."""
+    return _PREFIX + name
+
+
 def origins(names: Iterable[str]) -> dict[str, tuple[str, bool]]:
     """Return, by each name in the model without adapters, the name that its value has in the model with them, and whether an
     adapter is added to it.

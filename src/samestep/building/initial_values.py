@@ -121,6 +121,8 @@ class Blueprint:
         part = self._slices[ref.memory]
         where = torch.device(device)
         if self.stored is not None and self.is_stored(name):
+            if self.stored.resized(name) is not None:
+                return parts_of(self._resized(name, dtype or ref.dtype), rows, dim).to(where)
             return self.stored.read(name, dtype or ref.dtype, rows, dim).to(where)
         if constant is not None:
             return parts_of(constant, rows, dim).to(where, dtype or constant.dtype, copy=True)
@@ -130,6 +132,14 @@ class Blueprint:
         else:
             made = parts_of(replay(self._tape, part, ref, where, self._keys), rows, dim)
         return made if dtype is None else made.to(dtype)
+
+    def _resized(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a tensor that has entries for other tokens than the folder's: behind those of the folder the new ones, as drawn."""
+        assert self.stored is not None
+        dim, known = self.stored.resized(name) or (0, 0)
+        read = self.stored.read(name, dtype)
+        new = replace(self, stored=None).materialize(name, torch.device("cpu"), dtype)
+        return torch.cat([read, new.narrow(dim, known, new.shape[dim] - known)], dim)
 
 
 Waived = Callable[[str], str]
@@ -188,7 +198,8 @@ def _with_stored(source: PretrainedModel, made: Blueprint | None, failure: Excep
         assert failure is not None
         raise failure
     stored = source.stored(made.module, made.canonical)
-    return replace(made, stored=stored, drawn=frozenset(name for name in made.drawn if not stored.holds(name)))
+    drawn = frozenset(name for name in made.drawn if not stored.holds(name) or stored.resized(name) is not None)
+    return replace(made, stored=stored, drawn=drawn)
 
 
 def _taped(source: Callable[[], nn.Module], seed: int) -> Blueprint:

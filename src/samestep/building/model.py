@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -31,6 +32,7 @@ from samestep.building.named_tensors import unwrapped
 from samestep.building.packed_positions import packed_documents
 from samestep.building.pretrained import folder_config, pretrained_source
 from samestep.building.resnet import resnet
+from samestep.datasets.tokenizers import open_tokenizer
 from samestep.errors import ModelError
 from samestep.job import Job
 
@@ -59,7 +61,12 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
     """
     source, config, adaptation = job.model.source, job.model.config, Adaptation(job.model.freeze, job.model.lora)
     if job.model.folder is not None:
-        return pretrained_source(_folder_of(job), config, job.model.task, adaptation)
+        tokens = functools.partial(_num_tokens, job) if job.model.resize_embeddings is not None else None
+        return pretrained_source(_folder_of(job), config, job.model.task, adaptation, tokens)
+    if job.model.resize_embeddings is not None:
+        raise ModelError(
+            f"model.resize_embeddings changes the embedding of a folder's model, and {source} has no folder: a size in model.config works"
+        )
     if source.startswith("hf:"):
         family = family_source(source.removeprefix("hf:"), config, job.model.task)
         return family if adaptation == UNCHANGED else JobModel(family, source, {}, adaptation)
@@ -77,6 +84,23 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
     except TypeError as error:
         raise ModelError(f"model.config does not fit {source}: {error}") from None
     return JobModel(function, source, config, adaptation)
+
+
+def _num_tokens(job: Job, stored: int) -> int:
+    """Return the number of tokens that the job gives the embedding of a folder's model, which has `stored` ones.
+
+    Raises:
+        ModelError: the job's data has no tokenizer.
+    """
+    asked = job.model.resize_embeddings
+    if not isinstance(asked, str):
+        return asked or stored
+    if not job.data.is_text:
+        raise ModelError(
+            f"model.resize_embeddings = {asked!r}: data.source = {job.data.source!r} is read without a tokenizer; a number works"
+        )
+    multiple = int(asked.partition(":")[2] or 1)
+    return max(stored, math.ceil(open_tokenizer(job).vocab_size / multiple) * multiple)
 
 
 def configuration_of(job: Job) -> Any:

@@ -10,7 +10,7 @@ lacks, such as a new head, is drawn as in a new model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ class PretrainedModel:
     config: Any
     task: Task
     adaptation: Adaptation = UNCHANGED
+    before: Any = None
+    """The configuration before the embedding was resized; None where it is not."""
 
     def build(self) -> nn.Module:
         """Return the model with new values, in training mode and float32."""
@@ -42,41 +44,72 @@ class PretrainedModel:
     def stored(self, module: nn.Module, canonical: Mapping[str, str]) -> StoredWeights:
         """Return where the values of a built model lie in the folder, which has none of its adapters."""
         files = weight_files.tensors(self.folder)
+        tokens = (num_tokens(self.before), num_tokens(self.config)) if self.before is not None else None
         if self.adaptation.lora is None:
-            return stored_weights(module, canonical, files)
+            return stored_weights(module, canonical, files, tokens)
         with torch.device("meta"):
             bare = families.built(f"hf:{self.folder}", self.config, self.task, dtype=torch.float32)
         first: dict[int, str] = {}
         names = {name: first.setdefault(id(tensor), name) for name, tensor in bare.state_dict(keep_vars=True).items()}
         known = {name: names[base] for name in canonical if (base := adapters.base_name(name)) in names}
-        return replace(stored_weights(bare, names, files), canonical=known)
+        return replace(stored_weights(bare, names, files, tokens), canonical=known)
 
     def __call__(self) -> nn.Module:
         """Return the model with the folder's values as transformers itself loads it: what ours is held against."""
         auto = families.auto_class(self.task)
         with families.quiet():
-            model: nn.Module = auto.from_pretrained(
+            model: Any = auto.from_pretrained(
                 self.folder,
-                config=self.config,
+                config=self.before or self.config,
                 dtype=torch.float32,
                 local_files_only=True,
                 use_safetensors=True,
                 trust_remote_code=False,
             )
+            if self.before is not None:
+                model.resize_token_embeddings(num_tokens(self.config), mean_resizing=False)
         return self.adaptation.of(model.train())
 
 
 def pretrained_source(
-    folder: Path, fields: Mapping[str, Any], task: Task, adaptation: Adaptation = UNCHANGED
+    folder: Path,
+    fields: Mapping[str, Any],
+    task: Task,
+    adaptation: Adaptation = UNCHANGED,
+    tokens: Callable[[int], int] | None = None,
 ) -> PretrainedModel:
-    """Return the build function of a folder's model.
+    """Return the build function of a folder's model; `tokens` gives a new size of its vocabulary, from that of the folder.
 
     Raises:
         ModelError: the folder lacks a part, its class is unknown, or a field does not exist.
     """
     config = folder_config(folder, fields, task)
     weight_files.tensors(folder)  # before anything is built
-    return PretrainedModel(folder, config, task, adaptation)
+    size = num_tokens(config)
+    if tokens is None:
+        return PretrainedModel(folder, config, task, adaptation)
+    if size is None or families.DEFAULT.vocabulary_field in fields:
+        both = "model.config says it too: model.resize_embeddings alone works"
+        raise ModelError(f"model.resize_embeddings: {both if size is not None else f'{folder} has no vocabulary'}")
+    if (wanted := tokens(size)) == size:
+        return PretrainedModel(folder, config, task, adaptation)
+    resized = folder_config(folder, _with_tokens(config, fields, wanted), task)
+    return PretrainedModel(folder, resized, task, adaptation, config)
+
+
+def num_tokens(config: Any) -> int | None:
+    """Return the number of tokens that have an embedding; None where a model has none."""
+    size = getattr(config.get_text_config(decoder=True), families.DEFAULT.vocabulary_field, None)
+    return size if isinstance(size, int) else None
+
+
+def _with_tokens(config: Any, fields: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+    """Return the fields of a job with another number of tokens, in the part of the configuration that says it."""
+    word, text = families.DEFAULT.vocabulary_field, config.get_text_config(decoder=True)
+    part = next((name for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is text), None)
+    if part is None:
+        return {**fields, word: tokens}
+    return {**fields, part: {**fields.get(part, {}), word: tokens}}
 
 
 def folder_config(folder: Path, fields: Mapping[str, Any], task: Task) -> Any:

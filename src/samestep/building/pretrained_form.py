@@ -132,13 +132,18 @@ def is_of_transformers(plan: Blueprint) -> bool:
 
 
 def _of_adapters(plan: Blueprint) -> Iterator[SavedGroup]:
-    """Yield each tensor that peft saves, under its name in peft's file."""
+    """Yield each tensor that peft saves, under its name in peft's file; an embedding that was resized is saved with its new entries."""
 
     def maker(saved: str) -> Callable[[Sequence[Tensor]], Mapping[str, Tensor]]:
         return lambda tensors: {saved: tensors[0]}
 
+    resized: set[str] = set()
     for name, tensor in plan.module.state_dict().items():
-        if saved := adapters.saved_name(name):
+        saved, first = adapters.saved_name(name), plan.canonical[name]
+        if saved is None and first not in resized and plan.stored is not None and plan.stored.resized(name) is not None:
+            resized.add(first)
+            saved = adapters.frozen_name(name)
+        if saved:
             yield SavedGroup((name,), tensor.numel(), maker(saved))
 
 

@@ -70,6 +70,8 @@ class StoredWeights:
     """Tensors of the folder that the model does not have."""
     _origins: Mapping[str, tuple[_Origin, str]] = field(repr=False)
     """By first name: the origin, and the name that it has for the tensor."""
+    _resized: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+    """By first name, of tensors with an entry for each token: the dimension of the tokens, and how many of them are read."""
 
     def holds(self, name: str) -> bool:
         """Return whether the folder has the value of a tensor of the model."""
@@ -77,12 +79,26 @@ class StoredWeights:
 
     def reads_parts(self, name: str) -> bool:
         """Return whether rows of a tensor are read without the others."""
+        if self.resized(name) is not None:
+            return False
         origin, _ = self._origins.get(self.canonical[name], (None, ""))
         return origin is not None and (origin.conversion is None or origin.is_stack)
+
+    def resized(self, name: str) -> tuple[int, int] | None:
+        """Return the dimension along which a tensor has another size than in the folder, and how much of it is read from there."""
+        return self._resized.get(self.canonical.get(name, ""))
 
     def remarks(self) -> tuple[str, ...]:
         """Return what a user should know: the tensors that the folder lacks, and those that the model does not have."""
         found = []
+        if self._resized:
+            resized = (
+                f"{name} from {self.files[self._origins[name][0].sources[0][0]].shape[dim]}"
+                for name, (dim, _) in self._resized.items()
+            )
+            found.append(
+                f"the number of tokens changes, of {_some([*resized])}: new entries are made as in a new model"
+            )
         if self.missing:
             found.append(f"the folder lacks {_some(self.missing)}, made as in a new model")
         if self.unread:
@@ -93,10 +109,14 @@ class StoredWeights:
     def read(self, name: str, dtype: torch.dtype, intervals: Intervals | None = None, dim: int = 0) -> Tensor:
         """Return a tensor of the model on the host, or intervals of it along a dimension, in newly allocated memory.
 
+        Of a tensor that is resized it is the part that the folder has.
+
         Raises:
             ModelError: a file has been damaged meanwhile.
         """
         origin, known_as = self._origins[self.canonical[name]]
+        if (resized := self.resized(name)) is not None:
+            dim, intervals = resized[0], [(0, resized[1])]
         if origin.conversion is None:
             return self._values(origin.sources[0][0], intervals, dim).to(dtype, copy=True)
         if origin.is_stack and intervals is not None and dim == 0:
@@ -146,10 +166,16 @@ def _open(path: Path, *_: int) -> Any:
     return safe_open(path, "pt")
 
 
-def stored_weights(module: nn.Module, canonical: Mapping[str, str], files: Mapping[str, StoredTensor]) -> StoredWeights:
+def stored_weights(
+    module: nn.Module,
+    canonical: Mapping[str, str],
+    files: Mapping[str, StoredTensor],
+    tokens: tuple[int, int] | None = None,
+) -> StoredWeights:
     """Find the values of a model of transformers in the files of a folder; the model is on the meta device.
 
-    `canonical` maps every name of a tensor to its first one.
+    `canonical` maps every name of a tensor to its first one. `tokens` are the sizes of the vocabulary in the folder and in the model,
+    where they may differ.
 
     Raises:
         ModelError: a tensor has another shape, tied tensors have two values, or nothing fits.
@@ -157,6 +183,7 @@ def stored_weights(module: nn.Module, canonical: Mapping[str, str], files: Mappi
     held = module.state_dict()
     found, unread = _origins(module, held, files)
     origins: dict[str, tuple[_Origin, str]] = {}
+    resized: dict[str, tuple[int, int]] = {}
     for origin in found:
         shapes = [torch.empty(files[name].shape, device="meta", dtype=torch.float32) for name, _ in origin.sources]
         try:
@@ -167,12 +194,12 @@ def stored_weights(module: nn.Module, canonical: Mapping[str, str], files: Mappi
             if name not in held:
                 unread.append(name)
                 continue
-            if tensor.shape != held[name].shape:
-                raise ModelError(
-                    f"model.source: {origin.sources[0][0]} makes {name} {list(tensor.shape)}, and model.config says "
-                    f"{list(held[name].shape)}; the folder's own configuration works"
-                )
             first = canonical[name]
+            if tensor.shape != held[name].shape:
+                dim = _dim_of_tokens(tensor.shape, held[name].shape, tokens)
+                if dim is None or origin.conversion is not None:
+                    raise ModelError(_other_shape(module, origin.sources[0][0], name, tensor.shape, held[name].shape))
+                resized[first] = (dim, min(tensor.shape[dim], held[name].shape[dim]))
             if first in origins and not _alike(origins[first][0], origin, files):
                 raise ModelError(
                     f"model.source: {name} and {origins[first][1]} are tied, and the folder has two values for them; "
@@ -189,7 +216,24 @@ def stored_weights(module: nn.Module, canonical: Mapping[str, str], files: Mappi
     unread = [name for name in unread if not any(pattern.search(name) for pattern in ignored)]
     if any(origin.conversion is not None for origin in found):
         module = copy.deepcopy(module)
-    return StoredWeights(module, files, canonical, tuple(missing), tuple(sorted(unread)), origins)
+    return StoredWeights(module, files, canonical, tuple(missing), tuple(sorted(unread)), origins, resized)
+
+
+def _dim_of_tokens(stored: torch.Size, built: torch.Size, tokens: tuple[int, int] | None) -> int | None:
+    """Return the one dimension in which two shapes differ, if it is that of the tokens; else None."""
+    if tokens is None or len(stored) != len(built):
+        return None
+    differs = [dim for dim, sizes in enumerate(zip(stored, built, strict=True)) if sizes[0] != sizes[1]]
+    return differs[0] if len(differs) == 1 and (stored[differs[0]], built[differs[0]]) == tokens else None
+
+
+def _other_shape(module: nn.Module, source: str, name: str, stored: torch.Size, built: torch.Size) -> str:
+    """Return that a tensor of the folder has another shape than the model's, and what works."""
+    facts = facts_of(module)
+    words, works = facts.setting(module, facts.vocabulary_field), "the folder's own configuration works"
+    if _dim_of_tokens(stored, built, (stored[0], words)) == 0:
+        works += f", and model.resize_embeddings = {words} in its place adds entries for new tokens"
+    return f"model.source: {source} makes {name} {list(stored)}, and model.config says {list(built)}; {works}"
 
 
 def _alike(one: _Origin, other: _Origin, files: Mapping[str, StoredTensor]) -> bool:

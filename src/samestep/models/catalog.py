@@ -62,7 +62,8 @@ def _cache_path(job: Job) -> Path | None:
     Raises:
         ModelError: the folder of the model lacks its configuration or its weights.
     """
-    if not job.model.takes_tokens:  # others are traced on a sample of their data
+    # Others are traced on a sample of their data, and a tokenizer may be another one the next time.
+    if not job.model.takes_tokens or isinstance(job.model.resize_embeddings, str):
         return None
     versions = [f"{name} {_version(name)}" for name in ("torch", "transformers")]
     sources = sorted(Path(__file__).parents[1].rglob("*.py"))

@@ -179,9 +179,9 @@ def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any)
         elif (tokens := first_tokens(dataset, _TOKENS_LOOKED_AT)).size:
             known = int(tokens.max()) + 1
         if known > words:
+            works = f"model.config.{facts.vocabulary_field}" if job.model.folder is None else "model.resize_embeddings"
             raise ModelError(
-                f"{whose} has token ids up to {known - 1}, but model.config.{facts.vocabulary_field} = {words}; "
-                f"{facts.vocabulary_field} = {known} works"
+                f"{whose} has token ids up to {known - 1}, but model.config.{facts.vocabulary_field} = {words}; {works} = {known} works"
             )
     length = example["input_ids"].shape[-1] if isinstance(example, dict) and "input_ids" in example else 0
     if isinstance(positions, int) and length > positions > 0:
