@@ -99,6 +99,8 @@ class FamilyFacts:
     """The configuration's field that says whether the head has the weight of the embedding."""
     vocabulary_field: str = "vocab_size"
     """The configuration's field for the number of tokens that have an embedding."""
+    classes_field: str = "num_labels"
+    """The configuration's field for the number of classes that a classifier tells apart."""
     positions_field: str = "max_position_embeddings"
     """The configuration's field for the number of positions that have an embedding."""
     depth_fields: tuple[str, ...] = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")

@@ -12,7 +12,8 @@ from samestep.datasets.batch import Batch, BatchStream, Dataset, batches, checke
 from samestep.datasets.example import example_of
 from samestep.datasets.mixture import kind_of
 from samestep.datasets.order import permuted, sample_indices
-from samestep.datasets.source import first_tokens, of_held_out, open_dataset, open_held_out
+from samestep.datasets.source import classes_of, of_held_out, open_dataset, open_held_out, token_ranges
+from samestep.datasets.token_files import fitting_dtypes
 from samestep.datasets.tokenizers import Tokenizer, open_tokenizer
 
 __all__ = [
@@ -22,8 +23,9 @@ __all__ = [
     "Tokenizer",
     "batches",
     "checked_samples",
+    "classes_of",
     "example_of",
-    "first_tokens",
+    "fitting_dtypes",
     "kind_of",
     "of_held_out",
     "open_dataset",
@@ -33,4 +35,5 @@ __all__ = [
     "read_samples",
     "sample_indices",
     "shares",
+    "token_ranges",
 ]

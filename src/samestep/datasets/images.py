@@ -1,6 +1,8 @@
-"""A folder of images as a dataset, one folder a class, read by Pillow.
+"""A folder of images as a dataset, one folder a class; each image is read in `image_file.py`.
 
     flowers/daisy/1.jpg, flowers/rose/7.png        classes are numbered in the order of their names
+
+The classes are those of the data that is trained on, also in sets that are held out: such a set may lack some of them.
 
 An image is a float32 tensor [channels, size, size]: its shorter side resized, the middle cut out, and (pixel - mean) / std. In
 training it may be changed at random (`data.augment`), by numbers that are a function of (seed, step, sample): the same in every
@@ -9,7 +11,7 @@ layout and after any resume. What is held out is never changed.
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,15 @@ import torch
 from torch import Tensor
 
 from samestep.datasets.files import existing, files_at
+from samestep.datasets.image_file import pillow, read_image
 from samestep.datasets.order import permuted
-from samestep.datasets.split import Split, named, part_of
-from samestep.errors import DataError
+from samestep.datasets.split import HELD_OUT_WORDS, TRAINED_WORDS, Split, named, part_of
+from samestep.errors import DataError, did_you_mean
 from samestep.job_tables import DataTable
 
 _SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+_MOST_PIXELS = 2**28
+"""The largest number of pixels of an image whose shorter side has been resized."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +38,8 @@ class ImageFolder:
 
     files: tuple[tuple[Path, int], ...]
     settings: DataTable
+    classes: tuple[str, ...] = ()
+    """Names of the classes, by number."""
 
     def __len__(self) -> int:
         return len(self.files)
@@ -57,15 +64,16 @@ class ImageFolder:
         Raises:
             DataError: it cannot be read.
         """
-        image, path = _pillow(), self.files[index][0]
-        try:
-            with image.open(path) as file:
-                picture = file.convert("RGB" if self.settings.image_channels == 3 else "L")
-        except OSError as error:
-            raise DataError(f"{path} is no image that Pillow reads: {error}") from None
+        path = self.files[index][0]
+        picture = read_image(path, "RGB" if self.settings.image_channels == 3 else "L")
         scale = side / min(picture.size)
         width, height = (max(side, round(length * scale)) for length in picture.size)
-        return picture.resize((width, height), image.Resampling.BILINEAR)
+        if width * height > _MOST_PIXELS:
+            raise DataError(
+                f"{path} has {picture.size[0]} x {picture.size[1]} pixels, and {width} x {height} with a shorter side of {side}: an "
+                "image that is less narrow works"
+            )
+        return picture.resize((width, height), pillow().Resampling.BILINEAR)
 
     def _normalised(self, picture: Any) -> Tensor:
         pixels = torch.from_numpy(np.array(picture, dtype=np.float32) / 255)
@@ -82,34 +90,78 @@ def _cut_out(picture: Any, size: int, where: tuple[float, float] | list[float] =
     return picture.crop((left, top, left + size, top + size))
 
 
-def images_part(path: str, data: DataTable, split: Split) -> ImageFolder:
+def images_part(path: str, data: DataTable, split: Split, classes: Sequence[str] | None = None) -> ImageFolder:
     """Return one part of a folder of images; they are shuffled once, so that both parts have all classes.
 
+    Classes are numbered by their places among `classes`, or without them in the order of their names.
+
     Raises:
-        DataError: Pillow is not installed, the folder is missing, or it has no images in folders of classes.
+        DataError: Pillow is not installed, the folder is missing, it has no images in folders of classes, or a class that is not
+            among those that are given.
     """
-    _pillow()
-    root = existing(path, f"images:{path}")
-    folders = (
-        sorted(one for one in root.iterdir() if one.is_dir() and not one.name.startswith(".")) if root.is_dir() else []
-    )
-    files = [
-        (file, number)
-        for number, folder in enumerate(folders)
-        for file in files_at(folder, f"images:{path}")
-        if file.suffix.lower() in _SUFFIXES
-    ]
+    pillow()
+    source, folders = f"images:{path}", _class_folders(path)
+    numbers = {name: number for number, name in enumerate(classes if classes is not None else folders)}
+    files = [(file, numbers.get(name, -1)) for name, folder in folders.items() for file in _images_in(folder, source)]
     if not files:
-        raise DataError(f"images:{path} has no images in folders: one folder a class works, as {root}/cat/1.png")
+        root = existing(path, source)
+        raise DataError(f"{source} has no images in folders: one folder a class works, as {root}/cat/1.png")
+    if strange := next((file for file, number in files if number < 0), None):
+        name = strange.relative_to(existing(path, source)).parts[0]
+        raise DataError(
+            f"{source} has the class {name!r}, which the data that is trained on lacks{did_you_mean(name, numbers)}; its classes are "
+            f"{', '.join([*numbers][:8])}{' and others' * (len(numbers) > 8)}"
+        )
     order = permuted(np.arange(len(files)), len(files), 0)
     part = part_of(len(files), data.held_out, split)
     if not len(part):
         raise DataError(f"{named(split, data.source)} has none of {len(files)} images; more images are needed")
-    return ImageFolder(tuple(files[order[place]] for place in part), data)
+    return ImageFolder(tuple(files[order[place]] for place in part), data, tuple(numbers))
 
 
-def _pillow() -> Any:
+def class_names(path: str) -> tuple[str, ...]:
+    """Return the names of the classes in a folder of images, in order.
+
+    Raises:
+        DataError: the folder is missing, or its folders are parts of a data set.
+    """
+    return tuple(_class_folders(path))
+
+
+def _class_folders(path: str) -> dict[str, Path]:
+    """Return the folders of the classes, by name and in order.
+
+    Raises:
+        DataError: the folder is missing or cannot be read, or its folders are parts of a data set.
+    """
+    root = existing(path, f"images:{path}")
     try:
-        return importlib.import_module("PIL.Image")
-    except ImportError:
-        raise DataError("images: needs the package Pillow: pip install 'samestep[images]' works") from None
+        folders = (
+            [one for one in root.iterdir() if one.is_dir() and not one.name.startswith(".")] if root.is_dir() else []
+        )
+    except OSError as error:
+        raise DataError(f"images:{path} cannot be read: {error.strerror}") from None
+    found = {one.name: one for one in sorted(folders)}
+    words = {name.lower(): name for name in found}
+    parts = [words[word] for word in words if word in TRAINED_WORDS | HELD_OUT_WORDS]
+    if parts and (len(parts) == len(found) or (TRAINED_WORDS & words.keys() and HELD_OUT_WORDS & words.keys())):
+        trained = next((name for name in parts if name.lower() in TRAINED_WORDS), parts[0])
+        held_out = next((name for name in parts if name != trained), "")
+        sets = f" with data.held_out_sets = {{ {held_out} = 'images:{root / held_out}' }}" if held_out else ""
+        raise DataError(
+            f"images:{path} has the folders {', '.join(parts)}, which are parts of a data set or classes of these names: of parts, "
+            f"data.source = 'images:{root / trained}'{sets} works, and classes need other names"
+        )
+    return found
+
+
+def _images_in(folder: Path, source: str) -> list[Path]:
+    """Return the images below a folder, in the order of their names, without hidden ones.
+
+    Raises:
+        DataError: one is a link to nothing.
+    """
+    below = [one for one in folder.rglob("*") if one.suffix.lower() in _SUFFIXES and not one.name.startswith(".")]
+    if lost := next((one for one in sorted(below) if one.is_symlink() and not one.exists()), None):
+        raise DataError(f"{lost} is a link to a file that is not there: with the file, or without the link, it works")
+    return [file for file in files_at(folder, source) if file.suffix.lower() in _SUFFIXES] if below else []

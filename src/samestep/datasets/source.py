@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from samestep.datasets.batch import Dataset
 from samestep.datasets.columns import Origin, Shards
 from samestep.datasets.digits import digits_part
 from samestep.datasets.documents import hf_rows, jsonl_rows, packed_part, parquet_rows
 from samestep.datasets.function import function_part
-from samestep.datasets.images import images_part
+from samestep.datasets.images import ImageFolder, class_names, images_part
 from samestep.datasets.mixture import Mixture
 from samestep.datasets.split import Split
 from samestep.datasets.text import stdlib, text_tokens, tokens_of, topics
@@ -27,7 +26,7 @@ SOURCES = {
     "topics": "the reference behind Python's help()",
     "stdlib": "the source code of Python's standard library",
     "text:PATH": "a text file or a folder of them",
-    "tokens:PATH": "a file of token ids, or a folder of them",
+    "tokens:PATH": "a file of token ids, a folder of them, or the prefix of Megatron's two files",
     "jsonl:PATH": "JSON lines with text or messages",
     "parquet:PATH": "Parquet files with text or messages",
     "hf:PATH": "a Hugging Face dataset saved with save_to_disk",
@@ -38,8 +37,10 @@ SOURCES = {
 }
 
 
-def open_dataset(job: Job, split: Split = "train") -> Dataset:
+def open_dataset(job: Job, split: Split = "train", classes: Sequence[str] | None = None) -> Dataset:
     """Return one part of the dataset that `job.data.source` names; the two parts never overlap.
+
+    Classes of images have the numbers that `classes` give them; without them, that of their names in order.
 
     Samples of text are dicts of int64 tensors `input_ids` and `labels`, both [sequence_length], where labels[t] is the
     token after input_ids[t], or -100 where it is not counted. Documents (`jsonl:`, `hf:`) also have `position_ids`, which
@@ -52,12 +53,13 @@ def open_dataset(job: Job, split: Split = "train") -> Dataset:
     word, colon, rest = data.source.partition(":")
     match f"{word}{colon}":
         case "mixture":
-            parts = {source: open_dataset(_of_part(job, source), split) for source in data.mixture}
+            classes = classes if classes is not None else _classes(job)
+            parts = {source: open_dataset(_of_part(job, source), split, classes) for source in data.mixture}
             return Mixture.of(parts, data.mixture)
         case "digits":
             return digits_part(data, split)
         case "images:":
-            return images_part(rest, data, split)
+            return images_part(rest, data, split, classes)
         case "topics" | "stdlib":
             texts = topics() if word == "topics" else stdlib()
             return stream_part(
@@ -91,10 +93,20 @@ def open_held_out(job: Job) -> dict[str, Dataset]:
         source = job.data.held_out_sets.get(name, job.data.source)
         split: Split = "held_out" if source in (job.data.source, *job.data.mixture) else "train"
         try:
-            found[name] = open_dataset(of_held_out(job, name), split)
+            found[name] = open_dataset(of_held_out(job, name), split, _classes(job))
         except DataError as error:
             raise DataError(str(error) if name == HELD_OUT else f"data.held_out_sets.{name}: {error}") from None
     return found
+
+
+def _classes(job: Job) -> tuple[str, ...] | None:
+    """Return the names of the classes in the images that a job trains on, in order; None where it trains on none."""
+    sources = [
+        source.removeprefix("images:")
+        for source in job.data.mixture or (job.data.source,)
+        if source.startswith("images:")
+    ]
+    return tuple(sorted({name for source in sources for name in class_names(source)})) if sources else None
 
 
 def of_held_out(job: Job, name: str) -> Job:
@@ -114,14 +126,35 @@ def of_held_out(job: Job, name: str) -> Job:
     return job.model_copy(update={"data": alone})
 
 
-def first_tokens(dataset: Dataset, count: int) -> npt.NDArray[Any]:
-    """Return up to `count` tokens of each file of token ids that a dataset reads; none of other datasets."""
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """The token ids that a file holds, as far as it has been looked at."""
+
+    least: int
+    most: int
+    file: Path | None
+    """The file; None for tokens in memory."""
+
+
+def token_ranges(dataset: Dataset, count: int) -> list[TokenRange]:
+    """Return the ranges of up to `count` tokens of each file of token ids that a dataset reads; none of other datasets."""
     if isinstance(dataset, Mixture):
-        return np.concatenate([first_tokens(part, count) for part in dataset.parts])
+        return [found for part in dataset.parts for found in token_ranges(part, count)]
     if not isinstance(dataset, TokenStream):
-        return np.empty(0, np.int64)
-    tokens = dataset.tokens[:count]
-    return np.concatenate(tokens.arrays) if isinstance(tokens, Shards) else tokens
+        return []
+    tokens = dataset.tokens
+    seen = [array[:count] for array in (tokens.arrays if isinstance(tokens, Shards) else (tokens,)) if len(array)]
+    files = [getattr(array, "filename", None) for array in seen]  # numpy's mapped arrays know theirs
+    return [
+        TokenRange(int(array.min()), int(array.max()), Path(file) if file else None)
+        for array, file in zip(seen, files, strict=True)
+    ]
+
+
+def classes_of(dataset: Dataset) -> tuple[str, ...]:
+    """Return the names of the classes in folders of images, by number; none of other datasets."""
+    parts = dataset.parts if isinstance(dataset, Mixture) else (dataset,)
+    return next((part.classes for part in parts if isinstance(part, ImageFolder)), ())
 
 
 def _of_part(job: Job, source: str) -> Job:

@@ -7,6 +7,9 @@ from typing import Literal
 from samestep.errors import DataError, did_you_mean
 
 Split = Literal["train", "held_out"]
+TRAINED_WORDS = {"train", "training"}
+HELD_OUT_WORDS = {"val", "valid", "validation", "test", "testing", "dev", "eval", "evaluation"}
+"""Words in the names of files and folders that, by convention, hold a part of a data set."""
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 

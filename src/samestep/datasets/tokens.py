@@ -1,13 +1,17 @@
-"""A stream of tokens cut into samples: encoded from text, or a file of token ids mapped into memory.
+"""A stream of tokens cut into samples: encoded from text, or files of token ids mapped into memory (`token_files.py`).
 
 Sample i of a stream with sequence length T is made of its tokens iT .. iT + T: the first T are `input_ids`, the last T are
 `labels`, so that labels[t] is the token after input_ids[t]. Neighbouring samples share one token, and no token is predicted
-twice. A file of tokens holds plain numbers of `data.dtype` in this machine's byte order, as nanoGPT writes them, or is a
-one-dimensional `.npy` file, which names its own dtype. A folder of such files is one stream, in the order of their names.
+twice.
+
+    tokens:FILE       one file; a file with an index beside it, or the prefix that both have, is one of Megatron's
+    tokens:FOLDER     its files *.bin and *.npy as one stream, in the order of their names; where some are named as training data,
+                      those that are named as validation or test data are left out
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +23,12 @@ from torch import Tensor
 
 from samestep.datasets.columns import Shards
 from samestep.datasets.files import existing, files_at
-from samestep.datasets.split import Split, named, part_of
+from samestep.datasets.split import HELD_OUT_WORDS, TRAINED_WORDS, Split, named, part_of
+from samestep.datasets.token_files import index_at, read_indexed, read_token_file
 from samestep.errors import DataError
 from samestep.job_tables import DataTable
+
+_SUFFIXES = {".bin", ".npy"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,34 +74,41 @@ def read_tokens(path: str, data: DataTable) -> npt.NDArray[Any] | Shards:
     """Return a file of token ids, or a folder of them as one stream, mapped into memory.
 
     Raises:
-        DataError: a file is missing, empty, or not whole numbers in one dimension.
+        DataError: a file is missing, empty, damaged, or not whole numbers in one dimension.
     """
     source = f"tokens:{path}" if path else "tokens:"
+    if (index := index_at(path)) is not None:
+        return read_indexed(index)
     place = existing(path, source)
-    if place.is_dir():
-        return Shards([_read_file(file, data.dtype) for file in files_at(place, source)])
-    return _read_file(place, data.dtype)
+    if not place.is_dir():
+        return read_token_file(place, data.dtype)
+    arrays: list[npt.NDArray[Any]] = []
+    for file in _files_of_stream(place, source):
+        indexed = index_at(str(file))
+        read = read_indexed(indexed) if indexed is not None else read_token_file(file, data.dtype)
+        arrays += read.arrays if isinstance(read, Shards) else [read]
+    return Shards(arrays)
 
 
-def _read_file(place: Path, dtype: str) -> npt.NDArray[Any]:
-    if place.suffix == ".npy":
-        return _read_npy(str(place))
-    size_bytes = place.stat().st_size
-    if not size_bytes:
-        raise DataError(f"tokens:{place} is empty")
-    if size_bytes % np.dtype(dtype).itemsize:
+def _files_of_stream(folder: Path, source: str) -> list[Path]:
+    """Return the files of tokens below a folder, without those of validation and tests where others are for training.
+
+    Raises:
+        DataError: there are none, or an index has no file of tokens.
+    """
+    below = files_at(folder, source)
+    found = [file for file in below if file.suffix.lower() in _SUFFIXES]
+    if lost := next((file for file in below if file.suffix == ".idx" and file.with_suffix(".bin") not in found), None):
+        raise DataError(f"tokens:{lost} is an index, and there is no {lost.stem}.bin beside it")
+    if not found:
         raise DataError(
-            f"tokens:{place} has {size_bytes} bytes, which is no whole number of {dtype} tokens; "
-            "data.dtype must be what the file was written with"
+            f"{source}: the folder holds no .bin and no .npy file; a file of another name works by its own path"
         )
-    return np.memmap(place, dtype=np.dtype(dtype), mode="r")
+    words = {file: _words_of(file.relative_to(folder)) for file in found}
+    if any(TRAINED_WORDS & one for one in words.values()):
+        found = [file for file in found if TRAINED_WORDS & words[file] or not HELD_OUT_WORDS & words[file]]
+    return found
 
 
-def _read_npy(path: str) -> npt.NDArray[Any]:
-    try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise DataError(f"tokens:{path} is not a .npy array: {error}") from None
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise DataError(f"tokens:{path} is {tokens.dtype} {list(tokens.shape)}; whole numbers in one dimension work")
-    return tokens
+def _words_of(path: Path) -> set[str]:
+    return set(re.split(r"[^a-z]+", path.with_suffix("").as_posix().lower()))

@@ -22,14 +22,16 @@ from samestep.datasets import (
     Batch,
     Dataset,
     batches,
+    classes_of,
     example_of,
-    first_tokens,
+    fitting_dtypes,
     kind_of,
     of_held_out,
     open_dataset,
     open_held_out,
     open_tokenizer,
     sample_indices,
+    token_ranges,
 )
 from samestep.errors import DataError, LayoutError, ModelError, SamestepError
 from samestep.job import Job
@@ -169,26 +171,46 @@ def _check_set(job: Job, name: str, dataset: Dataset, held_out: Dataset) -> None
 
 
 def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any) -> None:
-    """Refuse token ids and sequence lengths for which a transformers model has no embeddings."""
+    """Refuse token ids and lengths for which a transformers model has no embeddings, and classes for which it has no outputs."""
     facts = facts_of(model)
     words, positions = facts.setting(model, facts.vocabulary_field), facts.setting(model, facts.positions_field)
     if isinstance(words, int):
-        known, whose = 0, job.data.source
-        if job.data.is_text:
-            known, whose = open_tokenizer(job).vocab_size, "the tokenizer"
-        elif (tokens := first_tokens(dataset, _TOKENS_LOOKED_AT)).size:
-            known = int(tokens.max()) + 1
-        if known > words:
-            works = f"model.config.{facts.vocabulary_field}" if job.model.folder is None else "model.resize_embeddings"
-            raise ModelError(
-                f"{whose} has token ids up to {known - 1}, but model.config.{facts.vocabulary_field} = {words}; {works} = {known} works"
-            )
+        _check_tokens(job, facts.vocabulary_field, words, dataset)
+    classes, labels = classes_of(dataset), facts.setting(model, facts.classes_field)
+    if isinstance(labels, int) and len(classes) > labels:
+        raise ModelError(
+            f"{job.data.source} has {len(classes)} classes, but model.config.{facts.classes_field} = {labels}; "
+            f"model.config.{facts.classes_field} = {len(classes)} works"
+        )
     length = example["input_ids"].shape[-1] if isinstance(example, dict) and "input_ids" in example else 0
     if isinstance(positions, int) and length > positions > 0:
         raise ModelError(
             f"samples of {length} tokens are longer than model.config.{facts.positions_field} = {positions}; "
             f"data.sequence_length = {positions} works, or {facts.positions_field} = {length}"
         )
+
+
+def _check_tokens(job: Job, field: str, words: int, dataset: Dataset) -> None:
+    """Refuse token ids that have none of the `words` embeddings of a model; `field` is that of its configuration."""
+    works = f"model.config.{field}" if job.model.folder is None else "model.resize_embeddings"
+    if job.data.is_text:
+        if (known := open_tokenizer(job).vocab_size) > words:
+            raise ModelError(
+                f"the tokenizer has token ids up to {known - 1}, but model.config.{field} = {words}; {works} = {known} works"
+            )
+        return
+    for found in token_ranges(dataset, _TOKENS_LOOKED_AT):
+        file = found.file or job.data.source
+        if found.least < 0:
+            raise DataError(
+                f"{file} has the token id {found.least}: ids from 0 work, and so does another data.dtype if it is wrong"
+            )
+        if found.most >= words:
+            fitting = fitting_dtypes(found.file, words) if found.file else []
+            dtypes = "".join(f", and data.dtype = {dtype!r} if that is what the file holds" for dtype in fitting)
+            raise ModelError(
+                f"{file} has token ids up to {found.most}, but model.config.{field} = {words}; {works} = {found.most + 1} works{dtypes}"
+            )
 
 
 def write_spec(job_json: str) -> None:

@@ -1,0 +1,247 @@
+"""One file of token ids, mapped into memory: plain numbers, or numbers behind a head that says what they are.
+
+    *.npy              numpy's own: the head names dtype, byte order and shape
+    *.bin with *.idx   Megatron's: the index names the dtype, and the place and length of each sequence
+    a head of 1 KiB    llm.c's, which modded-nanogpt has too: 256 int32, the first three a number of the format, its version, and how
+                       many tokens follow
+    anything else      plain numbers of `data.dtype` in this machine's byte order, as nanoGPT writes them
+
+Plain numbers say nothing of themselves. Where they look like those of another width or byte order, they are refused: ids are small, so
+of two 32-bit ids that are read as four 16-bit ones every second is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from samestep.datasets.columns import Shards
+from samestep.errors import DataError
+
+Array = npt.NDArray[Any]
+
+_NPY = b"\x93NUMPY"
+_INDEX, _OLD_INDEX = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
+_INDEX_HEAD_BYTES = 34
+_INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_HEAD_BYTES = 1024
+_HEADS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+"""The dtypes of tokens behind a head of llm.c, by the number of its format and its version."""
+_MOST_VERSIONS = 1024
+_OTHER_FORMATS = {
+    b"\x1f\x8b\x08": "compressed with gzip", b"\x28\xb5\x2f\xfd": "compressed with zstd", b"PK\x03\x04": "a zip archive",
+    b"PAR1": "a Parquet file", b"\x89HDF\r\n": "an HDF5 file", b"ARROW1": "an Arrow file",
+    _INDEX: "an index of Megatron's, whose name ends with .idx", _OLD_INDEX: "an index of an older form",
+}  # fmt: skip
+_WIDTHS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "int64"}
+_LOOKED_AT_BYTES = 2**18
+_FEWEST, _MOSTLY = 16, 0.5
+"""The number of tokens from which zeros between them are no chance, and the fraction of them that are not 0 themselves."""
+
+
+def index_at(path: str) -> Path | None:
+    """Return Megatron's index of a path: of an index, of the file beside it, or of the prefix that both have; None without one."""
+    place = Path(path).expanduser()
+    if place.suffix == ".idx" and place.is_file():
+        return place
+    if place.suffix == ".bin" and place.is_file():
+        place = place.with_suffix("")
+    elif place.exists() or not path:
+        return None
+    index = place.with_name(f"{place.name}.idx")
+    return index if index.is_file() else None
+
+
+def read_token_file(place: Path, dtype: str) -> Array:
+    """Return the tokens of a file that has no index; plain numbers are of this dtype.
+
+    Raises:
+        DataError: the file is empty, damaged, of another format, or looks like numbers of another dtype.
+    """
+    try:
+        size_bytes = place.stat().st_size
+        with place.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError as error:
+        raise DataError(f"tokens:{place} cannot be read: {error.strerror}") from None
+    if not size_bytes:
+        raise DataError(f"tokens:{place} is empty")
+    if place.suffix == ".npy" or head.startswith(_NPY):
+        return _read_npy(place)
+    if (form := next((form for mark, form in _OTHER_FORMATS.items() if head.startswith(mark)), "")) != "":
+        raise DataError(f"tokens:{place} is {form}: a file of plain numbers works, and so does a .npy file")
+    if _is_headed(head):
+        return _read_behind_head(place, size_bytes, head)
+    if _is_headed(head, ">"):
+        raise DataError(
+            f"tokens:{place} has a head of llm.c's in the other byte order: a .npy file names its own and works"
+        )
+    if size_bytes % np.dtype(dtype).itemsize:
+        raise DataError(
+            f"tokens:{place} has {size_bytes} bytes, which is no whole number of {dtype} tokens; "
+            "data.dtype must be what the file was written with"
+        )
+    tokens = np.memmap(place, dtype=np.dtype(dtype), mode="r")
+    _refuse_other_width(place, tokens)
+    return tokens
+
+
+def _is_headed(head: bytes, order: str = "<") -> bool:
+    number, version = np.frombuffer(head[:8], f"{order}i4").tolist() if len(head) >= 8 else (0, 0)
+    return 0 <= version < _MOST_VERSIONS and any(number == known for known, _ in _HEADS)
+
+
+def _read_npy(place: Path) -> Array:
+    try:
+        tokens = np.lib.format.open_memmap(place, mode="r")
+    except Exception as error:  # a damaged head is a Python literal, of which numpy raises what its parser does
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise DataError(f"tokens:{place} is not a .npy array that can be mapped: {reason}") from None
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        works = "; numpy.save(file, tokens.reshape(-1)) makes one dimension" * (tokens.ndim > 1)
+        raise DataError(
+            f"tokens:{place} is {tokens.dtype} {list(tokens.shape)}; whole numbers in one dimension work{works}"
+        )
+    if not len(tokens):
+        raise DataError(f"tokens:{place} is empty")
+    return tokens
+
+
+def _read_behind_head(place: Path, size_bytes: int, head: bytes) -> Array:
+    if len(head) < _HEAD_BYTES:
+        raise DataError(
+            f"tokens:{place} ends within its head: it has {size_bytes} of {_HEAD_BYTES} bytes, so copy it again"
+        )
+    number, version, count = np.frombuffer(head[:12], "<i4").tolist()
+    if (number, version) not in _HEADS:
+        raise DataError(
+            f"tokens:{place} has a head of llm.c's format {number} in version {version}, which is not known"
+        )
+    dtype = np.dtype(_HEADS[number, version])
+    if count < 1 or size_bytes != _HEAD_BYTES + count * dtype.itemsize:
+        raise DataError(
+            f"tokens:{place} says in its head that it has {count:,} tokens, which are {_HEAD_BYTES + count * dtype.itemsize:,} bytes, "
+            f"and it has {size_bytes:,}: copy it again"
+        )
+    return np.memmap(place, dtype=dtype, mode="r", offset=_HEAD_BYTES)
+
+
+# -- Megatron's index ------------------------------------------------------------------------------
+
+
+def read_indexed(index: Path) -> Array | Shards:
+    """Return the tokens of all sequences of an index, in their order.
+
+    Raises:
+        DataError: the index or the file beside it is missing, damaged, or not of whole numbers.
+    """
+    place = index.with_suffix(".bin")
+    if not place.is_file():
+        raise DataError(f"tokens:{index} is an index, and there is no {place.name} beside it")
+    dtype, lengths, pointers = _sequences(index)
+    size_bytes, ends = place.stat().st_size, pointers + lengths * dtype.itemsize
+    if not lengths.sum():
+        raise DataError(f"tokens:{index} has no tokens")
+    if lengths.min() < 0 or pointers.min() < 0 or (pointers % dtype.itemsize).any():
+        raise DataError(
+            f"tokens:{index} is damaged: it has a sequence of {lengths.min()} tokens, or one at byte {pointers.min()}"
+        )
+    if max(ends.max(), pointers.max()) > size_bytes:
+        raise DataError(
+            f"tokens:{place} has {size_bytes:,} bytes, and its index {index.name} says that a sequence ends at byte "
+            f"{max(ends.max(), pointers.max()):,}: copy both again"
+        )
+    whole = np.memmap(place, dtype=dtype, mode="r", shape=(size_bytes // dtype.itemsize,))
+    breaks = np.flatnonzero(pointers[1:] != ends[:-1]) + 1
+    starts = pointers[np.concatenate([[0], breaks])] // dtype.itemsize
+    stops = ends[np.concatenate([breaks - 1, [-1]])] // dtype.itemsize
+    runs = [whole[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
+    return runs[0] if len(runs) == 1 else Shards([run for run in runs if len(run)])
+
+
+def _sequences(index: Path) -> tuple[np.dtype[Any], Array, Array]:
+    """Return the dtype of the tokens, and the number of tokens and the first byte of each sequence."""
+    size_bytes = index.stat().st_size
+    with index.open("rb") as file:
+        head = file.read(_INDEX_HEAD_BYTES)
+    if head.startswith(_OLD_INDEX):
+        raise DataError(
+            f"tokens:{index} is an index of an older form: Megatron's tools write one that begins with MMIDIDX"
+        )
+    if not head.startswith(_INDEX):
+        raise DataError(
+            f"tokens:{index} is no index of Megatron, which begins with MMIDIDX; without it {index.stem}.bin is read as plain numbers"
+        )
+    if len(head) < _INDEX_HEAD_BYTES:
+        raise DataError(f"tokens:{index} ends within its head: copy it again")
+    version, code = int.from_bytes(head[9:17], "little"), head[17]
+    sequences, documents = (int.from_bytes(head[at : at + 8], "little") for at in (18, 26))
+    if version != 1 or np.dtype(_INDEX_DTYPES.get(code, "f4")).kind not in "iu":
+        raise DataError(
+            f"tokens:{index} is of version {version} with numbers of kind {code}: version 1 with whole numbers works"
+        )
+    expected = _INDEX_HEAD_BYTES + 12 * sequences + 8 * documents
+    if size_bytes not in (expected, expected + sequences):  # the modes of sequences stand last, where there are any
+        raise DataError(
+            f"tokens:{index} says that it has {sequences:,} sequences and {documents:,} documents, which are {expected:,} bytes, and it "
+            f"has {size_bytes:,}: copy it again"
+        )
+    lengths = np.fromfile(index, "<i4", sequences, offset=_INDEX_HEAD_BYTES).astype(np.int64)
+    pointers = np.fromfile(index, "<i8", sequences, offset=_INDEX_HEAD_BYTES + 4 * sequences)
+    begins = np.fromfile(index, "<i8", documents, offset=_INDEX_HEAD_BYTES + 12 * sequences)
+    if documents and (begins[0] != 0 or begins[-1] != sequences or (np.diff(begins) < 0).any()):
+        raise DataError(f"tokens:{index} is damaged: its documents do not divide its {sequences:,} sequences")
+    return np.dtype(_INDEX_DTYPES[code]), lengths, pointers
+
+
+# -- plain numbers ---------------------------------------------------------------------------------
+
+
+def _refuse_other_width(place: Path, tokens: Array) -> None:
+    """Refuse numbers that look like wider ones, or like those of the other byte order.
+
+    Raises:
+        DataError: they do.
+    """
+    width = tokens.dtype.itemsize
+    seen = np.frombuffer(tokens[: _LOOKED_AT_BYTES // width].tobytes(), np.uint8)
+    if width == 1 and seen[:2].tobytes() in (b"\xff\xfe", b"\xfe\xff"):
+        return  # text in UTF-16, of which every second byte is 0
+    whole = f"numbers that are {tokens.dtype} indeed work as a .npy file, which names its dtype"
+    swapped = "in the other byte order, which a .npy file names"
+    for wider in (one for one in (8, 4, 2) if one > width and len(seen) >= one * _FEWEST):
+        slots = seen[: len(seen) // wider * wider].reshape(-1, wider // width, width).any(axis=2).mean(axis=0).tolist()
+        zeros = f"of every {wider // width} numbers of {tokens.dtype} all but the"
+        if slots[0] > _MOSTLY and not any(slots[1:]):
+            raise DataError(
+                f"tokens:{place} looks like {_WIDTHS[wider]}: {zeros} first are 0; data.dtype = {_WIDTHS[wider]!r} works, and {whole}"
+            )
+        if slots[-1] > _MOSTLY and not any(slots[:-1]):
+            raise DataError(
+                f"tokens:{place} looks like numbers of {8 * wider} bits {swapped}: {zeros} last are 0; {whole}"
+            )
+    if width > 1 and len(seen) >= width * _FEWEST:
+        slots = seen.reshape(-1, width).any(axis=0).tolist()
+        if slots[-1] and not slots[0] and (tokens[: len(seen) // width] != 0).mean() > _MOSTLY:
+            raise DataError(
+                f"tokens:{place} looks like {tokens.dtype} {swapped}: all its numbers are multiples of 256; {whole}"
+            )
+
+
+def fitting_dtypes(place: Path, words: int, dtypes: Sequence[str] = ("uint16", "uint32", "int64")) -> list[str]:
+    """Return the dtypes with which a file of plain numbers has ids below `words` alone; none for other files."""
+    found: list[str] = []
+    with place.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if index_at(str(place)) is not None or head.startswith(_NPY) or _is_headed(head):
+        return found
+    for dtype in map(np.dtype, dtypes):
+        if place.stat().st_size % dtype.itemsize == 0:
+            seen = np.fromfile(place, dtype, _LOOKED_AT_BYTES)
+            if len(seen) and seen.min() >= 0 and seen.max() < words:
+                found.append(dtype.name)
+    return found

@@ -1,0 +1,252 @@
+"""Files of tokens of many makers: what is read is what numpy reads; what looks like something else is refused by name."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from samestep.datasets import open_dataset
+from samestep.datasets.columns import Shards
+from samestep.errors import DataError
+from samestep.job import Job
+from tests import damaged_data, small
+from tests.damaged_data import write_megatron
+
+IDS = np.random.default_rng(7).integers(1, 30_000, 500)
+
+
+def read(source: Path | str, **data: Any) -> Any:
+    stream: Any = open_dataset(Job(data={"source": f"tokens:{source}", "held_out": 0.0, "sequence_length": 8, **data}))
+    return np.asarray(stream.tokens[np.arange(len(stream.tokens))]).astype(np.int64)
+
+
+def refusal(source: Path | str, **data: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        read(source, **data)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_of_a_folder_tokens_alone_are_read(tmp_path: Path) -> None:
+    """NanoGPT's folder: text, a pickle and a script stand beside the tokens, and those for validation are not trained on."""
+    IDS.astype("u2").tofile(tmp_path / "train.bin")
+    (IDS + 1).astype("u2").tofile(tmp_path / "val.bin")
+    (tmp_path / "input.txt").write_text("to be or not to be")
+    (tmp_path / "meta.pkl").write_bytes(b"\x80\x04}.")
+    (tmp_path / "prepare.py").write_text("import numpy")
+    assert np.array_equal(read(tmp_path), IDS)
+    assert np.array_equal(read(tmp_path / "val.bin"), IDS + 1)
+    (tmp_path / "train.bin").rename(tmp_path / "a.bin")  # without training data by name all are read
+    assert np.array_equal(read(tmp_path), [*IDS, *(IDS + 1)])
+    for name in ("a.bin", "val.bin"):
+        (tmp_path / name).unlink()
+    assert "holds no .bin and no .npy file; a file of another name works by its own path" in refusal(tmp_path)
+    IDS.astype("u2").tofile(tmp_path / "tokens.dat")
+    assert np.array_equal(read(tmp_path / "tokens.dat"), IDS)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("fineweb_train_000001.bin", "fineweb_val_000000.bin"),
+        ("train/0.npy", "validation/0.npy"),
+        ("Train-1.bin", "test-1.bin"),
+    ],
+)
+def test_validation_data_is_told_by_its_name(names: tuple[str, str], tmp_path: Path) -> None:
+    for shift, name in enumerate(names):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        tokens = (IDS + shift).astype("u2")
+        np.save(path, tokens) if path.suffix == ".npy" else tokens.tofile(path)
+    assert np.array_equal(read(tmp_path), IDS)
+    assert np.array_equal(read((tmp_path / names[1]).parent), IDS + 1) or (tmp_path / names[1]).parent == tmp_path
+
+
+@pytest.mark.parametrize("dtype", ["u1", "<i4", "<i8", "<u2"])
+def test_an_index_of_megatron_says_what_its_tokens_are(dtype: str, tmp_path: Path) -> None:
+    ids = IDS % 200
+    write_megatron(tmp_path / "corpus.v2_text_document.bin", ids, dtype, random.Random(3), modes=dtype == "u1")
+    for source in (tmp_path, *(tmp_path / f"corpus.v2_text_document{suffix}" for suffix in ("", ".bin", ".idx"))):
+        assert np.array_equal(read(source), ids), source
+    write_megatron(tmp_path / "more.bin", ids + 1, "<i4", random.Random(4))
+    assert np.array_equal(read(tmp_path), [*ids, *(ids + 1)])
+
+
+def test_sequences_of_megatron_are_read_where_the_index_says(tmp_path: Path) -> None:
+    IDS.astype("<i4").tofile(tmp_path / "part.bin")
+    spans = [(100, 30), (130, 20), (10, 0), (400, 60), (0, 5)]  # some in another order, with gaps between
+    starts, lengths = (np.array(each) for each in zip(*spans, strict=True))
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, len(spans), 3)
+    (tmp_path / "part.idx").write_bytes(
+        head
+        + lengths.astype("<i4").tobytes()
+        + (4 * starts).astype("<i8").tobytes()
+        + np.array([0, 2, 5], "<i8").tobytes()
+    )
+    expected = np.concatenate([IDS[start : start + length] for start, length in zip(starts, lengths, strict=True)])
+    assert np.array_equal(read(tmp_path / "part"), expected)
+    stream: Any = open_dataset(
+        Job(data={"source": f"tokens:{tmp_path / 'part'}", "held_out": 0.0, "sequence_length": 8})
+    )
+    assert isinstance(stream.tokens, Shards)
+    assert len(stream.tokens.arrays) == 3
+
+
+def test_damage_to_an_index_is_named(tmp_path: Path) -> None:
+    write_megatron(tmp_path / "good.bin", IDS, "<i4", random.Random(3))
+    index = (tmp_path / "good.idx").read_bytes()
+    sequences = int.from_bytes(index[18:26], "little")
+    pointers = 34 + 4 * sequences
+    kinds: dict[str, tuple[bytes, str]] = {
+        "version": (index[:9] + struct.pack("<Q", 2) + index[17:], "of version 2 with numbers of kind 4"),
+        "kind": (
+            index[:17] + b"\x07" + index[18:],
+            "of version 1 with numbers of kind 7: version 1 with whole numbers works",
+        ),
+        "count": (index[:18] + struct.pack("<Q", 2**60) + index[26:], "sequences and 3 documents, which are"),
+        "cut": (index[:-3], "copy it again"),
+        "short": (index[:20], "ends within its head"),
+        "length": (index[:34] + struct.pack("<i", -5) + index[38:], "is damaged: it has a sequence of -5 tokens"),
+        "pointer": (
+            index[:pointers] + struct.pack("<q", 2**62) + index[pointers + 8 :],
+            "says that a sequence ends at byte",
+        ),
+        "documents": (index[:-8] + struct.pack("<q", 99), "its documents do not divide its"),
+        "old": (b"TNTIDX\x00\x00" + index, "an index of an older form"),
+        "other": (b"something else", "is no index of Megatron, which begins with MMIDIDX"),
+    }
+    for name, (content, text) in kinds.items():
+        shutil.copy(tmp_path / "good.bin", tmp_path / f"{name}.bin")
+        (tmp_path / f"{name}.idx").write_bytes(content)
+        found = refusal(tmp_path / name)
+        assert text in found, name
+        assert f"{tmp_path / name}." in found
+    (tmp_path / "alone.idx").write_bytes(index)
+    for source in (tmp_path / "alone", tmp_path / "alone.idx"):
+        assert "is an index, and there is no alone.bin beside it" in refusal(source)
+    (tmp_path / "good.bin").write_bytes((tmp_path / "good.bin").read_bytes()[:-40])
+    assert "copy both again" in refusal(tmp_path / "good")
+
+
+@pytest.mark.parametrize(("number", "version", "dtype"), [(20240520, 1, "<u2"), (20240801, 7, "<u4")])
+def test_a_head_of_llm_c_is_no_token(number: int, version: int, dtype: str, tmp_path: Path) -> None:
+    head = np.zeros(256, "<i4")
+    head[:3] = number, version, len(IDS)
+    path = tmp_path / "shard_train_0.bin"
+    whole = head.tobytes() + IDS.astype(dtype).tobytes()
+    path.write_bytes(whole)
+    assert np.array_equal(read(path), IDS)
+    assert np.array_equal(read(tmp_path), IDS)
+    for content, text in {
+        whole[:-6]: "says in its head that it has 500 tokens", whole + b"ab": "says in its head that it has 500 tokens",
+        whole[:500]: "ends within its head", head.byteswap().tobytes() + whole[1024:]: "in the other byte order",
+        whole[:4] + struct.pack("<i", 3) + whole[8:]: "in version 3, which is not known",
+    }.items():  # fmt: skip
+        path.write_bytes(content)
+        assert text in refusal(path)
+        assert str(path) in refusal(path)
+
+
+WIDTHS = [
+    ("<u4", "uint16", "uint32"),
+    ("<i8", "uint16", "int64"),
+    ("<i8", "uint32", "int64"),
+    ("<u2", "uint8", "uint16"),
+    ("<u4", "uint8", "uint32"),
+]
+
+
+@pytest.mark.parametrize(("written", "given", "works"), WIDTHS)
+def test_wider_numbers_are_told_by_their_zeros(written: str, given: str, works: str, tmp_path: Path) -> None:
+    ids = IDS % 250 if given == "uint8" else IDS
+    path = tmp_path / "train.bin"
+    ids.astype(written).tofile(path)
+    found = refusal(path, dtype=given)
+    assert f"looks like {works}" in found
+    assert f"data.dtype = '{works}' works" in found
+    assert np.array_equal(read(path, dtype=works), ids)
+    raw = np.fromfile(path, given)
+    np.save(tmp_path / "meant.npy", raw)  # who means it says so
+    assert np.array_equal(read(tmp_path / "meant.npy"), raw)
+    ids.astype(written).byteswap().tofile(path)
+    assert "in the other byte order" in refusal(path, dtype=given)
+
+
+def test_narrow_and_sparse_tokens_are_no_wider_ones(tmp_path: Path) -> None:
+    few = np.array([5, 0] * 7)
+    padded = np.concatenate([[9, 4, 7], np.zeros(500, int), [3, 5, 2, 1], np.zeros(500, int)])
+    utf16 = np.frombuffer("some text".encode("utf-16") * 30, "u1")
+    for number, (tokens, dtype) in enumerate(
+        [(few, "uint16"), (padded, "uint16"), (utf16, "uint8"), (IDS, "int64"), (IDS % 256, "uint16")]
+    ):
+        path = tmp_path / f"{number}.bin"
+        tokens.astype(dtype).tofile(path)
+        assert np.array_equal(read(path, dtype=dtype), tokens)
+    (IDS % 256).astype(">u2").tofile(tmp_path / "big.bin")
+    assert "all its numbers are multiples of 256" in refusal(tmp_path / "big.bin")
+
+
+def test_heads_of_npy_say_what_they_hold(tmp_path: Path) -> None:
+    for number, tokens in enumerate([IDS.astype(">u2"), IDS.astype("<u8"), np.asfortranarray(IDS.astype("i4"))]):
+        np.save(tmp_path / f"{number}.npy", tokens)
+        assert np.array_equal(read(tmp_path / f"{number}.npy"), IDS)
+    (tmp_path / "plain").write_bytes((tmp_path / "0.npy").read_bytes())
+    assert np.array_equal(read(tmp_path / "plain"), IDS)
+    np.save(tmp_path / "rows.npy", np.asfortranarray(IDS.reshape(50, 10)))
+    assert "int64 [50, 10]; whole numbers in one dimension work; numpy.save(file, tokens.reshape(-1))" in refusal(
+        tmp_path / "rows.npy"
+    )
+    np.save(tmp_path / "none.npy", np.zeros(0, "u2"))
+    assert "is empty" in refusal(tmp_path / "none.npy")
+    np.save(tmp_path / "objects.npy", np.array([{}, {}]), allow_pickle=True)
+    np.savez(tmp_path / "several.npz", a=IDS)
+    (tmp_path / "several.npz").rename(tmp_path / "several.npy")
+    whole = (tmp_path / "0.npy").read_bytes()
+    (tmp_path / "huge.npy").write_bytes(whole.replace(b"(500,)", b"(2**63,)"[:6].replace(b"2**63,", b"10**9,")))
+    (tmp_path / "vast.npy").write_bytes(whole.replace(b"(500,), }  ", b"(5000000,)}"))
+    (tmp_path / "cut.npy").write_bytes(whole[:-9])
+    (tmp_path / "head.npy").write_bytes(whole[:8] + b"\xff\xff" + whole[10:])
+    (tmp_path / "nested.npy").write_bytes(whole.replace(b"(500,), }", b"((((((((("))
+    for name in ("objects", "several", "huge", "vast", "cut", "head", "nested"):
+        assert f"tokens:{tmp_path / name}.npy is " in refusal(tmp_path / f"{name}.npy"), name
+
+
+@pytest.mark.parametrize("mark", [b"\x1f\x8b\x08\x00", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"PAR1", b"MMIDIDX\x00\x00"])
+def test_other_formats_are_named(mark: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(mark + bytes(range(100)))
+    assert f"tokens:{tmp_path / 'a.bin'} is " in refusal(tmp_path / "a.bin")
+
+
+def test_ids_without_an_embedding_are_named_with_their_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(3):
+        np.save(tmp_path / f"{number}.npy", (IDS % 250).astype("i4"))
+    keys = [f"--set={key}={value}" for key, value in small.SMALL.items() if not key.startswith("data.")]
+    words = [*keys, f"--set=data.source=tokens:{tmp_path}", "--set=data.sequence_length=8"]
+    np.save(tmp_path / "1.npy", np.where(np.arange(500) == 480, 999, IDS % 250).astype("i4"))
+    assert small.main("train", *words) == 2
+    assert (
+        "1.npy has token ids up to 999, but model.config.vocab_size = 256; model.config.vocab_size = 1000 works"
+        in capsys.readouterr().err
+    )
+    np.save(tmp_path / "1.npy", np.where(np.arange(500) == 480, -1, IDS % 250).astype("i4"))
+    assert small.main("train", *words) == 2
+    assert "1.npy has the token id -1: ids from 0 work" in capsys.readouterr().err
+    (IDS % 250).astype("u2").tofile(tmp_path / "1.npy")
+    (tmp_path / "1.npy").rename(tmp_path / "1.bin")
+    assert small.main("train", *words, "--set=data.dtype=uint32") == 2
+    assert "1.bin has token ids up to" in (said := capsys.readouterr().err)
+    assert "and data.dtype = 'uint16' if that is what the file holds" in said
+
+
+@pytest.mark.parametrize("damage", ["", *damaged_data.TOKEN_DAMAGES])
+def test_damaged_tokens_are_read_or_named_and_sound_ones_are_equal(damage: str, tmp_path: Path) -> None:
+    for seed in range(12):
+        case = damaged_data.tokens(tmp_path / str(seed), random.Random(f"{damage} {seed}"), damage)
+        assert damaged_data.outcome(case) in (("read", "refused") if damage else ("read",))
