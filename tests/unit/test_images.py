@@ -235,7 +235,9 @@ def test_links_are_followed_and_one_to_nothing_is_named(folders: Path, tmp_path:
     (linked / "ant").mkdir(parents=True)
     (linked / "ant" / "a.png").symlink_to(folders / "train" / "ant" / "2024" / "A.PNG")
     (linked / "bee").symlink_to(folders / "train" / "bee")
-    assert len(dataset(linked)) == 2
+    (linked / "bee" / "again").symlink_to(folders / "train" / "bee")  # a circle is gone through once
+    (linked / "ant" / "more").symlink_to(folders / "train" / "cow")
+    assert len(dataset(linked)) == 3
     (linked / "ant" / "lost.png").symlink_to(tmp_path / "nowhere.png")
     with pytest.raises(DataError, match=r"lost.png is a link to a file that is not there"):
         dataset(linked)

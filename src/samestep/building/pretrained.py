@@ -44,7 +44,8 @@ class PretrainedModel:
     def stored(self, module: nn.Module, canonical: Mapping[str, str]) -> StoredWeights:
         """Return where the values of a built model lie in the folder, which has none of its adapters."""
         files = weight_files.tensors(self.folder)
-        tokens = (num_tokens(self.before), num_tokens(self.config)) if self.before is not None else None
+        before, now = num_tokens(self.before or self.config), num_tokens(self.config)
+        tokens = (before, now) if self.before is not None and before is not None and now is not None else None
         if self.adaptation.lora is None:
             return stored_weights(module, canonical, files, tokens)
         with torch.device("meta"):

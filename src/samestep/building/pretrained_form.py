@@ -74,7 +74,7 @@ class PretrainedForm:
             raise ModelError(
                 f"a folder for transformers holds a model of transformers, and {job.model.source} is a "
                 f"{type(plan.module).__name__}: samestep export RUN --out DIR writes it as one file with its state dict (--format "
-                "safetensors) or for torch.distributed.checkpoint (--format dcp)"
+                "safetensors) or for torch.distributed.checkpoint (--format dcp), and run.state_dict() returns it in a loop of your own"
             )
         module = copy.deepcopy(plan.module)
         groups = tuple(_groups(module, _saved_names(module, plan.canonical)))

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.datasets.files import existing, files_at
+from samestep.datasets.files import existing
 from samestep.datasets.image_file import pillow, read_image
 from samestep.datasets.order import permuted
 from samestep.datasets.split import HELD_OUT_WORDS, TRAINED_WORDS, Split, named, part_of
@@ -102,7 +102,7 @@ def images_part(path: str, data: DataTable, split: Split, classes: Sequence[str]
     pillow()
     source, folders = f"images:{path}", _class_folders(path)
     numbers = {name: number for number, name in enumerate(classes if classes is not None else folders)}
-    files = [(file, numbers.get(name, -1)) for name, folder in folders.items() for file in _images_in(folder, source)]
+    files = [(file, numbers.get(name, -1)) for name, folder in folders.items() for file in _images_in(folder)]
     if not files:
         root = existing(path, source)
         raise DataError(f"{source} has no images in folders: one folder a class works, as {root}/cat/1.png")
@@ -155,13 +155,27 @@ def _class_folders(path: str) -> dict[str, Path]:
     return found
 
 
-def _images_in(folder: Path, source: str) -> list[Path]:
-    """Return the images below a folder, in the order of their names, without hidden ones.
+def _images_in(folder: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
+    """Return the images below a folder, without hidden ones; links are followed, but not into a folder that they are in.
 
     Raises:
-        DataError: one is a link to nothing.
+        DataError: a folder cannot be read, or an image is a link to nothing.
     """
-    below = [one for one in folder.rglob("*") if one.suffix.lower() in _SUFFIXES and not one.name.startswith(".")]
-    if lost := next((one for one in sorted(below) if one.is_symlink() and not one.exists()), None):
-        raise DataError(f"{lost} is a link to a file that is not there: with the file, or without the link, it works")
-    return [file for file in files_at(folder, source) if file.suffix.lower() in _SUFFIXES] if below else []
+    here, found = folder.resolve(), []
+    if here in above:
+        return []
+    try:
+        for entry in sorted(folder.iterdir()):
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                found += _images_in(entry, above | {here})
+            elif entry.suffix.lower() in _SUFFIXES:
+                if entry.is_symlink() and not entry.exists():
+                    raise DataError(
+                        f"{entry} is a link to a file that is not there: with the file, or without the link, it works"
+                    )
+                found.append(entry)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be read: {error.strerror}") from None
+    return found

@@ -214,7 +214,7 @@ def _refuse_other_width(place: Path, tokens: Array) -> None:
     whole = f"numbers that are {tokens.dtype} indeed work as a .npy file, which names its dtype"
     swapped = "in the other byte order, which a .npy file names"
     for wider in (one for one in (8, 4, 2) if one > width and len(seen) >= one * _FEWEST):
-        slots = seen[: len(seen) // wider * wider].reshape(-1, wider // width, width).any(axis=2).mean(axis=0).tolist()
+        slots = seen[: len(seen) // wider * wider].reshape(-1, wider // width, width).any(axis=2).mean(axis=0)
         zeros = f"of every {wider // width} numbers of {tokens.dtype} all but the"
         if slots[0] > _MOSTLY and not any(slots[1:]):
             raise DataError(
@@ -225,8 +225,8 @@ def _refuse_other_width(place: Path, tokens: Array) -> None:
                 f"tokens:{place} looks like numbers of {8 * wider} bits {swapped}: {zeros} last are 0; {whole}"
             )
     if width > 1 and len(seen) >= width * _FEWEST:
-        slots = seen.reshape(-1, width).any(axis=0).tolist()
-        if slots[-1] and not slots[0] and (tokens[: len(seen) // width] != 0).mean() > _MOSTLY:
+        nonzero = seen.reshape(-1, width).any(axis=0)
+        if nonzero[-1] and not nonzero[0] and (tokens[: len(seen) // width] != 0).mean() > _MOSTLY:
             raise DataError(
                 f"tokens:{place} looks like {tokens.dtype} {swapped}: all its numbers are multiples of 256; {whole}"
             )
