@@ -232,7 +232,7 @@ def test_ids_without_an_embedding_are_named_with_their_file(tmp_path: Path, caps
     np.save(tmp_path / "1.npy", np.where(np.arange(500) == 480, 999, IDS % 250).astype("i4"))
     assert small.main("train", *words) == 2
     assert (
-        "1.npy has token ids up to 999, but model.config.vocab_size = 256; model.config.vocab_size = 1000 works"
+        "1.npy has token ids up to 999, but model.config.vocab_size = 256; vocab_size = 1000 works"
         in capsys.readouterr().err
     )
     np.save(tmp_path / "1.npy", np.where(np.arange(500) == 480, -1, IDS % 250).astype("i4"))

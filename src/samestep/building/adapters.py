@@ -127,8 +127,7 @@ def _linear_layers(model: nn.Module, lora: LoraTable) -> tuple[str, ...]:
     Raises:
         JobError: it has none.
     """
-    head_of: Any = getattr(model, "get_output_embeddings", None)
-    head, found = head_of() if head_of is not None else None, []
+    head, found = facts_of(model).head_of(model), []
     for path, part in model.named_modules():
         is_linear = _takes_adapter(model, part) and not isinstance(part, nn.Embedding)
         above = [path.rsplit(".", cut)[0] for cut in range(path.count(".") + 1)]

@@ -152,6 +152,11 @@ class FamilyFacts:
         """Return the embedding of tokens and the head of a model that has a plan."""
         return model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
 
+    def head_of(self, model: nn.Module) -> nn.Module | None:
+        """Return the head of a model of transformers; None of other models, and where there is none."""
+        head: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
+        return head() if head is not None else None
+
     # -- experts -----------------------------------------------------------------------------------
 
     def expert_configuration(self, module: nn.Module) -> Any:
@@ -412,6 +417,30 @@ def _named_on_hub(values: Any, key: str = "") -> str:
         return next((named for name, value in values.items() if (named := _named_on_hub(value, str(name)))), "")
     is_on_hub = isinstance(values, str) and key.endswith("_implementation") and not values.isidentifier()
     return f"{key} = {values!r}" if is_on_hub else ""
+
+
+def num_tokens(config: Any) -> int | None:
+    """Return the number of tokens that have an embedding by a configuration; None where it says none."""
+    size = getattr(config.get_text_config(decoder=True), DEFAULT.vocabulary_field, None)
+    return size if isinstance(size, int) else None
+
+
+def fields_with_tokens(config: Any, fields: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+    """Return the fields of a job with another number of tokens, in the part of the configuration that says it."""
+    word, text = DEFAULT.vocabulary_field, config.get_text_config(decoder=True)
+    part = next((name for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is text), None)
+    if part is None:
+        return {**fields, word: tokens}
+    return {**fields, part: {**fields.get(part, {}), word: tokens}}
+
+
+def untied_fields(model: nn.Module) -> dict[str, Any]:
+    """Return the fields of a configuration by which a model has a head of its own; none of a model without such a field."""
+    config: Any = _configuration(model)
+    word = facts_of(model).tie_field
+    parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
+    fields: dict[str, Any] = {name: {word: False} for name, part in parts.items() if getattr(part, word, False)}
+    return {word: False, **fields} if hasattr(config, word) else {}
 
 
 def allow_cache(config: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from samestep.building import adapters
 from samestep.building.adapters import Value
-from samestep.building.families import facts_of
+from samestep.building.families import untied_fields
 from samestep.building.initial_values import Blueprint
 from samestep.building.model import blueprint_of, without_adaptation
 from samestep.errors import JobError
@@ -45,7 +45,11 @@ class Merged:
             )
         bare = without_adaptation(job)
         plan = blueprint_of(bare)
-        if job.model.source.startswith("hf:") and _trained_apart(plan, adapted) and (untied := _untied(plan)):
+        if (
+            job.model.source.startswith("hf:")
+            and _trained_apart(plan, adapted)
+            and (untied := untied_fields(plan.module))
+        ):
             bare = bare.model_copy(update={"model": bare.model.model_copy(update={"config": _joined(bare, untied)})})
             plan = blueprint_of(bare)
         if apart := _trained_apart(plan, adapted):
@@ -70,15 +74,6 @@ def _trained_apart(plan: Blueprint, adapted: Blueprint) -> tuple[str, str] | Non
         if sources.get(name) != sources.get(first):
             return first, name
     return None
-
-
-def _untied(plan: Blueprint) -> dict[str, Any]:
-    """Return the fields of a configuration by which a model of transformers has a head of its own; none of other models."""
-    field = facts_of(plan.module).tie_field
-    config: Any = getattr(plan.module, "config", None)
-    parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
-    fields: dict[str, Any] = {name: {field: False} for name, part in parts.items() if getattr(part, field, False)}
-    return {field: False, **fields} if hasattr(config, field) else {}
 
 
 def _joined(job: Job, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class PretrainedModel:
     def stored(self, module: nn.Module, canonical: Mapping[str, str]) -> StoredWeights:
         """Return where the values of a built model lie in the folder, which has none of its adapters."""
         files = weight_files.tensors(self.folder)
-        before, now = num_tokens(self.before or self.config), num_tokens(self.config)
+        before, now = families.num_tokens(self.before or self.config), families.num_tokens(self.config)
         tokens = (before, now) if self.before is not None and before is not None and now is not None else None
         if self.adaptation.lora is None:
             return stored_weights(module, canonical, files, tokens)
@@ -68,7 +68,7 @@ class PretrainedModel:
                 trust_remote_code=False,
             )
             if self.before is not None:
-                model.resize_token_embeddings(num_tokens(self.config), mean_resizing=False)
+                model.resize_token_embeddings(families.num_tokens(self.config), mean_resizing=False)
         return self.adaptation.of(model.train())
 
 
@@ -86,7 +86,7 @@ def pretrained_source(
     """
     config = folder_config(folder, fields, task)
     weight_files.tensors(folder)  # before anything is built
-    size = num_tokens(config)
+    size = families.num_tokens(config)
     if tokens is None:
         return PretrainedModel(folder, config, task, adaptation)
     if size is None or families.DEFAULT.vocabulary_field in fields:
@@ -94,23 +94,8 @@ def pretrained_source(
         raise ModelError(f"model.resize_embeddings: {both if size is not None else f'{folder} has no vocabulary'}")
     if (wanted := tokens(size)) == size:
         return PretrainedModel(folder, config, task, adaptation)
-    resized = folder_config(folder, _with_tokens(config, fields, wanted), task)
+    resized = folder_config(folder, families.fields_with_tokens(config, fields, wanted), task)
     return PretrainedModel(folder, resized, task, adaptation, config)
-
-
-def num_tokens(config: Any) -> int | None:
-    """Return the number of tokens that have an embedding; None where a model has none."""
-    size = getattr(config.get_text_config(decoder=True), families.DEFAULT.vocabulary_field, None)
-    return size if isinstance(size, int) else None
-
-
-def _with_tokens(config: Any, fields: Mapping[str, Any], tokens: int) -> dict[str, Any]:
-    """Return the fields of a job with another number of tokens, in the part of the configuration that says it."""
-    word, text = families.DEFAULT.vocabulary_field, config.get_text_config(decoder=True)
-    part = next((name for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is text), None)
-    if part is None:
-        return {**fields, word: tokens}
-    return {**fields, part: {**fields.get(part, {}), word: tokens}}
 
 
 def folder_config(folder: Path, fields: Mapping[str, Any], task: Task) -> Any:

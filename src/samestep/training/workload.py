@@ -192,7 +192,7 @@ def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any)
 
 def _check_tokens(job: Job, field: str, words: int, dataset: Dataset) -> None:
     """Refuse token ids that have none of the `words` embeddings of a model; `field` is that of its configuration."""
-    works = f"model.config.{field}" if job.model.folder is None else "model.resize_embeddings"
+    works = field if job.model.folder is None else "model.resize_embeddings"
     if job.data.is_text:
         if (known := open_tokenizer(job).vocab_size) > words:
             raise ModelError(
