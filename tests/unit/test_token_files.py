@@ -179,18 +179,33 @@ def test_wider_numbers_are_told_by_their_zeros(written: str, given: str, works: 
     assert "in the other byte order" in refusal(path, dtype=given)
 
 
+@pytest.mark.parametrize("written", ["<u4", ">u4", "<i8", ">i8"])
+def test_ids_of_a_large_vocabulary_are_told_by_their_upper_halves(written: str, tmp_path: Path) -> None:
+    ids = np.random.default_rng(1).integers(0, 262_144, 300)
+    ids.astype(written).tofile(tmp_path / "train.bin")
+    assert "looks like" in refusal(tmp_path / "train.bin")
+
+
 def test_narrow_and_sparse_tokens_are_no_wider_ones(tmp_path: Path) -> None:
     few = np.array([5, 0] * 7)
     padded = np.concatenate([[9, 4, 7], np.zeros(500, int), [3, 5, 2, 1], np.zeros(500, int)])
     utf16 = np.frombuffer("some text".encode("utf-16") * 30, "u1")
     for number, (tokens, dtype) in enumerate(
-        [(few, "uint16"), (padded, "uint16"), (utf16, "uint8"), (IDS, "int64"), (IDS % 256, "uint16")]
+        [
+            (few, "uint16"),
+            (IDS % 16, "uint16"),
+            (np.arange(400) % 2 * 3 + IDS[:400] % 5, "uint32"),
+            (padded, "uint16"),
+            (utf16, "uint8"),
+            (IDS, "int64"),
+            (IDS % 256, "uint16"),
+        ]
     ):
         path = tmp_path / f"{number}.bin"
         tokens.astype(dtype).tofile(path)
         assert np.array_equal(read(path, dtype=dtype), tokens)
     (IDS % 256).astype(">u2").tofile(tmp_path / "big.bin")
-    assert "all its numbers are multiples of 256" in refusal(tmp_path / "big.bin")
+    assert "numbers of 16 bits in the other byte order" in refusal(tmp_path / "big.bin")
 
 
 def test_heads_of_npy_say_what_they_hold(tmp_path: Path) -> None:
@@ -242,7 +257,7 @@ def test_ids_without_an_embedding_are_named_with_their_file(tmp_path: Path, caps
     (tmp_path / "1.npy").rename(tmp_path / "1.bin")
     assert small.main("train", *words, "--set=data.dtype=uint32") == 2
     assert "1.bin has token ids up to" in (said := capsys.readouterr().err)
-    assert "and data.dtype = 'uint16' if that is what the file holds" in said
+    assert "and data.dtype = 'uint16' if the file holds that" in said
 
 
 @pytest.mark.parametrize("damage", ["", *damaged_data.TOKEN_DAMAGES])

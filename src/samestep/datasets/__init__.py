@@ -13,7 +13,7 @@ from samestep.datasets.example import example_of
 from samestep.datasets.mixture import kind_of
 from samestep.datasets.order import permuted, sample_indices
 from samestep.datasets.source import classes_of, of_held_out, open_dataset, open_held_out, token_ranges
-from samestep.datasets.token_files import fitting_dtypes
+from samestep.datasets.token_files import other_readings
 from samestep.datasets.tokenizers import Tokenizer, open_tokenizer
 
 __all__ = [
@@ -25,12 +25,12 @@ __all__ = [
     "checked_samples",
     "classes_of",
     "example_of",
-    "fitting_dtypes",
     "kind_of",
     "of_held_out",
     "open_dataset",
     "open_held_out",
     "open_tokenizer",
+    "other_readings",
     "permuted",
     "read_samples",
     "sample_indices",

@@ -18,7 +18,7 @@ import numpy as np
 
 from samestep.errors import DataError, shown
 
-_FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+_FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 """Formats that are read, whatever a file's name is: none that starts another program, as EPS does."""
 _OF_FRAMES = ("GIF", "PNG", "TIFF", "WEBP")
 """Formats whose several frames are a film or pages. Those of a photo (MPO) are other views of its first one."""

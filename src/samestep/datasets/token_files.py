@@ -12,7 +12,6 @@ of two 32-bit ids that are read as four 16-bit ones every second is 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,8 @@ _WIDTHS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "int64"}
 _LOOKED_AT_BYTES = 2**18
 _FEWEST, _MOSTLY = 16, 0.5
 """The number of tokens from which zeros between them are no chance, and the fraction of them that are not 0 themselves."""
+_MOST_HIGH, _LARGE = 15, 4096
+"""The upper half of a 32-bit id in the largest vocabularies, of 2^20 tokens, and a number that lower halves reach."""
 
 
 def index_at(path: str) -> Path | None:
@@ -208,40 +209,56 @@ def _refuse_other_width(place: Path, tokens: Array) -> None:
         DataError: they do.
     """
     width = tokens.dtype.itemsize
-    seen = np.frombuffer(tokens[: _LOOKED_AT_BYTES // width].tobytes(), np.uint8)
+    seen = tokens[: _LOOKED_AT_BYTES // width].view(f"u{width}")
     if width == 1 and seen[:2].tobytes() in (b"\xff\xfe", b"\xfe\xff"):
         return  # text in UTF-16, of which every second byte is 0
     whole = f"numbers that are {tokens.dtype} indeed work as a .npy file, which names its dtype"
-    swapped = "in the other byte order, which a .npy file names"
-    for wider in (one for one in (8, 4, 2) if one > width and len(seen) >= one * _FEWEST):
-        slots = seen[: len(seen) // wider * wider].reshape(-1, wider // width, width).any(axis=2).mean(axis=0)
-        zeros = f"of every {wider // width} numbers of {tokens.dtype} all but the"
-        if slots[0] > _MOSTLY and not any(slots[1:]):
+    for wider in (8, 4, 2):
+        if _are_parts(seen, wider):
             raise DataError(
-                f"tokens:{place} looks like {_WIDTHS[wider]}: {zeros} first are 0; data.dtype = {_WIDTHS[wider]!r} works, and {whole}"
+                f"tokens:{place} looks like {_WIDTHS[wider]}: of every {wider // width} numbers of {tokens.dtype} only the first is large; "
+                f"data.dtype = {_WIDTHS[wider]!r} works, and {whole}"
             )
-        if slots[-1] > _MOSTLY and not any(slots[:-1]):
+        if _are_parts(seen[: len(seen) * width // wider * wider // width][::-1].byteswap(), wider) or (
+            wider == width > 1 and _are_swapped(seen)
+        ):
             raise DataError(
-                f"tokens:{place} looks like numbers of {8 * wider} bits {swapped}: {zeros} last are 0; {whole}"
-            )
-    if width > 1 and len(seen) >= width * _FEWEST:
-        nonzero = seen.reshape(-1, width).any(axis=0)
-        if nonzero[-1] and not nonzero[0] and (tokens[: len(seen) // width] != 0).mean() > _MOSTLY:
-            raise DataError(
-                f"tokens:{place} looks like {tokens.dtype} {swapped}: all its numbers are multiples of 256; {whole}"
+                f"tokens:{place} looks like numbers of {8 * wider} bits in the other byte order: read as {tokens.dtype} they are 0 or "
+                f"multiples of 256; as a .npy file, which names its byte order, they work, and {whole}"
             )
 
 
-def fitting_dtypes(place: Path, words: int, dtypes: Sequence[str] = ("uint16", "uint32", "int64")) -> list[str]:
-    """Return the dtypes with which a file of plain numbers has ids below `words` alone; none for other files."""
-    found: list[str] = []
+def _are_parts(seen: Array, wider: int) -> bool:
+    """Return whether unsigned numbers look like parts of ids of `wider` bytes, the least part first: of each the others are 0, or
+    where the least ones are large at most `_MOST_HIGH`."""
+    several = wider // seen.dtype.itemsize
+    if several < 2 or len(seen) < several * _FEWEST:
+        return False
+    parts = seen[: len(seen) // several * several].reshape(-1, several)
+    high = int(parts[:, 1].max())
+    are_zero = not parts[:, 2:].any() and (parts[:, 0] != 0).mean() > _MOSTLY
+    is_large = len(parts) >= 4 * _FEWEST and seen.dtype.itemsize > 1 and parts[:, 0].max() >= _LARGE
+    return bool(are_zero and (high == 0 or (high <= _MOST_HIGH and is_large)))
+
+
+def _are_swapped(seen: Array) -> bool:
+    """Return whether unsigned numbers look like small ids in the other byte order."""
+    return bool(len(seen) >= _FEWEST and not (seen % 256).any() and (seen != 0).mean() > _MOSTLY)
+
+
+def other_readings(place: Path, words: int) -> list[str]:
+    """Return in what ways a file of plain numbers has ids below `words` alone, for an error; none for other files."""
     with place.open("rb") as file:
         head = file.read(_HEAD_BYTES)
+    found: list[str] = []
     if index_at(str(place)) is not None or head.startswith(_NPY) or _is_headed(head):
         return found
-    for dtype in map(np.dtype, dtypes):
-        if place.stat().st_size % dtype.itemsize == 0:
-            seen = np.fromfile(place, dtype, _LOOKED_AT_BYTES)
-            if len(seen) and seen.min() >= 0 and seen.max() < words:
-                found.append(dtype.name)
+    for dtype in map(np.dtype, ("uint16", "uint32", "int64")):
+        if place.stat().st_size % dtype.itemsize:
+            continue
+        seen = np.fromfile(place, dtype, _LOOKED_AT_BYTES)
+        if len(seen) and 0 <= seen.min() <= seen.max() < words:
+            found.append(f"data.dtype = {dtype.name!r} if the file holds that")
+        elif len(seen) and 0 <= (swapped := seen.byteswap()).min() <= swapped.max() < words:
+            found.append(f"a .npy file if it holds {dtype.name} in the other byte order")
     return found

@@ -24,12 +24,12 @@ from samestep.datasets import (
     batches,
     classes_of,
     example_of,
-    fitting_dtypes,
     kind_of,
     of_held_out,
     open_dataset,
     open_held_out,
     open_tokenizer,
+    other_readings,
     sample_indices,
     token_ranges,
 )
@@ -206,10 +206,9 @@ def _check_tokens(job: Job, field: str, words: int, dataset: Dataset) -> None:
                 f"{file} has the token id {found.least}: ids from 0 work, and so does another data.dtype if it is wrong"
             )
         if found.most >= words:
-            fitting = fitting_dtypes(found.file, words) if found.file else []
-            dtypes = "".join(f", and data.dtype = {dtype!r} if that is what the file holds" for dtype in fitting)
+            others = "".join(f", and {way}" for way in (other_readings(found.file, words) if found.file else ()))
             raise ModelError(
-                f"{file} has token ids up to {found.most}, but model.config.{field} = {words}; {works} = {found.most + 1} works{dtypes}"
+                f"{file} has token ids up to {found.most}, but model.config.{field} = {words}; {works} = {found.most + 1} works{others}"
             )
 
 
