@@ -150,10 +150,12 @@ def test_adapters_of_a_module_of_ones_own_are_merged_into_a_state_dict(tmp_path:
     model = {"source": f"{__name__}:Tied", "lora": {"targets": ["mix"], "r": 4, "alpha": 8.0}}
     job = job_of("float32", 2, model=model)
     steps(0, 1, "dp=1", job, tmp_path / "run", 2)
-    out = samestep.export(tmp_path / "run", tmp_path / "merged", merge=True).folder
+    out = samestep.export(tmp_path / "run", tmp_path / "merged", merge=True, allow_code=True).folder
     held = load_file(out / "model.safetensors")
     Tied().load_state_dict(held)
-    adapters = load_file(samestep.export(tmp_path / "run", tmp_path / "adapters").folder / "adapter_model.safetensors")
+    adapters = load_file(
+        samestep.export(tmp_path / "run", tmp_path / "adapters", allow_code=True).folder / "adapter_model.safetensors"
+    )
     down, up = (adapters[f"base_model.model.mix.lora_{part}.weight"] for part in "AB")
     base = blueprint(model_source(job), job.train.seed).materialize("mix.base_layer.weight", torch.device("cpu"))
     torch.testing.assert_close(held["mix.weight"], base + 2.0 * up @ down, rtol=0.0, atol=1e-6)

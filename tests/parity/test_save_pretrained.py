@@ -125,21 +125,21 @@ def test_a_module_of_ones_own_is_a_file_with_its_state_dict(layout: str, tmp_pat
     job = job_of("float32", 2, model={"source": f"{__name__}:Own"})
     run_of(0, 1, layout, job)
     trained = pool(2).run(own_steps, layout, job, tmp_path / "run")[0]
-    out = samestep.export(tmp_path / "run", tmp_path / "out").folder
+    out = samestep.export(tmp_path / "run", tmp_path / "out", allow_code=True).folder
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
     held, model = load_file(out / "model.safetensors"), Own()
     first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.load_state_dict(held)
     assert_equal(dict(model.state_dict()), {name: trained[name] for name in first})
     assert not torch.equal(first["embed.weight"], held["embed.weight"])
-    samestep.export(tmp_path / "run", tmp_path / "half", dtype="bf16", form="safetensors")
+    samestep.export(tmp_path / "run", tmp_path / "half", dtype="bf16", form="safetensors", allow_code=True)
     half = load_file(tmp_path / "half" / "model.safetensors")
     assert {half[name].dtype for name in half} == {torch.bfloat16, torch.int64}
     assert torch.equal(half["embed.weight"], held["embed.weight"].bfloat16())
     with pytest.raises(
         ModelError, match=r"Own is a Own: samestep export RUN --out DIR writes .*--format safetensors.*dcp"
     ):
-        samestep.export(tmp_path / "run", tmp_path / "no", form="transformers")
+        samestep.export(tmp_path / "run", tmp_path / "no", form="transformers", allow_code=True)
 
 
 def test_the_state_dict_of_a_model_of_transformers_is_a_file_too(tmp_path: Path) -> None:

@@ -175,7 +175,8 @@ def _images_in(folder: Path, above: frozenset[Path] = frozenset()) -> list[Path]
                     raise DataError(
                         f"{entry} is a link to a file that is not there: with the file, or without the link, it works"
                     )
-                found.append(entry)
+                if entry.is_file():
+                    found.append(entry)
     except OSError as error:
         raise DataError(f"{folder} cannot be read: {error.strerror}") from None
     return found
