@@ -233,10 +233,23 @@ def test_heads_of_npy_say_what_they_hold(tmp_path: Path) -> None:
         assert f"tokens:{tmp_path / name}.npy is " in refusal(tmp_path / f"{name}.npy"), name
 
 
-@pytest.mark.parametrize("mark", [b"\x1f\x8b\x08\x00", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"PAR1", b"MMIDIDX\x00\x00"])
+@pytest.mark.parametrize(
+    "mark",
+    [b"\x1f\x8b\x08\x00", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"PAR1", b"MMIDIDX\x00\x00", b"\x80\x02}q", b"LITPKDS"],
+)
 def test_other_formats_are_named(mark: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(mark + bytes(range(100)))
     assert f"tokens:{tmp_path / 'a.bin'} is " in refusal(tmp_path / "a.bin")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["to be or not to be, that is the question\n" * 30, "naïve — 日本語 text " * 40, '{"text": "a line"}\n' * 50],
+)
+def test_text_is_no_numbers(text: str, tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_text(text + " " * (len(text.encode()) % 2), encoding="utf-8")
+    assert f"is text: data.source = 'text:{tmp_path / 'input.txt'}' encodes it" in refusal(tmp_path / "input.txt")
+    assert bytes(read(tmp_path / "input.txt", dtype="uint8").astype("u1")).decode().rstrip(" ") == text.rstrip(" ")
 
 
 def test_ids_without_an_embedding_are_named_with_their_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,9 +31,11 @@ _HEAD_BYTES = 1024
 _HEADS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """The dtypes of tokens behind a head of llm.c, by the number of its format and its version."""
 _MOST_VERSIONS = 1024
+_FEWEST_BYTES_OF_TEXT = 64
 _OTHER_FORMATS = {
     b"\x1f\x8b\x08": "compressed with gzip", b"\x28\xb5\x2f\xfd": "compressed with zstd", b"PK\x03\x04": "a zip archive",
     b"PAR1": "a Parquet file", b"\x89HDF\r\n": "an HDF5 file", b"ARROW1": "an Arrow file",
+    b"\x80\x02}": "a pickle", b"\x80\x04\x95": "a pickle", b"LITPKDS": "a chunk of litgpt's packed data",
     _INDEX: "an index of Megatron's, whose name ends with .idx", _OLD_INDEX: "an index of an older form",
 }  # fmt: skip
 _WIDTHS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "int64"}
@@ -86,6 +88,10 @@ def read_token_file(place: Path, dtype: str) -> Array:
             f"tokens:{place} has {size_bytes} bytes, which is no whole number of {dtype} tokens; "
             "data.dtype must be what the file was written with"
         )
+    if np.dtype(dtype).itemsize > 1 and _is_text(head):
+        raise DataError(
+            f"tokens:{place} is text: data.source = 'text:{place}' encodes it, and data.dtype = 'uint8' reads its bytes as tokens"
+        )
     tokens = np.memmap(place, dtype=np.dtype(dtype), mode="r")
     _refuse_other_width(place, tokens)
     return tokens
@@ -94,6 +100,17 @@ def read_token_file(place: Path, dtype: str) -> Array:
 def _is_headed(head: bytes, order: str = "<") -> bool:
     number, version = np.frombuffer(head[:8], f"{order}i4").tolist() if len(head) >= 8 else (0, 0)
     return 0 <= version < _MOST_VERSIONS and any(number == known for known, _ in _HEADS)
+
+
+def _is_text(head: bytes) -> bool:
+    """Return whether a file begins like text in UTF-8: without the control characters that numbers have among them."""
+    whole = head[: max(head.rfind(b" "), head.rfind(b"\n"))]
+    try:
+        return len(whole) >= _FEWEST_BYTES_OF_TEXT and not any(
+            ord(one) < 32 and one not in "\t\n\f\r" for one in whole.decode()
+        )
+    except UnicodeDecodeError:
+        return False
 
 
 def _read_npy(place: Path) -> Array:
