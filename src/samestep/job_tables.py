@@ -59,6 +59,7 @@ SCHEDULES = ("constant", "linear", "cosine", "polynomial", "wsd")
 """The shapes of the learning rate after warm-up."""
 NO_MPS = "torch has no process groups on MPS devices and no float64, in which layouts are proven; cpu works"
 """Why Apple's GPUs are refused."""
+_TOKENS = re.compile(r"tokenizer(:[1-9][0-9]{0,5})?")
 _STEPS = re.compile(r"[1-9][0-9]{0,11}:[1-9][0-9]{0,11}")
 
 
@@ -118,11 +119,7 @@ class ModelTable(Table):
     """Fields of the family's, the folder's or the preset's configuration to override, or keyword arguments of the function."""
     task: Task = "causal"
     """Of `hf:`, what the model is for: `causal`, `masked`, `seq2seq`, `image`, `speech` or `vision-language`."""
-    resize_embeddings: (
-        Annotated[int, Field(ge=1, le=2**31 - 1)]
-        | Annotated[str, Field(pattern=r"^tokenizer(:[1-9][0-9]{0,5})?$")]
-        | None
-    ) = None
+    resize_embeddings: int | str | None = None
     """Of a folder, the number of tokens that its embedding and its head are given: a number, `tokenizer` for at least those of
     `data.tokenizer`, or `tokenizer:64` for the next multiple of 64. New entries are drawn as in a new model."""
     freeze: tuple[str, ...] = ()
@@ -130,6 +127,14 @@ class ModelTable(Table):
     lora: LoraTable | None = None
     """Adapters by peft on some linear layers, all else frozen: `{ targets = ["q_proj", "v_proj"], r = 8, alpha = 16.0, dropout = 0.0,
     modules_to_save = [], base = "full" }`; with `base = "nf4"` the weights of the targets are rounded to 4 bits, and held so (QLoRA)."""
+
+    @field_validator("resize_embeddings", mode="before")
+    @classmethod
+    def _size_is_known(cls, asked: Any) -> Any:
+        is_number = isinstance(asked, int) and 1 <= asked < 2**31
+        if asked is None or is_number or (isinstance(asked, str) and _TOKENS.fullmatch(asked)):
+            return asked
+        raise ValueError(f"input should be a number from 1, 'tokenizer' or 'tokenizer:64', got {shown(asked)}")
 
     @model_validator(mode="after")
     def _shape_is_no_module(self) -> ModelTable:
