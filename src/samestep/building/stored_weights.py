@@ -92,12 +92,11 @@ class StoredWeights:
         """Return what a user should know: the tensors that the folder lacks, and those that the model does not have."""
         found = []
         if self._resized:
-            resized = (
-                f"{name} from {self.files[self._origins[name][0].sources[0][0]].shape[dim]}"
-                for name, (dim, _) in self._resized.items()
-            )
+            name, (dim, _) = next(iter(self._resized.items()))
+            stored = self.files[self._origins[name][0].sources[0][0]].shape[dim]
             found.append(
-                f"the number of tokens changes, of {_some([*resized])}: new entries are made as in a new model"
+                f"{_some([*self._resized])} and what is tied to it: {stored} tokens in the folder, "
+                f"{self.module.state_dict()[name].shape[dim]} in the model, the new ones made as in a new model"
             )
         if self.missing:
             found.append(f"the folder lacks {_some(self.missing)}, made as in a new model")
