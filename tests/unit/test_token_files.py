@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import struct
@@ -240,6 +241,12 @@ def test_heads_of_npy_say_what_they_hold(tmp_path: Path) -> None:
 def test_other_formats_are_named(mark: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(mark + bytes(range(100)))
     assert f"tokens:{tmp_path / 'a.bin'} is " in refusal(tmp_path / "a.bin")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train.bin")
+    assert f"tokens:{tmp_path / 'train.bin'} cannot be read: it is no regular file" in refusal(tmp_path / "train.bin")
+    assert "holds no file" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(

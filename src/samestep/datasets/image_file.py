@@ -52,6 +52,8 @@ def read_image(path: Path, mode: Literal["RGB", "L"]) -> Any:
     except DataError:
         raise
     except Exception as error:  # each of Pillow's readers raises something else
+        if isinstance(error, OSError) and error.errno:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from None
         reason = " ".join(str(error).replace(f"{str(path)!r}", "it").split()) or type(error).__name__
         raise DataError(f"{path} is no image that Pillow reads: {shown(reason)}") from None
 

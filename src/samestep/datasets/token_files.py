@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from samestep.datasets.columns import Shards
 from samestep.errors import DataError
+from samestep.output import regular_files
 
 Array = npt.NDArray[Any]
 
@@ -66,9 +67,9 @@ def read_token_file(place: Path, dtype: str) -> Array:
         DataError: the file is empty, damaged, of another format, or looks like numbers of another dtype.
     """
     try:
-        size_bytes = place.stat().st_size
-        with place.open("rb") as file:
+        with regular_files.opened(place) as file:
             head = file.read(_HEAD_BYTES)
+        size_bytes = place.stat().st_size
     except OSError as error:
         raise DataError(f"tokens:{place} cannot be read: {error.strerror}") from None
     if not size_bytes:
@@ -160,7 +161,11 @@ def read_indexed(index: Path) -> Array | Shards:
     place = index.with_suffix(".bin")
     if not place.is_file():
         raise DataError(f"tokens:{index} is an index, and there is no {place.name} beside it")
-    dtype, lengths, pointers = _sequences(index)
+    try:
+        dtype, lengths, pointers = _sequences(index)
+        regular_files.opened(place).close()
+    except OSError as error:
+        raise DataError(f"tokens:{error.filename or index} cannot be read: {error.strerror}") from None
     size_bytes, ends = place.stat().st_size, pointers + lengths * dtype.itemsize
     if not lengths.sum():
         raise DataError(f"tokens:{index} has no tokens")
