@@ -26,7 +26,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,7 @@ from samestep.datasets.files import existing, files_at
 from samestep.datasets.split import Split, named, part_of
 from samestep.datasets.tokenizers import Tokenizer, token_dtype
 from samestep.errors import DataError, did_you_mean
-from samestep.job_tables import DataTable
+from samestep.job_tables import Convention, DataTable
 
 ROWS_AT_ONCE = 256
 """Rows of a Parquet file that are in memory together."""
@@ -61,6 +61,8 @@ class DocumentRows:
 @dataclass(frozen=True, eq=False)
 class PackedDocuments:
     """A dataset of packed documents, with samples of `sequence_length` tokens."""
+
+    label_convention: ClassVar[Convention] = "next"
 
     tokens: npt.NDArray[Any]
     """The tokens of all documents, one after another."""

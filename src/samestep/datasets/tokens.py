@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +21,14 @@ from samestep.datasets.columns import Shards
 from samestep.datasets.files import existing, files_at
 from samestep.datasets.split import Split, named, part_of
 from samestep.errors import DataError
-from samestep.job_tables import DataTable
+from samestep.job_tables import Convention, DataTable
 
 
 @dataclass(frozen=True, eq=False)
 class TokenStream:
     """A dataset of consecutive samples of a stream of tokens; `tokens` may be a file mapped into memory."""
+
+    label_convention: ClassVar[Convention] = "next"
 
     tokens: npt.NDArray[Any] | Shards
     sequence_length: int
