@@ -142,7 +142,8 @@ def _take_steps(
         steps.gradients.append(held_whole({name: _gradient(param) for name, param in params.items()}))
         norm = torch.nn.utils.clip_grad_norm_(params.values(), math.inf if limit is None else limit)
         steps.norms.append(float(norm))
-        optimizer.step()
+        if not math.isnan(loss):
+            optimizer.step()
         _round_states(run, source, optimizer, params, batch.step)
         steps.weights.append(held_whole(params))
     return unused
@@ -159,6 +160,8 @@ def _backward(
     """Compute the gradients of the mean loss of a whole batch; return the loss, and the weights without a gradient."""
     if contributions is None:
         loss_sum, count = _loss(model, run, source, run.labelled(batch).samples(batch.indices), batch.step, batch.indices)
+        if not count:  # every label is masked, so the step is skipped
+            return math.nan, set(params)
         (loss_sum / count).backward()
         return float(loss_sum.detach() / count), {name for name, param in params.items() if param.grad is None}
     total, counted, unused = 0.0, 0.0, set(params)
@@ -168,6 +171,8 @@ def _backward(
         total, counted = total + float(loss_sum.detach()), counted + float(count)
         unused &= {name for name, param in params.items() if param.grad is None}
         contributions.add(index, params)
+    if not counted:
+        return math.nan, set(params)
     contributions.finish(params, counted)
     return total / counted, unused
 

@@ -211,7 +211,8 @@ class Run:
         step's first collective until the time limit.
 
         Raises:
-            DataError: every label of the batch is masked, so the step counts no token.
+            DataError: every label of the batch is masked, and of the `numerics.max_skipped` steps before it too; one such step is
+                skipped.
             UnprovenError: the loss is no sum over samples, or the model, the loss, the optimizer or the data set draws
                 random numbers that layouts would not share.
             NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
