@@ -32,6 +32,8 @@ OptimizerStates = Literal["float32", "bf16", "8bit"]
 Compression = Literal["none", "bf16", "fp16", "int8", "int4", "topk", "powersgd"]
 """`none`, or the codec of a gradient: a row of `program/codecs.py`."""
 Task = Literal["causal", "masked", "seq2seq", "image", "speech", "vision-language"]
+Turns = Literal["all", "last", "each"]
+"""Which replies of a conversation are learned, and whether in one document."""
 Convention = Literal["aligned", "next"]
 """Which token the label at a place is: the one at that place, or the next one."""
 Waiver = Literal["samples", "loss", "random", "state", "optimizer", "data", "build", "resume"]
@@ -178,7 +180,9 @@ class DataTable(Table):
     """Of a dataset of your own, for a causal model of transformers: labels[t] is the token at t (`aligned`, as for transformers, which
     are moved by one), or the one after it (`next`); without it the samples show which."""
     text_field: str = "text"
-    """Field of a JSON line or of a dataset row that holds the text."""
+    """Field of a JSON line or of a dataset row that holds the text; `doc.text` is one within another."""
+    turns: Turns = "all"
+    """Replies of a conversation that are learned: `all` in one document, `each` in one of its own, written up to it, or the `last` alone."""
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """Type of the numbers in a file of tokens."""
     image_size: Annotated[int, Field(ge=1, le=2**14)] = 224

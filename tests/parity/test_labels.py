@@ -133,8 +133,12 @@ OWN = Shown(lambda inputs, index: inputs)
 NEXT = Shown(lambda inputs, index: moved(inputs, 1))
 BEFORE = Shown(lambda inputs, index: moved(inputs, -1))
 TAGS = Shown(lambda inputs, index: inputs.flip(0) // 2)
-LAST_ALONE = Shown(lambda inputs, index: torch.where(torch.arange(LENGTH) == LENGTH - 1, (inputs + 1) % VOCABULARY, -100))
-CONSTANT = Shown(lambda inputs, index: inputs.masked_fill(torch.arange(LENGTH) > 0, -100) if index else moved(inputs, 1))
+LAST_ALONE = Shown(
+    lambda inputs, index: torch.where(torch.arange(LENGTH) == LENGTH - 1, (inputs + 1) % VOCABULARY, -100)
+)
+CONSTANT = Shown(
+    lambda inputs, index: inputs.masked_fill(torch.arange(LENGTH) > 0, -100) if index else moved(inputs, 1)
+)
 MASKED = Shown(lambda inputs, index: torch.full_like(inputs, -100))
 LATE = Shown(lambda inputs, index: inputs if index == 7 else torch.full_like(inputs, -100))
 

@@ -43,7 +43,10 @@ def _is_causal(model: Any) -> bool:
     if not names.isdisjoint(_UNMOVED):
         return False
     known: set[str] = set()
-    for classes in (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+    for classes in (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    ):
         for one in classes.values():
             known.update((one,) if isinstance(one, str) else one)
     return not names.isdisjoint(known) or getattr(model, "loss_type", None) in _CAUSAL

@@ -1,14 +1,34 @@
-"""Files of a data source: listed in one fixed order, read as text, and refused with the nearest name if missing."""
+"""Files of a data source: listed in one fixed order, read as text, and refused with the nearest name if missing.
+
+A file that gzip or Zstandard has packed, as its first bytes show, is unpacked while it is read. Text is UTF-8, or UTF-16 or
+UTF-32 where a byte-order mark says so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import codecs
+import gzip
+import importlib
+import io
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from samestep.errors import DataError, did_you_mean
+from samestep.errors import DataError, did_you_mean, first_line
 
 PART_BYTES = 2**20
 """Bytes of a text file that are read, and turned into tokens, at a time."""
+
+PACKED_ENDS = (".gz", ".zst")
+"""The ends of the names of packed files, which a folder may hold among others."""
+_PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),  # which begins as the one of UTF-16
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
 
 
 def existing(path: str, source: str) -> Path:
@@ -31,7 +51,7 @@ def existing(path: str, source: str) -> Path:
 
 
 def files_at(place: Path, source: str, pattern: str = "*") -> list[Path]:
-    """Return the file itself, or all files below a folder in the order of their names, without hidden ones.
+    """Return the file itself, or all files below a folder in the order of their names, packed ones too, without hidden ones.
 
     Raises:
         DataError: the folder holds no such file.
@@ -39,6 +59,10 @@ def files_at(place: Path, source: str, pattern: str = "*") -> list[Path]:
     if place.is_file():
         return [place]
     found = sorted_files(place, pattern)
+    if pattern != "*":
+        found = sorted(
+            {*found, *(file for end in PACKED_ENDS for file in sorted_files(place, pattern + end))}, key=_by_parts
+        )
     found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(place).parts)]
     if not found:
         what = "file" if pattern == "*" else f"{pattern} file"
@@ -48,31 +72,120 @@ def files_at(place: Path, source: str, pattern: str = "*") -> list[Path]:
 
 def sorted_files(folder: Path, pattern: str) -> list[Path]:
     """Return the files below a folder that match a pattern, in the order of their relative names on every machine."""
-    return sorted(
-        (file for file in folder.rglob(pattern) if file.is_file()), key=lambda file: file.relative_to(folder).parts
+    return sorted((file for file in folder.rglob(pattern) if file.is_file()), key=_by_parts)
+
+
+def _by_parts(file: Path) -> tuple[str, ...]:
+    return file.parts
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading, and unpack it meanwhile where it is packed.
+
+    Raises:
+        DataError: it cannot be opened, or a library that unpacks it is missing.
+    """
+    try:
+        with path.open("rb") as file:
+            packing = _PACKINGS.get(file.peek(4)[:4], _PACKINGS.get(file.peek(2)[:2], ""))
+            if packing == "gzip":
+                with gzip.GzipFile(fileobj=file) as unpacked:
+                    yield io.BufferedReader(unpacked)
+            elif packing == "zstd":
+                yield _unzstd(path, file)
+            else:
+                yield file
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or first_line(error)}") from None
+
+
+def _unzstd(path: Path, file: BinaryIO) -> BinaryIO:
+    """Return the content of a file that Zstandard has packed."""
+    for name in ("compression.zstd", "zstandard", "pyarrow"):
+        try:
+            library: Any = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        match name:
+            case "compression.zstd":
+                return library.open(file)  # type: ignore[no-any-return]
+            case "zstandard":
+                return io.BufferedReader(library.ZstdDecompressor().stream_reader(file, read_across_frames=True))
+            case _:
+                return io.BufferedReader(library.CompressedInputStream(file, "zstd"))
+    raise DataError(
+        f"{path} is packed by Zstandard, which needs the library zstandard or pyarrow: pip install zstandard"
     )
+
+
+def read_lines(path: Path, lines: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """Yield what is read from a file line by line, each with its number from 1.
+
+    Raises:
+        DataError: a line cannot be read, as in a packed file that is damaged.
+    """
+    number, left = 0, iter(lines)
+    while True:
+        try:
+            line = next(left, None)
+        except Exception as error:  # each library that unpacks has exceptions of its own
+            raise DataError(f"{path}:{number + 1}: damaged, or cut off: {first_line(error)}") from None
+        if line is None:
+            return
+        number += 1
+        yield number, line
+
+
+def encoding_of(head: bytes) -> str:
+    """Return the encoding that a byte-order mark at the beginning of a file names; UTF-8 without one."""
+    return next((name for mark, name in _MARKS if head.startswith(mark)), "utf-8")
 
 
 def texts_of(path: Path) -> Iterator[str]:
     """Yield the text of a file in parts of whole lines, so that a large file is never in memory as a whole.
 
     Raises:
-        DataError: the file is not UTF-8.
+        DataError: the file is not text in its encoding, or it is damaged.
     """
-    with path.open("rb") as file:
-        while True:
-            offset = file.tell()
-            part = file.read(PART_BYTES)
-            is_last = len(part) < PART_BYTES
-            part += file.readline()
-            try:
-                text = part.decode()
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path} is not UTF-8 text (byte {offset + error.start}); to train on its raw bytes, "
-                    f"source = 'tokens:{path}' with data.dtype = 'uint8' works"
-                ) from None
-            if text or not offset:
+    with opened(path) as file:
+        encoding = encoding_of(file.peek(4)[:4])  # type: ignore[attr-defined]
+        line, offset, is_first = 1, 0, True
+        parts = (
+            _text_parts(io.TextIOWrapper(file, encoding, "replace", newline=""))
+            if encoding != "utf-8"
+            else _parts(file)
+        )
+        for _, part in read_lines(path, parts):
+            text = part if isinstance(part, str) else _decoded(part, path, line, offset)
+            line, offset = line + text.count("\n"), offset + len(part)
+            if text or is_first:
                 yield text.replace("\r\n", "\n").replace("\r", "\n")
-            if is_last:
-                return
+            is_first = False
+
+
+def _parts(file: BinaryIO) -> Iterator[bytes]:
+    """Yield a file in parts that end with a line."""
+    while True:
+        part = file.read(PART_BYTES)
+        is_last = len(part) < PART_BYTES
+        yield part + file.readline()
+        if is_last:
+            return
+
+
+def _text_parts(file: io.TextIOWrapper) -> Iterator[str]:
+    while part := file.read(PART_BYTES):
+        yield part + file.readline()
+
+
+def _decoded(part: bytes, path: Path, line: int, offset: int) -> str:
+    """Return a part of a file as text; it begins at a line and a byte of the file."""
+    try:
+        return part.decode()
+    except UnicodeDecodeError as error:
+        line += part.count(b"\n", 0, error.start)
+        raise DataError(
+            f"{path}:{line} is not UTF-8 text (byte {offset + error.start}); to train on its raw bytes, "
+            f"source = 'tokens:{path}' with data.dtype = 'uint8' works"
+        ) from None

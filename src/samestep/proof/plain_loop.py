@@ -159,7 +159,9 @@ def _backward(
 ) -> tuple[float, set[str]]:
     """Compute the gradients of the mean loss of a whole batch; return the loss, and the weights without a gradient."""
     if contributions is None:
-        loss_sum, count = _loss(model, run, source, run.labelled(batch).samples(batch.indices), batch.step, batch.indices)
+        loss_sum, count = _loss(
+            model, run, source, run.labelled(batch).samples(batch.indices), batch.step, batch.indices
+        )
         if not count:  # every label is masked, so the step is skipped
             return math.nan, set(params)
         (loss_sum / count).backward()

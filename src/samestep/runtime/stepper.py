@@ -222,7 +222,9 @@ class Stepper:
             batch.end_stream()
         # A replica whose part counts nothing has no update, and no gradient.
         scales = [opened.numerator / one.count if one.count else None for one in agreed.replicas]
-        norms = [math.sqrt(one.norm_squared) * (scale or 0.0) for one, scale in zip(agreed.replicas, scales, strict=True)]
+        norms = [
+            math.sqrt(one.norm_squared) * (scale or 0.0) for one, scale in zip(agreed.replicas, scales, strict=True)
+        ]
         # Of replicas that are trained apart, the root mean square.
         loss = agreed.loss_sum / agreed.count if agreed.count else math.nan
         norm = math.hypot(*norms) / math.sqrt(len(norms))
