@@ -28,9 +28,8 @@ from samestep.errors import DataError
 from samestep.job_tables import Turns
 
 _HEAD = "<|{}|>\n"
-_ASKED: Message = {"role": "user", "content": "0"}
-_PROBES: tuple[Message, ...] = ({"role": "assistant", "content": "0"}, {"role": "assistant", "content": "1"})
-"""Replies that differ in all they say: what a template writes of both alike is its own."""
+_PROBES = ("0", "1")
+"""What two replies say that differ in all of it: what a template writes of both alike is its own."""
 
 Counted = list[tuple[list[int], bool]]
 """Consecutive runs of token ids, each with whether its tokens are counted in the loss."""
@@ -106,21 +105,23 @@ def _readable(conversation: Conversation, tokenizer: Tokenizer) -> list[Message]
     Raises:
         DataError: the template writes neither the content nor the tool calls of a reply.
     """
-    reads_texts, reads_parts = _forms(tokenizer)
-    messages: list[Message] = []
-    for message in conversation.messages:
-        content = message["content"]
-        if isinstance(content, str) and reads_parts and not reads_texts:
-            content = [{"type": "text", "text": content}]
-        elif isinstance(content, list) and not reads_parts:
-            content = _joined(content)
-        messages.append({**message, "content": content})
+    messages: list[Message] = [
+        {**message, "content": _in_form(message["content"], tokenizer)} for message in conversation.messages
+    ]
     render = functools.partial(tokenizer.render_chat, settings=conversation.settings)
     if any(message["content"] is None for message in messages):
         messages = _without_none(messages, render)
     for number in conversation.replies:
         _check_calls(messages, number, render)
     return messages
+
+
+def _in_form(content: Any, tokenizer: Tokenizer) -> Any:
+    """Return a content as a text or as a list of parts, whichever the template writes."""
+    reads_texts, reads_parts = _forms(tokenizer)
+    if isinstance(content, str) and not reads_texts:
+        return [{"type": "text", "text": content}]
+    return content if reads_parts else _joined(content)
 
 
 @functools.lru_cache(maxsize=8)
@@ -177,7 +178,7 @@ def _pieces(
     pieces: list[tuple[str, bool]] = []
     written = ""
     for number in counted:
-        before, whole = _reply(messages[: number + 1], render)
+        before, whole = _reply(messages[: number + 1], render, tokenizer)
         reply = whole[len(before) :]
         kept = len(reply) - len(_behind_turn(tokenizer, reply))
         pieces += [(_added(written, before), False), (reply[:kept], True), (reply[kept:], False)]
@@ -187,7 +188,7 @@ def _pieces(
     return pieces
 
 
-def _reply(messages: Sequence[Message], render: Render) -> tuple[str, str]:
+def _reply(messages: Sequence[Message], render: Render, tokenizer: Tokenizer) -> tuple[str, str]:
     """Return the text before the last message, a reply, with all that opens it, and the text with the reply.
 
     Raises:
@@ -198,13 +199,17 @@ def _reply(messages: Sequence[Message], render: Render) -> tuple[str, str]:
     if before and whole.startswith(opened := render(before, True)):
         return opened, whole
     # Some templates prompt for thoughts that they do not write of a reply: what they write of any reply opens it.
-    opened = _common(*(render([*before, probe], False) for probe in _PROBES))
+    opened = _common(*(render([*before, probe], False) for probe in _probes(tokenizer)))
     if whole.startswith(opened):
         return opened, whole
     raise DataError(
         "the tokenizer's chat template writes a reply otherwise than it prompts for one, so the assistant's part cannot be "
         "found; a folder without the template works"
     )
+
+
+def _probes(tokenizer: Tokenizer) -> list[Message]:
+    return [{"role": "assistant", "content": _in_form(text, tokenizer)} for text in _PROBES]
 
 
 def _behind_turn(tokenizer: Tokenizer, reply: str) -> str:
@@ -217,7 +222,8 @@ def _behind_turn(tokenizer: Tokenizer, reply: str) -> str:
 def _space_behind_turns(tokenizer: Tokenizer) -> str:
     """Return the white space that the template writes behind what ends a reply's turn; empty where that itself ends the turn."""
     try:
-        texts = [tokenizer.render_chat([_ASKED, probe], False) for probe in _PROBES]
+        asked = {"role": "user", "content": _in_form("0", tokenizer)}
+        texts = [tokenizer.render_chat([asked, probe], False) for probe in _probes(tokenizer)]
     except DataError:  # the template takes no conversation of one question and its reply
         return ""
     ending = _common(*(text[::-1] for text in texts))[::-1]

@@ -1,13 +1,12 @@
 """Files of a data source: listed in one fixed order, read as text, and refused with the nearest name if missing.
 
-A file that gzip or Zstandard has packed, as its first bytes show, is unpacked while it is read. Text is UTF-8, or UTF-16 or
+A file that gzip, Zstandard, bzip2 or xz has packed, as its first bytes show, is unpacked while it is read. Text is UTF-8, or UTF-16 or
 UTF-32 where a byte-order mark says so.
 """
 
 from __future__ import annotations
 
 import codecs
-import gzip
 import importlib
 import io
 from collections.abc import Iterable, Iterator
@@ -20,9 +19,13 @@ from samestep.errors import DataError, did_you_mean, first_line
 PART_BYTES = 2**20
 """Bytes of a text file that are read, and turned into tokens, at a time."""
 
-PACKED_ENDS = (".gz", ".zst")
+PACKED_ENDS = (".gz", ".zst", ".bz2", ".xz")
 """The ends of the names of packed files, which a folder may hold among others."""
-_PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_HEAD_BYTES = 4096
+_PACKINGS = {
+    b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma", b"PK\3\4": "a zip archive",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+}  # fmt: skip
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),  # which begins as the one of UTF-16
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -84,18 +87,21 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     """Open a file for reading, and unpack it meanwhile where it is packed.
 
     Raises:
-        DataError: it cannot be opened, or a library that unpacks it is missing.
+        DataError: it cannot be opened, it is an archive of several files, or a library that unpacks it is missing.
     """
     try:
         with path.open("rb") as file:
-            packing = _PACKINGS.get(file.peek(4)[:4], _PACKINGS.get(file.peek(2)[:2], ""))
-            if packing == "gzip":
-                with gzip.GzipFile(fileobj=file) as unpacked:
-                    yield io.BufferedReader(unpacked)
-            elif packing == "zstd":
-                yield _unzstd(path, file)
-            else:
-                yield file
+            head = file.peek(8)
+            packing = next((name for magic, name in _PACKINGS.items() if head.startswith(magic)), "")
+            match packing:
+                case "":
+                    yield file
+                case "gzip" | "bz2" | "lzma":
+                    yield io.BufferedReader(importlib.import_module(packing).open(file))
+                case "zstd":
+                    yield _unzstd(path, file)
+                case _:
+                    raise DataError(f"{path} is {packing} of files: a folder with what is in it works")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or first_line(error)}") from None
 
@@ -109,14 +115,12 @@ def _unzstd(path: Path, file: BinaryIO) -> BinaryIO:
             continue
         match name:
             case "compression.zstd":
-                return library.open(file)  # type: ignore[no-any-return]
+                return io.BufferedReader(library.open(file))
             case "zstandard":
                 return io.BufferedReader(library.ZstdDecompressor().stream_reader(file, read_across_frames=True))
             case _:
                 return io.BufferedReader(library.CompressedInputStream(file, "zstd"))
-    raise DataError(
-        f"{path} is packed by Zstandard, which needs the library zstandard or pyarrow: pip install zstandard"
-    )
+    raise DataError(f"{path} is packed by Zstandard, which needs the library zstandard or pyarrow: pip install zstandard")
 
 
 def read_lines(path: Path, lines: Iterable[Any]) -> Iterator[tuple[int, Any]]:
@@ -137,6 +141,16 @@ def read_lines(path: Path, lines: Iterable[Any]) -> Iterator[tuple[int, Any]]:
         yield number, line
 
 
+def head_of(path: Path, file: BinaryIO) -> bytes:
+    """Return what is to be read of a file next, without reading it: some bytes, or none at its end.
+
+    Raises:
+        DataError: it cannot be read, as in a packed file that is damaged.
+    """
+    _, head = next(read_lines(path, (file.peek(_HEAD_BYTES) for _ in range(1))))  # type: ignore[attr-defined]
+    return bytes(head)
+
+
 def encoding_of(head: bytes) -> str:
     """Return the encoding that a byte-order mark at the beginning of a file names; UTF-8 without one."""
     return next((name for mark, name in _MARKS if head.startswith(mark)), "utf-8")
@@ -149,7 +163,7 @@ def texts_of(path: Path) -> Iterator[str]:
         DataError: the file is not text in its encoding, or it is damaged.
     """
     with opened(path) as file:
-        encoding = encoding_of(file.peek(4)[:4])  # type: ignore[attr-defined]
+        encoding = encoding_of(head_of(path, file))
         line, offset, is_first = 1, 0, True
         parts = (
             _text_parts(io.TextIOWrapper(file, encoding, "replace", newline=""))

@@ -17,13 +17,13 @@ from typing import Any, BinaryIO
 
 from samestep.datasets.columns import Origin, stamps
 from samestep.datasets.conversations import no_document, wanted_columns
-from samestep.datasets.files import PACKED_ENDS, encoding_of, existing, files_at, opened, read_lines
+from samestep.datasets.files import PACKED_ENDS, encoding_of, existing, files_at, head_of, opened, read_lines
 from samestep.errors import DataError, first_line
 
 ROWS_AT_ONCE = 256
 """Rows of a Parquet file that are in memory together."""
 _UNPACKED = 4
-"""The bytes that a packed one stands for, about."""
+"""About how many bytes a packed one stands for."""
 _HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 Row = tuple[str, Any, int]
@@ -63,7 +63,7 @@ def jsonl_rows(path: str) -> DocumentRows:
 
 
 def _json_rows(file: Path, content: BinaryIO) -> Iterator[Row]:
-    head: bytes = content.peek(4096)  # type: ignore[attr-defined]
+    head = head_of(file, content)
     encoding = encoding_of(head)
     if encoding == "utf-8" and head[:2] != b"\0{" and head[1:2] == b"\0":
         encoding = "utf-16-le"
@@ -193,7 +193,7 @@ def parquet_rows(path: str, text_field: str) -> DocumentRows:
                 length, names = table.metadata.num_rows, table.schema_arrow.names
             except Exception as error:  # the library raises what its parts raise
                 raise DataError(f"{file} is not a Parquet file: {first_line(error)}") from None
-            columns = wanted_columns(names, text_field)
+            columns = [_leaf(table.schema_arrow, name) for name in wanted_columns(names, text_field)]
             if length and not columns:
                 raise DataError(f"{file} row 0: {no_document(names, text_field)}")
             with table:
@@ -203,7 +203,21 @@ def parquet_rows(path: str, text_field: str) -> DocumentRows:
     return DocumentRows(_origin(source, files), read, may_lack_nulls=True)
 
 
-def _table_rows(file: Path, batches: Iterator[Any], each: int) -> Iterator[Row]:
+def _leaf(schema: Any, name: str) -> str:
+    """Return the name by which a column of a file is read: of a path within another the path where there is one, else its column."""
+    top, *keys = name.split(".")
+    if name in schema.names or not keys:
+        return name
+    kind = schema.field(top).type
+    for key in keys:
+        names = [field.name for field in kind.fields] if hasattr(kind, "get_field_index") else []
+        if key not in names:
+            return top
+        kind = kind.field(key).type
+    return name
+
+
+def _table_rows(file: Path | str, batches: Iterator[Any], each: int) -> Iterator[Row]:
     """Yield the rows of batches of a table; each row is about `each` bytes."""
     number = 0
     while True:
@@ -218,19 +232,23 @@ def _table_rows(file: Path, batches: Iterator[Any], each: int) -> Iterator[Row]:
             number += 1
 
 
-def _objects(file: Path, batch: Any, first: int) -> list[Any]:
+def _objects(file: Path | str, batch: Any, first: int) -> list[Any]:
     """Return the rows of a batch as objects; `first` is the number of its first row."""
     try:
-        return batch.to_pylist()  # type: ignore[no-any-return]
+        return _checked(batch)
     except Exception:  # as text that is not UTF-8: the row is found one by one
         found = []
         for index in range(batch.num_rows):
             try:
-                found += batch.slice(index, 1).to_pylist()
+                found += _checked(batch.slice(index, 1))
             except Exception as error:
-                reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else first_line(error)
-                raise DataError(f"{file} row {first + index}: {reason}") from None
+                raise DataError(f"{file} row {first + index} is damaged: {first_line(error)}") from None
         return found
+
+
+def _checked(batch: Any) -> list[Any]:
+    batch.validate(full=True)  # of a damaged file, offsets may lead anywhere in memory
+    return batch.to_pylist()  # type: ignore[no-any-return]
 
 
 def hf_rows(path: str, text_field: str) -> DocumentRows:
@@ -263,15 +281,10 @@ def hf_rows(path: str, text_field: str) -> DocumentRows:
     columns = [name if name in names else name.partition(".")[0] for name in wanted_columns(names, text_field)]
     if len(dataset) and not columns:
         raise DataError(f"hf:{path} row 0: {no_document(names, text_field)}")
-    chosen = dataset.with_format(None).select_columns(columns)
+    chosen = dataset.with_format("arrow").select_columns(columns)
 
     def read() -> Iterator[Row]:
-        for index in range(len(chosen)):
-            try:
-                row = chosen[index]
-            except Exception as error:
-                raise DataError(f"hf:{path} row {index}: {first_line(error)}") from None
-            yield f"hf:{path} row {index}", row, size_bytes // len(chosen)
+        yield from _table_rows(f"hf:{path}", chosen.iter(ROWS_AT_ONCE), size_bytes // max(1, len(chosen)))
 
     return DocumentRows(Origin(source, size_bytes, ("hf", fingerprint, str(len(dataset)))), read, may_lack_nulls=True)
 
