@@ -112,7 +112,10 @@ def jsonl(folder: Path, seed: int, count: int) -> Iterator[Damage]:
     drawn = random.Random(seed)
     for number in range(count):
         texts = [drawn.choice(WORDS) for _ in range(drawn.randint(2, 9))]
-        lines = [json.dumps({"id": i, "text": text}, ensure_ascii=drawn.random() < 0.5).encode() for i, text in enumerate(texts)]
+        lines = [
+            json.dumps({"id": i, "text": text}, ensure_ascii=drawn.random() < 0.5).encode()
+            for i, text in enumerate(texts)
+        ]
         twin = folder / f"twin-{number}.jsonl"
         twin.write_bytes(b"\n".join(lines) + b"\n")
         path = folder / f"damaged-{number}.jsonl"
@@ -126,10 +129,22 @@ def jsonl(folder: Path, seed: int, count: int) -> Iterator[Damage]:
 LINE_KINDS = (
     "flip", "flip", "flip", "cut", "odd", "odd", "bytes", "surrogate", "deep", "long number", "nan", "missing", "extra", "two",
 )  # fmt: skip
-WHOLE_KINDS = ("utf-16", "utf-32", "mark", "returns", "blank", "gzip", "zstd", "array", "cut gzip", "flipped gzip", "no end")
+WHOLE_KINDS = (
+    "utf-16",
+    "utf-32",
+    "mark",
+    "returns",
+    "blank",
+    "gzip",
+    "zstd",
+    "array",
+    "cut gzip",
+    "flipped gzip",
+    "no end",
+)
 
 
-def _of_lines(
+def _of_lines(  # noqa: C901 - one case for each kind
     drawn: random.Random, lines: list[bytes], texts: list[str], at: int
 ) -> tuple[str, int | None, bytes, list[str] | None]:
     """Return the kind of a damage, its line, the damaged content, and what must be read where it is known."""
@@ -158,7 +173,9 @@ def _of_lines(
         case "nan":
             changed[at], read = b'{"text": "n", "id": [NaN, -Infinity]}', [*texts[:at], "n", *texts[at + 1 :]]
         case "missing":
-            changed[at] = drawn.choice((b"{}", b"[]", b'"text"', b"null", b'{"texts": "a"}', b"{" + b'"k": 1, ' * 300 + b'"z": 2}'))
+            changed[at] = drawn.choice(
+                (b"{}", b"[]", b'"text"', b"null", b'{"texts": "a"}', b"{" + b'"k": 1, ' * 300 + b'"z": 2}')
+            )
         case "extra":
             changed[at] += drawn.choice((b"}", b" x", b"]", b',"a"', b"\x0c"))
         case "two":
@@ -253,7 +270,10 @@ def chat(folder: Path, seed: int, count: int) -> Iterator[Damage]:
     tokenizers = ("bytes", template_folder(folder))
     for number in range(count):
         tokenizer = tokenizers[number % 2]
-        rows = [copy.deepcopy(drawn.choice(ROWS if number % 2 else (ROWS[0], *ROWS[2:]))) for _ in range(drawn.randint(1, 4))]
+        rows = [
+            copy.deepcopy(drawn.choice(ROWS if number % 2 else (ROWS[0], *ROWS[2:])))
+            for _ in range(drawn.randint(1, 4))
+        ]
         twin = folder / f"twin-chat-{number}.jsonl"
         twin.write_text("".join(json.dumps(row) + "\n" for row in rows))
         at = drawn.randrange(len(rows))
@@ -389,7 +409,7 @@ def _parquet_texts(path: Path, field: str) -> list[str] | None:
 # -- plain text ------------------------------------------------------------------------------------
 
 
-def text(folder: Path, seed: int, count: int) -> Iterator[Damage]:
+def text(folder: Path, seed: int, count: int) -> Iterator[Damage]:  # noqa: C901 - one case for each kind
     """Yield text files that are damaged, packed, or in another encoding."""
     drawn = random.Random(seed)
     for number in range(count):
@@ -397,7 +417,9 @@ def text(folder: Path, seed: int, count: int) -> Iterator[Damage]:
         content = "\n".join(lines).encode()
         twin, path = folder / f"twin-{number}.txt", folder / f"damaged-{number}.txt"
         twin.write_bytes(content)
-        kind = drawn.choice(("flip", "bytes", "cut", "utf-16", "utf-32", "gzip", "zstd", "cut gzip", "returns", "zeros", "long"))
+        kind = drawn.choice(
+            ("flip", "bytes", "cut", "utf-16", "utf-32", "gzip", "zstd", "cut gzip", "returns", "zeros", "long")
+        )
         at = drawn.randrange(len(content))
         row, known = content[:at].count(b"\n") + 1, None
         match kind:

@@ -98,7 +98,9 @@ def document_of(row: Any, text_field: str, *, may_lack_nulls: bool = False) -> D
     if "instruction" in given and "output" in given:
         return _conversation(given, _alpaca(given))
     if text_field in row:
-        raise DataError(f"{text_field!r} is null, and the row has no conversation: a text works, or a file without the row")
+        raise DataError(
+            f"{text_field!r} is null, and the row has no conversation: a text works, or a file without the row"
+        )
     raise DataError(no_document(row, text_field))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import importlib
 import io
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,10 +23,15 @@ PART_BYTES = 2**20
 PACKED_ENDS = (".gz", ".zst", ".bz2", ".xz")
 """The ends of the names of packed files, which a folder may hold among others."""
 _HEAD_BYTES = 4096
-_PACKINGS = {
-    b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma", b"PK\3\4": "a zip archive",
-    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
-}  # fmt: skip
+_PACKINGS = (
+    (re.compile(rb"\x1f\x8b\x08"), "gzip"),
+    (re.compile(rb"\x28\xb5\x2f\xfd"), "zstd"),
+    (re.compile(rb"BZh[1-9]1AY&SY"), "bz2"),
+    (re.compile(rb"\xfd7zXZ\x00"), "lzma"),
+    (re.compile(rb"PK\x03\x04"), "a zip archive"),
+    (re.compile(rb"7z\xbc\xaf\x27\x1c"), "a 7z archive"),
+)
+"""What a packed file begins with."""
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),  # which begins as the one of UTF-16
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -91,8 +97,8 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     """
     try:
         with path.open("rb") as file:
-            head = file.peek(8)
-            packing = next((name for magic, name in _PACKINGS.items() if head.startswith(magic)), "")
+            head = file.peek(_HEAD_BYTES)
+            packing = next((name for magic, name in _PACKINGS if magic.match(head)), "")
             match packing:
                 case "":
                     yield file
@@ -120,7 +126,9 @@ def _unzstd(path: Path, file: BinaryIO) -> BinaryIO:
                 return io.BufferedReader(library.ZstdDecompressor().stream_reader(file, read_across_frames=True))
             case _:
                 return io.BufferedReader(library.CompressedInputStream(file, "zstd"))
-    raise DataError(f"{path} is packed by Zstandard, which needs the library zstandard or pyarrow: pip install zstandard")
+    raise DataError(
+        f"{path} is packed by Zstandard, which needs the library zstandard or pyarrow: pip install zstandard"
+    )
 
 
 def read_lines(path: Path, lines: Iterable[Any]) -> Iterator[tuple[int, Any]]:
@@ -156,21 +164,25 @@ def encoding_of(head: bytes) -> str:
     return next((name for mark, name in _MARKS if head.startswith(mark)), "utf-8")
 
 
+@contextmanager
+def lines_as(encoding: str, file: BinaryIO) -> Iterator[io.TextIOWrapper | None]:
+    """Open a file that is read already as text of another encoding than UTF-8; None for that. What is no text becomes U+FFFD."""
+    if encoding == "utf-8":
+        yield None
+        return
+    with io.TextIOWrapper(file, encoding, "replace", newline="\n") as text:
+        yield text
+
+
 def texts_of(path: Path) -> Iterator[str]:
     """Yield the text of a file in parts of whole lines, so that a large file is never in memory as a whole.
 
     Raises:
         DataError: the file is not text in its encoding, or it is damaged.
     """
-    with opened(path) as file:
-        encoding = encoding_of(head_of(path, file))
+    with opened(path) as file, lines_as(encoding_of(head_of(path, file)), file) as read:
         line, offset, is_first = 1, 0, True
-        parts = (
-            _text_parts(io.TextIOWrapper(file, encoding, "replace", newline=""))
-            if encoding != "utf-8"
-            else _parts(file)
-        )
-        for _, part in read_lines(path, parts):
+        for _, part in read_lines(path, _parts(file) if read is None else _text_parts(read)):
             text = part if isinstance(part, str) else _decoded(part, path, line, offset)
             line, offset = line + text.count("\n"), offset + len(part)
             if text or is_first:

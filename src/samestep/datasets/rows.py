@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from samestep.datasets.columns import Origin, stamps
 from samestep.datasets.conversations import no_document, wanted_columns
-from samestep.datasets.files import PACKED_ENDS, encoding_of, existing, files_at, head_of, opened, read_lines
+from samestep.datasets.files import PACKED_ENDS, encoding_of, existing, files_at, head_of, lines_as, opened, read_lines
 from samestep.errors import DataError, first_line
 
 ROWS_AT_ONCE = 256
@@ -69,15 +69,15 @@ def _json_rows(file: Path, content: BinaryIO) -> Iterator[Row]:
         encoding = "utf-16-le"
     elif head[:1] == b"\0":
         encoding = "utf-16-be"
-    text = io.TextIOWrapper(content, encoding, "replace", newline="\n") if encoding != "utf-8" else None
-    if head.decode(encoding, "ignore").lstrip("\ufeff \t\r\n").startswith("["):
-        yield from _elements(file, _whole(file, content, text))
-        return
-    for number, line in read_lines(file, text or content):
-        where = f"{file}:{number}"
-        given = line if isinstance(line, str) else _utf8(line, where, is_first=number == 1)
-        if given.strip():
-            yield where, parsed(given, where), len(line)
+    with lines_as(encoding, content) as text:
+        if head.decode(encoding, "ignore").lstrip("\ufeff \t\r\n").startswith("["):
+            yield from _elements(file, _whole(file, content, text))
+            return
+        for number, line in read_lines(file, text or content):
+            where = f"{file}:{number}"
+            given = line if isinstance(line, str) else _utf8(line, where, is_first=number == 1)
+            if given.strip():
+                yield where, parsed(given, where), len(line)
 
 
 def _utf8(line: bytes, where: str, *, is_first: bool = False) -> str:
@@ -97,25 +97,24 @@ def _whole(file: Path, content: BinaryIO, text: io.TextIOWrapper | None) -> str:
 def _elements(file: Path, text: str) -> Iterator[Row]:
     """Yield the elements of a file that is one JSON array, each with the line where it begins."""
     at, line = text.index("[") + 1, 1 + text.count("\n", 0, text.index("["))
-    is_between = False
+    behind = ""
     while True:
         start = _SPACE.match(text, at).end()  # type: ignore[union-attr]
         line += text.count("\n", at, start)
-        where = f"{file}:{line}"
-        mark = text[start : start + 1]
-        if mark == "]":
+        where, mark = f"{file}:{line}", text[start : start + 1]
+        if mark == "]" and behind != ",":
             break
-        if is_between != (mark == ","):
+        if behind == "value" and mark != ",":
             raise DataError(
                 f"{where}: not JSON: the array is cut off, or an element is followed by neither ',' nor ']'"
             )
-        if is_between:
-            at, is_between = start + 1, False
+        if behind == "value":
+            at, behind = start + 1, ","
             continue
         value, at = _decoded(text, start, where)
         yield where, value, at - start
         line += text.count("\n", start, at)
-        is_between = True
+        behind = "value"
     if text[start + 1 :].strip():
         raise DataError(
             f"{where}: not JSON lines: text follows an array; one object a line works, or one array of objects"
