@@ -166,15 +166,9 @@ class _Seen:
 
 def inputs_and_labels(samples: Any) -> tuple[Tensor, Tensor] | None:
     """Return token ids and labels [samples, T] of a dict, or of a tuple its first two; None where their shapes differ."""
-    if isinstance(samples, Mapping):
-        pair = samples.get("input_ids"), samples.get("labels")
-    elif isinstance(samples, (tuple, list)) and len(samples) > 1:
-        pair = samples[0], samples[1]
-    else:
-        return None
-    inputs, labels = pair
-    both = isinstance(inputs, Tensor) and isinstance(labels, Tensor) and inputs.shape == labels.shape
-    if not both or labels.dim() != 2 or labels.is_floating_point() or inputs.is_floating_point():
+    labels = labels_of_tokens(samples)
+    inputs = samples.get("input_ids") if isinstance(samples, Mapping) else samples[0] if labels is not None else None
+    if labels is None or not isinstance(inputs, Tensor) or inputs.shape != labels.shape or inputs.is_floating_point():
         return None
     return inputs, labels
 

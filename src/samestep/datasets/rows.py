@@ -144,7 +144,8 @@ def _decoded(text: str, start: int, where: str) -> tuple[Any, int]:
             value, end = _OF_LONG_NUMBERS.raw_decode(text, start)
         return (_without_halves(value) if _HALF_A_PAIR.search(text, start, end) else value), end
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""  # of an array, whose elements may have several
+        raise DataError(f"{where}: not JSON: {error.msg} at {line}column {error.colno}") from None
     except RecursionError:
         raise DataError(f"{where}: lists and objects are nested deeper than Python reads JSON") from None
 
@@ -247,7 +248,8 @@ def _objects(file: Path | str, batch: Any, first: int) -> list[Any]:
 
 def _checked(batch: Any) -> list[Any]:
     batch.validate(full=True)  # of a damaged file, offsets may lead anywhere in memory
-    return batch.to_pylist()  # type: ignore[no-any-return]
+    rows: list[Any] = batch.to_pylist()
+    return rows
 
 
 def hf_rows(path: str, text_field: str) -> DocumentRows:

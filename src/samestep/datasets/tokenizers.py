@@ -43,6 +43,10 @@ _PROBES = ("a", "0", "the", " ")
 class Tokenizer(Protocol):
     """A tokenizer: text to token ids and back."""
 
+    def __hash__(self) -> int:
+        """Return a number by which what a tokenizer shows is kept."""
+        ...
+
     @property
     def vocab_size(self) -> int:
         """The size of the vocabulary: one more than the largest token id."""
