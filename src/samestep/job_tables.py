@@ -228,7 +228,7 @@ class TrainTable(Table):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights, the order of samples and the dropout masks."""
     loss: str = "cross_entropy"
-    """`cross_entropy` (next token, or class), `mse`, or `module:function` of (outputs, batch) -> (sum, count)."""
+    """`cross_entropy` (next token, by `data.labels`, or class), `mse`, or `module:function` of (outputs, batch) -> (sum, count)."""
     evaluate_samples: Annotated[int, Field(ge=0, le=MOST_SAMPLES)] = 256
     """Number of held-out samples in the loss at the end; 0 skips it."""
     evaluate_every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
@@ -376,7 +376,7 @@ class NumericsTable(Table):
     on_nonfinite: OnNonFinite = "stop"
     """Action when the loss or a gradient is not finite, after the module at fault has been named."""
     max_skipped: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 100
-    """Number of steps in succession that may be skipped; one more ends the run, which would skip for ever."""
+    """Number of steps in succession that may be skipped, those without a label that counts too; one more ends the run."""
     on_spike: OnSpike = "continue"
     """Action when a loss is above the mean of the last `spike_window` ones by more than `spike_deviations` standard deviations: skip
     the update, or also go back to the weights of the newest checkpoint, and on behind the step."""
