@@ -6,6 +6,8 @@ What is held against is `model(**samples).loss` of transformers over whole batch
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from samestep.datasets.mixture import Mixture
 from samestep.errors import DataError
 from samestep.job import Job
 from samestep.runtime.axes.precision import RaiseIslands
+from tests import small
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import LENGTH, MODELS, VOCABULARY, Tokens
 
@@ -277,6 +280,45 @@ def _on_host(task: str, family: str, **fields: Any) -> nn.Module:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
+
+
+class Moved(Documents):
+    """The samples of `Documents`, with labels that are moved already."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        return {**sample, "labels": moved(sample["labels"], 1)}
+
+
+def test_the_command_moves_labels_and_refuses_those_that_would_be_copied(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    changes: dict[str, Any] = {
+        "train__steps": 2,
+        "train__evaluate_samples": 4,
+        "data__held_out": 0.2,
+        "data__sequence_length": LENGTH,
+    }
+    runs = {"Documents": "dp=2 microbatch=1", "Moved": "dp=1"}
+    for name, layout in runs.items():
+        words = ("--layout", layout, "--out", tmp_path / name)
+        assert small.train(*words, **changes, data__source=f"{__name__}:{name}") == 0
+    assert small.losses(tmp_path / "Documents") == pytest.approx(small.losses(tmp_path / "Moved"), rel=1e-6)
+    found, same = (json.loads((tmp_path / name / "summary.json").read_text())["held_out_loss"] for name in runs)
+    assert found == pytest.approx(same, rel=1e-6)
+    capfd.readouterr()
+    words = ("--ranks", "1", "--out", tmp_path / "no")
+    assert small.train(*words, **changes, data__source=f"{__name__}:Documents", data__labels="next") == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert 'data.labels = "aligned" works' in said
+
+
+@pytest.mark.nightly
+def test_a_proof_holds_for_labels_of_the_inputs() -> None:
+    for layout in ("dp=2", "cp=2"):
+        verdict = samestep.verify(JOB, layout=layout, model=MODELS["llama"], dataset=Aligned(), precision="float64")
+        assert verdict.proven, str(verdict)
 
 
 def test_a_language_model_that_is_wrapped_has_its_labels_moved_and_the_users_batch_is_not_changed() -> None:
