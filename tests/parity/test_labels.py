@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,24 @@ import torch
 from torch import Tensor, nn
 
 import samestep
+from samestep.building.loss import named_loss
+from samestep.building.optimizer import optimizer_of
 from samestep.building.own_loss import moves_labels
 from samestep.datasets import batches, open_dataset
 from samestep.datasets.labels import convention_of, with_next_labels
 from samestep.datasets.mixture import Mixture
 from samestep.errors import DataError
 from samestep.job import Job
+from samestep.layout import Layout
 from samestep.runtime.axes.precision import RaiseIslands
+from samestep.runtime.preparation import Source
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
 from tests import small
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import LENGTH, MODELS, VOCABULARY, Tokens
 
-JOB = job_of("float64", 2, train={"watch_every": 1})
+JOB = job_of("float64", 2, train={"watch_every": 0})
 
 
 class Aligned(Tokens):
@@ -92,12 +99,12 @@ def plain(model: str, kind: str) -> list[float]:
 
 
 CASES = [
-    ("llama", "masked", "dp=1"),
+    pytest.param("llama", "masked", "dp=1", marks=pytest.mark.nightly),
     ("llama", "masked", "cp=2"),
     ("llama", "padded", "pp=2 microbatch=2"),
     ("llama", "padded", "tp=2"),
     ("llama", "documents", "dp=2 zero=3 microbatch=1"),
-    ("gpt2", "documents", "dp=1"),
+    pytest.param("gpt2", "documents", "dp=1", marks=pytest.mark.nightly),
     pytest.param("llama", "masked", "tp=2 sequence_parallel loss_chunk=4", marks=pytest.mark.nightly),
     pytest.param("llama", "documents", "pp=2 microbatch=2", marks=pytest.mark.nightly),
     pytest.param("gpt2", "padded", "dp=2 microbatch=1", marks=pytest.mark.nightly),
@@ -241,6 +248,13 @@ def test_models_that_move_labels_in_their_own_loss(task: str, family: str, field
     assert moves_labels(Wrapped(model)) is moves
 
 
+def run_of(build: Callable[[], nn.Module]) -> Run:
+    """A run of one rank whose weights stay."""
+    still = JOB.model_copy(update={"optimizer": JOB.optimizer.model_copy(update={"lr": 0.0})})
+    place = RankInfo(0, 0, 1, 1, torch.device("cpu"))
+    return Run(Source(build, named_loss("cross_entropy"), optimizer_of(still), "model"), Layout(), still, place)
+
+
 class Copied(nn.Module):
     """An autoencoder: its targets are its inputs, and that is meant."""
 
@@ -254,7 +268,7 @@ class Copied(nn.Module):
 
 def test_an_autoencoder_and_a_masked_model_take_labels_as_they_are() -> None:
     for build in (Copied, functools.partial(_on_host, "masked", "bert", **SMALL, max_position_embeddings=32)):
-        run = samestep.parallelize(build, "cross_entropy", lambda params: torch.optim.SGD(params, lr=0.0), job=JOB)
+        run = run_of(build)
         batch = next(batches(Small(), JOB))
         loss = run.step(batch).loss
         samples = batch.samples(batch.indices)
@@ -299,16 +313,14 @@ def test_the_command_moves_labels_and_refuses_those_that_would_be_copied(
         "data__held_out": 0.2,
         "data__sequence_length": LENGTH,
     }
-    runs = {"Documents": "dp=2 microbatch=1", "Moved": "dp=1"}
-    for name, layout in runs.items():
-        words = ("--layout", layout, "--out", tmp_path / name)
+    for name in (runs := ("Documents", "Moved")):
+        words = ("--ranks", "1", "--out", tmp_path / name)
         assert small.train(*words, **changes, data__source=f"{__name__}:{name}") == 0
     assert small.losses(tmp_path / "Documents") == pytest.approx(small.losses(tmp_path / "Moved"), rel=1e-6)
     found, same = (json.loads((tmp_path / name / "summary.json").read_text())["held_out_loss"] for name in runs)
     assert found == pytest.approx(same, rel=1e-6)
     capfd.readouterr()
-    words = ("--ranks", "1", "--out", tmp_path / "no")
-    assert small.train(*words, **changes, data__source=f"{__name__}:Documents", data__labels="next") == 2
+    assert small.train("--ranks", "1", **changes, data__source=f"{__name__}:Documents", data__labels="next") == 2
     said = capfd.readouterr().err
     assert said.count("\n") == 1
     assert 'data.labels = "aligned" works' in said
@@ -325,7 +337,7 @@ def test_a_language_model_that_is_wrapped_has_its_labels_moved_and_the_users_bat
     def build() -> nn.Module:
         return Wrapped(MODELS["llama"]())
 
-    run = samestep.parallelize(build, "cross_entropy", lambda params: torch.optim.SGD(params, lr=0.0), job=JOB)
+    run = run_of(build)
     batch = next(batches(Aligned(), JOB))
     found = run.step(batch).loss
     samples = batch.samples(batch.indices)
