@@ -183,7 +183,7 @@ def test_a_null_that_the_template_would_write_as_a_word_is_no_text(folders: dict
     messages: Rows = [*said("q"), {"role": "assistant", "content": None, "reasoning_content": "None"}]
     assert read(folders["newlines"], [{"messages": messages}], tmp_path / "d.jsonl")[1] == "\n"
     messages = [*said("q"), {"role": "assistant", "content": None, "tool_calls": [CALL]}]
-    with pytest.raises(DataError, match="does not write 'tool_calls', and message 1 says nothing else"):
+    with pytest.raises(DataError, match="does not write 'tool_calls' of message 1"):
         read(folders["chatml"], [{"messages": messages}], tmp_path / "d.jsonl")
     with pytest.raises(DataError, match="'tool_calls' of message 1 is written by a chat template alone"):
         read("bytes", [{"messages": messages}], tmp_path / "d.jsonl")
@@ -194,6 +194,7 @@ def test_a_null_that_the_template_would_write_as_a_word_is_no_text(folders: dict
 LAYOUTS: list[tuple[dict[str, Any], Rows, int]] = [
     ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"}, [{"role": "system", "content": "s"}, *said("q", "a")], 0),
     ({"conversations": said("q", "a")}, said("q", "a"), 0),
+    ({"conversations": {"from": ["human", "gpt"], "value": ["q", "a"]}, "text": ""}, said("q", "a"), 0),
     ({"conversations": json.dumps(said("q", "a"))}, said("q", "a"), 0),
     ({"instruction": "do", "input": "x", "output": "y", "text": None}, said("do\nx", "y"), 0),
     ({"instruction": "do", "input": "", "output": "y", "history": [["q", "a"]]}, said("q", "a", "do", "y"), 0),

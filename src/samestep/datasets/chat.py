@@ -103,7 +103,7 @@ def _readable(conversation: Conversation, tokenizer: Tokenizer) -> list[Message]
     """Return the messages with contents of the form that the template reads: texts, or lists of parts.
 
     Raises:
-        DataError: the template writes neither the content nor the tool calls of a reply.
+        DataError: the template does not write the tool calls of a reply.
     """
     messages: list[Message] = [
         {**message, "content": _in_form(message["content"], tokenizer)} for message in conversation.messages
@@ -156,15 +156,16 @@ def _without_none(messages: list[Message], render: Render) -> list[Message]:
 
 
 def _check_calls(messages: Sequence[Message], number: int, render: Render) -> None:
-    """Refuse a reply without content whose tool calls the template does not write, so that nothing of it would be learned."""
+    """Refuse a reply whose tool calls the template does not write, so that they would not be learned."""
     message = messages[number]
     calls = next((key for key in ("tool_calls", "function_call") if message.get(key)), None)
-    if calls is None or message["content"]:
+    if calls is None:
         return
     without = {key: value for key, value in message.items() if key != calls}
     if render(messages[: number + 1], False) == render([*messages[:number], without], False):
         raise DataError(
-            f"the tokenizer's chat template does not write {calls!r}, and message {number} says nothing else"
+            f"the tokenizer's chat template does not write {calls!r} of message {number}: one that does works, and so do messages "
+            "without the key"
         )
 
 

@@ -83,9 +83,9 @@ def document_of(row: Any, text_field: str, *, may_lack_nulls: bool = False) -> D
     if not isinstance(row, Mapping):
         raise DataError(f'a line must be an object such as {{"{text_field}": "..."}}, not {type(row).__name__}')
     text = _at(row, text_field)
-    if text is not None:
-        return _text(text, text_field)
     given = {key: value for key, value in row.items() if value is not None}
+    if text is not None and not (text == "" and ("messages" in given or "conversations" in given)):
+        return _text(text, text_field)
     if may_lack_nulls:
         given = {key: _without_nulls(value) for key, value in given.items()}
     if "messages" in given:
@@ -249,6 +249,13 @@ def _with_system(row: Mapping[str, Any], messages: list[Any]) -> list[Any]:
 
 def _listed(value: Any, name: str) -> list[Any]:
     found = _unpacked(value, name)
+    if (
+        isinstance(found, Mapping)
+        and len({len(one) if isinstance(one, list) else -1 for one in found.values()} - {-1}) == 1
+    ):
+        # Some tables have a list for each key in place of an object for each message.
+        lists = {key: one for key, one in found.items() if isinstance(one, list)}
+        found = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
     if isinstance(found, list) and (found or name == "history"):
         return found
     raise DataError(f'{name} is not a list of messages; a list of {{"role": "user", "content": "text"}} works')
