@@ -17,6 +17,7 @@ from samestep import Job
 from samestep.datasets import batches
 from samestep.errors import DataError
 from tests import small
+from tests.device import simulated_cuda
 from tests.laboratory import job_of, largest_error, make_run, on_ranks, whole
 from tests.models import MODELS, Tokens
 
@@ -25,7 +26,8 @@ STEPS, MASKED = 4, (0, 2)
 
 
 def job(**tables: Any) -> Job:
-    return job_of("float64", STEPS, train={"watch_every": 1}, schedule={"warmup_steps": 4}, **tables)
+    tables = {"train": {"watch_every": 1}, **tables}
+    return job_of("float64", STEPS, schedule={"warmup_steps": 4}, **tables)
 
 
 class Masked(Tokens):
@@ -41,7 +43,7 @@ def take(rank: int, world: int, model: str, layout: str, given: Job) -> tuple[li
     run = make_run(rank, world, model, layout, given, Masked)
     reports = [run.step(batch) for batch in batches(Masked(), given)]
     seen = [(one.skipped, one.loss, one.tokens, one.lr, one.note) for one in reports]
-    return seen, [(p.name, p.start, p.stop, p.master().clone()) for p in run.updater.pieces]
+    return seen, [(p.name, p.start, p.stop, p.master().cpu().clone()) for p in run.updater.pieces]
 
 
 @functools.cache
@@ -71,8 +73,17 @@ def plain() -> tuple[list[float], dict[str, Tensor]]:
     "layout", ["dp=1", "dp=2 zero=3 microbatch=2", "pp=2 microbatch=4", pytest.param("tp=2", marks=pytest.mark.nightly)]
 )
 def test_a_step_that_counts_nothing_makes_no_update_in_any_layout(layout: str) -> None:
+    assert_skipped(on_ranks(layout, take, "plain", job()))
+
+
+@pytest.mark.skipif(bool(simulated_cuda.refusal()), reason=simulated_cuda.refusal())
+def test_a_device_that_runs_ahead_holds_the_update_back() -> None:
+    ahead = job(train={"watch_every": 0})  # a watched step waits
+    assert_skipped(on_ranks("dp=2 zero=1", take, "plain", ahead, device="cuda"))
+
+
+def assert_skipped(ranks: list[Any]) -> None:
     losses, weights = plain()
-    ranks = on_ranks(layout, take, "plain", job())
     for reports, _ in ranks:
         assert [skipped for skipped, *_ in reports] == [step in MASKED for step in range(STEPS)]
         assert [tokens == 0 for _, _, tokens, *_ in reports] == [step in MASKED for step in range(STEPS)]
@@ -105,7 +116,7 @@ class HalfMasked(Tokens):
 def take_half(rank: int, world: int, model: str, layout: str, given: Job) -> tuple[list[float], list[Any]]:
     run = make_run(rank, world, model, layout, given, HalfMasked)
     losses = [run.step(batch).loss for batch in batches(HalfMasked(), given)]
-    return losses, [(p.name, p.start, p.stop, p.master().clone()) for p in run.updater.pieces]
+    return losses, [(p.name, p.start, p.stop, p.master().cpu().clone()) for p in run.updater.pieces]
 
 
 def test_a_run_in_which_nothing_counts_ends_after_max_skipped() -> None:
