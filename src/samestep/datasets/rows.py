@@ -77,7 +77,7 @@ def _json_rows(file: Path, content: BinaryIO) -> Iterator[Row]:
             where = f"{file}:{number}"
             given = line if isinstance(line, str) else _utf8(line, where, is_first=number == 1)
             if given.strip():
-                yield where, parsed(given, where), len(line)
+                yield where, parsed(given.rstrip(), where), len(line)
 
 
 def _utf8(line: bytes, where: str, *, is_first: bool = False) -> str:
