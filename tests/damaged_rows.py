@@ -36,7 +36,7 @@ class Damage:
     """A file, what is wrong with it, and what should be read of it."""
 
     source: str
-    """What `data.source` is for it."""
+    """The value of `data.source` that reads it."""
     path: Path
     row: int | None
     """The line, from 1, or the row of a table, from 0, that is harmed; None where the file as a whole is."""
@@ -44,7 +44,7 @@ class Damage:
     twin: str
     """The source of the same file unharmed, which is never refused."""
     texts: list[str] | None = None
-    """What other libraries read of it, where they do: then it must be read, and equal."""
+    """Texts that other libraries read of it, where they do: then it must be read, and equal."""
     tokenizer: str = "bytes"
     text_field: str = "text"
 

@@ -33,9 +33,9 @@ Compression = Literal["none", "bf16", "fp16", "int8", "int4", "topk", "powersgd"
 """`none`, or the codec of a gradient: a row of `program/codecs.py`."""
 Task = Literal["causal", "masked", "seq2seq", "image", "speech", "vision-language"]
 Turns = Literal["all", "last", "each"]
-"""Which replies of a conversation are learned, and whether in one document."""
+"""The replies of a conversation that are learned, in one document or in several."""
 Convention = Literal["aligned", "next"]
-"""Which token the label at a place is: the one at that place, or the next one."""
+"""The token that the label at a place stands for: the one at that place, or the next one."""
 Waiver = Literal["samples", "loss", "random", "state", "optimizer", "data", "build", "resume"]
 """What a refusal is about: samples that influence each other, the loss as a sum over samples, random numbers, state that a
 forward writes, the rule of the optimizer, the data set, the values that a build gives, what a checkpoint holds."""
@@ -177,7 +177,7 @@ class DataTable(Table):
     """Sources that are evaluated besides, by names of your own: `{ code = "text:PATH" }`. One that is trained on gives the part that
     is held out, any other one all its samples."""
     labels: Convention | None = None
-    """Of a dataset of your own, for a causal model of transformers: labels[t] is the token at t (`aligned`, as for transformers, which
+    """In a dataset of your own, for a causal model of transformers: labels[t] is the token at t (`aligned`, as for transformers, which
     are moved by one), or the one after it (`next`); without it the samples show which."""
     text_field: str = "text"
     """Field of a JSON line or of a dataset row that holds the text; `doc.text` is one within another."""

@@ -80,7 +80,7 @@ def read(folder: str, rows: Rows, path: Path, **data: Any) -> tuple[str, str, in
 
 
 def written(folder: str, messages: Rows, **words: Any) -> str:
-    """What transformers writes of a conversation."""
+    """The text that transformers writes of a conversation."""
     from transformers import AutoTokenizer
 
     return str(AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=False, **words))

@@ -1,4 +1,4 @@
-"""Which models of transformers move the labels one place in their own loss: those that predict the next token.
+"""Models of transformers that move the labels one place in their own loss: those that predict the next token.
 
 Data for such a model has the label of a token at the token's own place (`datasets/labels.py`). Masked models, classifiers and
 encoder-decoders pair the output at a place with the label there.

@@ -29,7 +29,7 @@ from samestep.job_tables import Turns
 
 _HEAD = "<|{}|>\n"
 _PROBES = ("0", "1")
-"""What two replies say that differ in all of it: what a template writes of both alike is its own."""
+"""The contents of two replies that share no character: text that a template writes in both is its own."""
 
 Counted = list[tuple[list[int], bool]]
 """Consecutive runs of token ids, each with whether its tokens are counted in the loss."""

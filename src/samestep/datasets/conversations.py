@@ -34,7 +34,7 @@ _CHAT_KEYS = (
     *_TEMPLATE_KEYS,
 )  # fmt: skip
 _SAYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""Keys of a message that say something beside its content."""
+"""Keys of a message that say something more than its content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Conversation:
 
     messages: Sequence[Message]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template is given besides: tools, documents, and words of its own."""
+    """Tools, documents and further words that the chat template is given."""
     first_counted: int = 0
     """The number of the first message that may count."""
 
@@ -163,7 +163,7 @@ def _conversation(row: Mapping[str, Any], messages: Sequence[Any], first_counted
 
 
 def _message(number: int, given: Any) -> Message:
-    """Return a message with all its keys that have a value, and its content, which may be null beside tool calls."""
+    """Return a message with all its keys that have a value, and its content, which may be null where it has tool calls."""
     right = 'a list of {"role": "user", "content": "text"} works'
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise DataError(f"message {number} has no role and content that are text; {right}")

@@ -31,7 +31,7 @@ _PACKINGS = (
     (re.compile(rb"PK\x03\x04"), "a zip archive"),
     (re.compile(rb"7z\xbc\xaf\x27\x1c"), "a 7z archive"),
 )
-"""What a packed file begins with."""
+"""The first bytes of packed files, and the name of the packing."""
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),  # which begins as the one of UTF-16
     (codecs.BOM_UTF32_BE, "utf-32"),

@@ -6,7 +6,7 @@
 
 A loss here pairs the output at t with the label at t. Aligned labels are therefore moved one place to the left on the host,
 before any rank cuts a sequence: labels[t] becomes labels[t + 1], and -100 at the last token of a sample and of a packed
-document. Documents are told apart as transformers does it: by position_ids that do not rise by one, without attention_mask.
+document. A document begins where transformers sees one begin: by position_ids that do not rise by one, without attention_mask.
 
 A dataset says in an attribute `label_convention` which one it follows, or `data.labels` says it, or samples that are spread
 over the dataset show it. A target that is the input at its own place is refused: a causal model would learn to copy it.
@@ -102,7 +102,7 @@ class _Seen:
             if word is not None:
                 return cls(is_own=word == "aligned", is_next=word == "next", is_previous=False)
             raise DataError(
-                "the labels have no input_ids of their own shape beside them, which would show whether they are those of the "
+                "the samples have no input_ids of the labels' shape, which would show whether they are those of the "
                 'next token: data.labels = "next" works, or "aligned" where labels[t] is the token at t'
             )
         inputs, labels = found

@@ -40,7 +40,7 @@ def check_labels(module: nn.Module, loss: Loss, job: Job, dataset: Any, example:
 
 
 class NextLabels:
-    """Which datasets of a run have aligned labels."""
+    """The datasets of a run whose labels are aligned."""
 
     def __init__(self, loss: Loss, job: Job) -> None:
         self._is_cross_entropy, self._word = loss is cross_entropy, job.data.labels
