@@ -116,12 +116,13 @@ class Call(nn.Module):
 
 
 class Tokens:
-    """Random tokens whose samples count very different numbers of labels: a mean of means would be far off."""
+    """Random tokens and the next ones, of which samples count very different numbers: a mean of means would be far off."""
 
     def __init__(self, length: int = 40) -> None:
         rng = np.random.default_rng(5)
         self.input_ids = torch.from_numpy(rng.integers(0, VOCABULARY, (length, LENGTH)))
         self.labels = torch.from_numpy(rng.integers(0, VOCABULARY, (length, LENGTH)))
+        self.labels[:, :-1] = self.input_ids[:, 1:]
         for index in range(length):
             self.labels[index, rng.integers(1, LENGTH + 1) :] = -100
 

@@ -127,6 +127,11 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text, or the name of its class where it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the known word nearest to `word`, or nothing when none is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -32,6 +32,10 @@ OptimizerStates = Literal["float32", "bf16", "8bit"]
 Compression = Literal["none", "bf16", "fp16", "int8", "int4", "topk", "powersgd"]
 """`none`, or the codec of a gradient: a row of `program/codecs.py`."""
 Task = Literal["causal", "masked", "seq2seq", "image", "speech", "vision-language"]
+Turns = Literal["all", "last", "each"]
+"""The replies of a conversation that are learned, in one document or in several."""
+Convention = Literal["aligned", "next"]
+"""The token that the label at a place stands for: the one at that place, or the next one."""
 Waiver = Literal["samples", "loss", "random", "state", "optimizer", "data", "build", "resume"]
 """What a refusal is about: samples that influence each other, the loss as a sum over samples, random numbers, state that a
 forward writes, the rule of the optimizer, the data set, the values that a build gives, what a checkpoint holds."""
@@ -184,8 +188,13 @@ class DataTable(Table):
     held_out_sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")], str] = {}
     """Sources that are evaluated besides, by names of your own: `{ code = "text:PATH" }`. One that is trained on gives the part that
     is held out, any other one all its samples."""
+    labels: Convention | None = None
+    """In a dataset of your own, for a causal model of transformers: labels[t] is the token at t (`aligned`, as for transformers, which
+    are moved by one), or the one after it (`next`); without it the samples show which."""
     text_field: str = "text"
-    """Field of a JSON line or of a dataset row that holds the text."""
+    """Field of a JSON line or of a dataset row that holds the text; `doc.text` is one within another."""
+    turns: Turns = "all"
+    """Replies of a conversation that are learned: `all` in one document, `each` in one of its own, written up to it, or the `last` alone."""
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """Type of the numbers in a file of tokens."""
     image_size: Annotated[int, Field(ge=1, le=2**14)] = 224
@@ -231,7 +240,7 @@ class TrainTable(Table):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights, the order of samples and the dropout masks."""
     loss: str = "cross_entropy"
-    """`cross_entropy` (next token, or class), `mse`, or `module:function` of (outputs, batch) -> (sum, count)."""
+    """`cross_entropy` (next token, by `data.labels`, or class), `mse`, or `module:function` of (outputs, batch) -> (sum, count)."""
     evaluate_samples: Annotated[int, Field(ge=0, le=MOST_SAMPLES)] = 256
     """Number of held-out samples in the loss at the end; 0 skips it."""
     evaluate_every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
@@ -379,7 +388,7 @@ class NumericsTable(Table):
     on_nonfinite: OnNonFinite = "stop"
     """Action when the loss or a gradient is not finite, after the module at fault has been named."""
     max_skipped: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 100
-    """Number of steps in succession that may be skipped; one more ends the run, which would skip for ever."""
+    """Number of steps in succession that may be skipped, those without a label that counts too; one more ends the run."""
     on_spike: OnSpike = "continue"
     """Action when a loss is above the mean of the last `spike_window` ones by more than `spike_deviations` standard deviations: skip
     the update, or also go back to the weights of the newest checkpoint, and on behind the step."""

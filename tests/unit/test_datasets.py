@@ -261,24 +261,60 @@ def test_a_tokenizer_folder(tmp_path):
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode("the cat sat on")) < 14
     assert tokenizer.vocab_size > 258
-    assert (tokenizer.begin_id, tokenizer.end_id) == (None, 1)  # </s> is one of the usual ends
+    assert (tokenizer.begin_ids, tokenizer.end_id) == ((), 1)  # </s> is one of the usual ends
     pieces = ["the c", "at sat", "", " on"]
     shared_out = tokenizer.encode_pieces(pieces)
     assert [token for piece in shared_out for token in piece] == tokenizer.encode("the cat sat on")
     assert [tokenizer.decode(piece) for piece in shared_out] == ["the", " cat sat", "", " on"]
 
 
-def test_documents_begin_and_end_as_the_tokenizer_says(tmp_path):
+def add_begin(folder, *names):
+    """Let the tokenizer's post-processor put tokens before a text, and one of its own behind it."""
+    from tokenizers import Tokenizer, processors
+
+    core = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    single = " ".join((*names, "$A", "</s>"))
+    tokens = [(name, core.token_to_id(name)) for name in {*names, "</s>"}]
+    core.post_processor = processors.TemplateProcessing(single=single, special_tokens=tokens)
+    core.save(f"{folder}/tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("settings", "processed", "begin"),
+    [
+        ({}, (), ()),  # a begin token that is named and not added, as GPT-2's
+        ({"add_bos_token": False}, (), ()),
+        ({"add_bos_token": True}, (), ()),
+        ({}, ("<s>",), (0,)),
+        ({}, ("<s>", "<s>"), (0, 0)),
+        ({"add_bos_token": False}, ("<s>",), (0,)),
+    ],
+)
+def test_documents_begin_as_the_tokenizer_itself_begins_a_text(tmp_path, settings, processed, begin):
+    from transformers import AutoTokenizer
+
     source = write_lines(tmp_path / "d.jsonl", [{"text": "the cat"}, {"text": "sat"}])
-    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    end = {
+        "__type": "AddedToken",
+        "content": "</s>",
+        "lstrip": False,
+        "normalized": False,
+        "rstrip": False,
+        "single_word": False,
+    }
+    config = {"bos_token": "<s>", "eos_token": end, **settings}
     folder = write_tokenizer(tmp_path / "t", config)
+    if processed:
+        add_begin(folder, *processed)
     dataset = open_dataset(job_of(source, tokenizer=folder, sequence_length=1))
     tokenizer = open_tokenizer(job_of(source, tokenizer=folder))
+    assert tokenizer.begin_ids == begin
     first, second = tokenizer.encode("the cat"), tokenizer.encode("sat")
-    assert dataset.tokens.tolist() == [0, *first, 0, *second]
-    assert dataset.labels.tolist() == [*first, 1, *second, 1]
-    folder = write_tokenizer(tmp_path / "t", {**config, "add_bos_token": False})
-    assert open_tokenizer(job_of(source, tokenizer=folder)).begin_id is None
+    assert dataset.tokens.tolist() == [*begin, *first, *begin, *second]
+    masks = [NOT_COUNTED] * max(0, len(begin) - 1)
+    assert dataset.labels.tolist() == [*masks, *first[1 - bool(begin) :], 1, *masks, *second[1 - bool(begin) :], 1]
+    ids = AutoTokenizer.from_pretrained(folder)("the cat", truncation=False).input_ids
+    assert ids[: len(begin) + len(first)] == [*begin, *first]
 
 
 def test_without_an_end_the_last_token_predicts_nothing(tmp_path):

@@ -1,8 +1,14 @@
 """Conversations as tokens, of which only the assistant's are counted in the loss.
 
-A tokenizer with a chat template writes the conversation in its own format. The assistant's part is found by writing the
-conversation up to each reply and then with it: the text that the reply adds is counted, with its end-of-turn token. A
-template that writes earlier turns differently when later ones follow is refused. Without a template the format is
+A tokenizer with a chat template writes the conversation in its own format, and is given all keys of each message. A reply is
+found by writing the conversation up to it, with the template's prompt for a reply, and then with it: the text that the reply
+adds counts, up to the end of its turn; white space behind the token that ends a turn does not.
+
+    data.turns   all    one document with all replies, where the template writes earlier turns the same when later ones follow
+                 each   one document for each reply, written up to it, of which that reply counts
+                 last   one document, written up to the last reply, which alone counts
+
+Without a template the format is
 
     <|user|>
     What is 2 + 2?
@@ -12,88 +18,228 @@ template that writes earlier turns differently when later ones follow is refused
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from samestep.datasets.tokenizers import Messages, Tokenizer
+from samestep.datasets.conversations import Conversation, Message
+from samestep.datasets.tokenizers import Tokenizer
 from samestep.errors import DataError
+from samestep.job_tables import Turns
 
 _HEAD = "<|{}|>\n"
+_PROBES = ("0", "1")
+"""The contents of two replies that share no character: text that a template writes in both is its own."""
 
 Counted = list[tuple[list[int], bool]]
 """Consecutive runs of token ids, each with whether its tokens are counted in the loss."""
 
 
-def chat_tokens(messages: Any, tokenizer: Tokenizer) -> Counted:
-    """Return the tokens of a conversation as runs that are counted or not.
+class Render(Protocol):
+    """A function that writes messages, and with `reply_follows` the prompt for a reply behind them."""
+
+    def __call__(self, messages: Sequence[Message], reply_follows: bool, /) -> str:
+        """Return the text.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        ...
+
+
+def chat_documents(conversation: Conversation, tokenizer: Tokenizer, turns: Turns) -> list[Counted]:
+    """Return the documents that a conversation becomes, each as runs of tokens that are counted or not.
 
     Raises:
-        DataError: the messages are not a conversation with a reply, or the template rewrites earlier turns.
+        DataError: the template refuses the messages or does not write what they say, or it rewrites earlier turns.
     """
-    conversation = _checked(messages)
-    if tokenizer.render_chat(conversation, False) is None:
-        return _plain(conversation, tokenizer)
-    pieces = _pieces(conversation, tokenizer)
+    messages, replies = conversation.messages, conversation.replies
+    chosen = {"all": [(len(messages), replies)], "last": [(replies[-1] + 1, replies[-1:])]}.get(turns)
+    parts = chosen or [(number + 1, (number,)) for number in replies]
+    if not tokenizer.has_template:
+        return [_plain(conversation, end, counted, tokenizer) for end, counted in parts]
+    given = _readable(conversation, tokenizer)
+    render = functools.partial(tokenizer.render_chat, settings=conversation.settings)
+    return [_encoded(_pieces(given[:end], counted, render, tokenizer), tokenizer) for end, counted in parts]
+
+
+def opening(message: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a user's message up to where the assistant's reply begins, in the format of `chat_documents`."""
+    asked = Conversation([{"role": "user", "content": message}])
+    if tokenizer.has_template:
+        return tokenizer.encode(tokenizer.render_chat(_readable(asked, tokenizer), True))
+    runs = _plain(asked, 1, (), tokenizer)
+    return [*(token for run, _ in runs for token in run), *tokenizer.encode(_HEAD.format("assistant"))]
+
+
+def _plain(conversation: Conversation, end: int, counted: Sequence[int], tokenizer: Tokenizer) -> Counted:
+    """Return the runs of the first messages in the format that the head of this file shows."""
+    if unsaid := [key for key in ("tools", "documents") if key in conversation.settings]:
+        raise DataError(f"{unsaid[0]!r} is written by a chat template alone: a tokenizer with one works")
+    newline = tokenizer.encode("\n")
+    closing = newline if tokenizer.end_id is None else [tokenizer.end_id]
+    runs: Counted = [(list(tokenizer.begin_ids), False)]
+    for number, message in enumerate(conversation.messages[:end]):
+        if unsaid := [key for key in ("tool_calls", "function_call", "reasoning_content") if message.get(key)]:
+            raise DataError(
+                f"{unsaid[0]!r} of message {number} is written by a chat template alone: a tokenizer with one works"
+            )
+        is_reply = message["role"] == "assistant"
+        runs.append((tokenizer.encode(_HEAD.format(message["role"])), False))
+        text = tokenizer.encode(_joined(message["content"]) or "")
+        runs.append((text + (closing if is_reply else newline), number in counted))
+    return runs
+
+
+def _encoded(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> Counted:
     runs = tokenizer.encode_pieces([text for text, _ in pieces])
     return [(run, counted) for run, (_, counted) in zip(runs, pieces, strict=True)]
 
 
-def opening(message: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a user's message up to where the assistant's reply begins, in the format of `chat_tokens`."""
-    text = tokenizer.render_chat([{"role": "user", "content": message}], True)
-    if text is not None:
-        return tokenizer.encode(text)
-    runs = _plain([{"role": "user", "content": message}], tokenizer)
-    return [*(token for run, _ in runs for token in run), *tokenizer.encode(_HEAD.format("assistant"))]
+# -- what a template reads -------------------------------------------------------------------------
 
 
-def _checked(messages: Any) -> Messages:
-    """Return the messages, and refuse them unless each has a role and a content and one is the assistant's."""
-    right = 'a list of {"role": "user", "content": "text"} works'
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"messages is not a list of messages; {right}")
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise DataError(f"message {number} has no role and content that are text; {right}")
-    if all(message["role"] != "assistant" for message in messages):
+def _readable(conversation: Conversation, tokenizer: Tokenizer) -> list[Message]:
+    """Return the messages with contents of the form that the template reads: texts, or lists of parts.
+
+    Raises:
+        DataError: the template does not write the tool calls of a reply.
+    """
+    messages: list[Message] = [
+        {**message, "content": _in_form(message["content"], tokenizer)} for message in conversation.messages
+    ]
+    render = functools.partial(tokenizer.render_chat, settings=conversation.settings)
+    if any(message["content"] is None for message in messages):
+        messages = _without_none(messages, render)
+    for number in conversation.replies:
+        _check_calls(messages, number, render)
+    return messages
+
+
+def _in_form(content: Any, tokenizer: Tokenizer) -> Any:
+    """Return a content as a text or as a list of parts, whichever the template writes."""
+    reads_texts, reads_parts = _forms(tokenizer)
+    if isinstance(content, str) and not reads_texts:
+        return [{"type": "text", "text": content}]
+    return content if reads_parts else _joined(content)
+
+
+@functools.lru_cache(maxsize=8)
+def _forms(tokenizer: Tokenizer) -> tuple[bool, bool]:
+    """Return whether the tokenizer's template writes contents that are texts, and such that are lists of parts."""
+    found = []
+    for content in ("0z0", [{"type": "text", "text": "0z0"}]):
+        try:
+            text = tokenizer.render_chat([{"role": "user", "content": content}], True)
+        except DataError:
+            found.append(False)
+            continue
+        found.append("0z0" in text and "'type'" not in text and '"type"' not in text)
+    return (found[0] or not found[1], found[1])
+
+
+def _joined(content: Any) -> Any:
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+
+
+def _without_none(messages: list[Message], render: Render) -> list[Message]:
+    """Return messages with an empty text for each content that is null, if the template would write the word None for it."""
+    emptied = [{**one, "content": ""} if one["content"] is None else one for one in messages]
+    try:
+        written = render(messages, False)
+    except DataError:  # the template asks for a text
+        return emptied
+    others = render(emptied, False)
+    number = sum(one["content"] is None for one in messages)
+    is_word = written.count("None") == others.count("None") + number
+    return emptied if is_word and written.replace("None", "") == others.replace("None", "") else messages
+
+
+def _check_calls(messages: Sequence[Message], number: int, render: Render) -> None:
+    """Refuse a reply whose tool calls the template does not write, so that they would not be learned."""
+    message = messages[number]
+    calls = next((key for key in ("tool_calls", "function_call") if message.get(key)), None)
+    if calls is None:
+        return
+    without = {key: value for key, value in message.items() if key != calls}
+    if render(messages[: number + 1], False) == render([*messages[:number], without], False):
         raise DataError(
-            'no message has the role "assistant", so nothing would be learned; add a reply, or leave the conversation out'
+            f"the tokenizer's chat template does not write {calls!r} of message {number}: one that does works, and so do messages "
+            "without the key"
         )
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
-def _plain(messages: Messages, tokenizer: Tokenizer) -> Counted:
-    """Return the runs of a conversation in the format that the head of this file shows."""
-    newline = tokenizer.encode("\n")
-    end = newline if tokenizer.end_id is None else [tokenizer.end_id]
-    runs: Counted = []
-    for message in messages:
-        reply = message["role"] == "assistant"
-        runs.append((tokenizer.encode(_HEAD.format(message["role"])), False))
-        runs.append((tokenizer.encode(message["content"]) + (end if reply else newline), reply))
-    return runs
+# -- where replies are -----------------------------------------------------------------------------
 
 
-def _pieces(messages: Messages, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """Return the text that the chat template writes in pieces, each with whether it is the assistant's."""
+def _pieces(
+    messages: Sequence[Message], counted: Sequence[int], render: Render, tokenizer: Tokenizer
+) -> list[tuple[str, bool]]:
+    """Return the text that the chat template writes in pieces, each with whether it is a reply that counts."""
     pieces: list[tuple[str, bool]] = []
     written = ""
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        for upto, reply in ((number, False), (number + 1, True)):
-            longer = tokenizer.render_chat(messages[:upto], not reply)
-            assert longer is not None
-            pieces.append((_added(written, longer), reply))
-            written = longer
-    whole = tokenizer.render_chat(messages, False)
-    assert whole is not None
-    return [*pieces, (_added(written, whole), False)]
+    for number in counted:
+        before, whole = _reply(messages[: number + 1], render, tokenizer)
+        reply = whole[len(before) :]
+        kept = len(reply) - len(_behind_turn(tokenizer, reply))
+        pieces += [(_added(written, before), False), (reply[:kept], True), (reply[kept:], False)]
+        written = whole
+    if counted[-1] + 1 < len(messages):
+        pieces.append((_added(written, render(messages, False)), False))
+    return pieces
+
+
+def _reply(messages: Sequence[Message], render: Render, tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return the text before the last message, a reply, with all that opens it, and the text with the reply.
+
+    Raises:
+        DataError: the template writes no such opening.
+    """
+    *before, _ = messages
+    whole = render(messages, False)
+    if before and whole.startswith(opened := render(before, True)):
+        return opened, whole
+    # Some templates prompt for thoughts that they do not write of a reply: what they write of any reply opens it.
+    opened = _common(*(render([*before, probe], False) for probe in _probes(tokenizer)))
+    if whole.startswith(opened):
+        return opened, whole
+    raise DataError(
+        "the tokenizer's chat template writes a reply otherwise than it prompts for one, so the assistant's part cannot be "
+        "found; a folder without the template works"
+    )
+
+
+def _probes(tokenizer: Tokenizer) -> list[Message]:
+    return [{"role": "assistant", "content": _in_form(text, tokenizer)} for text in _PROBES]
+
+
+def _behind_turn(tokenizer: Tokenizer, reply: str) -> str:
+    """Return the white space that a reply's text has behind the end of its turn."""
+    space = _space_behind_turns(tokenizer)
+    return space if space and reply.endswith(space) else ""
+
+
+@functools.lru_cache(maxsize=8)
+def _space_behind_turns(tokenizer: Tokenizer) -> str:
+    """Return the white space that the template writes behind what ends a reply's turn; empty where that itself ends the turn."""
+    try:
+        asked = {"role": "user", "content": _in_form("0", tokenizer)}
+        texts = [tokenizer.render_chat([asked, probe], False) for probe in _probes(tokenizer)]
+    except DataError:  # the template takes no conversation of one question and its reply
+        return ""
+    ending = _common(*(text[::-1] for text in texts))[::-1]
+    return ending[len(ending.rstrip()) :] if ending.strip() else ""
+
+
+def _common(one: str, other: str) -> str:
+    """Return the beginning that two texts have in common."""
+    return one[: next((at for at, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1), len(one))]
 
 
 def _added(written: str, longer: str) -> str:
     if not longer.startswith(written):
         raise DataError(
-            "the tokenizer's chat template writes earlier messages differently when others follow, so the "
-            "assistant's part cannot be found; conversations of one reply, or a folder without the template, work"
+            "the tokenizer's chat template writes earlier messages differently when others follow, so not all replies of the "
+            'conversation can be learned at once; data.turns = "each" makes a document for each reply, and "last" one for the last'
         )
     return longer[len(written) :]

@@ -1,14 +1,43 @@
-"""Files of a data source: listed in one fixed order, read as text, and refused with the nearest name if missing."""
+"""Files of a data source: listed in one fixed order, read as text, and refused with the nearest name if missing.
+
+A file that gzip, Zstandard, bzip2 or xz has packed, as its first bytes show, is unpacked while it is read. Text is UTF-8, or UTF-16 or
+UTF-32 where a byte-order mark says so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import codecs
+import importlib
+import io
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from samestep.errors import DataError, did_you_mean
+from samestep.errors import DataError, did_you_mean, first_line
 
 PART_BYTES = 2**20
 """Bytes of a text file that are read, and turned into tokens, at a time."""
+
+PACKED_ENDS = (".gz", ".zst", ".bz2", ".xz")
+"""The ends of the names of packed files, which a folder may hold among others."""
+_HEAD_BYTES = 4096
+_PACKINGS = (
+    (re.compile(rb"\x1f\x8b\x08"), "gzip"),
+    (re.compile(rb"\x28\xb5\x2f\xfd"), "zstd"),
+    (re.compile(rb"BZh[1-9]1AY&SY"), "bz2"),
+    (re.compile(rb"\xfd7zXZ\x00"), "lzma"),
+    (re.compile(rb"PK\x03\x04"), "a zip archive"),
+    (re.compile(rb"7z\xbc\xaf\x27\x1c"), "a 7z archive"),
+)
+"""The first bytes of packed files, and the name of the packing."""
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),  # which begins as the one of UTF-16
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
 
 
 def existing(path: str, source: str) -> Path:
@@ -31,7 +60,7 @@ def existing(path: str, source: str) -> Path:
 
 
 def files_at(place: Path, source: str, pattern: str = "*") -> list[Path]:
-    """Return the file itself, or all files below a folder in the order of their names, without hidden ones.
+    """Return the file itself, or all files below a folder in the order of their names, packed ones too, without hidden ones.
 
     Raises:
         DataError: the folder holds no such file.
@@ -39,6 +68,10 @@ def files_at(place: Path, source: str, pattern: str = "*") -> list[Path]:
     if place.is_file():
         return [place]
     found = sorted_files(place, pattern)
+    if pattern != "*":
+        found = sorted(
+            {*found, *(file for end in PACKED_ENDS for file in sorted_files(place, pattern + end))}, key=_by_parts
+        )
     found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(place).parts)]
     if not found:
         what = "file" if pattern == "*" else f"{pattern} file"
@@ -48,31 +81,137 @@ def files_at(place: Path, source: str, pattern: str = "*") -> list[Path]:
 
 def sorted_files(folder: Path, pattern: str) -> list[Path]:
     """Return the files below a folder that match a pattern, in the order of their relative names on every machine."""
-    return sorted(
-        (file for file in folder.rglob(pattern) if file.is_file()), key=lambda file: file.relative_to(folder).parts
+    return sorted((file for file in folder.rglob(pattern) if file.is_file()), key=_by_parts)
+
+
+def _by_parts(file: Path) -> tuple[str, ...]:
+    return file.parts
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading, and unpack it meanwhile where it is packed.
+
+    Raises:
+        DataError: it cannot be opened, it is an archive of several files, or a library that unpacks it is missing.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.peek(_HEAD_BYTES)
+            packing = next((name for magic, name in _PACKINGS if magic.match(head)), "")
+            match packing:
+                case "":
+                    yield file
+                case "gzip" | "bz2" | "lzma":
+                    yield io.BufferedReader(importlib.import_module(packing).open(file))
+                case "zstd":
+                    yield _unzstd(path, file)
+                case _:
+                    raise DataError(f"{path} is {packing} of files: a folder with what is in it works")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or first_line(error)}") from None
+
+
+def _unzstd(path: Path, file: BinaryIO) -> BinaryIO:
+    """Return the content of a file that Zstandard has packed."""
+    for name in ("compression.zstd", "zstandard", "pyarrow"):
+        try:
+            library: Any = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        match name:
+            case "compression.zstd":
+                return io.BufferedReader(library.open(file))
+            case "zstandard":
+                return io.BufferedReader(library.ZstdDecompressor().stream_reader(file, read_across_frames=True))
+            case _:
+                return io.BufferedReader(library.CompressedInputStream(file, "zstd"))
+    raise DataError(
+        f"{path} is packed by Zstandard, which needs the library zstandard or pyarrow: pip install zstandard"
     )
+
+
+def read_lines(path: Path, lines: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """Yield what is read from a file line by line, each with its number from 1.
+
+    Raises:
+        DataError: a line cannot be read, as in a packed file that is damaged.
+    """
+    number, left = 0, iter(lines)
+    while True:
+        try:
+            line = next(left, None)
+        except Exception as error:  # each library that unpacks has exceptions of its own
+            raise DataError(f"{path}:{number + 1}: damaged, or cut off: {first_line(error)}") from None
+        if line is None:
+            return
+        number += 1
+        yield number, line
+
+
+def head_of(path: Path, file: BinaryIO) -> bytes:
+    """Return what is to be read of a file next, without reading it: some bytes, or none at its end.
+
+    Raises:
+        DataError: it cannot be read, as in a packed file that is damaged.
+    """
+    _, head = next(read_lines(path, (file.peek(_HEAD_BYTES) for _ in range(1))))  # type: ignore[attr-defined]
+    return bytes(head)
+
+
+def encoding_of(head: bytes) -> str:
+    """Return the encoding that a byte-order mark at the beginning of a file names; UTF-8 without one."""
+    return next((name for mark, name in _MARKS if head.startswith(mark)), "utf-8")
+
+
+@contextmanager
+def lines_as(encoding: str, file: BinaryIO) -> Iterator[io.TextIOWrapper | None]:
+    """Open a file that is read already as text of another encoding than UTF-8; None for that. What is no text becomes U+FFFD."""
+    if encoding == "utf-8":
+        yield None
+        return
+    with io.TextIOWrapper(file, encoding, "replace", newline="\n") as text:
+        yield text
 
 
 def texts_of(path: Path) -> Iterator[str]:
     """Yield the text of a file in parts of whole lines, so that a large file is never in memory as a whole.
 
     Raises:
-        DataError: the file is not UTF-8.
+        DataError: the file is not text in its encoding, or it is damaged.
     """
-    with path.open("rb") as file:
-        while True:
-            offset = file.tell()
-            part = file.read(PART_BYTES)
-            is_last = len(part) < PART_BYTES
-            part += file.readline()
-            try:
-                text = part.decode()
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path} is not UTF-8 text (byte {offset + error.start}); to train on its raw bytes, "
-                    f"source = 'tokens:{path}' with data.dtype = 'uint8' works"
-                ) from None
-            if text or not offset:
+    with opened(path) as file, lines_as(encoding_of(head_of(path, file)), file) as read:
+        line, offset, is_first = 1, 0, True
+        for _, part in read_lines(path, _parts(file) if read is None else _text_parts(read)):
+            text = part if isinstance(part, str) else _decoded(part, path, line, offset)
+            line, offset = line + text.count("\n"), offset + len(part)
+            if text or is_first:
                 yield text.replace("\r\n", "\n").replace("\r", "\n")
-            if is_last:
-                return
+            is_first = False
+
+
+def _parts(file: BinaryIO) -> Iterator[bytes]:
+    """Yield a file in parts that end with a line."""
+    while True:
+        part = file.read(PART_BYTES)
+        is_last = len(part) < PART_BYTES
+        yield part + file.readline()
+        if is_last:
+            return
+
+
+def _text_parts(file: io.TextIOWrapper) -> Iterator[str]:
+    while part := file.read(PART_BYTES):
+        yield part + file.readline()
+
+
+def _decoded(part: bytes, path: Path, line: int, offset: int) -> str:
+    """Return a part of a file as text; it begins at a line and a byte of the file."""
+    try:
+        return part.decode()
+    except UnicodeDecodeError as error:
+        line += part.count(b"\n", 0, error.start)
+        raise DataError(
+            f"{path}:{line} is not UTF-8 text (byte {offset + error.start}); to train on its raw bytes, "
+            f"source = 'tokens:{path}' with data.dtype = 'uint8' works"
+        ) from None

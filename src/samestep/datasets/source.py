@@ -10,10 +10,11 @@ from pathlib import Path
 from samestep.datasets.batch import Dataset
 from samestep.datasets.columns import Origin, Shards
 from samestep.datasets.digits import digits_part
-from samestep.datasets.documents import hf_rows, jsonl_rows, packed_part, parquet_rows
+from samestep.datasets.documents import packed_part
 from samestep.datasets.function import function_part
 from samestep.datasets.images import ImageFolder, class_names, images_part
 from samestep.datasets.mixture import Mixture
+from samestep.datasets.rows import hf_rows, jsonl_rows, parquet_rows
 from samestep.datasets.split import Split
 from samestep.datasets.text import stdlib, text_tokens, tokens_of, topics
 from samestep.datasets.tokenizers import open_tokenizer, tokenizer_key
@@ -27,14 +28,16 @@ SOURCES = {
     "stdlib": "the source code of Python's standard library",
     "text:PATH": "a text file or a folder of them",
     "tokens:PATH": "a file of token ids, a folder of them, or the prefix of Megatron's two files",
-    "jsonl:PATH": "JSON lines with text or messages",
-    "parquet:PATH": "Parquet files with text or messages",
+    "jsonl:PATH": "JSON lines with texts or conversations",
+    "parquet:PATH": "Parquet files with texts or conversations",
     "hf:PATH": "a Hugging Face dataset saved with save_to_disk",
     "digits": "1,797 images of handwritten digits",
     "images:PATH": "a folder of images, one folder a class",
     "module:function": "a function of yours that returns a map-style dataset",
     "mixture": "several of these by their weights in data.mixture",
 }
+
+_TABLES = {"parquet": parquet_rows, "hf": hf_rows}
 
 
 def open_dataset(job: Job, split: Split = "train", classes: Sequence[str] | None = None) -> Dataset:
@@ -70,7 +73,7 @@ def open_dataset(job: Job, split: Split = "train", classes: Sequence[str] | None
         case "tokens:":
             return stream_part(read_tokens(rest, data), data, split)
         case "jsonl:" | "parquet:" | "hf:":
-            rows = {"jsonl": jsonl_rows, "parquet": parquet_rows, "hf": hf_rows}[word](rest)
+            rows = jsonl_rows(rest) if word == "jsonl" else _TABLES[word](rest, data.text_field)
             return packed_part(rows, open_tokenizer(job), tokenizer_key(job), data, split)
     if re.fullmatch(r"[\w.]+:\w+", data.source):
         return function_part(data, split)

@@ -1,22 +1,25 @@
 """Tokenizers, from text to token ids and back: `bytes`, or a folder that holds a tokenizer.
 
 A folder's `tokenizer.json` is read with the `tokenizers` library; a folder without that file is read with transformers'
-AutoTokenizer, which reads the older formats. Nothing is ever downloaded. The ids that begin and end a document are those
-that `tokenizer_config.json` or `special_tokens_map.json` name as `bos_token` and `eos_token`; where no end is named, one of
-the usual end tokens is taken from the vocabulary. `add_bos_token = false` is respected.
+AutoTokenizer, which reads the older formats. Nothing is ever downloaded. A document begins with the ids that the tokenizer
+itself puts before a text, which the post-processor in `tokenizer.json` says; as in transformers (from version 5), `bos_token` and
+`add_bos_token` of `tokenizer_config.json` add none. A document ends with the id that `tokenizer_config.json` or `special_tokens_map.json`
+name as `eos_token`; where none is named, one of the usual end tokens is taken from the vocabulary.
 """
 
 from __future__ import annotations
 
 import bisect
+import copy
 import importlib.util
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,17 +27,25 @@ import numpy.typing as npt
 
 from samestep.datasets.columns import stamps
 from samestep.datasets.files import existing
-from samestep.errors import DataError
+from samestep.errors import DataError, first_line
 from samestep.job import Job
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
+
+_NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """The end tokens that are tried where a folder names none."""
+_PROBES = ("a", "0", "the", " ")
+"""Texts of which a tokenizer shows what it puts before them; a small vocabulary has tokens of few."""
 
 
 class Tokenizer(Protocol):
     """A tokenizer: text to token ids and back."""
+
+    def __hash__(self) -> int:
+        """Return a number by which what a tokenizer shows is kept."""
+        ...
 
     @property
     def vocab_size(self) -> int:
@@ -42,8 +53,8 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def begin_id(self) -> int | None:
-        """The token id that is put before each document; None if the tokenizer uses none."""
+    def begin_ids(self) -> tuple[int, ...]:
+        """The token ids that the tokenizer puts before each text; mostly one or none."""
         ...
 
     @property
@@ -63,10 +74,20 @@ class Tokenizer(Protocol):
         """Return the text of token ids; incomplete characters become replacement characters."""
         ...
 
-    def render_chat(self, messages: Messages, reply_follows: bool) -> str | None:
-        """Return a conversation as the tokenizer's own chat template writes it; None if it has no template.
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template of its own."""
+        ...
+
+    def render_chat(
+        self, messages: Messages, reply_follows: bool, *, settings: Mapping[str, Any] = _NO_SETTINGS
+    ) -> str:
+        """Return a conversation as the tokenizer's own chat template writes it, given tools and other words of `settings`.
 
         With `reply_follows` the text ends with the template's prompt for the assistant's reply.
+
+        Raises:
+            DataError: the template refuses the messages.
         """
         ...
 
@@ -76,8 +97,9 @@ class ByteTokenizer:
     """The tokenizer `bytes`: one token for each byte of UTF-8; byte 0, which does not occur in text, ends a document."""
 
     vocab_size: int = 256
-    begin_id: int | None = None
+    begin_ids: tuple[int, ...] = ()
     end_id: int | None = 0
+    has_template: bool = False
 
     def encode(self, text: str) -> list[int]:
         """Return the UTF-8 bytes of the text."""
@@ -91,9 +113,11 @@ class ByteTokenizer:
         """Return the text of UTF-8 bytes; incomplete characters become replacement characters."""
         return bytes(ids).decode(errors="replace")
 
-    def render_chat(self, messages: Messages, reply_follows: bool) -> str | None:
-        """Return None, since bytes have no chat template."""
-        return None
+    def render_chat(
+        self, messages: Messages, reply_follows: bool, *, settings: Mapping[str, Any] = _NO_SETTINGS
+    ) -> str:
+        """Refuse every conversation, since bytes have no chat template."""
+        raise DataError("the tokenizer 'bytes' has no chat template")
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +127,7 @@ class FileTokenizer:
     folder: Path
     core: Any
     """The `Tokenizer` of the library `tokenizers`."""
-    begin_id: int | None
+    begin_ids: tuple[int, ...]
     end_id: int | None
 
     @cached_property
@@ -129,10 +153,16 @@ class FileTokenizer:
         """Return the text of token ids, with special tokens written out."""
         return str(self.core.decode(list(ids), skip_special_tokens=False))
 
-    def render_chat(self, messages: Messages, reply_follows: bool) -> str | None:
-        """Return the conversation as the folder's chat template writes it, rendered by transformers; None without one."""
-        has_template = (self.folder / "chat_template.jinja").is_file() or "chat_template" in _settings(self.folder)
-        return _render(self._auto, messages, reply_follows) if has_template else None
+    @cached_property
+    def has_template(self) -> bool:
+        """Whether the folder has a chat template."""
+        return (self.folder / "chat_template.jinja").is_file() or bool(_settings(self.folder).get("chat_template"))
+
+    def render_chat(
+        self, messages: Messages, reply_follows: bool, *, settings: Mapping[str, Any] = _NO_SETTINGS
+    ) -> str:
+        """Return the conversation as the folder's chat template writes it, rendered by transformers."""
+        return _render(self._auto, messages, reply_follows, settings)
 
     @cached_property
     def _auto(self) -> Any:
@@ -151,10 +181,10 @@ class TransformersTokenizer:
         """The size of the vocabulary: one more than the largest token id."""
         return max(self.auto.get_vocab().values(), default=-1) + 1
 
-    @property
-    def begin_id(self) -> int | None:
-        """The token id of `bos_token`; None where the tokenizer sets `add_bos_token = false`."""
-        return self.auto.bos_token_id if getattr(self.auto, "add_bos_token", None) is not False else None
+    @cached_property
+    def begin_ids(self) -> tuple[int, ...]:
+        """The token ids that the tokenizer puts before a text."""
+        return _ids_before(lambda text, special: list(self.auto.encode(text, add_special_tokens=special)))
 
     @property
     def end_id(self) -> int | None:
@@ -173,9 +203,16 @@ class TransformersTokenizer:
         """Return the text of token ids, with special tokens written out."""
         return str(self.auto.decode(list(ids), skip_special_tokens=False))
 
-    def render_chat(self, messages: Messages, reply_follows: bool) -> str | None:
-        """Return the conversation as the tokenizer's chat template writes it; None without one."""
-        return _render(self.auto, messages, reply_follows) if self.auto.chat_template else None
+    @property
+    def has_template(self) -> bool:
+        """Whether the folder has a chat template."""
+        return bool(self.auto.chat_template)
+
+    def render_chat(
+        self, messages: Messages, reply_follows: bool, *, settings: Mapping[str, Any] = _NO_SETTINGS
+    ) -> str:
+        """Return the conversation as the tokenizer's chat template writes it."""
+        return _render(self.auto, messages, reply_follows, settings)
 
 
 def open_tokenizer(job: Job) -> Tokenizer:
@@ -200,13 +237,24 @@ def open_tokenizer(job: Job) -> Tokenizer:
     try:
         core = Core.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
-        raise DataError(f"{file} is not a tokenizer: {error}") from None
+        raise DataError(f"{file} is not a tokenizer: {first_line(error)}") from None
     core.no_truncation()  # a saved maximum length would cut documents short, padding would add tokens
     core.no_padding()
+    begin = _ids_before(lambda text, special: list(core.encode(text, add_special_tokens=special).ids))
     settings = _settings(folder)
-    begin = _special_id(core, settings.get("bos_token")) if settings.get("add_bos_token") is not False else None
     ends = (_special_id(core, end) for end in (settings.get("eos_token"), *USUAL_ENDS))
     return FileTokenizer(folder, core, begin, next((end for end in ends if end is not None), None))
+
+
+def _ids_before(encode: Callable[[str, bool], list[int]]) -> tuple[int, ...]:
+    """Return the ids that are put before a text; `encode` returns those of a text, with the special ones or without."""
+    for text in _PROBES:
+        own, whole = encode(text, False), encode(text, True)
+        starts = range(len(whole) - len(own) + 1) if own else ()
+        start = next((at for at in starts if whole[at : at + len(own)] == own), None)
+        if start is not None:
+            return tuple(whole[:start])
+    return ()
 
 
 def tokenizer_key(job: Job) -> tuple[str, ...]:
@@ -242,7 +290,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         if path.is_file():
             try:
                 settings.update(json.loads(path.read_text(encoding="utf-8")))
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise DataError(f"{path} is not a JSON object: {error}") from None
     return settings
 
@@ -262,15 +310,17 @@ def _auto_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what a broken folder raises differs by family
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"{folder} holds no tokenizer that transformers can read ({said}); a folder with a tokenizer.json works"
+            f"{folder} holds no tokenizer that transformers can read ({first_line(error)}); "
+            "a folder with a tokenizer.json works"
         ) from None
 
 
-def _render(auto: Any, messages: Messages, reply_follows: bool) -> str:
+def _render(auto: Any, messages: Messages, reply_follows: bool, settings: Mapping[str, Any]) -> str:
+    given = copy.deepcopy([dict(message) for message in messages])  # a template may change what it is given
     try:
-        rendered = auto.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=reply_follows)
+        rendered = auto.apply_chat_template(given, **settings, tokenize=False, add_generation_prompt=reply_follows)
     except Exception as error:  # a template raises whatever its author wrote
-        raise DataError(f"the tokenizer's chat template refuses the messages: {error}") from None
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"the tokenizer's chat template refuses the messages: {text[:300]}") from None
     return str(rendered)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from samestep.datasets.files import existing, files_at
 from samestep.datasets.split import HELD_OUT_WORDS, TRAINED_WORDS, Split, named, part_of
 from samestep.datasets.token_files import index_at, read_indexed, read_token_file
 from samestep.errors import DataError
-from samestep.job_tables import DataTable
+from samestep.job_tables import Convention, DataTable
 
 _SUFFIXES = {".bin", ".npy"}
 
@@ -34,6 +34,8 @@ _SUFFIXES = {".bin", ".npy"}
 @dataclass(frozen=True, eq=False)
 class TokenStream:
     """A dataset of consecutive samples of a stream of tokens; `tokens` may be a file mapped into memory."""
+
+    label_convention: ClassVar[Convention] = "next"
 
     tokens: npt.NDArray[Any] | Shards
     sequence_length: int

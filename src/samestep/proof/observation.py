@@ -150,6 +150,7 @@ class _DigestingDataset:
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
+        self.label_convention = getattr(dataset, "label_convention", None)
         self.digests: dict[int, int] = {}
 
     def __len__(self) -> int:

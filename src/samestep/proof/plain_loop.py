@@ -73,7 +73,7 @@ def _follow_apart(run: Run, source: Source, dataset: Dataset, seen: Observation)
     models = [_model(run, source, built) for _ in range(1 + run.job.numerics.replicas)]
 
     def loss(model: nn.Module, batch: Batch, indices: Any) -> tuple[Tensor, float]:
-        return _loss(model, run, source, batch.samples(indices), batch.step, indices)
+        return _loss(model, run, source, run.labelled(batch).samples(indices), batch.step, indices)
 
     assert source.prepared is not None
     canonical = source.prepared.blueprint.canonical
@@ -142,7 +142,8 @@ def _take_steps(
         steps.gradients.append(held_whole({name: _gradient(param) for name, param in params.items()}))
         norm = torch.nn.utils.clip_grad_norm_(params.values(), math.inf if limit is None else limit)
         steps.norms.append(float(norm))
-        optimizer.step()
+        if not math.isnan(loss):
+            optimizer.step()
         _round_states(run, source, optimizer, params, batch.step)
         steps.weights.append(held_whole(params))
     return unused
@@ -158,16 +159,22 @@ def _backward(
 ) -> tuple[float, set[str]]:
     """Compute the gradients of the mean loss of a whole batch; return the loss, and the weights without a gradient."""
     if contributions is None:
-        loss_sum, count = _loss(model, run, source, batch.samples(batch.indices), batch.step, batch.indices)
+        loss_sum, count = _loss(
+            model, run, source, run.labelled(batch).samples(batch.indices), batch.step, batch.indices
+        )
+        if not count:  # every label is masked, so the step is skipped
+            return math.nan, set(params)
         (loss_sum / count).backward()
         return float(loss_sum.detach() / count), {name for name, param in params.items() if param.grad is None}
     total, counted, unused = 0.0, 0.0, set(params)
     for index, indices in enumerate(batch.shares(0, 1, contributions.number)):
-        loss_sum, count = _loss(model, run, source, batch.samples(indices), batch.step, indices)
+        loss_sum, count = _loss(model, run, source, run.labelled(batch).samples(indices), batch.step, indices)
         loss_sum.backward()
         total, counted = total + float(loss_sum.detach()), counted + float(count)
         unused &= {name for name, param in params.items() if param.grad is None}
         contributions.add(index, params)
+    if not counted:
+        return math.nan, set(params)
     contributions.finish(params, counted)
     return total / counted, unused
 

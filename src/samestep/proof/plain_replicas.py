@@ -56,11 +56,14 @@ def take_steps(
         for model, params, optimizer, indices in zip(models[1:], replicas, optimizers, parts, strict=True):
             optimizer.zero_grad()
             loss_sum, count = loss(model, batch, indices)
+            if not count:  # every label is masked, so this replica makes no update
+                norms.append(0.0)
+                continue
             (loss_sum / count).backward()
             norms.append(float(nn.utils.clip_grad_norm_(params.values(), math.inf if limit is None else limit)))
             optimizer.step()
             total, counted = total + float(loss_sum.detach()), counted + count
-        steps.losses.append(total / counted)
+        steps.losses.append(total / counted if counted else math.nan)
         steps.norms.append(math.hypot(*norms) / math.sqrt(len(norms)))
         moved = exchanges.take(batch.step + 1)
         own = [{name: param for name, param in one.items() if name not in moved} for one in replicas]

@@ -44,6 +44,7 @@ from samestep.proof.sides import Subject
 from samestep.proof.verdict import Cause, Check, Verdict
 from samestep.runtime import compiled_blocks
 from samestep.runtime.assembly import store_of
+from samestep.runtime.next_labels import check_labels
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.preparation import Loss, Source, traced_for, with_new_blueprint
 from samestep.runtime.processes import join
@@ -190,6 +191,7 @@ def _given(
         name,
     )
     traced = traced_for(source, layout, job, example)
+    check_labels(traced.module, source.loss, job, data, example)
     return dataclasses.replace(source, prepared=traced), data, example
 
 

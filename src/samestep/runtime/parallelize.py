@@ -33,8 +33,9 @@ def parallelize(
         loss: (outputs, batch) -> (sum, count), or a word of the key `train.loss`: "cross_entropy", "mse".
         optimizer: a function of a list of parameters, or an instance over the model instance that has not stepped.
         layout: one line of text such as "dp=2 zero=3"; empty replicates over all ranks.
-        job: global batch, steps, seed, schedule, numerics and `optimizer.clip_norm`. Its model, data, loss and the rest
-            of its optimizer table are not read: the arguments above replace them.
+        job: global batch, steps, seed, schedule, numerics, `optimizer.clip_norm`, and `data.labels`, which says what the labels of
+            a causal model of transformers are for "cross_entropy". Its model, the rest of its data, its loss and the rest of
+            its optimizer table are not read: the arguments above replace them.
 
     Raises:
         InputError: a model, optimizer or layout that cannot run; the text says what would.

@@ -30,6 +30,7 @@ from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.local_replicas import LocalReplicas
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.next_labels import NextLabels
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.preparation import Loss, Source, built
 from samestep.runtime.processes.join import RankInfo
@@ -63,6 +64,7 @@ class Run:
             deterministic.reserve_workspace()
         self._own = HeldAssembly(source, layout, job, place)
         self._stepper = Stepper(self._own, observer, owns_weights=owns_weights)
+        self._labels = NextLabels(source.loss, job)
         self._load_from: Path | None = None
         """The checkpoint that `prepare` will read."""
 
@@ -209,7 +211,8 @@ class Run:
         step's first collective until the time limit.
 
         Raises:
-            DataError: every label of the batch is masked, so the step counts no token.
+            DataError: every label of the batch is masked, and of the `numerics.max_skipped` steps before it too; one such step is
+                skipped.
             UnprovenError: the loss is no sum over samples, or the model, the loss, the optimizer or the data set draws
                 random numbers that layouts would not share.
             NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
@@ -218,7 +221,7 @@ class Run:
                 first step it is an UnprovenError, before any weight has changed.
         """
         self._refuse_averaged("step")
-        self._prepare_from(batch)
+        batch = self.labelled(batch)
         try:
             with self._kernels():
                 report = self._stepper.take(batch)
@@ -236,7 +239,7 @@ class Run:
         Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
         time limit.
         """
-        return self._stepper.forward_backward(batch)
+        return self._stepper.forward_backward(self.labelled(batch))
 
     def evaluate(self, batch: StepBatch, measure: Loss | None = None) -> tuple[float, float]:
         """Return the sum of the loss over a batch, and the tokens or samples it counts, without gradients.
@@ -246,7 +249,7 @@ class Run:
         Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
         time limit.
         """
-        self._prepare_from(batch)
+        batch = self.labelled(batch)
         with self._kernels(), self._own.outer_weights():
             return evaluation.evaluate(self.assembly, batch, self.job.train.seed, measure)
 
@@ -284,6 +287,16 @@ class Run:
     def _kernels(self) -> AbstractContextManager[None]:
         return deterministic.kernels(self.place.device) if self.job.numerics.deterministic else nullcontext()
 
-    def _prepare_from(self, batch: StepBatch) -> None:
+    def labelled(self, batch: StepBatch) -> StepBatch:
+        """Return a batch as the loss is given it: with labels of the next token, where they are aligned with the inputs.
+
+        Collective over the world, since it prepares the run: every rank calls it; if one does not, the others wait until the
+        time limit.
+
+        Raises:
+            DataError: a causal model of transformers is trained with the cross entropy, and the samples do not show which
+                token their labels are, or contradict `data.labels`.
+        """
         if not self._own.is_prepared:
             self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
+        return self._labels.of(batch, self._own.current.model.module)

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.errors import DataError
 from samestep.runtime import kept_state
 from samestep.runtime.assembly import Assembly, Weights, set_modes
 from samestep.runtime.guards import nonfinite, watched_steps
@@ -30,7 +29,7 @@ from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.outside_changes import OutsideChanges
 from samestep.runtime.guards.refusals import Refusals
-from samestep.runtime.guards.skipped_steps import SkippedSteps
+from samestep.runtime.guards.skipped_steps import MASKED, SkippedSteps
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.host_copies import Reading
@@ -221,21 +220,24 @@ class Stepper:
         self._observer.agreed(agreed)
         if agreed.stop > 0:
             batch.end_stream()
-        if not all(one.count for one in agreed.replicas):
-            whose = "its batch" if self._own.replicas is None else "a replica's part of its batch"
-            raise DataError(f"step {batch.step + 1} counts no token: every label of {whose} is masked")
-        scales = [opened.numerator / one.count for one in agreed.replicas]
-        norms = [math.sqrt(one.norm_squared) * scale for one, scale in zip(agreed.replicas, scales, strict=True)]
+        # A replica whose part counts nothing has no update, and no gradient.
+        scales = [opened.numerator / one.count if one.count else None for one in agreed.replicas]
+        norms = [
+            math.sqrt(one.norm_squared) * (scale or 0.0) for one, scale in zip(agreed.replicas, scales, strict=True)
+        ]
         # Of replicas that are trained apart, the root mean square.
-        loss, norm = agreed.loss_sum / agreed.count, math.hypot(*norms) / math.sqrt(len(norms))
+        loss = agreed.loss_sum / agreed.count if agreed.count else math.nan
+        norm = math.hypot(*norms) / math.sqrt(len(norms))
+        is_masked = not agreed.count and math.isfinite(agreed.loss_sum) and math.isfinite(norm)
         finite = math.isfinite(loss) and math.isfinite(norm)
         spike = self.spikes.judge(loss) if finite else ""
-        note = spike if finite else self._diagnose(batch)
+        note = MASKED if is_masked else spike if finite else self._diagnose(batch)
         skipped = bool(note) and self._skipped.skips(
             batch.step + 1,
             note,
             loss_is_finite=math.isfinite(loss),
             is_spike=finite,
+            is_masked=is_masked,
             is_scaled=updater.loss_scale.scale > 1.0,
         )
         self._skipped.note(skipped=skipped)
@@ -245,7 +247,8 @@ class Stepper:
         must_reread = bool(is_written) or self._own.replicas is not None
         for number, assembly in self._own.each():
             if skipped or was_held_back or opened.report is None:
-                factor = None if skipped else scales[number] * clip_factor(norms[number], self.job.optimizer.clip_norm)
+                scale = None if skipped else scales[number]
+                factor = None if scale is None else scale * clip_factor(norms[number], self.job.optimizer.clip_norm)
                 self._end_update(opened, factor, must_reread, was_held_back > 0)
             if math.isfinite(loss):
                 self._adapt_loss_scale(assembly.weights, overflowed=not finite)

@@ -25,6 +25,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.text import Text
 
 from samestep.output.output_file import write_whole
+from samestep.runtime.guards.skipped_steps import MASKED
 from samestep.runtime.step_report import StepReport
 from samestep.training.speed import Speed
 from samestep.training.trackers import Tracker
@@ -60,6 +61,7 @@ class Screen:
         self._every = log_every or max(1, (last_step - first_step) // _LINES)
         self._speed, self._counted = speed, counted
         self._first, self._last = first_step + 1, last_step
+        self._said_masked = False
         columns = (
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(20),
@@ -86,8 +88,9 @@ class Screen:
         self._progress.update(self._task, completed=report.step, numbers=numbers)
         if report.step % self._every == 0 or report.step in (self._first, self._last) or report.stop:
             self.say(f"step {report.step:>6}/{self._last}  {numbers}")
-        if report.note:
+        if report.note and not (self._said_masked and report.note == MASKED):
             self.say(f"step {report.step}: {'skipped, ' if report.skipped else ''}{report.note}")
+            self._said_masked |= report.note == MASKED
         for remark in report.remarks:
             self.say(f"step {report.step}: {remark}")
 

@@ -167,12 +167,13 @@ def sample(
     given = opening(chat, tokenizer) if chat is not None else tokenizer.encode(text)
     averaged = ema or train.evaluate_ema
     model = _generating(stored, averaged=averaged)
-    if not given and (model is None or tokenizer.begin_id is None):
+    begin = list(tokenizer.begin_ids) if chat is None and model is not None else []  # a chat template writes its own
+    if not given and not begin:
         given = [tokenizer.end_id or 0]
     found = (
         sample_tokens(_prepared(stored, Workload(job, Layout()), averaged=averaged), given, count, heat, seed)
         if model is None
-        else _generated(model, job, given, count, heat, seed)
+        else _generated(model, job, begin + given, count, heat, seed)
     )
     if found is None:
         raise ModelError(f"{job.model.source} gives no logits of tokens, from which text is sampled")
@@ -215,15 +216,13 @@ def _generating(stored: StoredRun, *, averaged: bool) -> nn.Module | None:
     return model.to(resolve_device(job.run.device)).eval()
 
 
-def _generated(model: Any, job: Job, given: list[int], count: int, temperature: float, seed: int) -> list[int]:
+def _generated(model: Any, job: Job, tokens: list[int], count: int, temperature: float, seed: int) -> list[int]:
     """Return the tokens that transformers generates after those that are given, with a cache of keys and values.
 
     Raises:
         ModelError: the model has fewer positions than the text has tokens.
     """
     tokenizer, facts = open_tokenizer(job), facts_of(model)
-    begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
-    tokens = given if given[:1] == begin else begin + given  # a chat template may have written it
     most = facts.setting(model, facts.positions_field)
     if isinstance(most, int) and len(tokens) + count > most:
         raise ModelError(

@@ -40,6 +40,7 @@ from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import to_json
+from samestep.runtime.next_labels import check_labels
 from samestep.runtime.preparation import Loss, Source, prepare, prepared_for, traced_for, with_slices
 from samestep.runtime.run import Run
 from samestep.tracing.traced_model import TracedModel
@@ -65,9 +66,11 @@ class Workload:
         source = Source(model_source(job), loss_of(job), optimizer, job.model.source)
         prepared = prepared_for(source, job, self.example, layout)
         _check_fit(job, prepared.module, self.dataset, self.example)
+        check_labels(prepared.module, source.loss, job, self.dataset, self.example)
         for name in job.data.held_out_sets.keys() & self.held_out:
             _check_set(job, name, self.dataset, self.held_out[name])
             _check_fit(of_held_out(job, name), prepared.module, self.held_out[name], self.example)
+            check_labels(prepared.module, source.loss, job, self.held_out[name], self.example)
         check_groups(job.optimizer, [param.name for param in prepared.spec.params if param.trainable])
         names = (job.optimizer.name, *(group.name or "" for group in job.optimizer.groups))
         if not any(

@@ -1,9 +1,15 @@
-"""Whether a step with a bad number is skipped: its samples are used up, and its update is not made. Bounded, so that no run skips for ever."""
+"""Whether a step is skipped that has a bad number or counts nothing: its samples are used up, and its update is not made.
+
+Bounded, so that no run skips for ever.
+"""
 
 from __future__ import annotations
 
-from samestep.errors import NonFiniteError, SpikeError
+from samestep.errors import DataError, NonFiniteError, SpikeError
 from samestep.job_tables import NumericsTable
+
+MASKED = "no label of its batch counts, since all are masked, so no update is made"
+"""The note of a step that counts nothing; the learning rate goes on with the number of the step."""
 
 
 class SkippedSteps:
@@ -17,19 +23,24 @@ class SkippedSteps:
         """Note whether a step was skipped."""
         self._num_in_a_row = self._num_in_a_row + 1 if skipped else 0
 
-    def skips(self, step: int, note: str, *, loss_is_finite: bool, is_spike: bool, is_scaled: bool) -> bool:
-        """Return whether a step, counted from 1, is skipped that is not finite or whose loss is a spike; every rank decides alike.
+    def skips(
+        self, step: int, note: str, *, loss_is_finite: bool, is_spike: bool, is_masked: bool, is_scaled: bool
+    ) -> bool:
+        """Return whether a step, counted from 1, is skipped that is not finite, whose loss is a spike, or of which every label is
+        masked; every rank decides alike.
 
         Raises:
             NonFiniteError: `numerics.on_nonfinite` is "stop", or `numerics.max_skipped` steps were skipped before it.
             SpikeError: so many were skipped before a spike.
+            DataError: so many were skipped before a step that counts nothing.
         """
         if self._num_in_a_row >= self._most:
-            raise (SpikeError if is_spike else NonFiniteError)(
+            kind = DataError if is_masked else SpikeError if is_spike else NonFiniteError
+            raise kind(
                 f"step {step}: {note}; the {self._most} steps before were skipped too, and "
                 f"numerics.max_skipped = {self._most}"
             )
-        if is_spike:
+        if is_spike or is_masked:
             return True
         if loss_is_finite and is_scaled:
             return True  # an overflow of scaled gradients: the next step runs at half the scale

@@ -1,0 +1,52 @@
+"""Models of transformers that move the labels one place in their own loss: those that predict the next token.
+
+Data for such a model has the label of a token at the token's own place (`datasets/labels.py`). Masked models, classifiers and
+encoder-decoders pair the output at a place with the label there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+_CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
+_UNMOVED = ("XLMWithLMHeadModel", "XLNetLMHeadModel")
+"""Classes of language models whose own loss takes the labels as they are."""
+
+
+def moves_labels(module: nn.Module) -> bool:
+    """Return whether a model is one of transformers that predicts the next token, or holds one, as an adapter's wrapper does."""
+    return any(_is_causal(model) for model in _outermost(module))
+
+
+def _outermost(module: nn.Module) -> Iterator[Any]:
+    """Yield the models of transformers in a module that are no part of another one."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return
+    if isinstance(module, modeling.PreTrainedModel):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
+
+
+def _is_causal(model: Any) -> bool:
+    if getattr(model.config, "is_encoder_decoder", False):
+        return False
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415 - the model is one of transformers
+
+    names = {kind.__name__ for kind in type(model).__mro__}
+    if not names.isdisjoint(_UNMOVED):
+        return False
+    known: set[str] = set()
+    for classes in (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    ):
+        for one in classes.values():
+            known.update((one,) if isinstance(one, str) else one)
+    return not names.isdisjoint(known) or getattr(model, "loss_type", None) in _CAUSAL

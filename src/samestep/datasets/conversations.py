@@ -1,0 +1,278 @@
+"""The document of a row: a text, a prompt with its completion, or a conversation; several layouts of rows are read.
+
+    {"text": "..."}                                                     `data.text_field` names the key, `doc.text` one within another
+    {"messages": [{"role": "user", "content": "..."}, ...]}             keys that a chat template reads stay as they are
+    {"conversations": [{"from": "human", "value": "..."}, ...]}         ShareGPT: `from` becomes a role, by `ROLES`
+    {"prompt": ..., "completion": ...}                                  two texts, or two lists of messages, as TRL reads them
+    {"instruction": "...", "input": "...", "output": "..."}             Alpaca: a user's message and a reply
+
+Of a prompt nothing counts in the loss, of a completion and of a conversation what the assistant says. `tools`, `documents` and
+`chat_template_kwargs` of a row are given to the chat template. `system` is the system's message of the last three layouts, and
+`history` a list of pairs of earlier messages and replies of the last one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from samestep.errors import DataError, did_you_mean, shown
+
+Message = Mapping[str, Any]
+
+ROLES = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
+    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "function_call": "assistant", "tool": "tool",
+    "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+"""The roles of ShareGPT's `from`."""
+_TEMPLATE_KEYS = ("tools", "documents", "chat_template_kwargs")
+_CHAT_KEYS = (
+    "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "history",
+    *_TEMPLATE_KEYS,
+)  # fmt: skip
+_SAYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message that say something more than its content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A text that counts, behind one that does not."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages, of which the replies from one on count."""
+
+    messages: Sequence[Message]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Tools, documents and further words that the chat template is given."""
+    first_counted: int = 0
+    """The number of the first message that may count."""
+
+    @property
+    def replies(self) -> tuple[int, ...]:
+        """The numbers of the assistant's messages that count."""
+        numbers = range(self.first_counted, len(self.messages))
+        return tuple(number for number in numbers if self.messages[number]["role"] == "assistant")
+
+
+Document = str | Completion | Conversation
+
+
+def wanted_columns(names: Iterable[str], text_field: str) -> list[str]:
+    """Return those of a table's columns that documents are read from; none where it has no documents."""
+    names = list(names)
+    top = text_field if text_field in names else text_field.partition(".")[0]
+    keys = ("messages", "conversations", *_TEMPLATE_KEYS) if top in names else _CHAT_KEYS
+    found = [name for name in keys if name in names and name != top]
+    return [text_field, *found] if top in names else found
+
+
+def document_of(row: Any, text_field: str, *, may_lack_nulls: bool = False) -> Document:
+    """Return the document of a row; with `may_lack_nulls` a key without a value stands for one that the row does not have.
+
+    Raises:
+        DataError: the row holds none, or what it holds is badly formed.
+    """
+    if not isinstance(row, Mapping):
+        raise DataError(f'a line must be an object such as {{"{text_field}": "..."}}, not {type(row).__name__}')
+    text = _at(row, text_field)
+    given = {key: value for key, value in row.items() if value is not None}
+    if text is not None and not (text == "" and ("messages" in given or "conversations" in given)):
+        return _text(text, text_field)
+    if may_lack_nulls:
+        given = {key: _without_nulls(value) for key, value in given.items()}
+    if "messages" in given:
+        return _conversation(given, _listed(given["messages"], "messages"))
+    if "conversations" in given:
+        turns = [_turn(number, turn) for number, turn in enumerate(_listed(given["conversations"], "conversations"))]
+        return _conversation(given, _with_system(given, turns))
+    if "prompt" in given and "completion" in given:
+        return _prompted(given)
+    if "instruction" in given and "output" in given:
+        return _conversation(given, _alpaca(given))
+    if text_field in row:
+        raise DataError(
+            f"{text_field!r} is null, and the row has no conversation: a text works, or a file without the row"
+        )
+    raise DataError(no_document(row, text_field))
+
+
+def no_document(names: Iterable[str], text_field: str) -> str:
+    """Return that these keys of a row hold no document, and what would."""
+    names = list(names)
+    keys = ", ".join(shown(name) for name in names[:8]) + ", ..." * (len(names) > 8)
+    return (
+        f"neither {text_field!r} nor 'messages'{did_you_mean(text_field, names[:100])}; it has {keys or 'no keys'}; data.text_field "
+        "names the text's key, and 'conversations', 'prompt' with 'completion', and 'instruction' with 'output' are read too"
+    )
+
+
+def _at(row: Mapping[str, Any], path: str) -> Any:
+    """Return what a row has under a key, or under keys one within another that dots separate; None where there is nothing."""
+    if path in row:
+        return row[path]
+    found: Any = row
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _text(value: Any, name: str) -> str:
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{name!r} is not UTF-8 text (byte {error.start})") from None
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        raise DataError(
+            f"{name!r} is a list of {len(value)} texts, not one text: a row for each of them works, or one text that joins them"
+        )
+    raise DataError(f"{name!r} is {type(value).__name__}, not text")
+
+
+def _conversation(row: Mapping[str, Any], messages: Sequence[Any], first_counted: int = 0) -> Conversation:
+    settings: dict[str, Any] = {}
+    for key in _TEMPLATE_KEYS:
+        value = _unpacked(row[key], key) if key in row else None
+        if not value:
+            continue
+        if key == "chat_template_kwargs" and isinstance(value, Mapping):
+            settings |= value
+        elif key != "chat_template_kwargs" and isinstance(value, list):
+            settings[key] = value
+        else:
+            raise DataError(
+                f"{key!r} is {type(value).__name__}: a list of objects works, or of chat_template_kwargs an object"
+            )
+    found = Conversation([_message(number, one) for number, one in enumerate(messages)], settings, first_counted)
+    if not found.replies:
+        which = " of the completion" if first_counted else ""
+        raise DataError(
+            f'no message{which} has the role "assistant", so nothing would be learned; add a reply, or leave the conversation out'
+        )
+    return found
+
+
+def _message(number: int, given: Any) -> Message:
+    """Return a message with all its keys that have a value, and its content, which may be null where it has tool calls."""
+    right = 'a list of {"role": "user", "content": "text"} works'
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+        raise DataError(f"message {number} has no role and content that are text; {right}")
+    role, content = given["role"], given.get("content")
+    kept = {key: value for key, value in given.items() if value is not None}
+    if isinstance(content, str):
+        return kept
+    if content is None:
+        if role == "tool" or any(kept.get(key) for key in _SAYS):
+            return {**kept, "content": None}
+        raise DataError(
+            f"message {number} has no role and content that are text; {right}, or tool_calls without content"
+        )
+    if not isinstance(content, list):
+        raise DataError(f"the content of message {number} is {type(content).__name__}, not text; {right}")
+    return {**kept, "content": [_part(number, part) for part in content]}
+
+
+def _part(number: int, part: Any) -> Message:
+    """Return a part of a message's content as an object with its text."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str) and part.get("type", "text") == "text":
+        return {"type": "text", "text": part["text"]}
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise DataError(
+        f'the content of message {number} has a part of type {shown(kind)}; parts {{"type": "text", "text": "..."}} work'
+    )
+
+
+def _turn(number: int, turn: Any) -> Any:
+    """Return a turn of ShareGPT as a message; one that has a role already stays."""
+    if not isinstance(turn, Mapping) or "from" not in turn:
+        return turn
+    role = ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
+    if role is None:
+        raise DataError(f"turn {number} is from {shown(turn['from'])}: {', '.join(ROLES)} work")
+    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    if turn["from"] != "function_call":
+        return {"role": role, "content": turn.get("value"), **others}
+    called = _unpacked(turn.get("value"), f"the function_call of turn {number}")
+    calls = called if isinstance(called, list) else [called]
+    return {
+        "role": role,
+        "content": None,
+        "tool_calls": [{"type": "function", "function": call} for call in calls],
+        **others,
+    }
+
+
+def _prompted(row: Mapping[str, Any]) -> Document:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Completion(prompt, completion)
+    if isinstance(prompt, list) and isinstance(completion, list):
+        messages = _with_system(row, prompt)
+        return _conversation(row, [*messages, *completion], len(messages))
+    raise DataError(
+        f"'prompt' is {type(prompt).__name__} and 'completion' {type(completion).__name__}: two texts, or two lists of messages, work"
+    )
+
+
+def _alpaca(row: Mapping[str, Any]) -> list[Any]:
+    """Return a row of Alpaca as messages: an instruction and its input are one, on lines of their own."""
+    pairs = [*_listed(row.get("history", []), "history"), None]
+    messages: list[Any] = []
+    for number, pair in enumerate(pairs[:-1]):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise DataError(f"pair {number} of 'history' is no list of a message and its reply")
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    asked = [_text(row[key], key) for key in ("instruction", "input") if row.get(key)]
+    messages += [
+        {"role": "user", "content": "\n".join(asked)},
+        {"role": "assistant", "content": _text(row["output"], "output")},
+    ]
+    return _with_system(row, messages)
+
+
+def _with_system(row: Mapping[str, Any], messages: list[Any]) -> list[Any]:
+    """Return messages behind that of the system, where a row has one."""
+    return [{"role": "system", "content": _text(row["system"], "system")}, *messages] if row.get("system") else messages
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    found = _unpacked(value, name)
+    if (
+        isinstance(found, Mapping)
+        and len({len(one) if isinstance(one, list) else -1 for one in found.values()} - {-1}) == 1
+    ):
+        # Some tables have a list for each key in place of an object for each message.
+        lists = {key: one for key, one in found.items() if isinstance(one, list)}
+        found = [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
+    if isinstance(found, list) and (found or name == "history"):
+        return found
+    raise DataError(f'{name} is not a list of messages; a list of {{"role": "user", "content": "text"}} works')
+
+
+def _unpacked(value: Any, name: str) -> Any:
+    """Return a value, or what a text of JSON in its place says."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError):
+        raise DataError(f"{name!r} is a text that is not JSON") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of a table without the keys that have none: all objects of a column have the same keys there."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -1,0 +1,234 @@
+"""Labels of a causal language model: which token the label at a position is, and how all become labels of the next token.
+
+    next        labels[t] is the token after input_ids[t]; samestep's own sources of text give this
+    aligned     labels[t] is input_ids[t] or -100: collators and processors for transformers give this, since the loss of
+                transformers pairs the output at t with labels[t + 1]
+
+A loss here pairs the output at t with the label at t. Aligned labels are therefore moved one place to the left on the host,
+before any rank cuts a sequence: labels[t] becomes labels[t + 1], and -100 at the last token of a sample and of a packed
+document. A document begins where transformers sees one begin: by position_ids that do not rise by one, without attention_mask.
+
+A dataset says in an attribute `label_convention` which one it follows, or `data.labels` says it, or samples that are spread
+over the dataset show it. A target that is the input at its own place is refused: a causal model would learn to copy it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from samestep.datasets.batch import Dataset, read_samples
+from samestep.datasets.mixture import Mixture
+from samestep.errors import DataError
+from samestep.job_tables import Convention
+
+LOOKED_AT = 8
+"""Samples of a dataset, spread over it, whose labels are held against their inputs."""
+MOST_LOOKED_AT = 64
+"""Samples that are looked at where the first ones count no label."""
+_NOT_COUNTED = -100
+
+
+def convention_of(dataset: Dataset, word: Convention | None) -> Convention:
+    """Return which token the labels of a dataset are; `word` is the key `data.labels`.
+
+    Samples without a label for each token are as they are, "next".
+
+    Raises:
+        DataError: the samples show neither and there is no word, they contradict the word, or they have no `input_ids`
+            of the labels' shape.
+    """
+    if isinstance(dataset, Mixture):
+        return _of_mixture(dataset, word)
+    said = getattr(dataset, "label_convention", None)
+    if said is not None:
+        if word == "aligned":
+            raise DataError('this source gives labels of the next token, and data.labels = "aligned": "next" works')
+        return said
+    seen = _Seen()
+    for count in (LOOKED_AT, MOST_LOOKED_AT):
+        places = np.unique(np.linspace(0, len(dataset) - 1, count).astype(np.int64))
+        for place in places:
+            seen = seen.joined(_Seen.of(read_samples(dataset, places[places == place]), word))
+        if seen.counted:
+            break
+    return seen.convention(word)
+
+
+def convention_of_samples(samples: Any, word: Convention | None) -> Convention:
+    """Return which token the labels of some samples are, as `convention_of` does for a dataset."""
+    return _Seen.of(samples, word).convention(word)
+
+
+def _of_mixture(dataset: Mixture, word: Convention | None) -> Convention:
+    found = {convention_of(part, word) for part in dataset.parts}
+    if len(found) == 1:
+        return found.pop()
+    raise DataError(
+        "the labels of some sources in data.mixture are the inputs at their own place, and those of others the next tokens: "
+        "sources of one kind work"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The comparison of labels with inputs: how many are compared, and whether one of them differs."""
+
+    counted: int = 0
+    """Labels that count."""
+    has_next: int = 0
+    """Labels that count and whose next token is in the sample and the document."""
+    has_previous: int = 0
+    """Labels that count and whose token before is in the sample and the document."""
+    is_own: bool = True
+    """Whether every label that counts is the input at its place."""
+    is_next: bool = True
+    """Whether every one with a next token is that."""
+    is_previous: bool = True
+    """Whether every one with a token before is that."""
+
+    @classmethod
+    def of(cls, samples: Any, word: Convention | None) -> _Seen:
+        """Return the comparison of some samples."""
+        if labels_of_tokens(samples) is None:
+            return cls()
+        if (found := inputs_and_labels(samples)) is None:
+            if word is not None:
+                return cls(is_own=word == "aligned", is_next=word == "next", is_previous=False)
+            raise DataError(
+                "the samples have no input_ids of the labels' shape, which would show whether they are those of the "
+                'next token: data.labels = "next" works, or "aligned" where labels[t] is the token at t'
+            )
+        inputs, labels = found
+        counts, same_document = labels != _NOT_COUNTED, _same_document(samples, labels)
+        has_next, has_previous = counts[:, :-1] & same_document, counts[:, 1:] & same_document
+        return cls(
+            counted=int(counts.sum()),
+            has_next=int(has_next.sum()),
+            has_previous=int(has_previous.sum()),
+            is_own=not bool((counts & (labels != inputs)).any()),
+            is_next=not bool((has_next & (labels[:, :-1] != inputs[:, 1:])).any()),
+            is_previous=not bool((has_previous & (labels[:, 1:] != inputs[:, :-1])).any()),
+        )
+
+    def joined(self, other: _Seen) -> _Seen:
+        """Return the comparison of the samples of both."""
+        return _Seen(
+            self.counted + other.counted,
+            self.has_next + other.has_next,
+            self.has_previous + other.has_previous,
+            self.is_own and other.is_own,
+            self.is_next and other.is_next,
+            self.is_previous and other.is_previous,
+        )
+
+    def convention(self, word: Convention | None) -> Convention:
+        """Return the convention that the samples show, or the word where they do not contradict it.
+
+        Raises:
+            DataError: they show neither and there is no word, or they contradict it.
+        """
+        shows_next = self.is_next and self.has_next > 0
+        shows_own = self.is_own and self.counted > 0 and not shows_next
+        if word == "next" and shows_own:
+            raise DataError(
+                'data.labels = "next", and the labels are the input_ids at their own place, so a causal model would learn to '
+                'copy what it sees: data.labels = "aligned" works, which pairs the output at t with labels[t + 1]'
+            )
+        if word == "aligned" and not self.is_own:
+            if shows_next:
+                raise DataError(
+                    'data.labels = "aligned", and the labels are the next tokens already: data.labels = "next" works'
+                )
+            if self.is_previous and self.has_previous > 0:
+                raise DataError(
+                    'data.labels = "aligned", and labels[t + 1] is input_ids[t], so a causal model would learn to copy what it '
+                    "sees: labels[t] = input_ids[t] works"
+                )
+        if word is not None:
+            return word
+        if shows_own:
+            return "aligned"
+        if self.is_next:
+            return "next"
+        raise DataError(
+            "the labels are neither the input_ids at their own place, as transformers takes them, nor the next tokens: "
+            'data.labels = "next" says that the output at t is to be labels[t], and data.labels = "aligned" that it is to be '
+            "labels[t + 1]"
+        )
+
+
+def inputs_and_labels(samples: Any) -> tuple[Tensor, Tensor] | None:
+    """Return token ids and labels [samples, T] of a dict, or of a tuple its first two; None where their shapes differ."""
+    labels = labels_of_tokens(samples)
+    inputs = samples.get("input_ids") if isinstance(samples, Mapping) else samples[0] if labels is not None else None
+    if labels is None or not isinstance(inputs, Tensor) or inputs.shape != labels.shape or inputs.is_floating_point():
+        return None
+    return inputs, labels
+
+
+def labels_of_tokens(samples: Any) -> Tensor | None:
+    """Return the labels of samples that have one for each token: whole numbers [samples, T]; else None."""
+    found = samples.get("labels") if isinstance(samples, Mapping) else None
+    if isinstance(samples, (tuple, list)) and len(samples) > 1:
+        found = samples[1]
+    return found if isinstance(found, Tensor) and found.dim() == 2 and not found.is_floating_point() else None
+
+
+def _same_document(samples: Any, labels: Tensor) -> Tensor:
+    """Return whether each token but the last is in one document with the next one, as bool [samples, T - 1]."""
+    positions = samples.get("position_ids") if isinstance(samples, Mapping) else None
+    if isinstance(positions, Tensor) and positions.shape == labels.shape and "attention_mask" not in samples:
+        return positions.diff(dim=1) == 1
+    return torch.ones_like(labels[:, 1:], dtype=torch.bool)
+
+
+def with_next_labels(samples: Any) -> Any:
+    """Return samples whose aligned labels are moved one place to the left, so that each is the token after its input."""
+    labels = labels_of_tokens(samples)
+    if labels is None:
+        return samples
+    moved = torch.full_like(labels, _NOT_COUNTED)
+    moved[:, :-1] = labels[:, 1:].masked_fill(~_same_document(samples, labels), _NOT_COUNTED)
+    if isinstance(samples, Mapping):
+        return {**samples, "labels": moved}
+    return samples[0], moved, *samples[2:]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class NextLabelBatch:
+    """A batch of a step whose aligned labels are moved when its samples are read."""
+
+    batch: Any
+    """The batch that the caller of a run has given, as `Batch` is one."""
+
+    @property
+    def step(self) -> int:
+        """The step's index, counted from 0."""
+        return int(self.batch.step)
+
+    def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[npt.NDArray[np.int64]]:
+        """Return the sample indices of each micro-batch of one data rank."""
+        return list(self.batch.shares(rank, num_ranks, num_microbatches))
+
+    def samples(self, indices: npt.NDArray[np.int64] | Sequence[int]) -> Any:
+        """Return the samples of the given indices, with labels of the next token."""
+        return with_next_labels(self.batch.samples(indices))
+
+    def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
+        """Begin to read a data rank's micro-batches before `samples` is asked for them."""
+        self.batch.read_ahead(rank, num_ranks, num_microbatches, pin=pin)
+
+    def before_next(self, function: Callable[[], None]) -> None:
+        """Call a function before the stream of the batch yields the next one, or ends."""
+        self.batch.before_next(function)
+
+    def end_stream(self) -> None:
+        """End the stream of the batch."""
+        self.batch.end_stream()

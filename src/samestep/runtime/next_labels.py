@@ -1,0 +1,72 @@
+"""Batches whose labels are those of the next token, for a loss that pairs the output at a place with the label there.
+
+Only labels that a causal model of transformers is trained on with the cross entropy can stand for the tokens at their own
+place; which they do is found out once for each dataset (`datasets/labels.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from torch import nn
+
+from samestep.building.loss import cross_entropy
+from samestep.building.own_loss import moves_labels
+from samestep.datasets.labels import (
+    LOOKED_AT,
+    NextLabelBatch,
+    convention_of,
+    convention_of_samples,
+    labels_of_tokens,
+)
+from samestep.job import Job
+from samestep.job_tables import Convention
+from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.preparation import Loss
+
+_KEPT = 8
+"""Datasets whose convention is kept: those that a run trains on and evaluates."""
+
+
+def check_labels(module: nn.Module, loss: Loss, job: Job, dataset: Any, example: Any) -> None:
+    """Refuse a dataset that does not show which token its labels are, before a process starts.
+
+    Raises:
+        DataError: it does not, or its labels contradict `data.labels`.
+    """
+    if loss is cross_entropy and labels_of_tokens(example) is not None and moves_labels(module):
+        convention_of(dataset, job.data.labels)
+
+
+class NextLabels:
+    """The datasets of a run whose labels are aligned."""
+
+    def __init__(self, loss: Loss, job: Job) -> None:
+        self._is_cross_entropy, self._word = loss is cross_entropy, job.data.labels
+        self._moves: bool | None = None
+        self._found: deque[tuple[Any, Convention]] = deque(maxlen=_KEPT)
+
+    def of(self, batch: StepBatch, module: nn.Module) -> StepBatch:
+        """Return the batch with labels of the next token: itself, unless its dataset has aligned labels.
+
+        Raises:
+            DataError: the samples do not show which token their labels are, or contradict `data.labels`.
+        """
+        if self._moves is None:
+            self._moves = self._is_cross_entropy and moves_labels(module)
+        if not self._moves or isinstance(batch, NextLabelBatch):
+            return batch
+        return NextLabelBatch(batch) if self._convention(batch) == "aligned" else batch
+
+    def _convention(self, batch: StepBatch) -> Convention:
+        dataset = getattr(batch, "dataset", None)
+        found = next((convention for one, convention in self._found if one is dataset), None)
+        if found is None:
+            if dataset is None:
+                samples = batch.samples(batch.shares(0, 1, 1)[0][:LOOKED_AT])
+                found = convention_of_samples(samples, self._word)
+            else:
+                found = convention_of(dataset, self._word)
+            self._found.append((dataset, found))
+        return found

@@ -1,0 +1,118 @@
+"""Files of documents as people have them: packed, in other encodings, one array, nested, and damaged in ways that are drawn."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samestep.datasets import open_dataset
+from samestep.errors import DataError
+from tests.damaged_rows import READERS, is_read, job_of, judged, zstd
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_damaged_files_are_read_as_by_other_libraries_or_refused_by_file_and_row(reader: str, tmp_path: Path) -> None:
+    wrong = []
+    for damage in READERS[reader](tmp_path, 7, 50):
+        if verdict := judged(damage):
+            wrong.append(verdict)
+        assert is_read(damage.twin, damage.tokenizer), damage
+    assert not wrong
+
+
+def tokens_of(source: str, **data: Any) -> bytes:
+    job = job_of(source)
+    return bytes(open_dataset(job.model_copy(update={"data": job.data.model_copy(update=data)})).tokens)  # type: ignore[attr-defined]
+
+
+LINES = b'{"text": "a"}\n{"text": "\xc3\xa9"}\n'
+
+
+@pytest.mark.parametrize("name", ["d.jsonl.gz", "d.jsonl.zst", "d.jsonl.bz2", "d.jsonl.xz", "d.jsonl"])
+def test_packed_lines_are_unpacked_in_a_folder_and_alone(tmp_path: Path, name: str) -> None:
+    import bz2
+    import lzma
+
+    packs = {"gz": gzip.compress, "zst": zstd, "bz2": bz2.compress, "xz": lzma.compress}
+    end = name.rpartition(".")[2]
+    (tmp_path / name).write_bytes(packs[end](LINES) if end in packs else LINES)
+    (tmp_path / "e.jsonl").write_bytes(LINES)
+    assert tokens_of(f"jsonl:{tmp_path / name}") == "aé".encode()
+    assert tokens_of(f"jsonl:{tmp_path}") == "aéaé".encode()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_a_mark_or_the_first_bytes_say_the_encoding(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "d.jsonl").write_bytes(LINES.decode().encode(encoding))
+    assert tokens_of(f"jsonl:{tmp_path / 'd.jsonl'}") == "aé".encode()
+    if encoding in ("utf-16", "utf-32"):
+        (tmp_path / "d.txt").write_bytes("aé\r\n猫".encode(encoding))
+        assert tokens_of(f"text:{tmp_path / 'd.txt'}") == "aé\n猫".encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ('[{"text": "a"},\n {"text": "b"},\n {"text" "c"}]', r"d\.jsonl:3: not JSON: Expecting ':' delimiter"),
+        ('[{"text": "a"}\n{"text": "b"}]', r"d\.jsonl:2: not JSON: the array is cut off"),
+        ('[{"text": "a"},\n{"text": "b"}', r"d\.jsonl:2: not JSON: the array is cut off"),
+        ('[{"text": "a"},\n]', r"d\.jsonl:2: not JSON: Expecting value"),
+        ('[{"text": "a"}]\n[{"text": "b"}]', r"d\.jsonl:1: not JSON lines: text follows an array"),
+        ('[{"text": "a"},\n3]', r"d\.jsonl:2: a line must be an object"),
+    ],
+)
+def test_an_array_is_named_by_the_line_of_an_element(tmp_path: Path, content: str, text: str) -> None:
+    (tmp_path / "d.jsonl").write_text(content)
+    with pytest.raises(DataError, match=text):
+        tokens_of(f"jsonl:{tmp_path / 'd.jsonl'}")
+
+
+def test_a_field_within_another_is_read_in_every_kind_of_file(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from datasets import Dataset
+    from pyarrow import parquet
+
+    rows = [{"doc": {"text": "ab", "more": {"id": 1}}, "id": 1}, {"doc": {"text": "c", "more": {"id": 2}}, "id": 2}]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "d"))
+    for source in (f"jsonl:{tmp_path / 'd.jsonl'}", f"parquet:{tmp_path / 'd.parquet'}", f"hf:{tmp_path / 'd'}"):
+        assert tokens_of(source, text_field="doc.text") == b"abc"
+        with pytest.raises(DataError, match=r"(jsonl:1|row 0): neither 'doc.txt' nor 'messages'.*it has 'doc'"):
+            tokens_of(source, text_field="doc.txt")
+    (tmp_path / "e.jsonl").write_text('{"doc.text": "x"}\n')
+    assert tokens_of(f"jsonl:{tmp_path / 'e.jsonl'}", text_field="doc.text") == b"x"
+
+
+def test_only_columns_that_are_read_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"text": ["a"], "picture": [b"\x89PNG"], "doc": [{"x": 1}]}), tmp_path / "d.parquet")
+    seen: list[Any] = []
+    whole = parquet.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        parquet.ParquetFile, "iter_batches", lambda self, *a, **k: seen.append(k["columns"]) or whole(self, *a, **k)
+    )
+    assert tokens_of(f"parquet:{tmp_path / 'd.parquet'}") == b"a"
+    assert seen == [["text"]]
+
+
+def test_an_archive_and_a_missing_library_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "d.zip", "w") as archive:
+        archive.writestr("a.txt", "x")
+    for word in ("jsonl", "text"):
+        with pytest.raises(DataError, match=r"d\.zip is a zip archive of files: a folder"):
+            tokens_of(f"{word}:{tmp_path / 'd.zip'}")
+    (tmp_path / "d.jsonl.zst").write_bytes(zstd(LINES))
+    for name in ("compression.zstd", "zstandard", "pyarrow"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(DataError, match=r"needs the library zstandard or pyarrow: pip install zstandard"):
+        tokens_of(f"jsonl:{tmp_path / 'd.jsonl.zst'}")
