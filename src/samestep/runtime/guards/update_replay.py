@@ -62,7 +62,8 @@ class UpdateReplay:
 
     def misfit(self) -> float:
         """Update the copy too; return by how much the update differs, over the largest weight, or 0 within rounding."""
-        self._copy.grad = (self._gradient * self._updater.factor).to(self._copy.device).view_as(self._copy)
+        if self.piece.name not in self._updater.unused:
+            self._copy.grad = (self._gradient * self._updater.factor).to(self._copy.device).view_as(self._copy)
         held = [vars(self._twin), *self._twin.param_groups]
         with unmoved_generators(value for values in held for value in values.values()):
             self._twin.step()

@@ -42,8 +42,8 @@ class WholeWeights:
 
     @classmethod
     def of(cls, model: ModelSpec, attributes: Mapping[str, Mapping[str, Any]]) -> WholeWeights:
-        """Return the weights of a model that ask for gradients, those that take no part among them: they have positions."""
-        return cls({param.name: param.shape for param in model.params if param.trainable or param.is_idle}, attributes)
+        """Return the weights of a model that ask for gradients."""
+        return cls({param.name: param.shape for param in model.params if param.trainable}, attributes)
 
 
 ALONE = WholeWeights()

@@ -32,6 +32,7 @@ from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.optimizers.pieces import LiveWeights, Piece
 from samestep.runtime.optimizers.split_masters import SplitMasters
 from samestep.runtime.optimizers.update_rule import TRIED, OptimizerSource, has_hooks, is_torchs_own
+from samestep.runtime.optimizers.used_weights import Unused
 from samestep.runtime.optimizers.weight_averages import WeightAverages
 
 _ROW = 4096
@@ -94,6 +95,8 @@ class Updater:
     """How states are held between two updates; None where they are as the optimizer computes with them."""
     step_index: int = 0
     """The step of the next update, counted from 0."""
+    unused: Unused = frozenset()
+    """Names of the weights that the step gave no gradient: the next update leaves them, and their states, as they are."""
     averages: WeightAverages | None = None
     """Moving averages of the pieces; None where the job keeps none."""
 
@@ -269,7 +272,9 @@ class Updater:
                 lent = [piece.value for piece in chunk if piece.value.grad is None]
                 for piece in chunk:
                     gradient = of_piece[id(piece)]
-                    if piece.value.grad is not gradient:
+                    if piece.name in self.unused:
+                        piece.value.grad = None
+                    elif piece.value.grad is not gradient:
                         piece.value.grad = gradient.view_as(piece.value)
                 try:
                     self.optimizer.step()
@@ -297,13 +302,14 @@ class Updater:
         if self.packing is None or self.optimizer is None:
             yield
             return
-        for piece in chunk:
+        stated = [piece for piece in chunk if piece.name not in self.unused]
+        for piece in stated:
             if piece.value in self.optimizer.state:
                 self.packing.widen(piece, self.optimizer.state[piece.value])
         try:
             yield
         finally:
-            for piece in chunk:
+            for piece in stated:
                 if piece.value in self.optimizer.state:
                     self.packing.pack(piece, self.optimizer.state[piece.value], self.step_index)
 

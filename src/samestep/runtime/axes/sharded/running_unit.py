@@ -49,8 +49,9 @@ class RunningUnit:
         self.chunk = next((i for i, layers in enumerate(program.chunks) if unit.first_layer in layers), 0)
         self.hooks: dict[int, Callable[[Tensor], Tensor]] = {}
         """The user's hooks on gradients, by the id of the sharded weight."""
-        self.idle: dict[int, Callable[[Tensor], None]] = {}
-        """What is called if a weight has a gradient that had none in the trace, by the id of the sharded weight."""
+        self.trained = {param.name for param in program.step.model.params if param.trainable and param.name in unit.params}
+        self._watched: set[int] = set()
+        """The gathered weights, by their ids, whose gradients are noted."""
         self.compares = False
         self.after_backward: Callable[[RunningUnit], None] = RunningUnit.complete
         """What is called once the backward of a micro-batch is over in it."""
@@ -83,6 +84,9 @@ class RunningUnit:
         self._microbatch = 0
         self._in_backward = self.is_waiting = False
         self.written: set[str] = set()
+        self.made: set[str] = set()
+        """Names of the weights to which a micro-batch that counts has given a gradient."""
+        self._counts = True
         self._known: list[Any] | None = None
         self._reduces = self._all_reduces = self._frees = False
 
@@ -134,7 +138,7 @@ class RunningUnit:
         self._compare()
         if not has_backward():
             return
-        self._watch_idle()
+        self._watch_gradients()
         self._open[self._microbatch] += 1
         if not self.unit.input_takes_gradient:
             return  # its gradients are reduced at the end of the task, also where an input takes one this time
@@ -174,12 +178,21 @@ class RunningUnit:
                 self.written.add(self.names[index % count])
         self._known = now
 
-    def _watch_idle(self) -> None:
-        """Let the gradient of a weight that took no part in the trace be noticed, once it has been gathered."""
-        for weight in self.group.fsdp_params if self.idle else ():
-            hook, whole = self.idle.get(id(weight.sharded_param)), weight._unsharded_param
-            if hook is not None and not whole.requires_grad:
-                whole.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    def _watch_gradients(self) -> None:
+        """Let the gradients of trained weights be noted once these are gathered, and gathered ones be as frozen as the shards."""
+        for name, weight in zip(self.names, self.group.fsdp_params, strict=True):
+            whole = weight._unsharded_param
+            if name not in self.trained:
+                continue
+            if whole.requires_grad is not weight.sharded_param.requires_grad:
+                whole.requires_grad_(weight.sharded_param.requires_grad)
+            if whole.requires_grad and id(whole) not in self._watched:
+                self._watched.add(id(whole))
+                whole.register_post_accumulate_grad_hook(functools.partial(self._note_gradient, name))
+
+    def _note_gradient(self, name: str, _: Tensor) -> None:
+        if self._counts:
+            self.made.add(name)
 
     def end_calls(self) -> None:
         """End a forward that has called some of several modules: FSDP2 ends it with the last of them."""
@@ -198,9 +211,13 @@ class RunningUnit:
 
     # -- backward ----------------------------------------------------------------------------------
 
-    def begin_backward(self, microbatch: int, *, reduces: bool, all_reduces: bool, frees: bool) -> None:
-        """Set what ends the unit's backward: whether it reduces, over all axes or not, and frees the weights."""
+    def begin_backward(
+        self, microbatch: int, *, reduces: bool, all_reduces: bool, frees: bool, counts: bool = True
+    ) -> None:
+        """Set what ends the unit's backward: whether it reduces, over all axes or not, and frees the weights; and whether its
+        gradients count as uses of them."""
         self._microbatch, self._in_backward, self.is_waiting = microbatch, True, False
+        self._counts = counts
         self._reduces, self._all_reduces, self._frees = reduces, all_reduces, frees
 
     def _close_call(self, microbatch: int, waiting: set[int], key: int, _: Tensor) -> None:
@@ -219,7 +236,8 @@ class RunningUnit:
         self._calls.pop(self._microbatch, None)
         self.group.wait_for_unshard()  # gathered ahead of need by another unit, and not used
         if self._reduces:
-            weights = [weight for weight in self.group.fsdp_params if weight.sharded_param.requires_grad]
+            named = zip(self.names, self.group.fsdp_params, strict=True)
+            weights = [weight for name, weight in named if name in self.trained]
             self._fill(weights)
             self._apply_hooks(weights)
         self._end_backward()

@@ -71,7 +71,7 @@ class Sharded:
         self.pieces: list[Piece] = []
         self.frozen: list[Piece] = []
         self._params: dict[str, DTensor] = {}
-        self.frozen_params: dict[str, DTensor] = {}
+        self._trained: dict[str, DTensor] = {}
         self._fill(slots, materialize)
         # Explicitly: in a stage's first forward stand-ins replace the modules of its other chunks.
         self._root._get_fsdp_state()._lazy_init()
@@ -112,11 +112,11 @@ class Sharded:
             start = rows.start * spec.row_numel
             if not spec.trainable:
                 stop = start + len(local) * spec.row_numel
-                self.frozen_params[spec.name] = param
                 self.frozen.append(
                     Piece(spec.name, start, stop, local, lambda: torch.zeros(0), is_packed=bool(spec.held_as))
                 )
                 continue
+            self._trained[spec.name] = param
             if local.numel():
                 self.pieces.append(self._piece(spec, start, start + local.numel(), param))
 
@@ -167,7 +167,7 @@ class Sharded:
                 )
 
     @contextmanager
-    def running(self, task: Task) -> Iterator[None]:
+    def running(self, task: Task, *, counts: bool = True) -> Iterator[None]:
         """Let the units gather, free and reduce as the program says, while a task runs inside.
 
         Collective over the axes of the units, as `WeightStore.running` says.
@@ -187,6 +187,7 @@ class Sharded:
                     reduces=last or step.layout.accumulate == "sharded",
                     all_reduces=last,
                     frees=last or step.zero == 3,
+                    counts=counts,
                 )
         self._order.begin(task.body)
         yield
@@ -206,12 +207,10 @@ class Sharded:
         """Return the weights that a forward of this step has written while they were gathered, which is lost."""
         return [name for unit in self._units for name in sorted(unit.written)]
 
-    def hook_idle(self, hooks: Mapping[str, Callable[[Tensor], None]]) -> None:
-        """Call a function once a weight that took no part in the trace has a gradient."""
-        for name, hook in hooks.items():
-            for unit in self._units:
-                if name in unit.unit.params:
-                    unit.idle[id(self.frozen_params[name])] = hook
+    def without_gradient(self) -> Mapping[str, bool]:
+        """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""
+        made = set[str]().union(*(unit.made for unit in self._units))
+        return {name: not param.requires_grad for name, param in self._trained.items() if name not in made}
 
     def finish_gradients(self) -> None:
         """Wait for FSDP2's reductions; sum gradients over tied stages, and over axes on which they are partial.
@@ -227,7 +226,7 @@ class Sharded:
         for op in self.program.bodies[UPDATE_BODY]:
             if op.codec is not None:
                 self._encoded.send(op)
-            elif op.axis in partial_axes:
+            elif op.kind is OpKind.ALL_REDUCE and op.axis in partial_axes and op.owner in units:
                 self._sum_shards(op, partial_sizes(step, units[op.owner], op.axis))
             elif op.kind is OpKind.ALL_REDUCE and op.owner in self._params:
                 self._sum_shards(op, {op.owner: op.size_bytes // BYTES_OF[op.dtype]})
