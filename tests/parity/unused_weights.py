@@ -19,6 +19,7 @@ from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from samestep.runtime.step_report import StepReport
 from tests.laboratory import device_of_ranks
 
 STEPS, WIDTH = 5, 6
@@ -186,12 +187,17 @@ def run_of(
     return Run(source, Layout.parse(layout), made, RankInfo(rank, rank, world, world, device_of_ranks()))
 
 
-def taken(run: Run, plan: list[Turn], first: int = 0) -> Iterator[float]:
-    """Take the steps of a loop in a run; yield their losses."""
+def reports(run: Run, plan: list[Turn], first: int = 0) -> Iterator[StepReport]:
+    """Take the steps of a loop in a run; yield their reports."""
     for batch in batches(Pairs(), run.job, first):
         run.prepare(batch.samples(batch.indices[:1]))
-        plan[batch.step].make(run.model)
-        yield run.step(batch).loss
+        plan[batch.step].make(run._stepper._own.current.model.module)
+        yield run.step(batch)
+
+
+def taken(run: Run, plan: list[Turn], first: int = 0) -> Iterator[float]:
+    """Take the steps of a loop in a run; yield their losses."""
+    return (report.loss for report in reports(run, plan, first))
 
 
 def plain(model: str, made: Job, optimizer: Callable[[Any], Optimizer], plan: list[Turn]) -> tuple[list[float], dict[str, Tensor]]:

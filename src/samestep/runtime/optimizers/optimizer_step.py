@@ -267,8 +267,9 @@ class Updater:
         assert self.optimizer is not None
         gradients = host_copies.beside(gradients, [piece.value for piece in self.pieces])
         of_piece = {id(piece): gradient for piece, gradient in zip(self.pieces, gradients, strict=True)}
-        for chunk in self.chunks or [self.pieces]:
-            with _widened(chunk), self._unpacked(chunk), _holding_only(self.optimizer, chunk if self.chunks else None):
+        for chunk in self._together():
+            is_all = len(chunk) == len(self.pieces)
+            with _widened(chunk), self._unpacked(chunk), _holding_only(self.optimizer, None if is_all else chunk):
                 lent = [piece.value for piece in chunk if piece.value.grad is None]
                 for piece in chunk:
                     gradient = of_piece[id(piece)]
@@ -295,6 +296,27 @@ class Updater:
                     self.averages.update(chunk, held_back)
         if self.given is not None:
             self.given._opt_called = True  # type: ignore[attr-defined]  # what a scheduler over the instance asks for
+
+    def _together(self) -> list[list[Piece]]:
+        """Return the pieces by what is updated together.
+
+        Torch's fused SGD takes momenta of all weights or of none, so weights that are used for the first time come by themselves.
+        """
+        chunks = self.chunks or [self.pieces]
+        optimizer = self.optimizer
+        if not isinstance(optimizer, torch.optim.SGD) or not any(group["fused"] for group in optimizer.param_groups):
+            return chunks
+        begun = {
+            id(piece)
+            for piece in self.pieces
+            if optimizer.state.get(piece.value, {}).get("momentum_buffer") is not None or piece.name in self.unused
+        }
+        parts = [
+            [piece for piece in chunk if (id(piece) in begun) is has_begun]
+            for chunk in chunks
+            for has_begun in (True, False)
+        ]
+        return [part for part in parts if part]
 
     @contextmanager
     def _unpacked(self, chunk: list[Piece]) -> Iterator[None]:
