@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from samestep.errors import LayoutError, ModelError
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.update_rules import parts_of
+from samestep.runtime.optimizers.step_code import optimizers_in
 from samestep.runtime.optimizers.update_rule import (
     TRIED,
     OptimizerSource,
@@ -172,11 +172,11 @@ def built_over(source: OptimizerSource, pieces: list[tuple[str, Tensor]], whole:
     except TRIED:
         optimizer = None
     wanted, weights = skeleton(source, whole.shapes, whole.attributes)  # the last one made, which a scheduler has
-    state_from_the_start = bool(wanted.state)
+    reached = optimizers_in(wanted)
+    state_from_the_start = any(one.state for one in reached)
     if put_in_place(wanted, weights, dict(pieces)) and not state_from_the_start:
         return wanted
-    nested = [leaf for leaf in tree_leaves(list(vars(wanted).values())) if isinstance(leaf, Optimizer)]
-    if optimizer is None or nested:
+    if optimizer is None or len(reached) > 1:
         raise ModelError(
             f"{type(wanted).__name__} keeps its parameters outside of its groups, or state from the start, and gives parts "
             "of the weights other options than the whole ones: zero=0 without tp and pp works"

@@ -37,6 +37,8 @@ class StepCode:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.numbers: set[float] = set()
+        self.optimizers: list[Any] = [optimizer]
+        """The optimizer, and those that it reaches: a wrapper's own ones, which hold groups and states of theirs."""
         self.tensors: set[int] = set()
         """Ids of the tensors that its code reaches, in a closure as in an attribute."""
         self.places: list[Place] = []
@@ -49,7 +51,7 @@ class StepCode:
         self._look_at(own)
         self._class(type(optimizer))
         for group in optimizer.param_groups:
-            self._look_at({key: value for key, value in group.items() if key not in ("params", "param_names")})
+            self._look_at(_options_of(group))
         self.places += [(vars(optimizer), key) for key in own]
 
     def _look_at(self, value: Any, place: Place | None = None) -> None:
@@ -94,6 +96,9 @@ class StepCode:
             held = getattr(value, "__dict__", {})
             skipped = ("state", "param_groups") if isinstance(value, Optimizer) else ()
             yield from ((inner, (held, key)) for key, inner in list(held.items()) if key not in skipped)
+            if isinstance(value, Optimizer) and all(value is not one for one in self.optimizers):
+                self.optimizers.append(value)
+                yield from ((options, None) for options in map(_options_of, value.param_groups))
 
     def _class(self, kind: type) -> None:
         for base in kind.__mro__:
@@ -145,6 +150,15 @@ class StepCode:
                     value.extend(before if isinstance(value, collections.deque) else ())
             for place, before in numbers:
                 write(place, before)
+
+
+def optimizers_in(optimizer: Optimizer) -> list[Any]:
+    """Return an optimizer and those that its step reaches."""
+    return StepCode(optimizer).optimizers
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def read(place: Place) -> Any:
