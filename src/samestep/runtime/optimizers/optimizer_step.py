@@ -27,6 +27,7 @@ from samestep.job_tables import NumericsTable
 from samestep.program.step import update_chunks
 from samestep.runtime import host_copies
 from samestep.runtime.first_state import optimizer_digests
+from samestep.runtime.guards.own_communication import alone
 from samestep.runtime.optimizers.optimizer_source import ALONE, GivenOptimizer, WholeWeights, built_over, check_step
 from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.optimizers.pieces import LiveWeights, Piece
@@ -112,11 +113,13 @@ class Updater:
         splits_masters: bool = False,
         packing: StatePacking | None = None,
         averages: WeightAverages | None = None,
+        follows_schedule: bool = False,
     ) -> Updater:
         """Build the optimizer over `pieces` of the `whole` weights; `splits_masters` holds masters in two halves.
 
         Raises:
-            ModelError: the optimizer's `step` needs a closure, or it holds none of the weights.
+            ModelError: the optimizer's `step` needs a closure, it holds none of the weights, or it `follows_schedule` and has no
+                learning rate.
         """
         for piece in pieces:
             piece.value.requires_grad_(True)
@@ -126,6 +129,11 @@ class Updater:
             check_step(optimizer)
         scaled = numerics.precision == "fp16"
         scale = LossScale(numerics.loss_scale, numerics.loss_scale_growth_steps) if scaled else LossScale()
+        if optimizer is not None and follows_schedule and any("lr" not in group for group in optimizer.param_groups):
+            raise ModelError(
+                f"a group of {type(optimizer).__name__} has no learning rate `lr`, which the job's schedule sets: "
+                'schedule.name = "constant" without warm-up works'
+            )
         given = source.instance if isinstance(source, GivenOptimizer) else None
         rates = _rates(optimizer)
         made = cls(
@@ -172,6 +180,8 @@ class Updater:
         for index, rate in changed.items():
             self.first_lr[index] = rate
         for group, first in zip(self.optimizer.param_groups, self.first_lr, strict=True):
+            if "lr" not in group:
+                continue
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(first * factor)
             else:
@@ -278,7 +288,8 @@ class Updater:
                     elif piece.value.grad is not gradient:
                         piece.value.grad = gradient.view_as(piece.value)
                 try:
-                    self.optimizer.step()
+                    with alone(type(self.optimizer).__name__):
+                        self.optimizer.step()
                 except TRIED as error:  # of the user's own code, such as an assertion that a closure is given
                     if self.step_index or isinstance(
                         error, InputError | torch.OutOfMemoryError | torch.AcceleratorError
@@ -448,7 +459,8 @@ def _options(optimizer: Optimizer | None) -> list[dict[str, Any]]:
 
 
 def _rates(optimizer: Optimizer | None) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
+    """Return the learning rate of each group; 0 for one without."""
+    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups] if optimizer is not None else []
 
 
 def clip_factor(norm: float, limit: float | None) -> float:

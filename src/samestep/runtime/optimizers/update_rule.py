@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from samestep.building.combined_optimizer import CombinedOptimizer, class_names, member_over
 from samestep.building.dispatch_mode import uncompiled
 from samestep.errors import ModelError
+from samestep.runtime.guards.own_communication import alone
 from samestep.runtime.optimizers.followed_step import CountsOnHost, Entry, FollowedStep, ReadsNumbersError, UpdateLabel
 from samestep.runtime.optimizers.step_code import StepCode, optimizers_in
 from samestep.runtime.optimizers.trial_steps import march
@@ -344,7 +345,7 @@ class _Trial:
             for name, weight in used.items():
                 assert weight.grad is not None
                 follow.mark(weight.grad, UpdateLabel(name))  # a step may change it in place
-            with CountsOnHost(), follow, torch.no_grad():
+            with alone(self.kind), CountsOnHost(), follow, torch.no_grad():
                 optimizer.step()
             follow.forget_the_dead()
             steps.append(follow.entries)
@@ -428,7 +429,7 @@ class _Trial:
             for name in held:
                 drawn = torch.randn(used[name].shape, dtype=torch.float64, generator=generators[name])
                 used[name].grad = scale * drawn
-            with torch.no_grad():
+            with alone(self.kind), torch.no_grad():
                 optimizer.step()
 
         march(optimizer, take)
