@@ -377,7 +377,9 @@ class _Trial:
             apart = self.watched(half) if half else together
         except TRIED:
             return "it fails without some of them"
-        differ = (name for name in half if _operations_on(name, apart) != _operations_on(name, together))
+        differ = (
+            name for name in half if not _are_alike(_operations_on(name, apart), _operations_on(name, together))
+        )
         return next((f"{name} is updated otherwise without the others" for name in differ), "")
 
     def with_numbers(
@@ -436,16 +438,31 @@ class _Trial:
         return {name: used[name].detach() for name in held}
 
 
-def _operations_on(name: str, trial: _Watched) -> list[list[tuple[str, tuple[Any, ...]]]]:
-    """Return the operations of each step that read a weight, with their numbers unless they read others too (foreach)."""
+_Operations = list[list[tuple[str, tuple[Any, ...] | None]]]
+
+
+def _operations_on(name: str, trial: _Watched) -> _Operations:
+    """Return the operations of each step that read a weight, with their numbers, or None if they read others too (foreach)."""
     return [
         [
-            (operation, numbers if weights == {name} else ())
+            (operation, numbers if weights == {name} else None)
             for operation, numbers, labels in entries
             if name in (weights := frozenset().union(*(label.weights for label in labels)))
         ]
         for entries in trial.steps
     ]
+
+
+def _are_alike(ours: _Operations, theirs: _Operations) -> bool:
+    """Return whether all steps have the same operations, with the same numbers where both read one weight."""
+    return len(ours) == len(theirs) and all(
+        len(mine) == len(other)
+        and all(
+            one[0] == two[0] and (None in (one[1], two[1]) or one[1] == two[1])
+            for one, two in zip(mine, other, strict=True)
+        )
+        for mine, other in zip(ours, theirs, strict=True)
+    )
 
 
 def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
