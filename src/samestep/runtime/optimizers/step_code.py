@@ -28,6 +28,7 @@ _OTHERS = frozenset(("torch", "numpy", "samestep", *sys.stdlib_module_names)) - 
 """Packages whose functions hold no thresholds of a user's."""
 _MOST = 4096
 """Values that are looked at: an optimizer that holds a whole data set is not read to its end."""
+_HOLDERS = (types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap)
 Place = tuple[Any, str]
 """A dictionary and a key in it, or a closure's cell."""
 
@@ -84,16 +85,21 @@ class StepCode:
         elif isinstance(value, dict):
             self._containers.append(value)
             for key, inner in list(value.items())[:_MOST]:
-                if isinstance(key, str) or callable(inner):  # hooks have numbers for names
-                    yield inner, (value, key) if isinstance(key, str) else None
+                yield inner, (value, key) if isinstance(key, str) else None
+                if isinstance(key, Tensor):
+                    yield key, None
         elif isinstance(value, list | tuple | set | frozenset | collections.deque):
             self._containers += [value] if isinstance(value, list | set | collections.deque) else []
             yield from ((inner, None) for inner in list(value)[:_MOST])
         elif isinstance(value, type):
             self._class(value)
+        elif isinstance(value, _HOLDERS):
+            yield from ((inner, None) for inner in vars(value).values())
         elif _is_users(type(value)) or isinstance(value, Optimizer):
             self._class(type(value))
             held = getattr(value, "__dict__", {})
+            slots = [slot for base in type(value).__mro__ for slot in getattr(base, "__slots__", ())]
+            yield from ((getattr(value, slot, None), None) for slot in slots if slot != "__dict__")
             skipped = ("state", "param_groups") if isinstance(value, Optimizer) else ()
             yield from ((inner, (held, key)) for key, inner in list(held.items()) if key not in skipped)
             if isinstance(value, Optimizer) and all(value is not one for one in self.optimizers):
