@@ -187,8 +187,13 @@ class Wrapping(Optimizer):
 
     def __init__(self, params: Any) -> None:
         params = list(params)
-        parts = {is_matrix: [param for param in params if (param.ndim == 2) is is_matrix] for is_matrix in (True, False)}
-        kinds = {True: functools.partial(torch.optim.Muon, lr=0.02), False: functools.partial(torch.optim.AdamW, lr=0.01)}
+        parts = {
+            is_matrix: [param for param in params if (param.ndim == 2) is is_matrix] for is_matrix in (True, False)
+        }
+        kinds = {
+            True: functools.partial(torch.optim.Muon, lr=0.02),
+            False: functools.partial(torch.optim.AdamW, lr=0.01),
+        }
         self.inner = {is_matrix: kinds[is_matrix](part) for is_matrix, part in parts.items() if part}
         super().__init__(params, {"lr": 0.1})
 
@@ -374,7 +379,8 @@ def test_whole_weights_that_tp_cuts_come_to_one_owner(names: tuple[str, ...], la
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp=2 zero=3", "tp=2", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("dp=2", "dp=2 zero=1"))]
+    "layout",
+    ["dp=2 zero=3", "tp=2", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("dp=2", "dp=2 zero=1"))],
 )
 def test_optimizers_that_hold_others_stack_weights_or_ask_for_ranks_run_equal(layout: str) -> None:
     assert_equal(("Wrapping", "Batched", "Joined"), layout)

@@ -153,7 +153,9 @@ def turns(kind: str, seed: int, steps: int = STEPS) -> list[Turn]:
     found = []
     for _ in range(steps):
         on = tuple(draw.random() < 0.6 for _ in range(4))
-        frozen = tuple(f"{name}." for name in ("first", "blocks.0", "blocks.1", "blocks.3", "head") if draw.random() < 0.4)
+        frozen = tuple(
+            f"{name}." for name in ("first", "blocks.0", "blocks.1", "blocks.3", "head") if draw.random() < 0.4
+        )
         is_used, is_frozen = kind in ("used", "both"), kind in ("frozen", "both")
         found.append(
             Turn(on if is_used else (True,) * 4, not is_used or draw.random() < 0.6, frozen if is_frozen else ())
@@ -200,7 +202,9 @@ def taken(run: Run, plan: list[Turn], first: int = 0) -> Iterator[float]:
     return (report.loss for report in reports(run, plan, first))
 
 
-def plain(model: str, made: Job, optimizer: Callable[[Any], Optimizer], plan: list[Turn]) -> tuple[list[float], dict[str, Tensor]]:
+def plain(
+    model: str, made: Job, optimizer: Callable[[Any], Optimizer], plan: list[Turn]
+) -> tuple[list[float], dict[str, Tensor]]:
     """Take the steps of a plain torch loop; return its losses and its weights."""
     module = built(model).double()
     one, losses = optimizer(list(module.parameters())), []

@@ -371,9 +371,7 @@ def _one_step(observed: ObservedRun, batch: Batch, watched: _DigestingDataset) -
         gradients=held_gradients(run),
         weights=held_weights(run),
         routes=observed.routes[batch.step] if observed.routes else {},
-        unused=[
-            f"{name}{whose}" for whose, one in replicas_of(run) for name in sorted(one.weights.updater.unused)
-        ],
+        unused=[f"{name}{whose}" for whose, one in replicas_of(run) for name in sorted(one.weights.updater.unused)],
     )
 
 

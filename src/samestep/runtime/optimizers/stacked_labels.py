@@ -31,7 +31,20 @@ class Part(NamedTuple):
 
 _JOINS = ("stack", "cat")
 _BATCHED = ("bmm", "baddbmm")
-_REDUCING = ("linalg_vector_norm", "norm", "sum", "mean", "amax", "amin", "prod", "std", "var", "logsumexp", "any", "all")
+_REDUCING = (
+    "linalg_vector_norm",
+    "norm",
+    "sum",
+    "mean",
+    "amax",
+    "amin",
+    "prod",
+    "std",
+    "var",
+    "logsumexp",
+    "any",
+    "all",
+)
 
 
 def joined(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], labels: Sequence[Label]) -> list[Part] | None:
@@ -81,7 +94,9 @@ def keeps_apart(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, po
 
 
 def parts_of_result(
-    target: Tensor, read: Sequence[tuple[Tensor, Label, Sequence[Part] | None]], label_of: Callable[[list[tuple[Any, Label]], Any], Label]
+    target: Tensor,
+    read: Sequence[tuple[Tensor, Label, Sequence[Part] | None]],
+    label_of: Callable[[list[tuple[Any, Label]], Any], Label],
 ) -> list[Part] | None:
     """Return the parts of what such an operation has written, or None if its operands do not keep them apart.
 
@@ -99,7 +114,10 @@ def parts_of_result(
     found = []
     for index in range(count):
         mine = [
-            (tensor[0] if parts is not None else tensor, label if parts is None else _of_view(tensor, parts[index].label))
+            (
+                tensor[0] if parts is not None else tensor,
+                label if parts is None else _of_view(tensor, parts[index].label),
+            )
             for tensor, label, parts in read
         ]
         found.append(Part(index * size, (index + 1) * size, label_of(mine, target.shape[1:])))

@@ -148,12 +148,8 @@ class StepCode:
             yield
         finally:
             for value, before in containers:
-                if isinstance(value, dict | set):
-                    value.clear()
-                    value.update(before)
-                else:
-                    value[:] = before if isinstance(value, list) else ()
-                    value.extend(before if isinstance(value, collections.deque) else ())
+                value.clear()
+                value.update(before) if isinstance(value, dict | set) else value.extend(before)
             for place, before in numbers:
                 write(place, before)
 

@@ -271,7 +271,10 @@ def _options_of(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> dict[str
     for one in inner:
         for name, options in _options_in(one, names).items():
             mine = found.setdefault(name, {})
-            mine["inner"] = (*mine.get("inner", ()), (type(one).__name__, sorted(options.items(), key=lambda pair: pair[0])))
+            mine["inner"] = (
+                *mine.get("inner", ()),
+                (type(one).__name__, sorted(options.items(), key=lambda pair: pair[0])),
+            )
     return found
 
 
@@ -377,9 +380,7 @@ class _Trial:
             apart = self.watched(half) if half else together
         except TRIED:
             return "it fails without some of them"
-        differ = (
-            name for name in half if not _are_alike(_operations_on(name, apart), _operations_on(name, together))
-        )
+        differ = (name for name in half if not _are_alike(_operations_on(name, apart), _operations_on(name, together)))
         return next((f"{name} is updated otherwise without the others" for name in differ), "")
 
     def with_numbers(

@@ -49,7 +49,9 @@ class RunningUnit:
         self.chunk = next((i for i, layers in enumerate(program.chunks) if unit.first_layer in layers), 0)
         self.hooks: dict[int, Callable[[Tensor], Tensor]] = {}
         """The user's hooks on gradients, by the id of the sharded weight."""
-        self.trained = {param.name for param in program.step.model.params if param.trainable and param.name in unit.params}
+        self.trained = {
+            param.name for param in program.step.model.params if param.trainable and param.name in unit.params
+        }
         self._watched: set[int] = set()
         """The gathered weights, by their ids, whose gradients are noted."""
         self.compares = False
