@@ -71,7 +71,7 @@ class Faulty:
             if batch.step == 0:
                 first = next(iter(self.run.model.children()))
                 first.register_forward_hook(self._fail)
-                self.run._stepper._writes_unseen = waits
+                self.run._stepper._writes_unseen = has_waited
         return reports
 
     def _fail(self, module: object, args: object, output: Tensor) -> Tensor:
@@ -171,13 +171,13 @@ def test_a_stop_is_said_when_the_report_is_read_and_leaves_the_weights(layout: s
 def written(rank: int, world: int, model: str, layout: str, job: Job) -> list[list[Tensor]]:
     """Return the weights of runs in which the user halves the weights between two steps, running ahead and waiting."""
     found = []
-    for waits in (False, True):
+    for has_waited in (False, True):
         faulty = Faulty(rank, world, model, layout, job)
         parameters: list[Tensor] = []
         for batch in batches(Tokens(), job):
             faulty.run.step(batch)
             if batch.step == 0:
-                faulty.run._stepper._writes_unseen = waits
+                faulty.run._stepper._writes_unseen = has_waited
                 parameters = list(faulty.run.model.parameters())
             if batch.step == 2:
                 for parameter in parameters:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from samestep.errors import LayoutError, ModelError, UnprovenError
+from samestep.errors import LayoutError, UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.preparation import Source

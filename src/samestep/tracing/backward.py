@@ -114,7 +114,7 @@ def idle_weights(module: nn.Module, outputs: Any, roots: Iterable[Tensor]) -> fr
 def unlike_weights(roots: Sequence[Tensor]) -> frozenset[int]:
     """Return the ids of the weights that some of the tensors depend on, but not all: a loss of one leaves them out."""
     reached = [_weights_of([root]) for root in roots]
-    return frozenset(set[int]().union(*reached) - set.intersection(*reached)) if reached else frozenset()
+    return frozenset(set[int]().union(*reached) - reached[0].intersection(*reached)) if reached else frozenset()
 
 
 def _weights_of(roots: Iterable[Tensor]) -> set[int]:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
@@ -111,10 +111,10 @@ def trace(
         except NeedsValuesError:
             raise ModelError(_unseen(name, watch, module)) from None
     roots = roots_of_loss(outputs, sample, loss)
-    looked = bool(watch.varies or watch.has_looked)
+    has_looked = bool(watch.varies or watch.has_looked)
     unused = idle_weights(module, outputs, roots)
-    idle = frozenset[int]() if looked else unused
-    if not looked:
+    idle = frozenset[int]() if has_looked else unused
+    if not has_looked:
         watch.flow = watch.flow_recorder.with_idle(nodes_of(roots))
     unused |= _unsure(module, watch, roots if loss is not None and len(roots) > 1 else [])
     backward = watch_backward(module, tensors_in(getattr(outputs, "logits", outputs)), watch)

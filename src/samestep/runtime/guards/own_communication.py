@@ -1,8 +1,8 @@
-"""Calls of torch.distributed in the user's own forward, loss or optimizer, which would let the number of ranks change the result.
+"""Calls of torch.distributed in the user's own forward or loss, which would make the result depend on the number of ranks.
 
 Code that was written for DDP gathers the features of a batch, adds up a count or divides by the number of ranks. Here the
 layout does that: a loss is a sum and a count of its own samples. While what a step relies on is tried, the functions of
-torch.distributed look who calls them. An optimizer finds no process group.
+torch.distributed look who calls them.
 """
 
 from __future__ import annotations
@@ -41,30 +41,6 @@ def refused(what: str) -> Iterator[None]:
     finally:
         for name, function in before.items():
             setattr(dist, name, function)
-
-
-@contextmanager
-def alone(what: str) -> Iterator[None]:
-    """Let code find no process group inside, as in one process: an update is that of one device, on gradients that are summed.
-
-    Raises:
-        ModelError: the code asks for a rank or sends something without one.
-    """
-    found = dist.group.WORLD if dist.is_available() else None
-    if found is not None:
-        dist.group.WORLD = None
-    try:
-        yield
-    except (ValueError, RuntimeError) as error:
-        if "process group" not in str(error):
-            raise
-        raise ModelError(
-            f"{what} asks torch.distributed for ranks or sends something itself, and here every update is that of one process, on "
-            "gradients that are summed already: its form for one process works, and so does a question for dist.is_initialized() first"
-        ) from error
-    finally:
-        if found is not None:
-            dist.group.WORLD = found
 
 
 def _watching(function: Callable[..., Any], name: str, what: str) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from samestep.errors import LayoutError, ModelError
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.update_rules import parts_of
-from samestep.runtime.guards.own_communication import alone
+from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.step_code import optimizers_in
 from samestep.runtime.optimizers.update_rule import (
     TRIED,
@@ -71,7 +71,8 @@ class GivenOptimizer:
             groups.append({"params": [tensor for name, tensor in named if name in members], **options})
         try:
             with alone(kind.__name__):
-                return kind(**{first: groups}, **defaults)
+                arguments: dict[str, Any] = {first: groups, **defaults}
+                return kind(**arguments)
         except (AttributeError, KeyError, IndexError) as error:
             raise ModelError(
                 f"{kind.__name__} cannot be built again over the groups of the given one ({type(error).__name__}: {error}): a "

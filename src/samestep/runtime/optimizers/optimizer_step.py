@@ -27,7 +27,7 @@ from samestep.job_tables import NumericsTable
 from samestep.program.step import update_chunks
 from samestep.runtime import host_copies
 from samestep.runtime.first_state import optimizer_digests
-from samestep.runtime.guards.own_communication import alone
+from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizer_source import ALONE, GivenOptimizer, WholeWeights, built_over, check_step
 from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.optimizers.pieces import LiveWeights, Piece

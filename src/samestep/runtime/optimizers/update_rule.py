@@ -33,8 +33,8 @@ from torch.utils._pytree import tree_leaves
 from samestep.building.combined_optimizer import CombinedOptimizer, class_names, member_over
 from samestep.building.dispatch_mode import uncompiled
 from samestep.errors import ModelError
-from samestep.runtime.guards.own_communication import alone
 from samestep.runtime.optimizers.followed_step import CountsOnHost, Entry, FollowedStep, ReadsNumbersError, UpdateLabel
+from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.step_code import StepCode, optimizers_in
 from samestep.runtime.optimizers.trial_steps import march
 
