@@ -71,7 +71,7 @@ class Faulty:
             if batch.step == 0:
                 first = next(iter(self.run.model.children()))
                 first.register_forward_hook(self._fail)
-                self.run._stepper._writes_unseen = has_waited
+                self.run._stepper._writes_unseen = waits
         return reports
 
     def _fail(self, module: object, args: object, output: Tensor) -> Tensor:
