@@ -39,9 +39,9 @@ def assert_alike(ours: Trained, expected: Trained) -> None:
 
 
 LAYOUTS = {
-    "switched": ["dp=1", "dp=1 microbatch=4", "dp=2", "dp=2 zero=1 microbatch=2", "tp=2"],
-    "asleep": ["dp=1", "dp=2", "dp=2 zero=1"],
-    "experts": ["dp=1 microbatch=2", "dp=2", "dp=2 zero=1 microbatch=1", "dp=4"],
+    "switched": ["dp=1", "dp=1 microbatch=4", "dp=2", "dp=2 zero=1 microbatch=2", "dp=2 zero=3", "tp=2"],
+    "asleep": ["dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=2 microbatch=1", "dp=2 zero=3"],
+    "experts": ["dp=1 microbatch=2", "dp=2", "dp=2 zero=1 microbatch=1", "dp=4", "dp=2 zero=3"],
     "matched": ["dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=3", "tp=2"],
     "constant": ["dp=1 microbatch=1", "dp=2 microbatch=1", "dp=2 zero=1 microbatch=1", "dp=2 zero=3 microbatch=1"],
 }
@@ -91,7 +91,7 @@ def recorded(rank: int, world: int, layout: str) -> Observed:
     return follow(run, Pairs(), run.job, record=True)
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=1"])
+@pytest.mark.parametrize("layout", ["dp=2 zero=1", "dp=2 zero=3"])
 def test_what_ranks_agree_on_is_in_the_program(layout: str) -> None:
     ranks = pool(2).run(recorded, layout)
     assert_ledger(ranks, layout)

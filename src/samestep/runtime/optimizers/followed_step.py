@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.dispatch_mode import DispatchMode
-from samestep.runtime.optimizers.stacked_labels import Part, joined, keeps_apart, parts_of_result, within
+from samestep.runtime.optimizers.stacked_labels import StackedPart, joined, keeps_apart, parts_of_result, within
 
 
 class UpdateLabel(NamedTuple):
@@ -191,13 +191,13 @@ class FollowedStep(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._labels: dict[int, tuple[StorageWeakRef, UpdateLabel | list[Part]]] = {}
+        self._labels: dict[int, tuple[StorageWeakRef, UpdateLabel | list[StackedPart]]] = {}
         self.entries: list[Entry] = []
         self.where: dict[str, str] = {}
         """The first operation in which a weight's elements, or other weights, entered its own."""
         self.draws = ""
 
-    def mark(self, tensor: Tensor, label: UpdateLabel | list[Part]) -> None:
+    def mark(self, tensor: Tensor, label: UpdateLabel | list[StackedPart]) -> None:
         """Label a tensor's memory, or each part of it."""
         weak = StorageWeakRef(tensor.untyped_storage())
         self._labels[weak.cdata] = (weak, label)
@@ -222,7 +222,7 @@ class FollowedStep(DispatchMode):
         covers = covers and tensor.is_contiguous()
         return label if covers or label.beside is None else UpdateLabel(None, label.weights, False)
 
-    def _parts(self, tensor: Tensor) -> list[Part] | None:
+    def _parts(self, tensor: Tensor) -> list[StackedPart] | None:
         """Return the parts of the memory of a tensor that lies in several; None if it lies in one."""
         kept = self._labels.get(tensor.untyped_storage()._cdata)
         if kept is None or not isinstance(kept[1], list):
@@ -275,7 +275,7 @@ class FollowedStep(DispatchMode):
         facts: _Facts,
         target: Tensor,
         read: list[tuple[Tensor, UpdateLabel]],
-        stacked: Mapping[int, list[Part]] = MappingProxyType({}),
+        stacked: Mapping[int, list[StackedPart]] = MappingProxyType({}),
     ) -> None:
         """Label what an operation has written, from the labels of what it read, and of the parts that it keeps apart."""
         name = facts.name
@@ -310,7 +310,7 @@ class FollowedStep(DispatchMode):
         self._enter(label, name)
         self.mark(target, label)
 
-    def _write_part(self, target: Tensor, parts: list[Part], label: UpdateLabel, name: str) -> None:
+    def _write_part(self, target: Tensor, parts: list[StackedPart], label: UpdateLabel, name: str) -> None:
         """Label the part of a memory that an operation has written, or all that it lies in."""
         mine = within(target, parts)
         is_whole = mine is not None and target.numel() == mine.stop - mine.start and target.is_contiguous()

@@ -21,7 +21,7 @@ Label = Any
 """What a tensor depends on, as `followed_step.UpdateLabel`."""
 
 
-class Part(NamedTuple):
+class StackedPart(NamedTuple):
     """The elements of a memory that one label holds for."""
 
     start: int
@@ -47,7 +47,9 @@ _REDUCING = (
 )
 
 
-def joined(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], labels: Sequence[Label]) -> list[Part] | None:
+def joined(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], labels: Sequence[Label]
+) -> list[StackedPart] | None:
     """Return the parts of what an operation makes of a list of tensors along the first dimension; None if it does not."""
     if name not in _JOINS or not isinstance(args[0], list | tuple):
         return None
@@ -55,10 +57,10 @@ def joined(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], labels: Se
     if dim not in (0, -1 - args[0][0].dim() if name == "stack" else -args[0][0].dim()):
         return None
     ends = [0, *itertools.accumulate(tensor.numel() for tensor in args[0])]
-    return [Part(*span, label) for span, label in zip(itertools.pairwise(ends), labels, strict=True)]
+    return [StackedPart(*span, label) for span, label in zip(itertools.pairwise(ends), labels, strict=True)]
 
 
-def within(tensor: Tensor, parts: Sequence[Part]) -> Part | None:
+def within(tensor: Tensor, parts: Sequence[StackedPart]) -> StackedPart | None:
     """Return the part of a memory in which a view of it lies; None if it lies in several."""
     if not tensor.numel():
         return parts[0]
@@ -67,7 +69,7 @@ def within(tensor: Tensor, parts: Sequence[Part]) -> Part | None:
     return next((part for part in parts if part.start <= first and last < part.stop), None)
 
 
-def is_batch(tensor: Tensor, parts: Sequence[Part]) -> bool:
+def is_batch(tensor: Tensor, parts: Sequence[StackedPart]) -> bool:
     """Return whether the first dimension of a tensor counts the parts of its memory."""
     size = parts[0].stop - parts[0].start
     return (
@@ -95,9 +97,9 @@ def keeps_apart(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, po
 
 def parts_of_result(
     target: Tensor,
-    read: Sequence[tuple[Tensor, Label, Sequence[Part] | None]],
+    read: Sequence[tuple[Tensor, Label, Sequence[StackedPart] | None]],
     label_of: Callable[[list[tuple[Any, Label]], Any], Label],
-) -> list[Part] | None:
+) -> list[StackedPart] | None:
     """Return the parts of what such an operation has written, or None if its operands do not keep them apart.
 
     `label_of` returns the label of one part, of a shape, from the operands' shapes and labels for it.
@@ -120,27 +122,27 @@ def parts_of_result(
             )
             for tensor, label, parts in read
         ]
-        found.append(Part(index * size, (index + 1) * size, label_of(mine, target.shape[1:])))
+        found.append(StackedPart(index * size, (index + 1) * size, label_of(mine, target.shape[1:])))
     return found
 
 
-def _spans(parts: Sequence[Part]) -> list[tuple[int, int]]:
+def _spans(parts: Sequence[StackedPart]) -> list[tuple[int, int]]:
     return [(part.start, part.stop) for part in parts]
 
 
 def _parts_of_row(
     target: Tensor,
-    read: Sequence[tuple[Tensor, Label, Sequence[Part] | None]],
-    like: Sequence[Part],
+    read: Sequence[tuple[Tensor, Label, Sequence[StackedPart] | None]],
+    like: Sequence[StackedPart],
     label_of: Callable[[list[tuple[Any, Label]], Any], Label],
-) -> list[Part] | None:
+) -> list[StackedPart] | None:
     """Return the parts of what an operation makes of weights joined in one row, element by element."""
     if target.shape != (like[-1].stop,) or any(
         tensor.shape != target.shape if parts is not None else tensor.numel() != 1 for tensor, _, parts in read
     ):
         return None
     return [
-        Part(part.start, part.stop, label_of([
+        StackedPart(part.start, part.stop, label_of([
             (tensor, label) if parts is None else (tensor[part.start : part.stop], _of_view(tensor, parts[index].label))
             for tensor, label, parts in read
         ], (part.stop - part.start,)))
