@@ -1067,7 +1067,7 @@ def test_a_model_that_checkpoints_itself_is_equal_in_a_pipeline(build: type[Bloc
 def test_reentrant_checkpoints_train_nothing_without_a_gradient() -> None:
     expected = in_layout(FrozenStart, "dp=1")[0][0]
     held = {name: tensor for name, _, _, tensor in expected.gradients[0]}
-    assert "blocks.0.mix.weight" not in held, "no gradient reaches it, so nothing updates it"
+    assert not held["blocks.0.mix.weight"].any(), "no gradient reaches it"
     assert held["head.weight"].any()
     assert_equal(FrozenStart, "dp=2")
 
