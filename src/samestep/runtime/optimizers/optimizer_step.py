@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from samestep.building.combined_optimizer import members_of
 from samestep.errors import InputError, ModelError
 from samestep.job_tables import NumericsTable
 from samestep.program.step import update_chunks
@@ -313,9 +314,10 @@ class Updater:
 
         Torch's fused SGD takes momenta of all weights or of none, so weights that are used for the first time come by themselves.
         """
-        chunks = self.chunks or [self.pieces]
-        optimizer = self.optimizer
-        if not isinstance(optimizer, torch.optim.SGD) or not any(group["fused"] for group in optimizer.param_groups):
+        chunks, optimizer = self.chunks or [self.pieces], self.optimizer
+        assert optimizer is not None
+        descending = [member for member in members_of(optimizer) if isinstance(member, torch.optim.SGD)]
+        if not any(group["fused"] for member in descending for group in member.param_groups):
             return chunks
         begun = {
             id(piece)

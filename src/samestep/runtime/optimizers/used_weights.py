@@ -67,6 +67,8 @@ class UsedWeights:
     asleep: Unused | None = None
     """The weights that no step of this process has used, which have no state yet; None before the first update."""
     _known: dict[int, _Known] = field(default_factory=dict)
+    _expected: tuple[Unused, Tensor] | None = None
+    """The weights that `expected_flags` was made for last, and these flags."""
 
     @classmethod
     def of(cls, program: Program, mesh: Mesh, model: ModelSpec, num_replicas: int) -> UsedWeights:
@@ -119,8 +121,10 @@ class UsedWeights:
         if self.world is None or not self.unsure:
             return None
         left_out = self.expected()
-        flags = torch.tensor([name in left_out for name in self.unsure])
-        return host_copies.to_device(flags, self.device)
+        if self._expected is None or self._expected[0] != left_out:
+            flags = torch.tensor([name in left_out for name in self.unsure])
+            self._expected = left_out, host_copies.to_device(flags, self.device)
+        return self._expected[1]
 
     def unproven(self, replica: int) -> str:
         """Return why this rank's uses of weights are not those of one device; empty if nothing shows it."""
