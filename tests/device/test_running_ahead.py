@@ -222,7 +222,12 @@ CLOSED = waits.Place("synchronize", "runtime/stepper.py:Stepper._closed")
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [("switched", "dp=1"), ("switched", "dp=2 zero=3"), ("experts", "dp=2 zero=1"), ("matched", "dp=2 offload")],
+    [
+        ("switched", "dp=1"),
+        ("experts", "dp=2 zero=1"),
+        pytest.param("switched", "dp=2 zero=3", marks=pytest.mark.nightly),
+        pytest.param("matched", "dp=2 offload", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_step_that_uses_other_weights_runs_ahead_and_waits_no_more(model: str, layout: str) -> None:
     plan = unused_weights.turns("both", 3)

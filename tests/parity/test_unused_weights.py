@@ -53,7 +53,25 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("number", "model", "layout", "kind"), [(i, *case) for i, case in enumerate(CASES)])
+DAILY = (
+    ("switched", "dp=2 zero=1 microbatch=2", "used"),
+    ("asleep", "dp=2 zero=3", "used"),
+    ("experts", "dp=2 zero=3", "used"),
+    ("matched", "dp=1", "used"),
+    ("constant", "dp=2 microbatch=1", "used"),
+    ("switched", "tp=2", "frozen"),
+    ("switched", "pp=2 microbatch=3", "frozen"),
+    ("switched", "dp=2", "both"),
+)
+
+
+@pytest.mark.parametrize(
+    ("number", "model", "layout", "kind"),
+    [
+        pytest.param(number, *case, marks=() if case in DAILY else pytest.mark.nightly)
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_what_a_step_does_not_use_is_left_as_a_plain_loop_leaves_it(
     number: int, model: str, layout: str, kind: str
 ) -> None:
@@ -91,7 +109,7 @@ def recorded(rank: int, world: int, layout: str) -> Observed:
     return follow(run, Pairs(), run.job, record=True)
 
 
-@pytest.mark.parametrize("layout", ["dp=2 zero=1", "dp=2 zero=3"])
+@pytest.mark.parametrize("layout", ["dp=2 zero=1", pytest.param("dp=2 zero=3", marks=pytest.mark.nightly)])
 def test_what_ranks_agree_on_is_in_the_program(layout: str) -> None:
     ranks = pool(2).run(recorded, layout)
     assert_ledger(ranks, layout)

@@ -380,7 +380,7 @@ def test_whole_weights_that_tp_cuts_come_to_one_owner(names: tuple[str, ...], la
 
 @pytest.mark.parametrize(
     "layout",
-    ["dp=2 zero=3", "tp=2", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("dp=2", "dp=2 zero=1"))],
+    ["dp=2 zero=3", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("tp=2", "dp=2", "dp=2 zero=1"))],
 )
 def test_optimizers_that_hold_others_stack_weights_or_ask_for_ranks_run_equal(layout: str) -> None:
     assert_equal(("Wrapping", "Batched", "Joined"), layout)
