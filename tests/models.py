@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -469,4 +470,22 @@ MODELS |= {
 MODELS |= {
     "mixtral_balanced": functools.partial(MODELS["mixtral"], output_router_logits=True, router_aux_loss_coef=0.1),
     "qwen3_moe_balanced": functools.partial(MODELS["qwen3_moe"], output_router_logits=True, router_aux_loss_coef=0.1),
+}
+
+
+def trained_in(model: str, *patterns: str) -> nn.Module:
+    """A model of which only the weights whose names match a pattern are trained."""
+    module = MODELS[model]()
+    for name, param in module.named_parameters():
+        param.requires_grad_(any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    return module
+
+
+MODELS |= {
+    "mixtral_behind_a_frozen_front": functools.partial(
+        trained_in, "mixtral", "*layers.1.*", "*norm.weight", "lm_head.*"
+    ),
+    "mixtral_with_its_last_queries": functools.partial(trained_in, "mixtral", "*layers.1.self_attn.q_proj.*"),
+    "qwen3_moe_with_its_first_router": functools.partial(trained_in, "qwen3_moe", "*mlp.gate.*"),
+    "own_experts_behind_a_frozen_front": functools.partial(trained_in, "own_experts", "blocks.1.*", "head.*"),
 }

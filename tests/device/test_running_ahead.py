@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,16 @@ from torch import Tensor
 from samestep.datasets import batches
 from samestep.errors import NonFiniteError
 from samestep.job import Job
+from samestep.layout import Layout
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
 from samestep.training.profiling import Profiler
+from tests.device import waits
 from tests.device.real_gpu import refusal
 from tests.laboratory import job_of, make_run, on_ranks
 from tests.models import Tokens
+from tests.parity import unused_weights
+from tests.pool import pool
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
 
@@ -165,13 +171,13 @@ def test_a_stop_is_said_when_the_report_is_read_and_leaves_the_weights(layout: s
 def written(rank: int, world: int, model: str, layout: str, job: Job) -> list[list[Tensor]]:
     """Return the weights of runs in which the user halves the weights between two steps, running ahead and waiting."""
     found = []
-    for waits in (False, True):
+    for has_waited in (False, True):
         faulty = Faulty(rank, world, model, layout, job)
         parameters: list[Tensor] = []
         for batch in batches(Tokens(), job):
             faulty.run.step(batch)
             if batch.step == 0:
-                faulty.run._stepper._writes_unseen = waits
+                faulty.run._stepper._writes_unseen = has_waited
                 parameters = list(faulty.run.model.parameters())
             if batch.step == 2:
                 for parameter in parameters:
@@ -189,3 +195,47 @@ def test_what_a_user_writes_between_steps_is_kept(layout: str, precision: str) -
         for one, other in zip(ahead, waiting, strict=True):
             assert torch.allclose(one, other, rtol=0, atol=TWO_ROUNDINGS if precision == "float32" else 1e-2)
             assert float((one - other).abs().mean()) < 1e-4
+
+
+def unused(rank: int, world: int, model: str, layout: str, seed: int) -> dict[str, Any]:
+    """Return what a loop that uses other weights in each step computes, and after which steps the host does not know the sums."""
+    made = unused_weights.job(precision="float32", device="cuda", train={"watch_every": 0})
+    run = unused_weights.run_of(rank, world, model, layout, made, FUSED)
+    losses, ahead, waited = [], [], []
+    with waits.counting():
+        for loss in unused_weights.reports(run, unused_weights.turns("both", seed)):
+            ahead.append(run._stepper._open is not None)
+            waited.append(Counter(waits.counted)[CLOSED])
+            waits.clear()
+            losses.append(loss)
+    return {
+        "losses": [report.loss for report in losses],
+        "weights": {name: value.double() for name, value in run.state_dict(on_every_rank=True).items()},
+        "ahead": ahead,
+        "waited": waited,
+    }
+
+
+FUSED = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01, fused=True)
+CLOSED = waits.Place("synchronize", "runtime/stepper.py:Stepper._closed")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("switched", "dp=1"),
+        ("experts", "dp=2 zero=1"),
+        pytest.param("switched", "dp=2 zero=3", marks=pytest.mark.nightly),
+        pytest.param("matched", "dp=2 offload", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_step_that_uses_other_weights_runs_ahead_and_waits_no_more(model: str, layout: str) -> None:
+    plan = unused_weights.turns("both", 3)
+    plain = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
+    losses, weights = unused_weights.plain(model, unused_weights.job(), plain, plan)
+    for seen in pool(Layout.parse(layout).world_size, "cuda").run(unused, model, layout, 3):
+        assert seen["losses"] == pytest.approx(losses, rel=1e-5)
+        for name, value in weights.items():
+            assert torch.allclose(seen["weights"][name], value, rtol=1e-5, atol=1e-6), name
+        assert all(seen["ahead"][2:]) or "offload" in layout, "the host waits for the first update of a weight alone"
+        assert max(seen["waited"][1:]) == 1

@@ -29,12 +29,27 @@ def test_there_is_one_difference_for_each_trainer() -> None:
 
 @pytest.mark.parametrize("index", [1, *(pytest.param(index, marks=pytest.mark.nightly) for index in (0, 2, 3))])
 def test_what_comes_instead_trains(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (project,) = blocks("python")
     difference = blocks("diff")[index]
     ast.parse(side(difference, "-"))
-    (tmp_path / "my_project.py").write_text(project, encoding="utf-8")
-    (tmp_path / "script.py").write_text(side(difference, "+"), encoding="utf-8")
+    assert losses(side(difference, "+"), tmp_path, monkeypatch)
+
+
+def losses(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the numbers that a script says beside `my_project.py`."""
+    (tmp_path / "my_project.py").write_text(blocks("python")[0], encoding="utf-8")
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     status, said, complaints = small.script(tmp_path / "script.py", (), tmp_path / "said")
     assert status == 0, said + complaints
-    assert re.search(r"\d\.\d+", said)
+    return re.findall(r"\d\.\d+", said)
+
+
+def test_the_recipe_of_freezing_freezes_and_thaws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = blocks("python")[1]
+    assert "batch.step >= 2" in recipe
+    found = {
+        rule: losses(recipe.replace("batch.step >= 2", rule), tmp_path, monkeypatch)
+        for rule in ("batch.step >= 2", "False")
+    }
+    assert found["batch.step >= 2"][:3] == found["False"][:3]
+    assert found["batch.step >= 2"][3:] != found["False"][3:]

@@ -27,7 +27,17 @@ from samestep.runtime.run import Run
 from samestep.simulation.memory import at_rest
 from samestep.strategies import programs_of
 from tests import traced
-from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, follow, job_of, perturbed, whole
+from tests.laboratory import (
+    TOLERANCE,
+    Observed,
+    assert_ledger,
+    assert_same,
+    follow,
+    job_of,
+    perturbed,
+    prove,
+    whole,
+)
 from tests.models import VOCABULARY, Tokens
 from tests.parity.test_update_rules import Small
 from tests.pool import pool
@@ -158,6 +168,19 @@ def test_every_layout_is_equal_and_gathers_the_matrices_alone(layout: str) -> No
     exchanged = sum(row.size_bytes for rows in ranks[0].ledger.values() for row in rows if row.kind == "all_to_all")
     assert (exchanged > 0) == any(word in layout for word in ("zero=2", "zero=3", "tp"))
     assert exchanged <= 2 * sum(param.numel for param in spec.params if is_matrix(param.name)) * BYTES_OF["float64"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("dp=2 zero=3 tp=2 sequence_parallel", "muon"),
+        pytest.param("dp=2 zero=2 tp=2 sequence_parallel", "adafactor", marks=pytest.mark.nightly),
+    ],
+)
+def test_gradients_that_are_partial_are_summed_before_owners_have_them(layout: str, name: str) -> None:
+    group = {"match": ["*_proj.weight", "*norm.weight"] if name == "adafactor" else ["*_proj.weight"], "name": name}
+    groups = {"groups": [{**group, "lr": 0.02, "options": {}}]}
+    prove(layout, "llama", job_of("float64", 2, optimizer=groups, train={"watch_every": 0}))
 
 
 @pytest.mark.parametrize("layout", ["dp=1", "dp=2", *LAYOUTS, *NIGHTLY[1:], "pp=2"])

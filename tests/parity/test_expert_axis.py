@@ -181,3 +181,29 @@ def test_a_part_of_a_batch_cannot_be_balanced() -> None:
         pool(2).run(observe, "mixtral_balanced", "dp=2 microbatch=1", clipped())
     with pytest.raises(LayoutError, match=r"pp=2: the loss that balances .*: pp=1 works"):
         pool(2).run(observe, "mixtral_balanced", "pp=2", clipped())
+
+
+FROZEN = [
+    "mixtral_behind_a_frozen_front",
+    "mixtral_with_its_last_queries",
+    "qwen3_moe_with_its_first_router",
+    "own_experts_behind_a_frozen_front",
+]
+BEHIND_FROZEN = [
+    "dp=2 ep=2 zero=3",
+    "dp=2 ep=2 zero=3 microbatch=2 recompute=full",
+    "dp=2 ep=2 zero=2",
+    "dp=2 ep=2 zero=1 recompute=selective",
+    "dp=4 ep=2 zero=3",
+    "dp=2 cp=2 ep=2 zero=3",
+    "dp=2 tp=2 ep=2 zero=3",
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"), [*daily(combinations(BEHIND_FROZEN[:4], FROZEN)), *nightly(BEHIND_FROZEN, FROZEN)]
+)
+def test_no_backward_runs_in_the_experts_of_a_frozen_front(layout: str, model: str) -> None:
+    if "tp=2" in layout and model.startswith("own_experts"):
+        pytest.skip("it has no plan for tensor cuts")
+    prove(layout, model)

@@ -20,7 +20,7 @@ from tests.pool import pool
 
 
 class Asking(nn.Module):
-    """A model whose rank 1 has one more operation, or whose ranks leave out a layer at random."""
+    """A model whose rank 1 has one more operation, or that leaves out layers at random."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -112,7 +112,6 @@ def started(rank: int, world: int, kind: str) -> str:
         (started, "layout", "rank 1 has another layout than rank 0 ('dp=2 zero=1' and 'dp=2')"),
         (started, "job", "rank 1 has another job than rank 0"),
         (own_loop, "rank", "rank 1 has another traced model than rank 0"),
-        (own_loop, "draw", "took no part in the loss when the model was traced"),
     ],
 )
 def test_ranks_that_differ_are_named_on_every_rank(function: Callable[..., str], kind: str, text: str) -> None:

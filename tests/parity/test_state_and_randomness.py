@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from samestep.errors import LayoutError, ModelError, UnprovenError
+from samestep.errors import LayoutError, UnprovenError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.preparation import Source
@@ -926,10 +926,8 @@ def test_weights_that_are_written_later_are_kept_or_named(build: type[Net]) -> N
     assert_refused("step 2.*: the forward writes into weights", "state", build, "dp=1 microbatch=2", each=late)
 
 
-def test_a_weight_that_comes_into_use_later_is_named_in_every_layout() -> None:
-    for layout in ("dp=1", "dp=2 zero=2", "dp=2 zero=3"):
-        with pytest.raises(ModelError, match=r"extra.* took no part in the loss when the model was traced"):
-            in_layout(Late, layout, each=late)
+def test_a_weight_that_comes_into_use_later_is_trained() -> None:
+    assert_equal(Late, "dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", each=late)
 
 
 def test_padding_that_counts_is_refused_and_masked_padding_is_equal() -> None:
@@ -1069,7 +1067,7 @@ def test_a_model_that_checkpoints_itself_is_equal_in_a_pipeline(build: type[Bloc
 def test_reentrant_checkpoints_train_nothing_without_a_gradient() -> None:
     expected = in_layout(FrozenStart, "dp=1")[0][0]
     held = {name: tensor for name, _, _, tensor in expected.gradients[0]}
-    assert "blocks.0.mix.weight" not in held, "no gradient reaches it, so nothing updates it"
+    assert not held["blocks.0.mix.weight"].any(), "no gradient reaches it"
     assert held["head.weight"].any()
     assert_equal(FrozenStart, "dp=2")
 

@@ -29,12 +29,12 @@ from samestep.runtime import assembly, preparation
 from samestep.runtime.axes import data, expert, pipeline, recompute, weight_gradients
 from samestep.runtime.axes.sharded import running_unit
 from samestep.runtime.checkpoints import checkpoint, other_state
-from samestep.runtime.optimizers import optimizer_source
+from samestep.runtime.optimizers import optimizer_source, used_weights
 from samestep.runtime.optimizers.update_rule import UpdateRule
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.randomness import mode as dropout
 from samestep.schedules import Action, TaskKind
-from samestep.tracing import trace, watched_forward
+from samestep.tracing import watched_forward
 from samestep.tracing.dependence import dimension_maps
 from samestep.tracing.features import cut_proof, feature_rules
 from samestep.tracing.features.partial_gradients import PartialGradients
@@ -156,7 +156,7 @@ def tags_of_parameters_are_lost(patch: Patch) -> None:
 
 @reverted("A24", "unused weights under decay", "dp=2", Cause.PLAIN, one_device=True)
 def unused_weights_have_gradients_of_zeros(patch: Patch) -> None:
-    patch.setattr(trace, "idle_weights", lambda *args: frozenset())
+    patch.setattr(used_weights.UsedWeights, "unused", lambda *args: frozenset())
 
 
 # -- what a model is given -------------------------------------------------------------------------

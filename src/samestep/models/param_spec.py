@@ -70,7 +70,9 @@ class ParamSpec:
     """Whether its gradient is a sparse tensor, as an embedding's may be."""
     trainable: bool = True
     is_idle: bool = False
-    """Whether it asks for a gradient and the loss does not depend on it: no optimizer of torch would update it."""
+    """Whether it asks for a gradient, and the loss of the trace does not depend on it, in a forward that looks at no values."""
+    may_be_unused: bool = False
+    """Whether the trace does not show that every step gives it a gradient; a step that gives it none does not update it."""
     is_updated_whole: bool = False
     """Whether the optimizer's rule needs all its elements at once, so that ZeRO gives it to one rank to update."""
     cut: Cut | None = None

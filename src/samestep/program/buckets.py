@@ -172,12 +172,12 @@ def _full_numel(step: StepSpec, param: ParamSpec, *, is_late: bool) -> int:
 
 
 def is_late(step: StepSpec, param: ParamSpec, chunks: tuple[range, ...]) -> bool:
-    """Return whether a weight's gradient is reduced behind the step's last backward: other stages or chunks use it too, or
-    it is summed over other axes before it is encoded."""
+    """Return whether a weight's gradient is reduced behind the step's last backward: other stages or chunks use it too, it
+    is summed over other axes before it is encoded, or it had none in the trace, so that none is waited for."""
     holding, made = step.holding(param), step.contributions
     # What is encoded has been summed before over the ranks that work on the same contribution.
     sums_first = made is not None and bool(holding.partial_over or made.inside)
-    return bool(holding.tied_over) or sums_first or is_in_several(param, chunks)
+    return bool(holding.tied_over) or sums_first or param.is_idle or is_in_several(param, chunks)
 
 
 def is_in_several(param: ParamSpec, chunks: tuple[range, ...]) -> bool:

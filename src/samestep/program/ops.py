@@ -44,7 +44,8 @@ COMPUTE_DTYPE: dict[Precision, str] = {
 """Dtype of the forward's weights and activations, by the job's `numerics.precision`."""
 
 STEP_SCALARS = ("loss", "count", "norm_squared", "stop")
-"""Scalars that one all_reduce over the world sums at the end of a step, as float64."""
+"""Scalars that one all_reduce over the world sums at the end of a step, as float64; before the last one, for each weight that a
+step may give no gradient, the ranks that gave it one."""
 
 REPLICA_SCALARS = STEP_SCALARS[:3]
 """Those of them that each replica has of its own, where replicas are trained apart."""

@@ -21,7 +21,7 @@ from samestep.program.codecs import CODECS, PLAIN, is_factored
 from samestep.program.contributions import Contributions
 from samestep.program.exchange_times import parts_of
 from samestep.program.holding import SHARDS, WHOLE, Holding
-from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32
+from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, REPLICA_SCALARS, STEP_SCALARS, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node
 from samestep.program.sample_groups import SampleGroups
 from samestep.program.state_blocks import SCALE_BYTES, block_of
@@ -85,6 +85,8 @@ class StepSpec:
     """Elements of a block of each weight's gradient, in which the codec writes it down."""
     compression_rank: int = 0
     """The rank of the factors as which the codec sends matrices; 0 where it sends none."""
+    unsure: tuple[str, ...] = ()
+    """The trained weights of the whole model that a step may give no gradient: ranks agree on each with the step's scalars."""
     allow: tuple[Waiver, ...] = ()
     """Refusals that the job waives."""
     holdings: Mapping[str, Holding] = field(default_factory=dict, hash=False)
@@ -132,6 +134,7 @@ class StepSpec:
             exchange_delay=job.numerics.exchange_delay,
             gradient_blocks=_gradient_blocks(model, job.numerics.compression),
             compression_rank=_compression_rank(job.numerics),
+            unsure=tuple(p.name for p in model.params if p.trainable and p.numel and p.may_be_unused),
             allow=job.run.waivers,
         )
 
@@ -207,6 +210,12 @@ class StepSpec:
     def trains_apart(self) -> bool:
         """Whether replicas take steps of their own between two exchanges."""
         return self.exchange_every > 1
+
+    @property
+    def num_scalars(self) -> int:
+        """The number of scalars that all ranks sum at the end of a step; replicas that are trained apart have some of their own."""
+        own = self.replicas if self.trains_apart else 1
+        return own * (len(REPLICA_SCALARS) + len(self.unsure)) + len(STEP_SCALARS) - len(REPLICA_SCALARS)
 
     @property
     def replicas_each(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,6 +98,8 @@ class ObservedStep:
     """The weights after the step."""
     routes: Routes
     """The chosen experts, where choices are recorded and replayed; empty otherwise."""
+    unused: list[str] = field(default_factory=list)
+    """The weights that the step gave no gradient, and so did not update."""
 
 
 @dataclass(slots=True)
@@ -370,12 +372,16 @@ def _one_step(observed: ObservedRun, batch: Batch, watched: _DigestingDataset) -
         gradients=held_gradients(run),
         weights=held_weights(run),
         routes=observed.routes[batch.step] if observed.routes else {},
+        unused=[f"{name}{whose}" for whose, one in replicas_of(run) for name in sorted(one.weights.updater.unused)],
     )
 
 
 @torch.no_grad()
-def feed(run: Run, gradients: Sequence[dict[str, Tensor]]) -> Iterator[list[HeldTensor]]:
-    """Take optimizer steps on given whole gradients, the same in every layout; yield the weights after each step.
+def feed(
+    run: Run, gradients: Sequence[dict[str, Tensor]], unused: Sequence[Collection[str]] = ()
+) -> Iterator[list[HeldTensor]]:
+    """Take optimizer steps on given whole gradients, the same in every layout, but for the weights that a step leaves `unused`;
+    yield the weights after each step.
 
     Collective over the world: every rank must iterate; if one does not, the others wait for it when weights are gathered.
     """
@@ -387,6 +393,8 @@ def feed(run: Run, gradients: Sequence[dict[str, Tensor]]) -> Iterator[list[Held
                 given = whole.get(f"{piece.name}{whose}", whole.get(piece.name))
                 assert given is not None
                 _give(run, piece, given)
+            left_out = {name for name in unused[step] if name.endswith(whose)} if unused else ()
+            updater.unused = frozenset(name.removesuffix(whose) for name in left_out)
             updater.set_lr(assembly.weights.lr_factor(step))
             updater.step_index = step
             updater.step(1.0)

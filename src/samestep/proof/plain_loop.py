@@ -60,8 +60,6 @@ def follow(run: Run, source: Source, dataset: Dataset, seen: Observation) -> Pla
         start = {name: param.detach().clone() for name, param in _trained(model).items()}
         unused = _take_steps(model, run, source, dataset, seen, steps)
         _update(model, run, start, source, seen, steps, unused)
-        idle = {param.name for param in run.assembly.model.spec.params if param.is_idle}
-        _leave_out(steps, idle.intersection(*unused))
     except Exception as error:  # the user's own code, in which anything may fail
         return PlainSteps(hindrance=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     return steps
@@ -197,12 +195,6 @@ def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, i
     return torch.stack(loss_sums).sum(), float(sum(counts))
 
 
-def _leave_out(steps: PlainSteps, names: set[str]) -> None:
-    """Remove weights from what is compared: those that had no gradient in any step, and that a run does not update."""
-    for tensors in (*steps.gradients, *steps.weights, *steps.updated):
-        tensors[:] = [one for one in tensors if one.name not in names]
-
-
 def _gradient(param: Tensor) -> Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad
 
@@ -225,8 +217,7 @@ def _update(
     for index in range(len(seen.updated)):
         given = comparison.whole_of(comparison.unclipped(seen, index))
         for name, param in params.items():
-            is_used = name in given and name not in unused[index]
-            param.grad = given[name].view_as(param).to(param, copy=True) if is_used else None
+            param.grad = None if name in unused[index] else given[name].view_as(param).to(param, copy=True)
         optimizer.step()
         _round_states(run, source, optimizer, params, index)
         steps.updated.append(held_whole(params))

@@ -157,7 +157,7 @@ def _noted(observed: ObservedRun, subject: Subject, one: Observation | None) -> 
     observation.restart(run, start, buffers)
     run.adopt(lambda assembly: assembly.with_optimizer(subject.source.optimizer, subject.job.numerics))
     given = [comparison.whole_of(comparison.unclipped(one or seen, i)) for i in range(len(seen.steps))]
-    seen.updated = list(observation.feed(run, given))
+    seen.updated = list(observation.feed(run, given, [step.unused for step in (one or seen).steps]))
     seen.state = held_tensors.held_state(run)
     return seen
 

@@ -26,7 +26,7 @@ from samestep.building.initial_values import fill_rest
 from samestep.building.loss import checked, cross_entropy
 from samestep.building.optimizer import learning_rate_factor
 from samestep.building.pretrained_form import PretrainedForm
-from samestep.errors import JobError, ModelError
+from samestep.errors import JobError
 from samestep.job import Job
 from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
@@ -298,7 +298,7 @@ def _filled(decided: _Decided, mesh: meshes.Mesh) -> WeightStore:
 
     make = store_of(program.step.layout)
     store = whole_update.owning(make(model, program, mesh, materialize), program, mesh, spec)
-    _mark(model, spec, decided.whole, store)
+    _mark(model, decided.whole)
     store.hook_gradients(gradient_hooks(plan, program, mesh))
     fill_rest(plan, mesh.device, torch.float64 if job.numerics.precision == "float64" else None)
     return store
@@ -394,6 +394,7 @@ def _updated(decided: _Decided, mesh: meshes.Mesh, store: WeightStore) -> Weight
         splits_masters=decided.program.step.splits_masters,
         packing=_packing(decided, mesh),
         averages=WeightAverages(job.train.ema) if job.train.ema is not None else None,
+        follows_schedule=job.schedule.name != "constant" or job.schedule.warmup_steps > 0,
     )
     return Weights(store=store, updater=updater, lr_factor=learning_rate_factor(job.schedule, job.train.steps))
 
@@ -426,20 +427,10 @@ def _updates_in_chunks(source: Source, job: Job, whole: WholeWeights) -> bool:
     return in_chunks
 
 
-def _mark(model: nn.Module, spec: ModelSpec, whole: WholeWeights, store: WeightStore) -> None:
-    """Give the run's parameters the Python attributes that the user's had, and watch those that took no part in the trace."""
-    held = {piece.name for piece in store.frozen}
+def _mark(model: nn.Module, whole: WholeWeights) -> None:
+    """Give the run's parameters the Python attributes that the user's had."""
     for name, param in model.named_parameters():
         param.__dict__.update(whole.attributes.get(name, {}))
-    idle = [param.name for param in spec.params if param.is_idle and param.name in held]
-    store.hook_idle({name: functools.partial(_raise_used, name) for name in idle})
-
-
-def _raise_used(name: str, _: Tensor) -> None:
-    raise ModelError(
-        f"{name} took no part in the loss when the model was traced, so nothing updates it, and it does now: a model that "
-        "uses other weights in other steps can add 0 * weight.sum() to its output, so that the weight always takes part"
-    )
 
 
 def store_of(layout: Layout) -> Callable[[nn.Module, Program, meshes.Mesh, Materialize], WeightStore]:

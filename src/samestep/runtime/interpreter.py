@@ -20,6 +20,7 @@ from samestep.job import Job
 from samestep.program.bodies import Task
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
+from samestep.runtime.axes.expert import NoBalance
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import to_device
 from samestep.runtime.microbatches import Microbatches, StepBatch
@@ -41,6 +42,8 @@ class Interpreter:
     step: int
     """The step, counted from 1."""
     data_wait_s: float = field(default=0.0, init=False)
+    _constant: set[int] = field(default_factory=set, init=False)
+    """Micro-batches whose loss is a constant, so that their gradients are no use of a weight."""
     """Seconds for which it has waited for data."""
 
     def forward_backward(self, batch: StepBatch, index: int) -> Tensor:
@@ -60,7 +63,9 @@ class Interpreter:
         parallel.stage.begin_step(microbatches.shapes_of)
         with parallel.checkpoints():
             for task in parallel.program.tasks_of(index):
-                with self.observer.running(task, microbatches.indices(task.microbatch)), store.running(task):
+                samples = microbatches.indices(task.microbatch)
+                counts = bool(len(samples)) and task.microbatch not in self._constant
+                with self.observer.running(task, samples), store.running(task, counts=counts):
                     if task.kind is TaskKind.FORWARD:
                         held[task.microbatch, task.chunk] = self._forward(task, microbatches, totals)
                         continue
@@ -95,6 +100,8 @@ class Interpreter:
                 loss_sum, count = objective.loss(precision.for_loss(outputs), part)
             self.trials.check_generators(self.assembly, self.step, "the loss")
             given = with_graph(loss_sum, count, outputs)
+            if not loss_sum.requires_grad and isinstance(objective.balance, NoBalance):
+                self._constant.add(task.microbatch)
             loss_sum = objective.balance.added_to(given, outputs, count, weight)
         if weight and not self.trials.loss_is_tried:
             self.trials.try_loss(self.assembly, given, outputs, part, len(microbatches.indices(task.microbatch)))

@@ -42,7 +42,6 @@ from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.exchange_times import ExchangeTimes, Phase
-from samestep.program.ops import REPLICA_SCALARS
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly, assemble
 from samestep.runtime.optimizers.pieces import Piece
@@ -273,8 +272,8 @@ class LocalReplicas:
             yield str(number), {WEIGHT: piece.master(), **updater.state_of(piece)}
 
     def sums(self, own: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return the scalars of all replicas, zeros but for this rank's `own`, one float64 [3] for each of its replicas."""
-        found = torch.zeros(self.job.numerics.replicas, len(REPLICA_SCALARS), dtype=torch.float64, device=device)
+        """Return the scalars of all replicas, zeros but for this rank's `own`, one tensor for each of its replicas."""
+        found = torch.zeros(self.job.numerics.replicas, len(own[0]), dtype=torch.float64, device=device)
         for (number, _), scalars in zip(self.numbered, own, strict=True):
             found[number] = scalars
         return found.view(-1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -52,7 +52,7 @@ class OpenStep:
     running_buffers: list[tuple[Tensor, Tensor]]
     """Buffers that the forwards wrote, with their values before the step."""
     sums: Reading
-    """The four sums; 1 where the update was held back on the device; 1 where this rank's weights were written in the step."""
+    """The summed scalars; 1 where the update was held back on the device; 1 where this rank's weights were written in the step."""
     numerator: float
     """The scale of the gradients is this over the count."""
     lr_factor: float
@@ -61,22 +61,40 @@ class OpenStep:
     """What the caller holds already, and is completed when the step is closed."""
 
 
-def decide(sums: Tensor, numerator: float, clip_norm: float | None) -> Decision:
-    """Return what follows from the summed scalars (float64 [4]); gradients are scaled by the count over `numerator`."""
-    loss_sum, count, norm_squared, flags = sums.unbind()
+def decide(sums: Tensor, numerator: float, clip_norm: float | None, unused: Tensor | None = None) -> Decision:
+    """Return what follows from the summed scalars (float64); gradients are scaled by the count over `numerator`.
+
+    The update is held back too unless the numbers of weights are 0 exactly where `unused` (bool), which may be None, says so.
+    """
+    loss_sum, count, norm_squared, flags = sums[0], sums[1], sums[2], sums[-1]
     scale = numerator / count
     norm = norm_squared.sqrt() * scale
     factor = scale if clip_norm is None else scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
     is_usual = (loss_sum / count).isfinite() & norm.isfinite() & (flags < REFUSED)
+    if unused is not None:
+        is_usual &= ((sums[len(REPLICA_SCALARS) : -1] == 0.0) == unused).all()
     return Decision(factor, (~is_usual).float())
 
 
-def scalars_of(numbers: list[float]) -> tuple[StepScalars, bool, bool]:
-    """Return the scalars that the ranks summed, whether the step wrote weights of one unseen, and whether one is to save."""
+class ReadScalars(NamedTuple):
+    """The scalars that the ranks summed, as the host has read them."""
+
+    agreed: StepScalars
+    is_written: bool
+    """Whether the step wrote weights of a rank unseen."""
+    is_save_wanted: bool
+    uses: list[list[float]]
+    """Of each replica, the ranks that gave each weight a gradient that has a number in the scalars."""
+
+
+def scalars_of(numbers: list[float], num_uses: int = 0) -> ReadScalars:
+    """Return what the ranks summed; each replica has so many numbers of weights."""
     *sums, flags = numbers
     fraction, stop = math.modf(flags)
     save, written = math.modf(fraction / WRITTEN)
     width = len(REPLICA_SCALARS)
-    replicas = tuple(ReplicaScalars(*sums[start : start + width]) for start in range(0, len(sums), width))
-    loss_sum, count, norm_squared = (sum(sums[start::width]) for start in range(width))
-    return StepScalars(loss_sum, count, norm_squared, stop, replicas), written > 0.0, save > 0.0
+    parts = [sums[start : start + width + num_uses] for start in range(0, len(sums), width + num_uses)]
+    replicas = tuple(ReplicaScalars(*part[:width]) for part in parts)
+    loss_sum, count, norm_squared = (sum(part[index] for part in parts) for index in range(width))
+    agreed = StepScalars(loss_sum, count, norm_squared, stop, replicas)
+    return ReadScalars(agreed, written > 0.0, save > 0.0, [part[width:] for part in parts])

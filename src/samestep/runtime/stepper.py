@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from samestep.runtime.guards import nonfinite, watched_steps
 from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.outside_changes import OutsideChanges
-from samestep.runtime.guards.refusals import Refusals
+from samestep.runtime.guards.refusals import REFUSED, Refusals
 from samestep.runtime.guards.skipped_steps import MASKED, SkippedSteps
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.held_assembly import HeldAssembly
@@ -38,11 +39,12 @@ from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.optimizer_step import clip_factor
+from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes import join
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.runtime.step_report import StepReport, forget_peak, peak_memory_bytes, peak_reserved_bytes
-from samestep.runtime.step_sums import SAVE, WRITTEN, OpenStep, decide, scalars_of
+from samestep.runtime.step_sums import SAVE, WRITTEN, Decision, OpenStep, decide, scalars_of
 
 _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
 
@@ -64,7 +66,7 @@ class Stepper:
         """Updates of the weights in this process, of which the host waits for the first."""
         self._open: OpenStep | None = None
         """The step whose update was launched, and whose sums the host has not read."""
-        self._writes_unseen = False
+        self._writes_unseen = self._save_was_requested = False
         self._data_wait_s = 0.0
 
     @property
@@ -126,6 +128,11 @@ class Stepper:
         return StepTrials(self.held, self._own.source.loss, self.refusals, self.place.device)
 
     @functools.cached_property
+    def _used(self) -> UsedWeights:
+        number = self.job.numerics.replicas if self._own.replicas is not None else 1
+        return UsedWeights.of(self.held.parallel.program, self.held.parallel.mesh, self.held.model.spec, number)
+
+    @functools.cached_property
     def _outside(self) -> OutsideChanges:
         return OutsideChanges(self._own.source.model, self.held)
 
@@ -162,10 +169,11 @@ class Stepper:
         )
         is_ahead = is_usual and self._runs_ahead and not self.spikes.acts
         is_sent = is_usual and weights.updater.is_apart(self.place.device)
-        own = [self._own_scalars(batch, index) for index, _ in enumerate(self._own.each())]
+        own = [self._own_scalars(batch, index, number) for index, (number, _) in enumerate(self._own.each())]
+        is_ahead = is_ahead and self._used.can_be_expected()
         sums = self._agree(own, is_ahead)
         numerator = self.held.objective.nominal_count / weights.updater.loss_scale.scale
-        decision = decide(sums, numerator, self.job.optimizer.clip_norm) if is_ahead or is_sent else None
+        decision = self._decision(sums, numerator) if is_ahead or is_sent else None
         held_back = decision.held_back if decision is not None else torch.ones((), device=sums.device)
         if decision is not None and is_sent:
             weights.updater.send_unless(decision.held_back, decision.factor)
@@ -185,6 +193,7 @@ class Stepper:
         weights.updater.step_index = batch.step
         if weights.updater.live.was_written_early():
             weights.updater.live.take_over()
+        weights.updater.unused = self._used.expected()
         self._update(lambda: weights.updater.step_unless(decision.held_back, decision.factor))
         self.steps_taken = batch.step + 1
         opened.report = StepReport.late(self.steps_taken, self.close)
@@ -213,8 +222,11 @@ class Stepper:
         """Wait for a step's sums, decide on its update unless the device has made it, and return the report."""
         batch, updater = opened.batch, self.held.weights.updater
         *sums, was_held_back, is_written = opened.sums.numbers()
-        agreed, is_written_unseen, is_save_wanted = scalars_of(sums)
-        self.refusals.raise_agreed(agreed.stop, self._own.layout.world_size)
+        agreed, is_written_unseen, is_save_wanted, uses = scalars_of(sums, len(self._used.unsure))
+        if exchanges := agreed.stop >= REFUSED:
+            agreed = replace(agreed, stop=agreed.stop % REFUSED)
+            self.refusals.raise_agreed(self._own.layout.world_size)
+        is_save_wanted |= self._used.read(uses, exchanges=exchanges, wants_save=self._save_was_requested)
         if is_written_unseen:
             self._wait_from_now_on(batch)
         self._observer.agreed(agreed)
@@ -241,6 +253,7 @@ class Stepper:
             is_scaled=updater.loss_scale.scale > 1.0,
         )
         self._skipped.note(skipped=skipped)
+        self._used.updated(is_first=not self._num_updates) if not skipped else None
         self._num_updates += not skipped
         if skipped:
             nonfinite.put_back(opened.running_buffers)
@@ -249,6 +262,7 @@ class Stepper:
             if skipped or was_held_back or opened.report is None:
                 scale = None if skipped else scales[number]
                 factor = None if scale is None else scale * clip_factor(norms[number], self.job.optimizer.clip_norm)
+                assembly.weights.updater.unused = self._used.unused(number)
                 self._end_update(opened, factor, must_reread, was_held_back > 0)
             if math.isfinite(loss):
                 self._adapt_loss_scale(assembly.weights, overflowed=not finite)
@@ -293,17 +307,25 @@ class Stepper:
         if weights.updater.loss_scale.scale != before and self._own.replicas is None:
             weights.store.scale_given_back(weights.updater.loss_scale.scale / before)
 
-    def _own_scalars(self, batch: StepBatch, index: int) -> Tensor:
-        """Run the forwards and backwards of a replica; return this rank's share of its loss, count and squared norm."""
+    def _decision(self, sums: Tensor, numerator: float) -> Decision:
+        return decide(sums, numerator, self.job.optimizer.clip_norm, self._used.expected_flags())
+
+    def _own_scalars(self, batch: StepBatch, index: int, number: int) -> Tensor:
+        """Run the forwards and backwards of the replica at `index`, of this number; return this rank's share of its loss, count
+        and squared norm, and its uses of weights.
+        """
         totals = self.forward_backward(batch, index)
         weights = self.held.weights
+        uses = self._used.note(number, weights.store.without_gradient())
+        if reason := self._used.unproven(number):
+            self.refusals.add("state", f"step {batch.step + 1}: {reason}")
         for name in weights.store.written():
             self.refusals.add(
                 "state", f"step {batch.step + 1}: {kept_state.lost_write(name, f'zero={self._own.layout.zero}')}"
             )
         norm_squared = weights.store.norm_squared() + weights.updater.overflow(self.place.device)
         weights.store.take_back()
-        return torch.cat([totals, norm_squared.view(1)])
+        return torch.cat([totals, norm_squared.view(1), uses])
 
     def forward_backward(self, batch: StepBatch, index: int = 0) -> Tensor:
         """Run the forwards and backwards of the program; return this rank's loss sum and count, float64 [2].
@@ -322,10 +344,12 @@ class Stepper:
 
     def _agree(self, own: Sequence[Tensor], is_ahead: bool = False) -> Tensor:
         """Sum the loss, the count and the squared gradient norm of each replica and the flags over all ranks, waiting for
-        none: float64 [4], or 3 numbers more for each further replica that is trained apart.
+        none: float64, as many as `StepSpec.num_scalars`.
         """
         weights, device = self.held.weights, self.place.device
-        flag = join.stop_requested() + join.save_requested() * SAVE + self.refusals.flag
+        self._save_was_requested = bool(join.save_requested())
+        says_more = self.refusals.is_pending or self._used.has_changed
+        flag = join.stop_requested() + self._save_was_requested * SAVE + says_more * REFUSED
         stop = torch.full((1,), flag, dtype=torch.float64, device=device)  # filled there, not copied from the host
         if self._runs_ahead and not is_ahead:
             stop += weights.updater.live.was_written_unseen(device) * WRITTEN

@@ -59,12 +59,15 @@ class WeightStore(Protocol):
         """Return the weights that a forward of this step has written where that is lost; every rank calls it, sends nothing."""
         ...
 
-    def hook_idle(self, hooks: Mapping[str, Callable[[Tensor], None]]) -> None:
-        """Call functions by the names of weights that took no part in the trace, once they have a gradient. Called once."""
+    def without_gradient(self) -> Mapping[str, bool]:
+        """Return the trained weights to which no counted micro-batch of this rank gave a gradient in the step, and of each
+        whether the loop has frozen it. Called after `finish_gradients`; sends nothing.
+        """
         ...
 
-    def running(self, task: Task) -> AbstractContextManager[None]:
-        """Return the context in which one forward, backward or weight-gradient task runs.
+    def running(self, task: Task, *, counts: bool = True) -> AbstractContextManager[None]:
+        """Return the context in which one forward, backward or weight-gradient task runs; the gradients of a micro-batch that
+        does not count, since it is empty or its loss is constant, are zeros and no use of a weight.
 
         Called for each such task, by every rank of the task's pipeline stage. Collective over `dp_shard` and
         `dp_replicate`: inside, weights are gathered and buckets reduced as the program says. If a rank leaves a task

@@ -27,7 +27,7 @@ from samestep.program.buckets import Bucket, finish_reductions, make_buckets, st
 from samestep.program.codecs import PLAIN, exchange
 from samestep.program.contributions import Contributions
 from samestep.program.holding import REPLICAS
-from samestep.program.ops import REDUCING, REPLICA_SCALARS, STEP_SCALARS, Op, OpKind, Ops
+from samestep.program.ops import REDUCING, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
 from samestep.program.units import Unit, padded_rows, partial_sizes
@@ -99,7 +99,7 @@ def apply(program: Program) -> Program:
         axes["world"] = step.layout.world_size
         waits = tuple(_reductions_of(program))
         program = program.with_bodies(
-            lambda key, ops: _agreed(ops, waits, _num_scalars(step)) if key == UPDATE_BODY else ops
+            lambda key, ops: _agreed(ops, waits, step.num_scalars) if key == UPDATE_BODY else ops
         )
     return replace(program, buckets=buckets, axes=axes)
 
@@ -276,12 +276,6 @@ def _before_update(ops: Ops, sums: tuple[Op, ...]) -> Ops:
     """Return the ops with `sums` inserted before the update."""
     place = next(index for index, op in enumerate(ops) if op.kind is OpKind.UPDATE)
     return (*ops[:place], *sums, *ops[place:])
-
-
-def _num_scalars(step: StepSpec) -> int:
-    """Return how many numbers a step's scalars are: replicas that are trained apart have losses, counts and norms of their own."""
-    own = step.replicas if step.trains_apart else 1
-    return len(STEP_SCALARS) + (own - 1) * len(REPLICA_SCALARS)
 
 
 def _agreed(ops: Ops, waits: tuple[str, ...], num_scalars: int) -> Ops:

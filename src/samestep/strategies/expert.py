@@ -167,7 +167,8 @@ def _exchanged(ops: Ops, step: StepSpec) -> Iterator[Op]:
         yield op
         if op.layer is None or op.kind not in (OpKind.FORWARD, OpKind.BACKWARD):
             continue
-        dispatches = step.model.layers[op.layer].dispatches
+        layer = step.model.layers[op.layer]
+        dispatches = layer.dispatches if op.kind is OpKind.FORWARD or layer.has_backward else ()
         for dispatch in dispatches if op.kind is OpKind.FORWARD else reversed(dispatches):
             yield from _all_to_alls(dispatch, step, op)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -86,6 +86,11 @@ def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: ForwardT
 
 def nodes_of_loss(outputs: Any, sample: Any, loss: Callable[[Any, Any], Any] | None) -> set[Node]:
     """Return the nodes of autograd's graph on which the loss, or if it cannot run on meta any output, depends."""
+    return nodes_of(roots_of_loss(outputs, sample, loss))
+
+
+def roots_of_loss(outputs: Any, sample: Any, loss: Callable[[Any, Any], Any] | None) -> list[Tensor]:
+    """Return the loss, or if it cannot run on meta all outputs that take a gradient."""
     roots = [leaf for leaf in tensors_in(outputs) if leaf.requires_grad]
     if loss is not None and roots:
         try:
@@ -96,18 +101,27 @@ def nodes_of_loss(outputs: Any, sample: Any, loss: Callable[[Any, Any], Any] | N
             total = None
         if isinstance(total, Tensor) and total.requires_grad:
             roots = [total]
-    return _nodes(roots)
+    return roots
 
 
-def idle_weights(module: nn.Module, outputs: Any, nodes: Collection[Node]) -> frozenset[int]:
-    """Return the ids of the weights of which the loss, that depends on these nodes, takes no part."""
-    reached = {id(node.variable) for node in nodes if _is_weight(node)}  # type: ignore[attr-defined]
-    reached |= {id(leaf) for leaf in tensors_in(outputs)}
+def idle_weights(module: nn.Module, outputs: Any, roots: Iterable[Tensor]) -> frozenset[int]:
+    """Return the ids of the weights that none of the tensors from which a backward may begin depends on."""
+    reached = _weights_of(roots) | {id(leaf) for leaf in tensors_in(outputs)}
     weights = {id(param) for param in module.parameters() if param.requires_grad}
     return frozenset(weights - reached) if reached & weights else frozenset()
 
 
-def _nodes(roots: Iterable[Tensor]) -> set[Node]:
+def unlike_weights(roots: Sequence[Tensor]) -> frozenset[int]:
+    """Return the ids of the weights that some of the tensors depend on, but not all: a loss of one leaves them out."""
+    reached = [_weights_of([root]) for root in roots]
+    return frozenset(set[int]().union(*reached) - reached[0].intersection(*reached)) if reached else frozenset()
+
+
+def _weights_of(roots: Iterable[Tensor]) -> set[int]:
+    return {id(node.variable) for node in nodes_of(roots) if _is_weight(node)}  # type: ignore[attr-defined]
+
+
+def nodes_of(roots: Iterable[Tensor]) -> set[Node]:
     """Return all nodes of the graph that made some tensors."""
     seen: set[Node] = set()
     todo = [root.grad_fn for root in roots if root.grad_fn is not None]
@@ -152,7 +166,7 @@ def _is_weight(node: Node) -> bool:
 
 def _edges_to_weights(roots: Iterable[Tensor]) -> Iterator[tuple[Node, list[int]]]:
     """Yield nodes with the indices of their results that are gradients of weights, or of other views of them."""
-    seen = _nodes(roots)
+    seen = nodes_of(roots)
     views: dict[Node, int] = {}
     for node in sorted(seen, key=lambda one: (not _is_weight(one), one._sequence_nr())):  # later nodes come first
         followers = [after for after, _ in node.next_functions if after is not None]

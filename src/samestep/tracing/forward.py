@@ -127,6 +127,8 @@ class ForwardTracer(DispatchMode):
         """Storages whose shapes follow from the values of the sample."""
         self.has_looked = False
         """Whether its code looks at values: with others it may use other weights."""
+        self.read_before_look = frozenset[int]()
+        """The weights, by their storages, that were read before its code looked at a value first."""
         self.exchanges: list[tuple[str, int, Exchange]] = []
         """Inputs and outputs of attentions, with region and storage."""
         self.batch_norms: list[tuple[str, BatchNormCall]] = []
@@ -251,7 +253,8 @@ class ForwardTracer(DispatchMode):
         looks = leaves or torch.Tag.data_dependent_output in func.tags
         sizes = torch.Tag.dynamic_output_shape in func.tags
         if (looks or sizes) and any(tensor.is_meta for tensor in given):
-            self.has_looked = True
+            if not self.has_looked:
+                self.has_looked, self.read_before_look = True, frozenset(self._weights & self.readers.keys())
             if all(map(self.values.knows, given)):
                 outcome = self.values.run(func, args, kwargs)
                 return outcome if looks else tree_map_only(Tensor, self.to_meta, outcome)
@@ -272,7 +275,9 @@ class ForwardTracer(DispatchMode):
         """
         if not self.values.knows(lengths):
             raise NeedsValuesError
-        self.has_looked, self.varies = True, self.varies or self.innermost
+        if not self.has_looked:
+            self.has_looked, self.read_before_look = True, frozenset(self._weights & self.readers.keys())
+        self.varies = self.varies or self.innermost
         is_known = self.values.knows(tensor)
         given = self.values.of(tensor) if is_known else torch.zeros(tensor.shape, dtype=tensor.dtype)
         rows, sizes = func(given, self.values.of(lengths), *rest)

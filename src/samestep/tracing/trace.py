@@ -23,11 +23,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
@@ -44,7 +44,9 @@ from samestep.tracing.backward import (
     Backward,
     WorkingSet,
     idle_weights,
-    nodes_of_loss,
+    nodes_of,
+    roots_of_loss,
+    unlike_weights,
     watch_backward,
     working_sets,
 )
@@ -108,18 +110,20 @@ def trace(
             outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
         except NeedsValuesError:
             raise ModelError(_unseen(name, watch, module)) from None
-    idle = frozenset[int]()
-    if not (watch.varies or watch.has_looked):
-        nodes = nodes_of_loss(outputs, sample, loss)
-        idle = idle_weights(module, outputs, nodes)
-        watch.flow = watch.flow_recorder.with_idle(nodes)
+    roots = roots_of_loss(outputs, sample, loss)
+    has_looked = bool(watch.varies or watch.has_looked)
+    unused = idle_weights(module, outputs, roots)
+    idle = frozenset[int]() if has_looked else unused
+    if not has_looked:
+        watch.flow = watch.flow_recorder.with_idle(nodes_of(roots))
+    unused |= _unsure(module, watch, roots if loss is not None and len(roots) > 1 else [])
     backward = watch_backward(module, tensors_in(getattr(outputs, "logits", outputs)), watch)
     layers = arrange(module, name, containers, watch)
     assert watch.flow is not None
     specs = _layer_specs(module, layers, watch, backward, num_samples)
     uses_of = UsesOfWeights(layers, specs, watch)
-    params = _param_specs(module, layers, containers, watch, idle, uses_of)
-    first = min((param.layer for param in params if param.trainable), default=0)
+    params = _param_specs(module, layers, containers, watch, _Unused(idle, unused), uses_of)
+    first = min((param.layer for param in params if param.trainable and not param.is_idle), default=0)
     specs = tuple(dataclasses.replace(spec, has_backward=index >= first) for index, spec in enumerate(specs))
     varies = watch.varies or (watch.picks if watch.picks_none else "")
     return ModelSpec(
@@ -157,6 +161,26 @@ def _unseen(name: str, watch: ForwardTracer, module: nn.Module) -> str:
         f"experts do), and the {_num_elements(module):,} weights of a model on the meta device have none; models of up "
         f"to {KNOWN_WEIGHTS:,} weights are run once to see, and a form that does not look, as torch.where, always works"
     )
+
+
+class _Unused(NamedTuple):
+    """The ids of weights to which the loss of the trace gives no gradient."""
+
+    idle: frozenset[int]
+    """Those of a forward that looks at no values."""
+    perhaps: frozenset[int]
+    """All of which the trace does not show that every step gives them one."""
+
+
+def _unsure(module: nn.Module, watch: ForwardTracer, outputs: Sequence[Tensor]) -> frozenset[int]:
+    """Return the ids of weights that other values may leave unused: those read behind a look at values, where shapes or branches
+    follow from them, and of a loss that no trace shows those on which not all of the model's `outputs` depend."""
+    behind = {
+        id(param)
+        for param in module.parameters()
+        if watch.varies and param.requires_grad and watch.key(param) not in watch.read_before_look
+    }
+    return unlike_weights(outputs) | behind
 
 
 # -- where the blocks are --------------------------------------------------------------------------
@@ -336,7 +360,7 @@ def _param_specs(
     layers: list[Layer],
     containers: tuple[str, ...],
     watch: ForwardTracer,
-    idle: frozenset[int],
+    unused: _Unused,
     uses_of: UsesOfWeights,
 ) -> tuple[ParamSpec, ...]:
     """Return the spec of each parameter, once, under its first name."""
@@ -374,8 +398,9 @@ def _param_specs(
             or (any(roots) and any(not roots & running for running in watch.stacks.get(watch.key(param), ()))),
             is_replaced=is_replaced,
             takes_gradient=bool(entered) and entered[0] in watch.taking_gradient,
-            trainable=param.requires_grad and id(param) not in idle,
-            is_idle=param.requires_grad and id(param) in idle,
+            trainable=param.requires_grad,
+            is_idle=param.requires_grad and id(param) in unused.idle,
+            may_be_unused=param.requires_grad and id(param) in unused.perhaps,
             held_as=marked(module.get_submodule(_owner(name))) if name.endswith(".weight") else "",
             embeds=next((watch.embeds[path] for path in owners if path in watch.embeds), ""),
             sparse_gradient=any(getattr(module.get_submodule(path), "sparse", False) is True for path in owners),

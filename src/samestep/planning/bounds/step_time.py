@@ -30,7 +30,7 @@ from samestep.planning.bounds.overlap import Reduced, longer_s
 from samestep.planning.bounds.pipeline_time import Bodies, Times, behind_last_backward, play_bodies
 from samestep.planning.bounds.traffic import LayerTraffic, Reductions, Sending
 from samestep.program.buckets import bucket_bytes
-from samestep.program.ops import BYTES_OF, SHARD_AXES, STEP_SCALARS, OpKind
+from samestep.program.ops import BYTES_OF, SHARD_AXES, OpKind
 from samestep.program.step import StepSpec
 from samestep.schedules import DEFAULT
 from samestep.simulation.collectives import collective_s, group_of
@@ -72,7 +72,7 @@ class Bounds:
 
     def _scalars_s(self, step: StepSpec) -> float:
         return self._sent_s(
-            OpKind.ALL_REDUCE, BYTES_OF["float64"] * len(STEP_SCALARS), "world", step.layout.world_size, step
+            OpKind.ALL_REDUCE, BYTES_OF["float64"] * step.num_scalars, "world", step.layout.world_size, step
         )
 
     def _bodies(self, step: StepSpec) -> tuple[Bodies, ...]:

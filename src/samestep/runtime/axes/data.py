@@ -96,10 +96,12 @@ class Replicated:
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
         self.params: dict[str, nn.Parameter] = {}
-        self._frozen_params: dict[str, nn.Parameter] = {}
         self._places: dict[str, Tensor] = {}
         """Where each weight's values are, which buckets and pieces refer to."""
         self._last = self._starts = self._is_weight_task = False
+        self._counts = True
+        self._unused: set[str] = set()
+        """Weights to which no micro-batch of the step has given a gradient so far, unless it does not count."""
         self._sending = {key for key, ops in program.bodies.items() if any(op.kind is OpKind.SEND for op in ops)}
         """The bodies that end with a message to another stage, which goes out before anything is reduced."""
         self._next = 0
@@ -161,7 +163,6 @@ class Replicated:
                 path, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(path), leaf, param)  # not by _parameters: LSTM keeps lists of its weights
             if not spec.trainable:
-                self._frozen_params[spec.name] = param
                 self.frozen.append(
                     Piece(spec.name, 0, spec.numel, param, lambda: torch.zeros(0), is_packed=bool(spec.held_as))
                 )
@@ -216,6 +217,7 @@ class Replicated:
         self.take_back()
         for param in self.params.values():
             param.grad = None
+        self._unused = set(self.params)
         for flat in self._flats:
             names = {member.name for member in flat.bucket.members}
             flat.missing, flat.untouched = set(names), set(names)
@@ -237,13 +239,12 @@ class Replicated:
         """Return nothing: what is written into a whole weight is kept."""
         return []
 
-    def hook_idle(self, hooks: Mapping[str, Callable[[Tensor], None]]) -> None:
-        """Call a function once a weight that took no part in the trace has a gradient."""
-        for name, hook in hooks.items():
-            self._frozen_params[name].requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    def without_gradient(self) -> Mapping[str, bool]:
+        """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""
+        return {name: not self.params[name].requires_grad for name in self._unused}
 
     @contextmanager
-    def running(self, task: Task) -> Iterator[None]:
+    def running(self, task: Task, *, counts: bool = True) -> Iterator[None]:
         """Record, while a task runs, whether its gradients are the step's last and whether they complete buckets.
 
         Collective over the axes of the program's buckets, as `WeightStore.running` says.
@@ -254,11 +255,22 @@ class Replicated:
         self._last = task.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT) and ends_step(task.body)
         completes = self.program.step.ends_gradients(task.body)
         self._starts = completes and task.body not in self._sending
+        self._counts = counts
         yield
+        if not self._flats:
+            self._note_gradients()
         if completes:
             self._start_ready()
         if self._ends_contribution(task):
             self._encode_contribution()
+
+    def _note_gradients(self) -> None:
+        """Note which weights have a gradient, where no bucket takes it: a micro-batch that does not count adds zeros alone."""
+        for name in [name for name in self._unused if self.params[name].grad is not None]:
+            if self._counts:
+                self._unused.discard(name)
+            else:
+                self.params[name].grad = None
 
     def _ends_contribution(self, task: Task) -> bool:
         """Return whether a task leaves the last gradients of a contribution behind which this rank makes another one."""
@@ -296,6 +308,8 @@ class Replicated:
             # In master precision autograd keeps adding in place; otherwise each micro-batch's gradient is cast first.
             param.grad = slot.gradient if param.dtype == slot.gradient.dtype else None
         flat.untouched.discard(name)
+        if self._counts:
+            self._unused.discard(name)
         if self._last and (self._is_weight_task or not slot.is_postponed):
             flat.missing.discard(name)
         if self._starts and not flat.missing:

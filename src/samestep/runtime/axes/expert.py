@@ -46,6 +46,9 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
         _compute(model, found, facts.one_by_one_way)
     if program.step.layout.ep == 1:
         return
+    layers = program.step.model.layers
+    # In front of all that is trained nothing gathers weights for a backward, or exchanges anything in one.
+    ahead = {dispatch.owner for layer in layers if not layer.has_backward for dispatch in layer.dispatches}
     for path, experts in found.counts.items():
         module = model.get_submodule(path)
         if path not in found.switchable and path in traced.analysis.expert_calls:
@@ -53,12 +56,19 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
             check_experts(path, module, facts, traced.analysis.expert_calls[path], value_of)
         facts.set_experts(module, experts // mesh.size("ep"))
         module.forward = functools.partial(
-            _dispatch_and_combine, module.forward, module, experts, mesh.groups["ep"], path
+            _dispatch_and_combine, module.forward, module, experts, mesh.groups["ep"], path, path not in ahead
         )
 
 
 def _dispatch_and_combine(
-    forward: Any, module: nn.Module, num_experts: int, group: dist.ProcessGroup, path: str, *args: Any, **named: Any
+    forward: Any,
+    module: nn.Module,
+    num_experts: int,
+    group: dist.ProcessGroup,
+    path: str,
+    has_backward: bool,
+    *args: Any,
+    **named: Any,
 ) -> Tensor:
     """Replace the forward of a module of experts: dispatch rows, compute them, combine the results.
 
@@ -66,7 +76,7 @@ def _dispatch_and_combine(
     """
     x, chosen, weights = called_with(args, named)
     again = functools.partial(call_again, forward, args, named)
-    if torch.is_grad_enabled() and not x.requires_grad:
+    if has_backward and torch.is_grad_enabled() and not x.requires_grad:
         x = x.detach().requires_grad_()  # else ranks without rows would have no part in the backward
     picks = chosen.flatten()
     order = picks.argsort(stable=True)

@@ -78,9 +78,9 @@ class Owning:
         """Return the weights that a forward of this step has written where that is lost."""
         return self._store.written()
 
-    def hook_idle(self, hooks: Mapping[str, Callable[[Tensor], None]]) -> None:
-        """Call a function once a weight that took no part in the trace has a gradient."""
-        self._store.hook_idle(hooks)
+    def without_gradient(self) -> Mapping[str, bool]:
+        """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""
+        return self._store.without_gradient()
 
     def begin_step(self) -> None:
         """Discard the gradients of the previous step."""
@@ -90,9 +90,9 @@ class Owning:
         """Copy weights that a user has given another storage back to the one in use."""
         self._store.take_back()
 
-    def running(self, task: Task) -> AbstractContextManager[None]:
+    def running(self, task: Task, *, counts: bool = True) -> AbstractContextManager[None]:
         """Return the context of one task; collective as `WeightStore.running` says."""
-        return self._store.running(task)
+        return self._store.running(task, counts=counts)
 
     def finish_gradients(self) -> None:
         """Finish the store's reductions, and bring weights and gradients to their owners.

@@ -2,7 +2,8 @@
 
 A run trains a model of its own, which a model instance has only lent its values. A loop that freezes a layer of the instance,
 sets a number in it or writes into a weight changes nothing of the run, where a plain loop would train otherwise. And what was
-frozen when the layout was planned has no gradient in it. Values that the instance takes from the run itself, to evaluate
+frozen when the layout was planned has no gradient in it; what the loop freezes of the run's own module afterwards, it may thaw
+again (`used_weights.py`). Values that the instance takes from the run itself, to evaluate
 it, are no change.
 """
 
@@ -29,9 +30,8 @@ class OutsideChanges:
     """The state of a run's own module and of the instance that was given, as both were before the first step."""
 
     def __init__(self, given: object, held: Assembly) -> None:
-        self._frozen = [
-            (name, param) for name, param in held.model.module.named_parameters() if not param.requires_grad
-        ]
+        frozen = {param.name for param in held.model.spec.params if not param.trainable}
+        self._frozen = [(name, param) for name, param in held.model.module.named_parameters() if name in frozen]
         module = given if isinstance(given, nn.Module) else nn.Module()
         self._flags = [(name, param, param.requires_grad) for name, param in module.named_parameters()]
         self._tensors = dict([*module.named_parameters(), *module.named_buffers()])

@@ -2,17 +2,19 @@
 
 A rank that raised by itself would leave the others waiting in the step's next collective. So a rank keeps the reason,
 and adds a number to the stop flag, which all ranks sum in the step's one all_reduce (`stepper.Stepper._agree`); where the sum
-shows that some rank has a reason, all ranks exchange theirs and raise the first.
+shows that some rank has more to say, all ranks exchange their reasons and raise the first.
 """
 
 from __future__ import annotations
 
 from samestep.errors import UnprovenError
 from samestep.job_tables import RunTable, Waiver
+from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.messages import gather_values
 
 REFUSED = 2.0**20
-"""Added to the stop flag by a rank with a reason: more than the ranks that can ask to stop, exact in a sum."""
+"""Added to the stop flag by a rank with a reason, or with other unused weights than before: more than the ranks that can ask to
+stop, exact in a sum."""
 
 
 class Refusals:
@@ -44,9 +46,9 @@ class Refusals:
         return new
 
     @property
-    def flag(self) -> float:
-        """The number that this rank adds to the sum of stop flags."""
-        return 0.0 if self._pending is None else REFUSED
+    def is_pending(self) -> bool:
+        """Whether this rank has a reason."""
+        return self._pending is not None
 
     def raise_own(self) -> None:
         """Raise this rank's reason, if it has one, where no collective of the step follows.
@@ -57,15 +59,15 @@ class Refusals:
         if self._pending is not None:
             raise UnprovenError(*self._pending)
 
-    def raise_agreed(self, stop: float, world_size: int) -> None:
-        """Raise the first rank's reason, if the sum of stop flags over all ranks shows that there is one.
+    def raise_agreed(self, world_size: int) -> None:
+        """Raise the first rank's reason, if any has one.
 
-        Collective over the world where there is one: every rank calls it with the same sum, so all raise alike.
+        Collective over the world: every rank calls it where the sum of stop flags shows that some rank has more to say.
 
         Raises:
             UnprovenError: some rank refuses the step.
         """
-        if stop < REFUSED:
-            return
-        found = [reason for reason in gather_values(self._pending, world_size) if reason is not None]
-        raise UnprovenError(*found[0])
+        with outside_step():
+            found = [reason for reason in gather_values(self._pending, world_size) if reason is not None]
+        if found:
+            raise UnprovenError(*found[0])

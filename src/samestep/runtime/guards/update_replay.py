@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from samestep.building.combined_optimizer import member_over
 from samestep.runtime.guards.model_state import unmoved_generators
+from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.optimizers.update_rule import has_hooks
@@ -62,9 +63,10 @@ class UpdateReplay:
 
     def misfit(self) -> float:
         """Update the copy too; return by how much the update differs, over the largest weight, or 0 within rounding."""
-        self._copy.grad = (self._gradient * self._updater.factor).to(self._copy.device).view_as(self._copy)
+        if self.piece.name not in self._updater.unused:
+            self._copy.grad = (self._gradient * self._updater.factor).to(self._copy.device).view_as(self._copy)
         held = [vars(self._twin), *self._twin.param_groups]
-        with unmoved_generators(value for values in held for value in values.values()):
+        with unmoved_generators(value for values in held for value in values.values()), alone(self.optimizer):
             self._twin.step()
         ours, theirs = self._copy.detach(), self._half.of(self.piece.master())
         largest = max(self._largest, float(theirs.abs().max()), torch.finfo(theirs.dtype).tiny)

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.dispatch_mode import DispatchMode
+from samestep.runtime.optimizers.stacked_labels import StackedPart, joined, keeps_apart, parts_of_result, within
 
 
 class UpdateLabel(NamedTuple):
@@ -188,14 +191,14 @@ class FollowedStep(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._labels: dict[int, tuple[StorageWeakRef, UpdateLabel]] = {}
+        self._labels: dict[int, tuple[StorageWeakRef, UpdateLabel | list[StackedPart]]] = {}
         self.entries: list[Entry] = []
         self.where: dict[str, str] = {}
         """The first operation in which a weight's elements, or other weights, entered its own."""
         self.draws = ""
 
-    def mark(self, tensor: Tensor, label: UpdateLabel) -> None:
-        """Label a tensor's memory."""
+    def mark(self, tensor: Tensor, label: UpdateLabel | list[StackedPart]) -> None:
+        """Label a tensor's memory, or each part of it."""
         weak = StorageWeakRef(tensor.untyped_storage())
         self._labels[weak.cdata] = (weak, label)
 
@@ -209,9 +212,22 @@ class FollowedStep(DispatchMode):
         kept = self._labels.get(storage._cdata)
         if kept is None:
             return UpdateLabel(is_uniform=tensor.numel() == 1)
-        label = kept[1]
-        covers = tensor.numel() * tensor.element_size() == storage.nbytes() and tensor.is_contiguous()
+        if isinstance(kept[1], list):
+            part = within(tensor, kept[1])
+            if part is None:
+                return UpdateLabel(None, frozenset().union(*(one.label.weights for one in kept[1])), False)
+            label, covers = part.label, tensor.numel() == part.stop - part.start
+        else:
+            label, covers = kept[1], tensor.numel() * tensor.element_size() == storage.nbytes()
+        covers = covers and tensor.is_contiguous()
         return label if covers or label.beside is None else UpdateLabel(None, label.weights, False)
+
+    def _parts(self, tensor: Tensor) -> list[StackedPart] | None:
+        """Return the parts of the memory of a tensor that lies in several; None if it lies in one."""
+        kept = self._labels.get(tensor.untyped_storage()._cdata)
+        if kept is None or not isinstance(kept[1], list):
+            return None
+        return kept[1] if within(tensor, kept[1]) is None or len(kept[1]) == 1 else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and label what it writes."""
@@ -230,6 +246,8 @@ class FollowedStep(DispatchMode):
                 self._write(facts._replace(pointwise=True), target, [(t, before[id(t)]) for t in tensors])
                 return target
         known = {tensor.untyped_storage()._cdata for tensor in tensors}
+        apart = keeps_apart(facts.name, args, kwargs, pointwise=facts.pointwise or facts.name in _FILLED)
+        stacked = {id(t): parts for t in tensors if (parts := self._parts(t)) is not None} if apart else {}
         result = _shortcut(facts, func, args, kwargs, tensors)
         written = [args[i] for i in facts.writes if i < len(args)] + [
             kwargs[k] for k in facts.writes_named if k in kwargs
@@ -238,10 +256,13 @@ class FollowedStep(DispatchMode):
         if not written and not made:
             return result  # a view: its memory is labelled
         self._note(facts.name, values, tensors, before)
+        if (parts := joined(facts.name, args, kwargs, [before[id(t)] for t in tensors])) is not None:
+            self.mark(result, parts)
+            return result
         for row in _rows_of(values, written, result, made):
             read = [(tensor, before[id(tensor)]) for tensor in row.read]
             for target in row.written:
-                self._write(facts, target, read)
+                self._write(facts, target, read, stacked)
         return result
 
     def _note(self, name: str, values: list[Any], tensors: list[Tensor], before: Mapping[int, UpdateLabel]) -> None:
@@ -249,28 +270,65 @@ class FollowedStep(DispatchMode):
         numbers += tuple(x for v in values if isinstance(v, list | tuple) for x in v if type(x) is float)
         self.entries.append((name, numbers, tuple(before[id(tensor)] for tensor in tensors)))
 
-    def _write(self, facts: _Facts, target: Tensor, read: list[tuple[Tensor, UpdateLabel]]) -> None:
-        """Label what an operation has written, from the labels of what it read."""
+    def _write(
+        self,
+        facts: _Facts,
+        target: Tensor,
+        read: list[tuple[Tensor, UpdateLabel]],
+        stacked: Mapping[int, list[StackedPart]] = MappingProxyType({}),
+    ) -> None:
+        """Label what an operation has written, from the labels of what it read, and of the parts that it keeps apart."""
         name = facts.name
         if name in _OVERWRITING:
             read = [(t, label) for t, label in read if t is not target]
         if name in _FILLED:
             read = [(t, label) for t, label in read if t.numel() == 1 and name.startswith("fill")]
-        if facts.pointwise or name in _FILLED:
-            label = _beside(read, target.shape)
-        else:
-            entered = frozenset[str]().union(*(label.weights for _, label in read))
-            label = UpdateLabel(None, entered, not entered and target.numel() == 1)
         storage = target.untyped_storage()
         kept = self._labels.get(storage._cdata)
         covers = target.numel() * target.element_size() == storage.nbytes() and target.is_contiguous()
+
+        def label_of(inputs: list[tuple[Tensor, UpdateLabel]], shape: Sequence[int]) -> UpdateLabel:
+            if facts.pointwise or name in _FILLED:
+                return _beside(inputs, shape)
+            entered = frozenset[str]().union(*(label.weights for _, label in inputs))
+            return UpdateLabel(None, entered, not entered and math.prod(shape) == 1)
+
+        operands = [(tensor, label, stacked.get(id(tensor))) for tensor, label in read]
+        parts = parts_of_result(target, operands, label_of) if covers else None
+        if parts is not None:
+            for part in parts:
+                self._enter(part.label, name)
+            self.mark(target, parts)
+            return
+        label = label_of(read, target.shape)
         if kept is not None and not covers:
             old = kept[1]
+            if isinstance(old, list):
+                self._write_part(target, old, label, name)
+                return
             label = UpdateLabel(old.beside, old.entered | label.weights | old.weights, False)
+        self._enter(label, name)
+        self.mark(target, label)
+
+    def _write_part(self, target: Tensor, parts: list[StackedPart], label: UpdateLabel, name: str) -> None:
+        """Label the part of a memory that an operation has written, or all that it lies in."""
+        mine = within(target, parts)
+        is_whole = mine is not None and target.numel() == mine.stop - mine.start and target.is_contiguous()
+        changed = []
+        for part in parts:
+            if mine is not None and part is not mine:
+                changed.append(part)
+                continue
+            old = part.label
+            new = label if is_whole else UpdateLabel(old.beside, old.entered | label.weights | old.weights, False)
+            self._enter(new, name)
+            changed.append(part._replace(label=new))
+        self.mark(target, changed)
+
+    def _enter(self, label: UpdateLabel, name: str) -> None:
         if label.entered:
             for weight in label.weights:
                 self.where.setdefault(weight, name)
-        self.mark(target, label)
 
 
 class CountsOnHost(TorchFunctionMode):
@@ -310,7 +368,7 @@ def _rows_of(values: list[Any], written: list[Any], result: Any, made: list[Tens
     )
 
 
-def _beside(inputs: list[tuple[Tensor, UpdateLabel]], shape: torch.Size) -> UpdateLabel:
+def _beside(inputs: list[tuple[Tensor, UpdateLabel]], shape: Sequence[int]) -> UpdateLabel:
     """Return the label of what an operation makes element by element."""
     entered = frozenset[str]().union(*(label.entered for _, label in inputs))
     besides = {label.beside for tensor, label in inputs if label.beside is not None and tensor.shape == shape}

@@ -15,12 +15,13 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from samestep.errors import LayoutError, ModelError
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.update_rules import parts_of
+from samestep.runtime.optimizers.one_process import alone
+from samestep.runtime.optimizers.step_code import optimizers_in
 from samestep.runtime.optimizers.update_rule import (
     TRIED,
     OptimizerSource,
@@ -42,8 +43,8 @@ class WholeWeights:
 
     @classmethod
     def of(cls, model: ModelSpec, attributes: Mapping[str, Mapping[str, Any]]) -> WholeWeights:
-        """Return the weights of a model that ask for gradients, those that take no part among them: they have positions."""
-        return cls({param.name: param.shape for param in model.params if param.trainable or param.is_idle}, attributes)
+        """Return the weights of a model that ask for gradients."""
+        return cls({param.name: param.shape for param in model.params if param.trainable}, attributes)
 
 
 ALONE = WholeWeights()
@@ -60,13 +61,23 @@ class GivenOptimizer:
 
     def __call__(self, named: list[tuple[str, Tensor]]) -> Optimizer:
         """Return the optimizer over named tensors, with as many groups as the instance."""
-        defaults = {name: self.instance.defaults[name] for name in _arguments(type(self.instance))}
+        kind = type(self.instance)
+        first, *others = _arguments(kind)
+        defaults = {name: self.instance.defaults[name] for name in others}
         groups = []
         for group in self.instance.param_groups:
             members = {self.names[id(param)] for param in group["params"]}
             options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             groups.append({"params": [tensor for name, tensor in named if name in members], **options})
-        return type(self.instance)(groups, **defaults)
+        try:
+            with alone(kind.__name__):
+                arguments: dict[str, Any] = {first: groups, **defaults}
+                return kind(**arguments)
+        except (AttributeError, KeyError, IndexError) as error:
+            raise ModelError(
+                f"{kind.__name__} cannot be built again over the groups of the given one ({type(error).__name__}: {error}): a "
+                f"function of the parameters works, as `lambda params: {kind.__name__}(params)`"
+            ) from error
 
 
 def optimizer_source(
@@ -100,7 +111,7 @@ def optimizer_source(
             )
     if not any(group["params"] for group in optimizer.param_groups):
         raise ModelError(f"the {kind} instance holds no parameter: build it over model.parameters()")
-    if forgotten := [name for name in _arguments(type(optimizer)) if name not in optimizer.defaults]:
+    if forgotten := [name for name in _arguments(type(optimizer))[1:] if name not in optimizer.defaults]:
         raise ModelError(
             f"{kind} does not keep its argument {forgotten[0]} in `defaults`, so it cannot be built again over "
             "the pieces of a layout: give a function of the parameters"
@@ -109,7 +120,8 @@ def optimizer_source(
 
 
 def _of_function(function: Callable[[list[Tensor]], Optimizer], named: list[tuple[str, Tensor]]) -> Optimizer:
-    made = function([tensor for _, tensor in named])
+    with alone("the optimizer function"):
+        made = function([tensor for _, tensor in named])
     if not hasattr(made, "param_groups") or not hasattr(made, "step"):
         raise ModelError(
             f"the optimizer function returned a {type(made).__name__}; it must return a torch.optim.Optimizer over the "
@@ -119,7 +131,8 @@ def _of_function(function: Callable[[list[Tensor]], Optimizer], named: list[tupl
 
 
 def _arguments(kind: type[Optimizer]) -> list[str]:
-    return [name for name in inspect.signature(kind).parameters if name != "params"]
+    """Return the names of the arguments of a class, that of its parameters in front: `params`, or else the first."""
+    return sorted(inspect.signature(kind).parameters, key=lambda name: name != "params")
 
 
 def check_step(optimizer: Optimizer) -> None:
@@ -172,11 +185,11 @@ def built_over(source: OptimizerSource, pieces: list[tuple[str, Tensor]], whole:
     except TRIED:
         optimizer = None
     wanted, weights = skeleton(source, whole.shapes, whole.attributes)  # the last one made, which a scheduler has
-    state_from_the_start = bool(wanted.state)
+    reached = optimizers_in(wanted)
+    state_from_the_start = any(one.state for one in reached)
     if put_in_place(wanted, weights, dict(pieces)) and not state_from_the_start:
         return wanted
-    nested = [leaf for leaf in tree_leaves(list(vars(wanted).values())) if isinstance(leaf, Optimizer)]
-    if optimizer is None or nested:
+    if optimizer is None or len(reached) > 1:
         raise ModelError(
             f"{type(wanted).__name__} keeps its parameters outside of its groups, or state from the start, and gives parts "
             "of the weights other options than the whole ones: zero=0 without tp and pp works"

@@ -22,16 +22,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from samestep.building.combined_optimizer import members_of
 from samestep.errors import InputError, ModelError
 from samestep.job_tables import NumericsTable
 from samestep.program.step import update_chunks
 from samestep.runtime import host_copies
 from samestep.runtime.first_state import optimizer_digests
+from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizer_source import ALONE, GivenOptimizer, WholeWeights, built_over, check_step
 from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.optimizers.pieces import LiveWeights, Piece
 from samestep.runtime.optimizers.split_masters import SplitMasters
 from samestep.runtime.optimizers.update_rule import TRIED, OptimizerSource, has_hooks, is_torchs_own
+from samestep.runtime.optimizers.used_weights import Unused
 from samestep.runtime.optimizers.weight_averages import WeightAverages
 
 _ROW = 4096
@@ -94,6 +97,8 @@ class Updater:
     """How states are held between two updates; None where they are as the optimizer computes with them."""
     step_index: int = 0
     """The step of the next update, counted from 0."""
+    unused: Unused = frozenset()
+    """Names of the weights that the step gave no gradient: the next update leaves them, and their states, as they are."""
     averages: WeightAverages | None = None
     """Moving averages of the pieces; None where the job keeps none."""
 
@@ -109,11 +114,13 @@ class Updater:
         splits_masters: bool = False,
         packing: StatePacking | None = None,
         averages: WeightAverages | None = None,
+        follows_schedule: bool = False,
     ) -> Updater:
         """Build the optimizer over `pieces` of the `whole` weights; `splits_masters` holds masters in two halves.
 
         Raises:
-            ModelError: the optimizer's `step` needs a closure, or it holds none of the weights.
+            ModelError: the optimizer's `step` needs a closure, it holds none of the weights, or it `follows_schedule` and has no
+                learning rate.
         """
         for piece in pieces:
             piece.value.requires_grad_(True)
@@ -123,6 +130,11 @@ class Updater:
             check_step(optimizer)
         scaled = numerics.precision == "fp16"
         scale = LossScale(numerics.loss_scale, numerics.loss_scale_growth_steps) if scaled else LossScale()
+        if optimizer is not None and follows_schedule and any("lr" not in group for group in optimizer.param_groups):
+            raise ModelError(
+                f"a group of {type(optimizer).__name__} has no learning rate `lr`, which the job's schedule sets: "
+                'schedule.name = "constant" without warm-up works'
+            )
         given = source.instance if isinstance(source, GivenOptimizer) else None
         rates = _rates(optimizer)
         made = cls(
@@ -169,6 +181,8 @@ class Updater:
         for index, rate in changed.items():
             self.first_lr[index] = rate
         for group, first in zip(self.optimizer.param_groups, self.first_lr, strict=True):
+            if "lr" not in group:
+                continue
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(first * factor)
             else:
@@ -264,15 +278,19 @@ class Updater:
         assert self.optimizer is not None
         gradients = host_copies.beside(gradients, [piece.value for piece in self.pieces])
         of_piece = {id(piece): gradient for piece, gradient in zip(self.pieces, gradients, strict=True)}
-        for chunk in self.chunks or [self.pieces]:
-            with _widened(chunk), self._unpacked(chunk), _holding_only(self.optimizer, chunk if self.chunks else None):
+        for chunk in self._together():
+            is_all = len(chunk) == len(self.pieces)
+            with _widened(chunk), self._unpacked(chunk), _holding_only(self.optimizer, None if is_all else chunk):
                 lent = [piece.value for piece in chunk if piece.value.grad is None]
                 for piece in chunk:
                     gradient = of_piece[id(piece)]
-                    if piece.value.grad is not gradient:
+                    if piece.name in self.unused:
+                        piece.value.grad = None
+                    elif piece.value.grad is not gradient:
                         piece.value.grad = gradient.view_as(piece.value)
                 try:
-                    self.optimizer.step()
+                    with alone(type(self.optimizer).__name__):
+                        self.optimizer.step()
                 except TRIED as error:  # of the user's own code, such as an assertion that a closure is given
                     if self.step_index or isinstance(
                         error, InputError | torch.OutOfMemoryError | torch.AcceleratorError
@@ -291,19 +309,42 @@ class Updater:
         if self.given is not None:
             self.given._opt_called = True  # type: ignore[attr-defined]  # what a scheduler over the instance asks for
 
+    def _together(self) -> list[list[Piece]]:
+        """Return the pieces by what is updated together.
+
+        Torch's fused SGD takes momenta of all weights or of none, so weights that are used for the first time come by themselves.
+        """
+        chunks, optimizer = self.chunks or [self.pieces], self.optimizer
+        assert optimizer is not None
+        descending = [member for member in members_of(optimizer) if isinstance(member, torch.optim.SGD)]
+        if not any(group["fused"] for member in descending for group in member.param_groups):
+            return chunks
+        begun = {
+            id(piece)
+            for piece in self.pieces
+            if optimizer.state.get(piece.value, {}).get("momentum_buffer") is not None or piece.name in self.unused
+        }
+        parts = [
+            [piece for piece in chunk if (id(piece) in begun) is has_begun]
+            for chunk in chunks
+            for has_begun in (True, False)
+        ]
+        return [part for part in parts if part]
+
     @contextmanager
     def _unpacked(self, chunk: list[Piece]) -> Iterator[None]:
         """Let the optimizer have wide states for the pieces of a chunk inside, and pack them behind it."""
         if self.packing is None or self.optimizer is None:
             yield
             return
-        for piece in chunk:
+        stated = [piece for piece in chunk if piece.name not in self.unused]
+        for piece in stated:
             if piece.value in self.optimizer.state:
                 self.packing.widen(piece, self.optimizer.state[piece.value])
         try:
             yield
         finally:
-            for piece in chunk:
+            for piece in stated:
                 if piece.value in self.optimizer.state:
                     self.packing.pack(piece, self.optimizer.state[piece.value], self.step_index)
 
@@ -420,7 +461,8 @@ def _options(optimizer: Optimizer | None) -> list[dict[str, Any]]:
 
 
 def _rates(optimizer: Optimizer | None) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
+    """Return the learning rate of each group; 0 for one without."""
+    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups] if optimizer is not None else []
 
 
 def clip_factor(norm: float, limit: float | None) -> float:

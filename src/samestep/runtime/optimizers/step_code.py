@@ -28,6 +28,7 @@ _OTHERS = frozenset(("torch", "numpy", "samestep", *sys.stdlib_module_names)) - 
 """Packages whose functions hold no thresholds of a user's."""
 _MOST = 4096
 """Values that are looked at: an optimizer that holds a whole data set is not read to its end."""
+_HOLDERS = (types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap)
 Place = tuple[Any, str]
 """A dictionary and a key in it, or a closure's cell."""
 
@@ -37,6 +38,8 @@ class StepCode:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.numbers: set[float] = set()
+        self.optimizers: list[Any] = [optimizer]
+        """The optimizer, and those that it reaches: a wrapper's own ones, which hold groups and states of theirs."""
         self.tensors: set[int] = set()
         """Ids of the tensors that its code reaches, in a closure as in an attribute."""
         self.places: list[Place] = []
@@ -49,7 +52,7 @@ class StepCode:
         self._look_at(own)
         self._class(type(optimizer))
         for group in optimizer.param_groups:
-            self._look_at({key: value for key, value in group.items() if key not in ("params", "param_names")})
+            self._look_at(_options_of(group))
         self.places += [(vars(optimizer), key) for key in own]
 
     def _look_at(self, value: Any, place: Place | None = None) -> None:
@@ -82,18 +85,26 @@ class StepCode:
         elif isinstance(value, dict):
             self._containers.append(value)
             for key, inner in list(value.items())[:_MOST]:
-                if isinstance(key, str) or callable(inner):  # hooks have numbers for names
-                    yield inner, (value, key) if isinstance(key, str) else None
+                yield inner, (value, key) if isinstance(key, str) else None
+                if isinstance(key, Tensor):
+                    yield key, None
         elif isinstance(value, list | tuple | set | frozenset | collections.deque):
             self._containers += [value] if isinstance(value, list | set | collections.deque) else []
             yield from ((inner, None) for inner in list(value)[:_MOST])
         elif isinstance(value, type):
             self._class(value)
+        elif isinstance(value, _HOLDERS):
+            yield from ((inner, None) for inner in vars(value).values())
         elif _is_users(type(value)) or isinstance(value, Optimizer):
             self._class(type(value))
             held = getattr(value, "__dict__", {})
+            slots = [slot for base in type(value).__mro__ for slot in getattr(base, "__slots__", ())]
+            yield from ((getattr(value, slot, None), None) for slot in slots if slot != "__dict__")
             skipped = ("state", "param_groups") if isinstance(value, Optimizer) else ()
             yield from ((inner, (held, key)) for key, inner in list(held.items()) if key not in skipped)
+            if isinstance(value, Optimizer) and all(value is not one for one in self.optimizers):
+                self.optimizers.append(value)
+                yield from ((options, None) for options in map(_options_of, value.param_groups))
 
     def _class(self, kind: type) -> None:
         for base in kind.__mro__:
@@ -137,14 +148,19 @@ class StepCode:
             yield
         finally:
             for value, before in containers:
-                if isinstance(value, dict | set):
-                    value.clear()
-                    value.update(before)
-                else:
-                    value[:] = before if isinstance(value, list) else ()
-                    value.extend(before if isinstance(value, collections.deque) else ())
+                value.clear()
+                value.update(before) if isinstance(value, dict | set) else value.extend(before)
             for place, before in numbers:
                 write(place, before)
+
+
+def optimizers_in(optimizer: Optimizer) -> list[Any]:
+    """Return an optimizer and those that its step reaches."""
+    return StepCode(optimizer).optimizers
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def read(place: Place) -> Any:

@@ -8,7 +8,7 @@ the optimizer keeps it: its state, its groups, its attributes, a closure, a vari
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -54,7 +54,9 @@ def march(optimizer: Optimizer, take: Callable[[], None]) -> None:
 
 def _numbers(optimizer: Optimizer, code: StepCode) -> dict[tuple[int, str], tuple[Place, float]]:
     """Return the numbers that an optimizer keeps, by the dictionary and the key, or the closure's cell, that hold them."""
-    own: Iterable[dict[str, Any]] = [vars(optimizer), *optimizer.param_groups, *optimizer.state.values()]
+    own: list[Any] = [vars(optimizer)]
+    for one in code.optimizers:
+        own += [*one.param_groups, *one.state.values()]
     places = [(holder, key) for holder in own if isinstance(holder, dict) for key in holder]
     found = {}
     for place in (*places, *code.places):

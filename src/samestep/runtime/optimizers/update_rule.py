@@ -30,11 +30,12 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_leaves
 
-from samestep.building.combined_optimizer import CombinedOptimizer, class_names, member_over, members_of
+from samestep.building.combined_optimizer import CombinedOptimizer, class_names, member_over
 from samestep.building.dispatch_mode import uncompiled
 from samestep.errors import ModelError
 from samestep.runtime.optimizers.followed_step import CountsOnHost, Entry, FollowedStep, ReadsNumbersError, UpdateLabel
-from samestep.runtime.optimizers.step_code import StepCode
+from samestep.runtime.optimizers.one_process import alone
+from samestep.runtime.optimizers.step_code import StepCode, optimizers_in
 from samestep.runtime.optimizers.trial_steps import march
 
 OptimizerSource = Callable[[list[tuple[str, Tensor]]], Optimizer]
@@ -209,7 +210,7 @@ def skeleton(
 
 def _simplest(optimizer: Optimizer) -> Optimizer:
     """Let one of torch's own optimizers take its tensors one by one: that is what its faster ways compute, too."""
-    for member in members_of(optimizer):
+    for member in optimizers_in(optimizer):
         if any(kind.__module__.startswith("torch.optim.") and kind is not Optimizer for kind in type(member).__mro__):
             ways = {"fused": None, "foreach": False, "capturable": False}
             for group in [member.defaults, *member.param_groups]:
@@ -224,11 +225,24 @@ def put_in_place(optimizer: Optimizer, weights: Mapping[str, Tensor], others: Ma
         Whether nothing in the optimizer still holds one of the weights, or a copy of one.
     """
     names = {id(weight): name for name, weight in weights.items()}
-    for group in optimizer.param_groups:
-        held = [names[id(param)] for param in group["params"] if id(param) in names]
-        group["params"][:] = [others[name] for name in held if name in others]
-        if "param_names" in group:
-            group["param_names"] = [name for name in held if name in others]
+    done = set[int]()
+    for one in optimizers_in(optimizer):
+        for group in [group for group in one.param_groups if id(group["params"]) not in done]:
+            done.add(id(group["params"]))  # which a wrapper may share with the optimizers in it
+            held = [names[id(param)] for param in group["params"] if id(param) in names]
+            group["params"][:] = [others[name] for name in held if name in others]
+            if "param_names" in group:
+                group["param_names"] = [name for name in held if name in others]
+        _move_state(one, weights, others)
+    kept = [value for key, value in vars(optimizer).items() if key not in ("param_groups", "state", "defaults")]
+    tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)]
+    copies = [leaf for leaf in tensors if leaf.is_meta]  # of the weights, as the slow ones of Lookahead
+    reached = {id(leaf) for leaf in tensors} | StepCode(optimizer).tensors
+    return not copies and not reached & names.keys()
+
+
+def _move_state(optimizer: Any, weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+    """Give the states of some weights to those in their place, with the shapes of these."""
     for name, weight in weights.items():
         state = optimizer.state.pop(weight, None)
         if state and name in others:
@@ -238,11 +252,6 @@ def put_in_place(optimizer: Optimizer, weights: Mapping[str, Tensor], others: Ma
                 else value
                 for key, value in state.items()
             }
-    kept = [value for key, value in vars(optimizer).items() if key not in ("param_groups", "state", "defaults")]
-    tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)]
-    copies = [leaf for leaf in tensors if leaf.is_meta]  # of the weights, as the slow ones of Lookahead
-    reached = {id(leaf) for leaf in tensors} | StepCode(optimizer).tensors
-    return not copies and not reached & names.keys()
 
 
 def options_by_name(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
@@ -255,7 +264,21 @@ def options_by_name(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> dict
 
 
 def _options_of(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Return the options of each weight in the optimizer, and in each of those that this one reaches."""
     names = {id(weight): name for name, weight in weights.items()}
+    first, *inner = optimizers_in(optimizer)
+    found = _options_in(first, names)
+    for one in inner:
+        for name, options in _options_in(one, names).items():
+            mine = found.setdefault(name, {})
+            mine["inner"] = (
+                *mine.get("inner", ()),
+                (type(one).__name__, sorted(options.items(), key=lambda pair: pair[0])),
+            )
+    return found
+
+
+def _options_in(optimizer: Any, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
     return {
         names[id(param)]: {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
@@ -315,7 +338,7 @@ class _Trial:
             follow.mark(weight, UpdateLabel(name))
             weight.grad = torch.empty_like(weight, requires_grad=False)
             follow.mark(weight.grad, UpdateLabel(name))
-        for value in tree_leaves(list(optimizer.state.values())):
+        for value in tree_leaves([list(one.state.values()) for one in optimizers_in(optimizer)]):
             if isinstance(value, Tensor):
                 follow.mark(value, UpdateLabel())
         steps: list[list[Entry]] = []
@@ -325,7 +348,7 @@ class _Trial:
             for name, weight in used.items():
                 assert weight.grad is not None
                 follow.mark(weight.grad, UpdateLabel(name))  # a step may change it in place
-            with CountsOnHost(), follow, torch.no_grad():
+            with alone(self.kind), CountsOnHost(), follow, torch.no_grad():
                 optimizer.step()
             follow.forget_the_dead()
             steps.append(follow.entries)
@@ -357,7 +380,7 @@ class _Trial:
             apart = self.watched(half) if half else together
         except TRIED:
             return "it fails without some of them"
-        differ = (name for name in half if _operations_on(name, apart) != _operations_on(name, together))
+        differ = (name for name in half if not _are_alike(_operations_on(name, apart), _operations_on(name, together)))
         return next((f"{name} is updated otherwise without the others" for name in differ), "")
 
     def with_numbers(
@@ -396,7 +419,8 @@ class _Trial:
             value = nn.Parameter(torch.randn(shapes[name], dtype=torch.float64, generator=generator))
             value.__dict__.update(self._marks.get(name, {}))
             used[name] = value
-        if optimizer.state or not put_in_place(optimizer, weights, {name: used[name] for name in held}):
+        has_state = any(one.state for one in optimizers_in(optimizer))
+        if has_state or not put_in_place(optimizer, weights, {name: used[name] for name in held}):
             optimizer = self._source([(name, used[name]) for name in held])
         _simplest(optimizer)
         generators = {name: torch.Generator().manual_seed(100 + index) for index, name in enumerate(shapes)}
@@ -408,23 +432,38 @@ class _Trial:
             for name in held:
                 drawn = torch.randn(used[name].shape, dtype=torch.float64, generator=generators[name])
                 used[name].grad = scale * drawn
-            with torch.no_grad():
+            with alone(self.kind), torch.no_grad():
                 optimizer.step()
 
         march(optimizer, take)
         return {name: used[name].detach() for name in held}
 
 
-def _operations_on(name: str, trial: _Watched) -> list[list[tuple[str, tuple[Any, ...]]]]:
-    """Return the operations of each step that read a weight, with their numbers unless they read others too (foreach)."""
+_Operations = list[list[tuple[str, tuple[Any, ...] | None]]]
+
+
+def _operations_on(name: str, trial: _Watched) -> _Operations:
+    """Return the operations of each step that read a weight, with their numbers, or None if they read others too (foreach)."""
     return [
         [
-            (operation, numbers if weights == {name} else ())
+            (operation, numbers if weights == {name} else None)
             for operation, numbers, labels in entries
             if name in (weights := frozenset().union(*(label.weights for label in labels)))
         ]
         for entries in trial.steps
     ]
+
+
+def _are_alike(ours: _Operations, theirs: _Operations) -> bool:
+    """Return whether all steps have the same operations, with the same numbers where both read one weight."""
+    return len(ours) == len(theirs) and all(
+        len(mine) == len(other)
+        and all(
+            one[0] == two[0] and (None in (one[1], two[1]) or one[1] == two[1])
+            for one, two in zip(mine, other, strict=True)
+        )
+        for mine, other in zip(ours, theirs, strict=True)
+    )
 
 
 def _small(shape: tuple[int, ...]) -> tuple[int, ...]:

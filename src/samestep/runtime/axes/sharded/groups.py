@@ -7,7 +7,6 @@ weights are gathered again returns a copy.
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from typing import Any
 
@@ -20,13 +19,19 @@ from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.sharded.param_slots import ParamSlots, param_at
 from samestep.runtime.axes.sharded.running_unit import RunningUnit, keep_still
+from samestep.runtime.axes.sharded.unit_order import UnitOrder
 from samestep.runtime.processes.mesh import Mesh
 
 
 def make_groups(
-    model: nn.Module, units: list[RunningUnit], slots: dict[str, ParamSlots], program: Program, mesh: Mesh
+    model: nn.Module,
+    units: list[RunningUnit],
+    order: UnitOrder,
+    slots: dict[str, ParamSlots],
+    program: Program,
+    mesh: Mesh,
 ) -> None:
-    """Make an FSDP2 group of each unit, inner modules first and the root last."""
+    """Make an FSDP2 group of each unit, inner modules first and the root last, in front of whose hooks those of `order` act."""
     # FSDP2 warns of units that return a view; those whose weights are gathered again return a copy (_whole_outputs).
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     axes = {"dp_shard", *(running.unit.shard_axis for running in units)}
@@ -34,14 +39,20 @@ def make_groups(
     sums_over = () if program.step.contributions else ("dp_replicate",)
     meshes = {axis: mesh.for_shards(axis, sums_over) for axis in sorted(axes)}
     everything = set(model.parameters())
+    by_name = {running.unit.name: running for running in units}
     single = {param.name for param in program.step.model.params if not param.shape}
+    model.register_forward_hook(order.end_forward)
     for running in sorted(units, key=lambda u: -max(path.count(".") + bool(path) for path in u.unit.modules)):
         unit, modules = running.unit, list(running.modules)
+        ahead = by_name.get(unit.prefetch or "")
+        ahead = ahead if ahead is not None and ahead.unit.is_gathered_again else None
         if not unit.keep_after_forward:
             for module in modules:
                 module.register_forward_hook(_whole_outputs)
-                if len(modules) > 1:
-                    module.register_forward_hook(running.gather_again)
+        for module in modules if unit.is_gathered_again or ahead else ():
+            module.register_forward_hook(functools.partial(order.follow_outputs, running, ahead))
+        for module in modules if len(modules) > 1 and not unit.keep_after_forward else ():
+            module.register_forward_hook(running.gather_again)
         master, dtype = DTYPES[program.step.master_dtype], DTYPES[unit.dtype]
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == master else dtype,
@@ -75,17 +86,13 @@ def make_groups(
         running.fsdp.set_modules_to_backward_prefetch([handles[running.unit.prefetch or running.unit.name]])
 
 
-def keep_order(units: list[RunningUnit]) -> None:
-    """Make each layer's unit check that the previous layer has run, in front of FSDP2's gather."""
-    layers: dict[int, list[RunningUnit]] = {}
-    for unit in units:
-        if unit.is_layer:
-            layers.setdefault(unit.unit.first_layer, []).append(unit)
-    for before, layer in itertools.pairwise(sorted(layers)):
-        passed = [unit for unit in layers[before] if unit.chunk == layers[layer][0].chunk]
-        for unit in layers[layer]:
-            for module in unit.modules:
-                module.register_forward_pre_hook(functools.partial(unit.check_order, passed), prepend=True)
+def keep_order(model: nn.Module, units: list[RunningUnit], order: UnitOrder) -> None:
+    """Let every forward and backward issue what the program lists in front of a unit's gather before FSDP2 issues that."""
+    for running in units:
+        running.after_backward = order.after_backward
+        for module in running.modules:
+            module.register_forward_pre_hook(functools.partial(order.before_forward, running), prepend=True)
+    model.register_forward_pre_hook(order.begin_forward, prepend=True)
 
 
 def _keep_name(made: type[nn.Module]) -> None:

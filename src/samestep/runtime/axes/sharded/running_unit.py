@@ -3,8 +3,9 @@
 What FSDP2 would do by itself, and what is done here instead:
 - It frees the weights that zero=2 keeps over several micro-batches, or uses stale ones in the next step, unless
   resharding is set again before each backward.
-- It reduces only gradients that exist. A weight that this rank's samples did not use has none, and all others would lie
-  elsewhere in the buffer than on another rank: missing gradients become zeros, and a unit that did not run is an error.
+- It reduces only gradients that exist. A weight that this rank's samples did not use has none, and all others would have
+  another place in the buffer than on another rank: missing gradients become zeros.
+- It gathers and reduces only what runs, in the order in which it runs: `unit_order.py` keeps the program's.
 - A module that is called several times ends several backwards, after each of which it would reduce a part of the gradient.
 """
 
@@ -19,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._pytree import tree_leaves
 
-from samestep.errors import LayoutError
 from samestep.program.program import Program
 from samestep.program.units import Unit
 from samestep.runtime.axes.sharded.param_slots import ParamSlots, param_at
@@ -44,16 +45,18 @@ class RunningUnit:
         """The unit's parameters, still on the meta device, before FSDP2 shards them."""
         self.names: list[str] = []
         """Names of these in FSDP2's order."""
-        self._path = unit.modules[0]
-        self._zero = program.step.zero
+        self.path = unit.modules[0] or "the model itself"
         self.chunk = next((i for i, layers in enumerate(program.chunks) if unit.first_layer in layers), 0)
-        self.is_layer = set(unit.modules) <= {path for layer in program.step.model.layers for path in layer.modules}
-        """Whether its modules all ran in the trace; a shared weight's unit may include a module that never runs."""
         self.hooks: dict[int, Callable[[Tensor], Tensor]] = {}
         """The user's hooks on gradients, by the id of the sharded weight."""
-        self.idle: dict[int, Callable[[Tensor], None]] = {}
-        """What is called if a weight has a gradient that had none in the trace, by the id of the sharded weight."""
+        self.trained = {
+            param.name for param in program.step.model.params if param.trainable and param.name in unit.params
+        }
+        self._watched: set[int] = set()
+        """The gathered weights, by their ids, whose gradients are noted."""
         self.compares = False
+        self.after_backward: Callable[[RunningUnit], None] = RunningUnit.complete
+        """What is called once the backward of a micro-batch is over in it."""
         self.modules = dict.fromkeys(model.get_submodule(path) for path in unit.modules)
         for module in self.modules:
             # Before fully_shard, which puts its hook in front of this one.
@@ -78,9 +81,14 @@ class RunningUnit:
     def reset(self) -> None:
         """Clear the record of calls, before a step."""
         self._open = Counter[int]()
+        self._calls: dict[int, int] = {}
+        """The number, among all calls of units in a forward, of the first call in each micro-batch."""
         self._microbatch = 0
-        self._in_backward = self._ran = self._left_out = False
+        self._in_backward = self.is_waiting = False
         self.written: set[str] = set()
+        self.made: set[str] = set()
+        """Names of the weights to which a micro-batch that counts has given a gradient."""
+        self._counts = True
         self._known: list[Any] | None = None
         self._reduces = self._all_reduces = self._frees = False
 
@@ -88,18 +96,54 @@ class RunningUnit:
 
     def begin_forward(self, microbatch: int) -> None:
         """Count the calls that follow as those of a micro-batch."""
-        self._microbatch, self._ran = microbatch, False
+        self._microbatch = microbatch
+
+    def gather_for_others(self) -> None:
+        """Take part in a gather that the program lists before this rank uses the weights; free them unless it will.
+
+        Collective over the unit's axes, as `WeightStore.running` says.
+        """
+        self.fsdp.unshard()
+        if self._in_backward:
+            if self.is_passed_over:
+                self.fsdp.reshard()
+        elif self.unit.is_freed_after_forward and not self._is_held:
+            self.fsdp.reshard()
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its weights are gathered, or on their way."""
+        return self.group.is_unsharded or self.group._all_gather_result is not None
+
+    @property
+    def is_passed_over(self) -> bool:
+        """Whether no forward of this micro-batch, of which a backward follows, has called it on this rank."""
+        return not self._open[self._microbatch]
+
+    @property
+    def call(self) -> int:
+        """The number of its first call among all calls of units in the micro-batch's forward."""
+        return self._calls.get(self._microbatch, 0)
+
+    def note_call(self, number: int) -> None:
+        """Note the number of a call, of which the first one of a forward counts."""
+        self._calls.setdefault(self._microbatch, number)
+
+    @property
+    def _is_held(self) -> bool:
+        return self.unit.is_called_again or self.unit.is_read_by_loss
 
     def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Record a call, whose backward is complete once the gradients of its inputs are known."""
         if torch._C._current_graph_task_id() != -1:
             return  # recomputed inside a backward
-        self._ran = True
         self._compare()
         if not has_backward():
             return
-        self._watch_idle()
+        self._watch_gradients()
         self._open[self._microbatch] += 1
+        if not self.unit.input_takes_gradient:
+            return  # its gradients are reduced at the end of the task, also where an input takes one this time
         inputs = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad}
         waiting = set(inputs)
         for key, leaf in inputs.items():
@@ -136,47 +180,74 @@ class RunningUnit:
                 self.written.add(self.names[index % count])
         self._known = now
 
-    def _watch_idle(self) -> None:
-        """Let the gradient of a weight that took no part in the trace be noticed, once it has been gathered."""
-        for weight in self.group.fsdp_params if self.idle else ():
-            hook, whole = self.idle.get(id(weight.sharded_param)), weight._unsharded_param
-            if hook is not None and not whole.requires_grad:
-                whole.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    def _watch_gradients(self) -> None:
+        """Let the gradients of trained weights be noted once these are gathered, and gathered ones be as frozen as the shards."""
+        for name, weight in zip(self.names, self.group.fsdp_params, strict=True):
+            whole = weight._unsharded_param
+            if name not in self.trained:
+                continue
+            if whole.requires_grad is not weight.sharded_param.requires_grad:
+                whole.requires_grad_(weight.sharded_param.requires_grad)
+            if whole.requires_grad and id(whole) not in self._watched:
+                self._watched.add(id(whole))
+                whole.register_post_accumulate_grad_hook(functools.partial(self._note_gradient, name))
+
+    def _note_gradient(self, name: str, _: Tensor) -> None:
+        if self._counts:
+            self.made.add(name)
+
+    def end_calls(self) -> None:
+        """End a forward that has called some of several modules: FSDP2 ends it with the last of them."""
+        state = self.fsdp._get_fsdp_state()
+        if not state._modules_to_run_forward:
+            return
+        state._modules_to_run_forward.clear()
+        state._training_state = self.group._training_state = TrainingState.IDLE
+        if self.unit.is_freed_after_forward and not self._is_held:
+            self.fsdp.reshard()
 
     def end_forward(self) -> None:
-        """Reshard a unit that stayed gathered over several calls, or for the loss.
-
-        Raises:
-            LayoutError: the unit did not run.
-        """
-        self.check_ran()
-        if (self.unit.is_called_again or self.unit.is_read_by_loss) and not self.unit.keep_after_forward:
+        """Reshard a unit that stayed gathered over several calls, or for the loss."""
+        if self._is_held and not self.unit.keep_after_forward:
             self.fsdp.reshard()
 
     # -- backward ----------------------------------------------------------------------------------
 
-    def begin_backward(self, microbatch: int, *, reduces: bool, all_reduces: bool, frees: bool) -> None:
-        """Set what ends the unit's backward: whether it reduces, over all axes or not, and frees the weights."""
-        self._microbatch, self._in_backward = microbatch, True
+    def begin_backward(
+        self, microbatch: int, *, reduces: bool, all_reduces: bool, frees: bool, counts: bool = True
+    ) -> None:
+        """Set what ends the unit's backward: whether it reduces, over all axes or not, and frees the weights; and whether its
+        gradients count as uses of them."""
+        self._microbatch, self._in_backward, self.is_waiting = microbatch, True, False
+        self._counts = counts
         self._reduces, self._all_reduces, self._frees = reduces, all_reduces, frees
 
     def _close_call(self, microbatch: int, waiting: set[int], key: int, _: Tensor) -> None:
         if waiting == {key}:  # an input used late has its gradient before the weights have theirs
             self._open[microbatch] -= 1
-            if self._open[microbatch] == 0:
-                self.complete(microbatch)
+            if self._open[microbatch] == 0 and self._in_backward:
+                self.after_backward(self)
         waiting.discard(key)
 
-    def complete(self, microbatch: int) -> None:
+    def complete(self) -> None:
         """End the unit's backward, once: set missing gradients of trained weights to zeros, then free and reduce."""
-        self._open.pop(microbatch, None)
         if not self._in_backward:
             return
         self._in_backward = False
-        weights = [weight for weight in self.group.fsdp_params if weight.sharded_param.requires_grad]
+        self._open.pop(self._microbatch, None)
+        self._calls.pop(self._microbatch, None)
+        self.group.wait_for_unshard()  # gathered ahead of need by another unit, and not used
+        if self._reduces:
+            named = zip(self.names, self.group.fsdp_params, strict=True)
+            weights = [weight for name, weight in named if name in self.trained]
+            self._fill(weights)
+            self._apply_hooks(weights)
+        self._end_backward()
+
+    def _fill(self, weights: Sequence[FSDPParam]) -> None:
+        """Let missing gradients be zeros."""
         # The second one is the gradient of a half-precision weight, where FSDP2's own hook has already cast it.
         missing = [w for w in weights if w._unsharded_param.grad is None and w.unsharded_accumulated_grad is None]
-        self._left_out |= bool(missing) and len(missing) == len(weights) and self._path != ""
         raised = next(
             (w.unsharded_accumulated_grad.dtype for w in weights if w.unsharded_accumulated_grad is not None), None
         )
@@ -186,9 +257,6 @@ class RunningUnit:
                 weight._unsharded_param.grad = zeros
             else:
                 weight.unsharded_accumulated_grad = zeros
-        if self._reduces:
-            self._apply_hooks(weights)
-        self._end_backward()
 
     @torch.no_grad()
     def _apply_hooks(self, weights: Sequence[FSDPParam]) -> None:
@@ -208,42 +276,6 @@ class RunningUnit:
             _give_row(weight)
         self.group.post_backward()
         keep_still(self.fsdp)
-
-    # -- units that every rank must run ------------------------------------------------------------
-
-    def check_order(self, before: list[RunningUnit], *_: Any) -> None:
-        """Check, before this unit is gathered, that each unit of the previous layer has run.
-
-        Raises:
-            LayoutError: one has not.
-        """
-        if torch._C._current_graph_task_id() == -1:
-            for unit in before:
-                unit.check_ran()
-
-    def check_ran(self) -> None:
-        """Check that the unit has run in the forward.
-
-        Raises:
-            LayoutError: it has not.
-        """
-        if self.is_layer and not self._ran:
-            raise LayoutError(self._refusal(f"{self._path} did not run in the forward"))
-
-    def check_backward(self) -> None:
-        """Check that every backward has reached the unit.
-
-        Raises:
-            LayoutError: one has not.
-        """
-        if self._left_out:
-            raise LayoutError(self._refusal(f"{self._path} ran, but the loss does not depend on it"))
-
-    def _refusal(self, what: str) -> str:
-        return (
-            f"{what} of a micro-batch, and zero={self._zero} gathers and reduces its weights on all ranks at once, "
-            "so no rank may skip it; zero=1 works"
-        )
 
 
 def _give_row(weight: FSDPParam) -> None:

@@ -4,7 +4,8 @@ The program's units become FSDP2 groups (`groups.py`). FSDP2's hooks gather a un
 backward, and reshard it after its forward; the program says which unit is gathered ahead of need. We end a unit's
 backward (`running_unit.py`): once the gradients of all its inputs are known, or else at the end of the task, FSDP2 frees
 the weights and, where the program has a reduce_scatter, reduces the gradients. So nothing depends on which forward
-preceded a backward: in a pipeline those of other micro-batches and of other chunks run between the two.
+preceded a backward: in a pipeline those of other micro-batches and of other chunks run between the two. A rank whose
+samples use fewer units takes part in the others' gathers and reductions all the same (`unit_order.py`).
 
 ```
 task      F of chunk 0           B of chunk 1                                    end of the step
@@ -44,6 +45,7 @@ from samestep.runtime.axes.sharded.encoded_shards import EncodedShards
 from samestep.runtime.axes.sharded.groups import keep_order, make_groups
 from samestep.runtime.axes.sharded.param_slots import ParamSlots, param_at, put_param, reshape_params, sharded_shape
 from samestep.runtime.axes.sharded.running_unit import RunningUnit
+from samestep.runtime.axes.sharded.unit_order import UnitOrder
 from samestep.runtime.codecs.rests import Directions, GivenBack
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
@@ -63,12 +65,13 @@ class Sharded:
         self.model = model
         slots = reshape_params(model, program)
         self._units = [RunningUnit(model, unit, program, slots) for unit in program.units]
-        make_groups(model, self._units, slots, program, mesh)
-        keep_order(self._units)
+        self._order = UnitOrder(program, self._units)
+        make_groups(model, self._units, self._order, slots, program, mesh)
+        keep_order(model, self._units, self._order)
         self.pieces: list[Piece] = []
         self.frozen: list[Piece] = []
         self._params: dict[str, DTensor] = {}
-        self.frozen_params: dict[str, DTensor] = {}
+        self._trained: dict[str, DTensor] = {}
         self._fill(slots, materialize)
         # Explicitly: in a stage's first forward stand-ins replace the modules of its other chunks.
         self._root._get_fsdp_state()._lazy_init()
@@ -109,11 +112,11 @@ class Sharded:
             start = rows.start * spec.row_numel
             if not spec.trainable:
                 stop = start + len(local) * spec.row_numel
-                self.frozen_params[spec.name] = param
                 self.frozen.append(
                     Piece(spec.name, start, stop, local, lambda: torch.zeros(0), is_packed=bool(spec.held_as))
                 )
                 continue
+            self._trained[spec.name] = param
             if local.numel():
                 self.pieces.append(self._piece(spec, start, start + local.numel(), param))
 
@@ -164,13 +167,13 @@ class Sharded:
                 )
 
     @contextmanager
-    def running(self, task: Task) -> Iterator[None]:
+    def running(self, task: Task, *, counts: bool = True) -> Iterator[None]:
         """Let the units gather, free and reduce as the program says, while a task runs inside.
 
         Collective over the axes of the units, as `WeightStore.running` says.
 
         Raises:
-            LayoutError: a unit did not run in the forward, so this rank did not gather its weights with the others.
+            LayoutError: this rank's samples call units in another order than the program gathers them.
         """
         step = self.program.step
         units = [unit for unit in self._units if unit.chunk == task.chunk]
@@ -184,13 +187,16 @@ class Sharded:
                     reduces=last or step.layout.accumulate == "sharded",
                     all_reduces=last,
                     frees=last or step.zero == 3,
+                    counts=counts,
                 )
+        self._order.begin(task.body)
         yield
+        self._order.end()
         for unit in units:
             if task.kind is TaskKind.FORWARD:
                 unit.end_forward()
             else:
-                unit.complete(task.microbatch)
+                unit.complete()
 
     def compare_values(self, compares: bool) -> None:
         """Compare the values of gathered weights too, from the next step on: `.data` lets code change them without a trace."""
@@ -201,23 +207,16 @@ class Sharded:
         """Return the weights that a forward of this step has written while they were gathered, which is lost."""
         return [name for unit in self._units for name in sorted(unit.written)]
 
-    def hook_idle(self, hooks: Mapping[str, Callable[[Tensor], None]]) -> None:
-        """Call a function once a weight that took no part in the trace has a gradient."""
-        for name, hook in hooks.items():
-            for unit in self._units:
-                if name in unit.unit.params:
-                    unit.idle[id(self.frozen_params[name])] = hook
+    def without_gradient(self) -> Mapping[str, bool]:
+        """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""
+        made = set[str]().union(*(unit.made for unit in self._units))
+        return {name: not param.requires_grad for name, param in self._trained.items() if name not in made}
 
     def finish_gradients(self) -> None:
         """Wait for FSDP2's reductions; sum gradients over tied stages, and over axes on which they are partial.
 
         Collective over these stages and `tp`: if a rank does not call it, the others wait until the time limit.
-
-        Raises:
-            LayoutError: a unit took no part in a backward, so this rank did not reduce its gradients with the others.
         """
-        for unit in self._units:
-            unit.check_backward()
         self._root.set_is_last_backward(True)
         self._root._get_fsdp_state()._root_post_backward_final_callback()
         self._root.set_is_last_backward(False)
@@ -227,7 +226,7 @@ class Sharded:
         for op in self.program.bodies[UPDATE_BODY]:
             if op.codec is not None:
                 self._encoded.send(op)
-            elif op.axis in partial_axes:
+            elif op.kind is OpKind.ALL_REDUCE and op.axis in partial_axes and op.owner in units:
                 self._sum_shards(op, partial_sizes(step, units[op.owner], op.axis))
             elif op.kind is OpKind.ALL_REDUCE and op.owner in self._params:
                 self._sum_shards(op, {op.owner: op.size_bytes // BYTES_OF[op.dtype]})

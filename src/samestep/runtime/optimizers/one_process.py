@@ -1,0 +1,38 @@
+"""The surroundings of an optimizer's code: those of one process, since every update is that of one device.
+
+Code that divides its work among ranks, as distributed forms of Muon do, asks torch.distributed for them. Here gradients are summed
+already, and the layout divides the update; so the code finds no process group, as where none was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from samestep.errors import ModelError
+
+
+@contextmanager
+def alone(what: str) -> Iterator[None]:
+    """Let code find no process group inside, as in one process: an update is that of one device, on gradients that are summed.
+
+    Raises:
+        ModelError: the code asks for a rank or sends something without one.
+    """
+    found = dist.group.WORLD if dist.is_available() else None
+    if found is not None:
+        dist.group.WORLD = None
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if "process group" not in str(error):
+            raise
+        raise ModelError(
+            f"{what} asks torch.distributed for ranks or sends something itself, and here every update is that of one process, on "
+            "gradients that are summed already: its form for one process works, and so does a question for dist.is_initialized() first"
+        ) from error
+    finally:
+        if found is not None:
+            dist.group.WORLD = found

@@ -1,0 +1,199 @@
+"""Which weights a step gave a gradient, agreed by all ranks: torch's optimizers leave alone a weight whose `grad` is None.
+
+Every rank knows which weights its own micro-batches gave a gradient. A weight is *unused* in a step if no rank did:
+
+```
+weights that the trace leaves open (`StepSpec.unsure`)    a number each in the step's scalars: the ranks that used it
+all others                                                used, until a rank's own set changes; then the ranks exchange
+                                                          their sets behind the scalars, which hold the update back
+```
+A loop that sets `requires_grad` changes such a set. It must do so alike on all ranks, which the same exchange compares.
+
+Where the update is launched before the host has read the scalars, it takes the unused weights of the step before, and the
+device holds it back if these are others now. So no step waits for another number than the scalars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.errors import ModelError
+from samestep.models.spec import ModelSpec
+from samestep.program.program import Program
+from samestep.runtime import host_copies
+from samestep.runtime.ledger import outside_step
+from samestep.runtime.processes.mesh import Mesh
+
+Unused = frozenset[str]
+"""Names of weights of the whole model to which a step gave no gradient."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """The last findings about one replica."""
+
+    own: Unused = frozenset()
+    """The unused weights of this rank's micro-batches."""
+    frozen: Unused = frozenset()
+    """Those of them that the loop has frozen."""
+    exchanged: tuple[Unused, Unused] = (frozenset(), frozenset())
+    """What `_told` was when the ranks exchanged it last."""
+    others: Unused = frozenset()
+    """The unused weights among those without a number in the scalars."""
+    agreed: Unused = frozenset()
+    """All unused weights of the last step that the host has read."""
+    flags: Tensor | None = None
+    """This rank's numbers in the scalars, on the device."""
+
+
+@dataclass(slots=True)
+class UsedWeights:
+    """The agreement of all ranks on the unused weights of each step, for each replica that is trained apart."""
+
+    program: Program
+    names: Sequence[str]
+    """The trained weights of the whole model."""
+    world: dist.ProcessGroup | None
+    """The group of all ranks; None where there is one."""
+    device: torch.device
+    held: frozenset[str] = frozenset()
+    """The trained weights of which this rank holds a part."""
+    num_replicas: int = 1
+    asleep: Unused | None = None
+    """The weights that no step of this process has used, which have no state yet; None before the first update."""
+    _known: dict[int, _Known] = field(default_factory=dict)
+    _expected: tuple[Unused, Tensor] | None = None
+    """The weights that `expected_flags` was made for last, and these flags."""
+
+    @classmethod
+    def of(cls, program: Program, mesh: Mesh, model: ModelSpec, num_replicas: int) -> UsedWeights:
+        """Return the agreement about the weights of a program; `model` is the uncut model."""
+        return cls(
+            program=program,
+            names=[p.name for p in model.params if p.trainable and p.numel],
+            world=mesh.groups["world"] if program.step.layout.world_size > 1 else None,
+            device=mesh.device,
+            held=frozenset(p.name for p in program.step.model.params if p.trainable and p.numel),
+            num_replicas=num_replicas,
+        )
+
+    @property
+    def unsure(self) -> tuple[str, ...]:
+        """The weights that have a number in the step's scalars."""
+        return self.program.step.unsure
+
+    def note(self, replica: int, without: Mapping[str, bool]) -> Tensor:
+        """Note the weights that this rank's micro-batches of a replica left without a gradient, and whether they are frozen;
+        return this rank's numbers in the scalars (float64), for which the host waits for nothing.
+        """
+        known = self._known.setdefault(replica, _Known())
+        own = frozenset(name for name in without if name in self.held)
+        if known.flags is None or own != known.own:
+            flags = [float(name in self.held and name not in own) for name in self.unsure]
+            known.flags = host_copies.to_device(torch.tensor(flags, dtype=torch.float64), self.device)
+        known.own, known.frozen = own, frozenset(name for name in own if without[name])
+        return known.flags
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the ranks have to exchange their sets, because this rank's are no longer those of the last exchange."""
+        return self.world is not None and any(known.exchanged != self._told(known) for known in self._known.values())
+
+    def _told(self, known: _Known) -> tuple[Unused, Unused]:
+        return known.own.difference(self.unsure), known.frozen
+
+    def expected(self) -> Unused:
+        """Return the weights that an update may leave out before the host has read the step's scalars."""
+        known = self._known[0]
+        return known.own if self.world is None else known.agreed
+
+    def can_be_expected(self) -> bool:
+        """Return whether all weights of such an update have a state already."""
+        return self.asleep is not None and self.asleep <= self.expected()
+
+    def expected_flags(self) -> Tensor | None:
+        """Return which numbers of the scalars such an update takes for 0 (bool); None where none can differ."""
+        if self.world is None or not self.unsure:
+            return None
+        left_out = self.expected()
+        if self._expected is None or self._expected[0] != left_out:
+            flags = torch.tensor([name in left_out for name in self.unsure])
+            self._expected = left_out, host_copies.to_device(flags, self.device)
+        return self._expected[1]
+
+    def unproven(self, replica: int) -> str:
+        """Return why this rank's uses of weights are not those of one device; empty if nothing shows it."""
+        layout = self.program.step.layout
+        word = next((word for word in ("tp", "pp") if getattr(layout, word) > 1), "")
+        if not word:
+            return ""
+        used = self.held - self._known[replica].own
+        name = next((p.name for p in self.program.step.model.params if p.is_idle and p.name in used), "")
+        return name and (
+            f"{name} took no part in the loss when the model was traced, so nothing shows how {word} divides its use, and it does "
+            f"now: {word}=1 works, and so does 0 * weight.sum() in the output, so that the weight always takes part"
+        )
+
+    def read(self, sums: Sequence[Sequence[float]], *, exchanges: bool, wants_save: bool = False) -> bool:
+        """Take the summed numbers of each replica; `exchanges` if some rank's sets have changed.
+
+        Returns:
+            Whether some rank `wants_save`, where the ranks exchange anything.
+
+        Collective over the world with `exchanges`: every rank calls it with the same numbers, so all exchange alike.
+
+        Raises:
+            ModelError: some of the ranks that hold a weight have frozen it.
+        """
+        if self.world is None:
+            for known in self._known.values():
+                known.agreed = known.own
+            return False
+        saves = exchanges and self._exchange(wants_save)
+        for replica, numbers in enumerate(sums):
+            known = self._known.setdefault(replica, _Known())
+            none = (name for name, number in zip(self.unsure, numbers, strict=True) if number == 0.0)
+            known.agreed = known.others.union(none)
+        return saves
+
+    def _exchange(self, wants_save: bool) -> bool:
+        """Sum over all ranks how many hold each weight, used it, and have frozen it; return whether any `wants_save`."""
+        place = {name: index for index, name in enumerate(self.names)}
+        rows = torch.zeros(self.num_replicas, 3, len(place) + 1, dtype=torch.float64)
+        rows[0, 0, -1] = float(wants_save)
+        for replica, known in self._known.items():
+            if known.flags is None:  # a replica of other ranks
+                continue
+            for row, names in enumerate((self.held, self.held - known.own, known.frozen)):
+                rows[replica, row, [place[name] for name in names]] = 1.0
+            known.exchanged = self._told(known)
+        summed = rows.to(self.device)
+        with outside_step():
+            dist.all_reduce(summed, group=self.world)
+        numbers = summed.tolist()
+        for replica, (held, used, frozen) in enumerate(numbers):
+            for name, index in place.items():
+                if 0.0 < frozen[index] < held[index]:
+                    raise ModelError(
+                        f"{name} is frozen (requires_grad_(False)) on {frozen[index]:g} of the {held[index]:g} ranks that hold "
+                        "it and trained on the others: a loop that freezes it on all ranks before the same step works"
+                    )
+            known = self._known.setdefault(replica, _Known())
+            known.others = frozenset(
+                name for name, i in place.items() if held[i] and not used[i] and name not in self.unsure
+            )
+        return numbers[0][0][-1] > 0.0
+
+    def unused(self, replica: int) -> Unused:
+        """Return the unused weights of the last step that `read` has taken."""
+        return self._known[replica].agreed
+
+    def updated(self, *, is_first: bool) -> None:
+        """Note that the weights that are not unused were updated, `is_first` for the first time in this process."""
+        unused = frozenset.intersection(*(known.agreed for known in self._known.values()))
+        self.asleep = unused if is_first or self.asleep is None else self.asleep & unused

@@ -1,0 +1,288 @@
+"""Parts of a model that the samples of one rank use and those of another do not, where weights are gathered (zero=2 and 3).
+
+A vision tower with text-only samples, a branch by the data, a head of some tasks: every layout gives what one device gives, in
+float64 to 1e-9, and sends what its program lists, whichever rank passes which part over. What cannot keep the program's
+order is refused by name, on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from samestep.building.loss import loss_of
+from samestep.building.optimizer import optimizer_of
+from samestep.datasets import batches
+from samestep.errors import LayoutError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime.preparation import Source
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from tests import traced
+from tests.laboratory import TOLERANCE, Observed, assert_same, follow, job_of, perturbed
+from tests.pool import pool
+
+WIDTH = 6
+ALL = 15
+
+
+class Kinds:
+    """Samples of a few features, each with the parts of the model that it uses, as bits."""
+
+    def __init__(self, *kinds: int) -> None:
+        made = torch.Generator().manual_seed(5)
+        self.x = torch.randn(24, WIDTH, generator=made, dtype=torch.float64)
+        self.kinds = kinds
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        kind = torch.tensor(self.kinds[index % len(self.kinds)])
+        return {"x": self.x[index].float(), "kind": kind, "labels": (self.x[index].sum() > 0).long()}
+
+
+class Part(nn.Module):
+    """A block: two linear layers and a norm, added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Parts(nn.Module):
+    """A first layer, some parts, a head; subclasses say who uses what."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleList(Part() for _ in range(count))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def between(self, x: Tensor, kind: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        return self.head(self.between(self.first(x), kind))
+
+
+def uses(kind: Tensor, index: int) -> Tensor:
+    return (kind >> index) & 1
+
+
+class Gated(Parts):
+    """Each part is called where a sample of the micro-batch uses it."""
+
+    def between(self, x: Tensor, kind: Tensor) -> Tensor:
+        for index, part in enumerate(self.parts):
+            mine = uses(kind, index)
+            if mine.any():
+                x = torch.where(mine[:, None] > 0, part(x), x)
+        return x
+
+
+class Tower(Parts):
+    """A tower in front of the first layer, whose input then takes a gradient; or else it takes none."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.tower = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        mine = uses(kind, 0)
+        if mine.any():
+            x = x + self.tower(x) * mine[:, None]
+        x = self.first(x)
+        for part in self.parts:
+            x = part(x)
+        return self.head(x)
+
+
+class Heads(Gated):
+    """A head for each kind, the last thing that runs."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(2))
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        x = self.between(self.first(x), kind)
+        y = self.head(x)
+        for index, head in enumerate(self.heads):
+            mine = uses(kind, index)
+            if mine.any():
+                y = y + head(x) * mine[:, None]
+        return y
+
+
+class Watched(Parts):
+    """A part whose result only some samples take over, and another that learns from some samples alone."""
+
+    def between(self, x: Tensor, kind: Tensor) -> Tensor:
+        seen = self.parts[0](x)
+        if uses(kind, 0).any():
+            x = torch.where(uses(kind, 0)[:, None] > 0, seen, x)
+        with torch.set_grad_enabled(bool(uses(kind, 1).any())):
+            added = self.parts[1](x)
+        x = x + torch.where(uses(kind, 1)[:, None] > 0, added, added.detach())
+        return self.parts[3](self.parts[2](x))
+
+
+class Nested(Parts):
+    """Parts within a part, and a part that two callers share."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.around = nn.ModuleDict({"inner": Gated(3), "outer": Part()})
+        self.parts[1].up.weight = self.parts[0].up.weight
+
+    def between(self, x: Tensor, kind: Tensor) -> Tensor:
+        if uses(kind, 3).any():
+            y = self.around["outer"](self.around["inner"].between(x, kind))
+            x = torch.where(uses(kind, 3)[:, None] > 0, y, x)
+        for index, part in enumerate(self.parts):
+            if uses(kind, index).any():
+                x = torch.where(uses(kind, index)[:, None] > 0, part(x), x)
+        return x
+
+
+class Swapped(Parts):
+    """Two parts whose order depends on the kind of a sample."""
+
+    def between(self, x: Tensor, kind: Tensor) -> Tensor:
+        x, y = self.parts[0](x), x
+        for order, mine in (((1, 2), uses(kind, 0) > 0), ((2, 1), uses(kind, 0) == 0)):
+            if mine.any():
+                y = torch.where(mine[:, None], self.parts[order[1]](self.parts[order[0]](x)), y)
+        return self.parts[3](y)
+
+
+class Deeper(Parts):
+    """A part that some samples run through once more, behind another."""
+
+    def between(self, x: Tensor, kind: Tensor) -> Tensor:
+        x, again = self.parts[1](self.parts[0](x)), uses(kind, 0) == 0
+        if again.any():
+            x = torch.where(again[:, None], self.parts[0](x), x)
+        return self.parts[3](self.parts[2](x))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    one.__name__: one for one in (Gated, Tower, Heads, Watched, Nested, Swapped, Deeper)
+}  # type: ignore[attr-defined]
+Case = tuple[str, tuple[int, ...]]
+"""A model, and the parts that its samples use, which repeat."""
+CASES: dict[str, Case] = {
+    "middle": ("Gated", (15, 11, 13, 9, 15, 9, 11, 13)),
+    "first and last": ("Gated", (15, 14, 7, 6, 7, 14, 6, 15)),
+    "in a row": ("Gated", (15, 1, 8, 15, 9, 1, 8, 1)),
+    "all": ("Gated", (15, 0, 0, 15, 15, 0, 15, 0)),
+    "either": ("Gated", (15, 5, 10, 5, 10, 5, 10, 5)),
+    "unseen in the trace": ("Gated", (4, 15, 0, 11, 2, 9, 6, 15)),
+    "tower": ("Tower", (1, 0, 0, 1, 1, 0, 0, 1)),
+    "tower unseen": ("Tower", (0, 1, 1, 0, 0, 1, 1, 1)),
+    "heads": ("Heads", (15, 1, 2, 3, 1, 2, 0, 3)),
+    "no gradient": ("Watched", (3, 0, 1, 2, 3, 2, 1, 0)),
+    "nested": ("Nested", (15, 7, 8, 1, 9, 10, 0, 15)),
+}
+
+
+def job_for(**tables: Any) -> Job:
+    return job_of("float64", 3, train={"loss": "cross_entropy", "watch_every": 0}, run={"timeout_s": 20.0}, **tables)
+
+
+def run_of(rank: int, world: int, case: Case, layout: str) -> Run:
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    model, kinds = case
+    job, where = job_for(), Layout.parse(layout)
+    source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
+    example = next(batches(Kinds(*kinds), job)).samples([0])
+    return Run(
+        replace(source, prepared=traced.prepared(f"one-sided {case}", source, job, example, where)), where, job, place
+    )
+
+
+def observe(rank: int, world: int, case: Case, layouts: list[str]) -> list[Observed]:
+    found = []
+    for layout in layouts:
+        run = run_of(rank, world, case, layout)
+        seen = follow(run, Kinds(*case[1]), job_for(), record=True)
+        held_out = next(batches(Kinds(*case[1]), job_for()))
+        seen.losses.append(run.evaluate(held_out)[0])
+        found.append(seen)
+    return found
+
+
+@functools.cache
+def alone(case: Case) -> Observed:
+    return observe(0, 1, case, ["dp=1"])[0]
+
+
+LAYOUTS = [
+    "dp=2 zero=3 microbatch=1",
+    "dp=2 zero=2 microbatch=1",
+    "dp=2 zero=3 microbatch=1 recompute=full",
+    "dp=2 zero=3 microbatch=2 accumulate=full",
+    "dp=2 zero=2 microbatch=1 accumulate=sharded recompute=selective",
+    "dp=2 zero=3 microbatch=3",
+]
+
+
+def prove(case: Case, layouts: list[str]) -> None:
+    ranks = pool(Layout.parse(layouts[0]).world_size).run(observe, case, layouts)
+    for index, layout in enumerate(layouts):
+        seen = [rank[index] for rank in ranks]
+        assert_same(seen, alone(case), TOLERANCE)
+        assert all(one.ledger == one.predicted for one in seen), layout
+
+
+def _cases_with_layouts() -> Iterator[Any]:
+    """Every case with one layout, in turn; the others nightly."""
+    for index, name in enumerate(CASES):
+        turn = index % len(LAYOUTS)
+        yield pytest.param(name, LAYOUTS[turn : turn + 1], id=name)
+        others = [*LAYOUTS[:turn], *LAYOUTS[turn + 1 :]]
+        yield pytest.param(name, others, id=f"{name}-others", marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("name", "layouts"), list(_cases_with_layouts()))
+def test_a_part_may_be_passed_over_on_any_rank(name: str, layouts: list[str]) -> None:
+    prove(CASES[name], layouts)
+
+
+@pytest.mark.parametrize(
+    "name", ["nested", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("either", "tower", "no gradient"))]
+)
+def test_a_part_may_be_passed_over_in_hybrid_shards(name: str) -> None:
+    prove(CASES[name], ["dp_replicate=2 dp_shard=2 zero=3 microbatch=1"])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(12))
+def test_any_parts_may_be_passed_over(seed: int) -> None:
+    draw = random.Random(seed)
+    model = draw.choice(["Gated", "Tower", "Heads", "Watched", "Nested"])
+    case = model, tuple(draw.randrange(16) for _ in range(8))
+    prove(case, draw.sample(LAYOUTS, 2))
+
+
+@pytest.mark.parametrize("model", ["Swapped", "Deeper"])
+def test_another_order_of_calls_is_right_where_weights_stay_gathered_and_refused_by_name_elsewhere(model: str) -> None:
+    case = model, (1, 0, 0, 1, 1, 1, 0, 0)
+    prove(case, ["dp=2 zero=2 microbatch=1"])
+    named = "parts.1" if model == "Swapped" else "parts.0"
+    with pytest.raises(LayoutError, match=rf"{named} runs behind modules that it ran before.*zero=2 works"):
+        pool(2).run(observe, case, ["dp=2 zero=3 microbatch=1"])
