@@ -17,5 +17,7 @@ if __name__ == "__main__":
     for one in json.loads(Path(sys.argv[1]).read_text())["install"]:
         name, version = one["metadata"]["name"], one["metadata"]["version"]
         if name not in ("torch", "samestep"):
-            rows[name.lower()] = f"{name}=={version} --hash=sha256:{one['download_info']['archive_info']['hashes']['sha256']}"
+            rows[name.lower()] = (
+                f"{name}=={version} --hash=sha256:{one['download_info']['archive_info']['hashes']['sha256']}"
+            )
     print("\n".join(rows[name] for name in sorted(rows)))
