@@ -72,7 +72,7 @@ def _of_mixture(dataset: Mixture, word: Convention | None) -> Convention:
         return found.pop()
     raise DataError(
         "the labels of some sources in data.mixture are the inputs at their own place, and those of others the next tokens: "
-        "sources of one kind work"
+        "sources of one kind work, as a dataset of your own whose labels are the next tokens with samestep's own sources"
     )
 
 
