@@ -90,7 +90,7 @@ def test_what_is_merged_has_the_logits_of_peft(family: str, form: str, tmp_path:
         samestep.export(tmp_path / "run", tmp_path / "merged", merge=True)
     ours = logits_of(loaded(tmp_path / "merged"))
     torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-6)
-    assert (theirs - logits_of(loaded(folder))).abs().max() > 1e-3
+    assert (theirs - logits_of(loaded(folder))).abs().max() > 1e-4
     before, after = (
         json.loads((path / "config.json").read_text()).get("tie_word_embeddings")
         for path in (folder, tmp_path / "merged")
