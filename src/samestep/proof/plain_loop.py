@@ -140,6 +140,8 @@ def _take_steps(
         steps.gradients.append(held_whole({name: _gradient(param) for name, param in params.items()}))
         norm = torch.nn.utils.clip_grad_norm_(params.values(), math.inf if limit is None else limit)
         steps.norms.append(float(norm))
+        for name in without:  # a codec gives back what it has lost of earlier gradients
+            params[name].grad = None
         if not math.isnan(loss):
             optimizer.step()
         _round_states(run, source, optimizer, params, batch.step)

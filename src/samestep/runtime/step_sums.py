@@ -84,7 +84,7 @@ class ReadScalars(NamedTuple):
     """Whether the step wrote weights of a rank unseen."""
     is_save_wanted: bool
     uses: list[list[float]]
-    """Of each replica, the ranks that gave each weight a gradient that has a number in the scalars."""
+    """The number of ranks that gave a gradient to each weight with a number in the scalars, by replica."""
 
 
 def scalars_of(numbers: list[float], num_uses: int = 0) -> ReadScalars:

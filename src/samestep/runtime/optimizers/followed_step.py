@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.dispatch_mode import DispatchMode
-from samestep.runtime.optimizers.stacked_labels import StackedPart, joined, keeps_apart, parts_of_result, within
+from samestep.runtime.optimizers.stacked_labels import StackedPart, joined, keeps_parts, parts_of_result, within
 
 
 class UpdateLabel(NamedTuple):
@@ -223,7 +223,7 @@ class FollowedStep(DispatchMode):
         return label if covers or label.beside is None else UpdateLabel(None, label.weights, False)
 
     def _parts(self, tensor: Tensor) -> list[StackedPart] | None:
-        """Return the parts of the memory of a tensor that lies in several; None if it lies in one."""
+        """Return the parts of a tensor's memory, if its elements belong to several."""
         kept = self._labels.get(tensor.untyped_storage()._cdata)
         if kept is None or not isinstance(kept[1], list):
             return None
@@ -246,8 +246,8 @@ class FollowedStep(DispatchMode):
                 self._write(facts._replace(pointwise=True), target, [(t, before[id(t)]) for t in tensors])
                 return target
         known = {tensor.untyped_storage()._cdata for tensor in tensors}
-        apart = keeps_apart(facts.name, args, kwargs, pointwise=facts.pointwise or facts.name in _FILLED)
-        stacked = {id(t): parts for t in tensors if (parts := self._parts(t)) is not None} if apart else {}
+        keeps = keeps_parts(facts.name, args, kwargs, pointwise=facts.pointwise or facts.name in _FILLED)
+        stacked = {id(t): parts for t in tensors if (parts := self._parts(t)) is not None} if keeps else {}
         result = _shortcut(facts, func, args, kwargs, tensors)
         written = [args[i] for i in facts.writes if i < len(args)] + [
             kwargs[k] for k in facts.writes_named if k in kwargs
@@ -277,7 +277,7 @@ class FollowedStep(DispatchMode):
         read: list[tuple[Tensor, UpdateLabel]],
         stacked: Mapping[int, list[StackedPart]] = MappingProxyType({}),
     ) -> None:
-        """Label what an operation has written, from the labels of what it read, and of the parts that it keeps apart."""
+        """Label what an operation has written, from the labels of what it read, and of the parts that it does not mix."""
         name = facts.name
         if name in _OVERWRITING:
             read = [(t, label) for t, label in read if t is not target]
@@ -311,7 +311,7 @@ class FollowedStep(DispatchMode):
         self.mark(target, label)
 
     def _write_part(self, target: Tensor, parts: list[StackedPart], label: UpdateLabel, name: str) -> None:
-        """Label the part of a memory that an operation has written, or all that it lies in."""
+        """Label the part of a memory that an operation has written, or all parts to which its target belongs."""
         mine = within(target, parts)
         is_whole = mine is not None and target.numel() == mine.stop - mine.start and target.is_contiguous()
         changed = []

@@ -2,7 +2,7 @@
 
 ```
 torch.stack([a, b])      │ a │ b │            one part of the memory for each weight, along the first dimension
-parts @ parts.mT         │ a a^T │ b b^T │    batched products, norms of each part and arithmetic keep them apart
+parts @ parts.mT         │ a a^T │ b b^T │    batched products, norms of each part and arithmetic do not mix them
 parts.unbind()           a, b                 a view within one part depends on its weight alone
 ```
 Any other operation mixes the parts.
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 Label = Any
-"""What a tensor depends on, as `followed_step.UpdateLabel`."""
+"""The dependences of a tensor: a `followed_step.UpdateLabel`."""
 
 
 class StackedPart(NamedTuple):
@@ -61,7 +61,7 @@ def joined(
 
 
 def within(tensor: Tensor, parts: Sequence[StackedPart]) -> StackedPart | None:
-    """Return the part of a memory in which a view of it lies; None if it lies in several."""
+    """Return the part of a memory to which all elements of a view of it belong; None if they belong to several."""
     if not tensor.numel():
         return parts[0]
     first = tensor.storage_offset()
@@ -81,7 +81,7 @@ def is_batch(tensor: Tensor, parts: Sequence[StackedPart]) -> bool:
     )
 
 
-def keeps_apart(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, pointwise: bool) -> bool:
+def keeps_parts(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, pointwise: bool) -> bool:
     """Return whether an operation computes each index of the first dimension of its tensors from the same index."""
     if pointwise or name in _BATCHED:
         return True
@@ -100,7 +100,7 @@ def parts_of_result(
     read: Sequence[tuple[Tensor, Label, Sequence[StackedPart] | None]],
     label_of: Callable[[list[tuple[Any, Label]], Any], Label],
 ) -> list[StackedPart] | None:
-    """Return the parts of what such an operation has written, or None if its operands do not keep them apart.
+    """Return the parts of what such an operation has written, or None if its operands mix them.
 
     `label_of` returns the label of one part, of a shape, from the operands' shapes and labels for it.
     """

@@ -1,4 +1,4 @@
-"""Which weights a step gave a gradient, agreed by all ranks: torch's optimizers leave alone a weight whose `grad` is None.
+"""The ranks agree on the weights to which a step gave no gradient: torch's optimizers leave alone a weight whose `grad` is None.
 
 Every rank knows which weights its own micro-batches gave a gradient. A weight is *unused* in a step if no rank did:
 
@@ -42,7 +42,7 @@ class _Known:
     frozen: Unused = frozenset()
     """Those of them that the loop has frozen."""
     exchanged: tuple[Unused, Unused] = (frozenset(), frozenset())
-    """What `_told` was when the ranks exchanged it last."""
+    """The sets that the ranks exchanged last."""
     others: Unused = frozenset()
     """The unused weights among those without a number in the scalars."""
     agreed: Unused = frozenset()
@@ -53,7 +53,7 @@ class _Known:
 
 @dataclass(slots=True)
 class UsedWeights:
-    """The agreement of all ranks on the unused weights of each step, for each replica that is trained apart."""
+    """The agreement of all ranks on the unused weights of each step, for each replica that has weights of its own."""
 
     program: Program
     names: Sequence[str]
@@ -102,9 +102,11 @@ class UsedWeights:
     @property
     def has_changed(self) -> bool:
         """Whether the ranks have to exchange their sets, because this rank's are no longer those of the last exchange."""
-        return self.world is not None and any(known.exchanged != self._told(known) for known in self._known.values())
+        return self.world is not None and any(
+            known.exchanged != self._exchangeable(known) for known in self._known.values()
+        )
 
-    def _told(self, known: _Known) -> tuple[Unused, Unused]:
+    def _exchangeable(self, known: _Known) -> tuple[Unused, Unused]:
         return known.own.difference(self.unsure), known.frozen
 
     def expected(self) -> Unused:
@@ -171,7 +173,7 @@ class UsedWeights:
                 continue
             for row, names in enumerate((self.held, self.held - known.own, known.frozen)):
                 rows[replica, row, [place[name] for name in names]] = 1.0
-            known.exchanged = self._told(known)
+            known.exchanged = self._exchangeable(known)
         summed = rows.to(self.device)
         with outside_step():
             dist.all_reduce(summed, group=self.world)
