@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import transformers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from samestep.building import families
 from samestep.building.families import family_config, family_source
 from samestep.building.pretrained import pretrained_source
+from samestep.datasets import template_trial
 from samestep.datasets.tokenizers import _auto_tokenizer
 from samestep.errors import DataError, InputError, ModelError
 
@@ -146,3 +148,38 @@ def test_a_request_to_a_hub_fails_at_once() -> None:
 
     with families.quiet(), pytest.raises(Exception, match=r"[Oo]ffline|local"):
         huggingface_hub.hf_hub_download("evil-org/evil", "config.json", force_download=True)
+
+
+class _Writes:
+    """A tokenizer whose template is given."""
+
+    def __init__(self, template: str) -> None:
+        self.template = template
+
+    def apply_chat_template(self, messages: Any, **settings: Any) -> str:
+        """Compile the template, which computes its constants, and write."""
+        return str(ImmutableSandboxedEnvironment().from_string(self.template).render(messages=messages))
+
+
+BOMBS = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "text": "{{ 'a' * 4000000000 }}",
+    "texts": "{% for a in range(99999) %}{{ 'a' * 1000000 }}{% endfor %}",
+    "list": "{% set a = [0] * 900000000 %}{{ a | length }}",
+    "power": "{{ 10 ** 100000000 ** 10 }}",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_template_that_never_ends_or_fills_the_memory_is_refused(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_trial, "MOST_SECONDS", 4.0)
+    monkeypatch.setattr(template_trial, "MOST_BYTES", 1 << 28)
+    with pytest.raises(DataError, match=r"chat template (does not end within|takes over) .* for two short messages"):
+        template_trial.try_template(_Writes(BOMBS[bomb]))
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages[0].content }}", "{{ raise_exception('no') }}", "{{ messages[5].x.y }}"]
+)
+def test_a_template_that_writes_or_refuses_passes_its_trial(template: str) -> None:
+    template_trial.try_template(_Writes(template))

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from samestep.datasets.columns import stamps
 from samestep.datasets.files import existing
+from samestep.datasets.template_trial import MOST_CHARACTERS, try_template
 from samestep.errors import DataError, first_line
 from samestep.job import Job
 
@@ -317,10 +318,15 @@ def _auto_tokenizer(folder: Path) -> Any:
 
 
 def _render(auto: Any, messages: Messages, reply_follows: bool, settings: Mapping[str, Any]) -> str:
+    try_template(auto)
     given = copy.deepcopy([dict(message) for message in messages])  # a template may change what it is given
     try:
         rendered = auto.apply_chat_template(given, **settings, tokenize=False, add_generation_prompt=reply_follows)
     except Exception as error:  # a template raises whatever its author wrote
         text = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"the tokenizer's chat template refuses the messages: {text[:300]}") from None
+    if len(rendered) > MOST_CHARACTERS:
+        raise DataError(
+            f"the tokenizer's chat template writes {len(rendered):,} characters; at most {MOST_CHARACTERS:,} work"
+        )
     return str(rendered)
