@@ -1,6 +1,6 @@
 """The `Job`: WHAT is computed, that is model, data, loss, optimizer, learning rate, batch, steps, seed and numerics.
 
-Everything here may change the result, except `[run]`, `[checkpoint]` and `[layout]`. A job is read from a TOML file
+Everything here may change the result, except `[run]`, `[checkpoint]`, `[layout]` and `model.stages`. A job is read from a TOML file
 with `load`, or written in Python: `Job(train={"global_batch": 32})`. All mistakes in it are reported at once. Its tables, with
 their keys and ranges, are in `job_tables`; here are the rules between them.
 """
@@ -193,6 +193,14 @@ class Job(Table):
                 f"numerics.exchange_parts = {parts} parts in numerics.exchange_every = {every}: exchange_delay = {every // parts} works"
             )
         return None
+
+    def with_stages(self, stages: Sequence[str] | None) -> Job:
+        """Return the job with other names of modules with which stages may begin; None leaves the job's own."""
+        if stages is None:
+            return self
+        if isinstance(stages, str):
+            raise JobError(f"stages={stages!r} is one name, and a list is read: stages=[{stages!r}] works")
+        return self.model_copy(update={"model": self.model.model_copy(update={"stages": tuple(stages)})})
 
     def to_toml(self) -> str:
         """Return the resolved job as TOML: every key with its value, so that the file alone repeats the run."""

@@ -128,6 +128,9 @@ class ModelTable(Table):
     `data.tokenizer`, or `tokenizer:64` for the next multiple of 64. New entries are drawn as in a new model."""
     freeze: tuple[str, ...] = ()
     """Patterns (`model.embed_tokens.*`, `*norm*`) of the names of parameters that are not trained."""
+    stages: tuple[str, ...] = ()
+    """Names of modules with which the later stages of a pipeline may begin, such as `["encoder.3", "head"]`; by default they begin
+    with blocks, or in a model without a list of blocks with any module that it calls. Changes no result."""
     lora: LoraTable | None = None
     """Adapters by peft on some linear layers, all else frozen: `{ targets = ["q_proj", "v_proj"], r = 8, alpha = 16.0, dropout = 0.0,
     modules_to_save = [], base = "full" }`; with `base = "nf4"` the weights of the targets are rounded to 4 bits, and held so (QLoRA)."""
@@ -142,8 +145,8 @@ class ModelTable(Table):
 
     @model_validator(mode="after")
     def _shape_is_no_module(self) -> ModelTable:
-        if self.preset is not None and (self.freeze or self.lora):
-            key = "freeze" if self.freeze else "lora"
+        if self.preset is not None and (self.freeze or self.lora or self.stages):
+            key = "freeze" if self.freeze else "lora" if self.lora else "stages"
             raise ValueError(
                 f"{key} names parts of a module, and {self.source} is a shape: hf:FAMILY and module:function work"
             )

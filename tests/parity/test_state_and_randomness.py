@@ -509,6 +509,28 @@ class LateWriteOfData(Late):
         return h
 
 
+class Written(nn.Linear):
+    """A linear layer that writes into its own weight in the forward, once it is late."""
+
+    is_late = False
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.is_late:
+            with torch.no_grad():
+                self.weight.mul_(0.9)
+        return super().forward(h)
+
+
+class LateWriteOfItsOwn(Late):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = Written(8, 3)
+
+    def odd(self, h: Tensor) -> Tensor:
+        self.down.is_late = True
+        return h
+
+
 class LateForkedNoise(Late):
     """Noise that leaves the generator where it was."""
 
@@ -920,10 +942,15 @@ def test_a_weight_that_the_forward_gives_another_storage_is_kept_or_refused() ->
 
 
 @pytest.mark.parametrize("build", [LateWrite, LateWriteOfData])
-def test_weights_that_are_written_later_are_kept_or_named(build: type[Net]) -> None:
-    assert_equal(build, "dp=2", each=late)
-    assert_refused("step 2: the forward writes into the weight down.weight", "state", build, "dp=2 zero=3", each=late)
+def test_weights_that_are_written_later_while_they_are_not_gathered_are_kept(build: type[Net]) -> None:
+    assert_equal(build, "dp=2", "dp=2 zero=3", each=late)
     assert_refused("step 2.*: the forward writes into weights", "state", build, "dp=1 microbatch=2", each=late)
+
+
+def test_weights_that_are_written_later_while_they_are_gathered_are_named() -> None:
+    assert_equal(LateWriteOfItsOwn, "dp=2", each=late)
+    words = "step 2: the forward writes into the weight down.weight"
+    assert_refused(words, "state", LateWriteOfItsOwn, "dp=2 zero=3", each=late)
 
 
 def test_a_weight_that_comes_into_use_later_is_trained() -> None:

@@ -217,11 +217,12 @@ class Plain(nn.Module):
         return self.again(self.again(self.first(x)))
 
 
-def test_a_model_without_containers_is_one_layer() -> None:
+def test_a_model_without_containers_is_a_layer_for_each_call() -> None:
     spec = spec_of(Plain, torch.zeros(1, 4), "plain")
-    assert names(spec) == ["plain"]
-    assert spec.layers[0].modules == ("first", "again"), "a module that never runs has no forward to hook"
-    assert not spec.layers[0].is_block
+    assert names(spec) == ["first", "again", "again#2"]
+    assert [(layer.modules, layer.again) for layer in spec.layers] == [(("first",), ()), (("again",), ()), ((), ("again",))]
+    assert not any(layer.is_block for layer in spec.layers)
+    assert all(layer.may_begin_stage for layer in spec.layers)
     assert spec.forward_flops == 2 * (4 * 8 + 2 * 8 * 8)
     assert {param.name for param in spec.params if param.shared} == {"again.weight", "again.bias"}
     assert len(spec.params) == 6

@@ -79,5 +79,7 @@ class ModelAnalysis:
     """What a forward keeps, other than the statistics of torch's own norms."""
     recomputes_blocks: bool = False
     """Whether the model itself runs whole blocks under `torch.utils.checkpoint`."""
+    stages: tuple[str, ...] = ()
+    """The modules that `model.stages` names."""
     detached_checkpoints: bool = False
     """Whether it has reentrant checkpoints whose inputs take no gradient, inside of which torch trains nothing."""

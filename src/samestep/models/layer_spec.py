@@ -16,6 +16,9 @@ Cutting = Literal["", "columns", "inner", "count"]
 Factors = Literal["weight", "frozen", "pair", "attention", "causal"]
 """The factors of a product: see `Product.factors`."""
 
+BeginsStage = Literal["", "yes", "if needed", "no"]
+"""Whether a pipeline stage begins with a layer: with a block if it is empty; `if needed`: where blocks are fewer than stages."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
@@ -231,6 +234,8 @@ class LayerSpec:
     entered: tuple[tuple[str, int], ...] = ()
     """Modules that other layers enter too, and how often it does."""
     is_block: bool = False
+    begins_stage: BeginsStage = ""
+    """Whether a pipeline stage may begin with it, if that is not just what blocks may."""
     forward_flops: int = 0
     output_elements: int = 0
     """Elements that it passes to the next layer."""
@@ -289,6 +294,8 @@ class LayerSpec:
     before alone, in the compute dtype."""
     crossing_refusal: str = ""
     """Why no stage can begin with it; empty if one can."""
+    cut_crossing: str = ""
+    """The maker of a tensor of which a tensor cut leaves a rank a part, and which would cross that boundary; empty if none does."""
 
     @property
     def called(self) -> tuple[str, ...]:
@@ -306,9 +313,20 @@ class LayerSpec:
         return not self.crossings or any(crossing.takes_gradient for crossing in self.crossings)
 
     @property
+    def is_beginning(self) -> bool:
+        """Whether a pipeline stage would begin with it, if what crosses the boundary before it can be sent."""
+        return self.begins_stage in ("yes", "if needed") or (self.is_block and not self.begins_stage)
+
+    def why_no_stage(self, is_cut: bool) -> str:
+        """Return why no pipeline stage can begin with it in a model that a tensor cut divides or not; empty if one can."""
+        if is_cut and self.cut_crossing and not self.crossing_refusal:
+            return f"tp cuts the output of {self.cut_crossing}, which is read there or later"
+        return self.crossing_refusal
+
+    @property
     def may_begin_stage(self) -> bool:
-        """Whether a pipeline stage other than the first can begin with it."""
-        return self.is_block and not self.crossing_refusal
+        """Whether a pipeline stage other than the first can begin with it, without a tensor cut."""
+        return self.is_beginning and not self.crossing_refusal
 
     @property
     def backward_flops(self) -> int:

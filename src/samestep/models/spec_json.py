@@ -20,7 +20,7 @@ from samestep.models.layer_spec import (
 from samestep.models.param_spec import Cut, ParamSpec, Use
 from samestep.models.spec import MaskSpec, ModelSpec
 
-FORMAT_VERSION = 13
+FORMAT_VERSION = 14
 
 
 def to_json(model: ModelSpec) -> str:

@@ -9,7 +9,7 @@
 hardware. Nothing here asks whether a strategy refuses a layout; thinned, a degree is left out that the model refuses
 whatever the rest is. Thinning leaves out what cannot be faster than something that stays:
 
-    degrees      pp beyond the blocks; cp that a model refuses or that does not divide its tokens; ep that does not divide
+    degrees      pp beyond the layers with which a stage can begin; cp that a model refuses or that does not divide its tokens; ep that does not divide
                  its experts: no layout with these is legal
     gpipe        it has the bubble of 1f1b and keeps more activations
     reduce       root sends the whole gradient N-1 times through one link, where a ring sends 2 (N-1)/N of it;
@@ -40,6 +40,7 @@ from samestep.models.spec import ModelSpec
 from samestep.program.step import MOST_MICROBATCHES
 from samestep.schedules import DEFAULT, SCHEDULES
 from samestep.strategies import sequence
+from samestep.strategies.pipeline import num_starts
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 """Samples of a micro-batch that a thinned list has, beside a rank's whole share."""
@@ -97,12 +98,12 @@ def degrees(devices: int, model: ModelSpec, *, thin: Hardware | None = None) -> 
 
     Thinned, each is there without and with its sequence cut too.
     """
-    blocks = sum(layer.is_block for layer in model.layers)
+    starts = num_starts(model)
     experts = math.gcd(*(param.experts for param in model.params if param.experts))
     for tp in _divisors(devices):
         cuts_sequence = (False, True) if thin and tp > 1 and sequence.refuse_model(model, tp) is None else (False,)
         for pp in _divisors(devices // tp):
-            if thin and pp > max(1, blocks):
+            if thin and pp > max(1, starts):
                 continue
             for cp in _divisors(devices // tp // pp):
                 if thin and cp > 1 and (model.slice_refusal or model.length % cp):
@@ -169,8 +170,8 @@ def _schedules(split: Layout, model: ModelSpec) -> Iterator[Words]:
     if split.pp == 1:
         yield schedule_words(DEFAULT)
         return
-    blocks = sum(layer.is_block for layer in model.layers) // split.pp
-    most = blocks if split.world_size <= FEW_DEVICES and blocks <= FEW_BLOCKS else 2
+    starts = num_starts(model) // split.pp
+    most = starts if split.world_size <= FEW_DEVICES and starts <= FEW_BLOCKS else 2
     for spec in SCHEDULES.values():
         if spec.is_planned and spec.takes_chunks:
             yield from (schedule_words(spec.name, count) for count in range(2, max(2, most) + 1))
@@ -229,9 +230,9 @@ def _one_by_one(split: Layout, model: ModelSpec) -> Iterator[Layout]:
 
 def _combinations(split: Layout, model: ModelSpec) -> Iterator[Words]:
     """Yield the words of every combination of a split's switches, with every number of virtual stages."""
-    blocks = sum(layer.is_block for layer in model.layers)
+    starts = num_starts(model)
     for chosen in itertools.product(*(({}, *values) for values in _choices(split, model))):
         words = {name: value for one in chosen for name, value in one.items()}
         yield words
         if words.get("virtual_stages"):
-            yield from ({**words, "virtual_stages": more} for more in range(3, blocks // split.pp + 1))
+            yield from ({**words, "virtual_stages": more} for more in range(3, starts // split.pp + 1))

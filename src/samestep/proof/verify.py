@@ -65,6 +65,7 @@ def verify(
     steps: int = 3,
     precision: Precision = "job",
     device: str | None = None,
+    stages: Sequence[str] | None = None,
 ) -> Verdict:
     """Prove that `layout` computes what one device computes; the call starts its own workers on this machine.
 
@@ -79,13 +80,14 @@ def verify(
         steps: the number of steps to compare, at least two, since a stale weight shows in the second step.
         precision: `float64` leaves out the second check, in the job's own precision.
         device: cpu, cuda or auto, where the proof runs; by default that of the job. A layout is the same on both.
+        stages: names of modules with which the later stages of a pipeline may begin; by default those of `job.model.stages`.
 
     Raises:
         InputError: the layout cannot be tried; the text says why and what would work.
         WorkerError: a worker process died.
     """
     began = time.perf_counter()
-    job = job or Job()
+    job = (job or Job()).with_stages(stages)
     loss = named_loss(loss) if isinstance(loss, str) else loss
     if steps < 2:
         raise JobError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,6 +23,7 @@ def parallelize(
     *,
     layout: str | Layout = "",
     job: Job | None = None,
+    stages: Sequence[str] | None = None,
 ) -> Run:
     """Put any model into a layout; `run.step(batch)` then takes one optimizer step of the job.
 
@@ -36,11 +37,13 @@ def parallelize(
         job: global batch, steps, seed, schedule, numerics, `optimizer.clip_norm`, and `data.labels`, which says what the labels of
             a causal model of transformers are for "cross_entropy". Its model, the rest of its data, its loss and the rest of
             its optimizer table are not read: the arguments above replace them.
+        stages: names of modules with which the later stages of a pipeline may begin, such as ["encoder.3", "head"]; by default
+            those of `job.model.stages`, and else blocks, or the calls of any modules.
 
     Raises:
         InputError: a model, optimizer or layout that cannot run; the text says what would.
     """
-    job = job or Job()
+    job = (job or Job()).with_stages(stages)
     place = join.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)
     where = Layout.parse(layout) if isinstance(layout, str) else layout
     if layout == "":

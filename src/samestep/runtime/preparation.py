@@ -81,7 +81,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
     planned = planned or _plan_of(plan, experts, one)
     expert_calls: dict[str, tuple[Any, Any]] = {}
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
-    recorder = Recorder()
+    recorder, stages = Recorder(), job.model.stages
     with checked_samples(example), ExitStack() as stack:
         changes = stack.enter_context(state.record_changes(plan.module))  # first: it looks when the others have gone
         stack.enter_context(cut_proof.record_ends(plan.module, planned.styles, recorder))
@@ -90,7 +90,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         drawn = stack.enter_context(record_masks(plan.module, samples_traced(plan.module)))
         dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts, expert_calls))
         checkpointed = stack.enter_context(recompute.record_checkpointed(plan.module))
-        spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss)
+        spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss, stages)
     prove = functools.partial(_proven, spec, plan, recorder, experts, one, source.loss is cross_entropy)
     proof, counts, shareable = prove(planned)
     fewer, refusal = planned, proof.refusal
@@ -100,7 +100,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         return prepare(source, job, example, fewer)  # costs are those of the cuts that are traced
     if planned.gathered:  # what a rank holds and sends is that of the gathered modules
         with _once_more(plan.module, experts), tensor_plan.record_cuts(plan.module, planned) as seen:
-            spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, None, source.loss)
+            spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, None, source.loss, stages)
     states = _states_of(spec, plan, one) if changes.found else ()
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     spec = spread_over_calls(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
@@ -126,6 +126,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         expert_calls=expert_calls,
         has_dropout=rates.has_dropout(plan.module),
         states=states,
+        stages=stages,
         detached_checkpoints=checkpointed.detached,
         recomputes_blocks=any(
             checkpointed.entered.intersection(layer.modules) for layer in spec.layers if layer.is_block

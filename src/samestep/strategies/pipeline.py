@@ -63,25 +63,8 @@ def refusal(step: StepSpec) -> str | None:
     if step.model.varies_at:
         varies = f"stages send tensors of one shape, and shapes at {step.model.varies_at} depend on values"
         return f"pp={layout.pp}: {varies}: pp=1 works"
-    blocks = _num_starts(step.model)
-    chunks = layout.pp * layout.virtual_stages
-    if chunks > blocks:
-        fewer = blocks // layout.pp
-        works = f"pp={blocks} works" if blocks > 1 else "pp=1 works"
-        if layout.virtual_stages > 1 and fewer:
-            works = f"virtual_stages={fewer} works" if fewer > 1 else "schedule=1f1b works"
-        stages = "virtual stages" if layout.virtual_stages > 1 else "stages"
-        closed = next(
-            (f"{layer.name}: {layer.crossing_refusal}" for layer in step.model.layers if layer.crossing_refusal), ""
-        )
-        what = (
-            f"{blocks} blocks of {step.model.name}"
-            if not closed
-            else f"{blocks} runs of blocks of {step.model.name} that can be stages"
-        )
-        return f"pp={layout.pp} cuts the {what} into {chunks} {stages}: {works}" + (
-            f" (no stage can begin with {closed})" if closed else ""
-        )
+    if layout.pp * layout.virtual_stages > num_starts(step.model, layout.tp > 1):
+        return _refuse_number(step.model, layout)
     if step.splits_backward and step.model.differentiates_at:
         return (
             f"schedule={layout.schedule} postpones gradients of weights, and the forward at {step.model.differentiates_at} "
@@ -91,6 +74,29 @@ def refusal(step: StepSpec) -> str | None:
     if replaced is not None:
         return f"the forward puts another tensor in the place of {replaced}, which no stage would see: pp=1 works"
     return _refuse_statistics(step.model, layout.pp) or _refuse_crossings(step)
+
+
+def _refuse_number(model: ModelSpec, layout: Layout) -> str:
+    """Return the refusal of more chunks than a model has layers with which one can begin."""
+    chunks, starts, is_cut = layout.pp * layout.virtual_stages, num_starts(model, layout.tp > 1), layout.tp > 1
+    fewer = starts // layout.pp
+    works = f"pp={starts} works" if starts > 1 else "pp=1 works"
+    if layout.virtual_stages > 1 and fewer:
+        works = f"virtual_stages={fewer} works" if fewer > 1 else "schedule=1f1b works"
+    stages = "virtual stages" if layout.virtual_stages > 1 else "stages"
+    one, several = "block", "blocks"
+    if any(layer.begins_stage for layer in model.layers) or len(model.layers) == 1:
+        one, several = "call of a module", "calls of modules"
+    if any(layer.begins_stage == "no" for layer in model.layers):
+        one, several = "part", "parts that model.stages names"
+    what = f"{several if starts > 1 else one} of {model.name}"
+    closed = next((layer for layer in model.layers[1:] if layer.is_beginning and layer.why_no_stage(is_cut)), None)
+    if closed is None:
+        return f"pp={layout.pp} cuts the {max(starts, 1)} {what} into {chunks} {stages}: {works}"
+    return (
+        f"pp={layout.pp} cuts the {starts} runs of {several} of {model.name} that can be stages into {chunks} {stages}: {works} "
+        f"(no stage can begin with {closed.name}: {closed.why_no_stage(is_cut)})"
+    )
 
 
 @remembered
@@ -117,15 +123,24 @@ def _refuse_crossings(step: StepSpec) -> str | None:
 
 
 @remembered
-def _num_starts(model: ModelSpec) -> int:
-    return sum(starts(model))
+def num_starts(model: ModelSpec, is_cut: bool = False) -> int:
+    """Return the largest number of chunks into which the layers of a model can be divided, with a tensor cut or without."""
+    return sum(starts(model, len(model.layers), is_cut))
 
 
 @remembered
-def starts(model: ModelSpec) -> tuple[bool, ...]:
-    """Return for each layer whether a chunk can begin with it; the first block may always be the first."""
-    first = next((index for index, layer in enumerate(model.layers) if layer.is_block), None)
-    return tuple(layer.may_begin_stage or index == first for index, layer in enumerate(model.layers))
+def starts(model: ModelSpec, count: int, is_cut: bool = False) -> tuple[bool, ...]:
+    """Return for each layer whether one of `count` chunks can begin with it, under a tensor cut or without.
+
+    The first beginning may always be the first.
+    """
+    first = next((index for index, layer in enumerate(model.layers) if layer.is_beginning), None)
+    found = [
+        index == first or (layer.is_beginning and not layer.why_no_stage(is_cut))
+        for index, layer in enumerate(model.layers)
+    ]
+    preferred = [may and layer.begins_stage != "if needed" for may, layer in zip(found, model.layers, strict=True)]
+    return tuple(preferred if sum(preferred) >= count else found)
 
 
 def apply(program: Program) -> Program:
@@ -134,7 +149,7 @@ def apply(program: Program) -> Program:
     layout = step.layout
     if layout.pp == 1:
         return program
-    everywhere = chunks_of(step.model, layout.pp * layout.virtual_stages)
+    everywhere = chunks_of(step.model, layout.pp * layout.virtual_stages, layout.tp > 1)
     chunks = tuple(everywhere[step.stage :: layout.pp])
     mine = tuple(_params_of(step.model, everywhere, step.stage, layout.pp))
     local = replace(step, model=replace(step.model, params=mine)).hold(_hold)
@@ -211,21 +226,21 @@ def _used_on(param: ParamSpec, uses: tuple[Use, ...], stages: tuple[int, ...]) -
     )
 
 
-def chunks_of(model: ModelSpec, count: int) -> tuple[range, ...]:
+def chunks_of(model: ModelSpec, count: int, is_cut: bool = False) -> tuple[range, ...]:
     """Return the layers in `count` chunks, of which the costliest costs as little as possible, and few elements are sent.
 
     Layers that are no blocks stay with a neighbour. The cost of a layer is its forward FLOPs plus one, so that layers
     without FLOPs are spread too.
     """
     costs = tuple(layer.forward_flops + 1 for layer in model.layers)
-    return balanced(costs, starts(model), count, sent_before(model))
+    return balanced(costs, starts(model, count, is_cut), count, sent_before(model, count, is_cut))
 
 
-def sent_before(model: ModelSpec) -> tuple[int, ...]:
-    """Return the elements of a sample that cross the boundary before each layer, 0 where no stage can begin."""
+def sent_before(model: ModelSpec, count: int, is_cut: bool = False) -> tuple[int, ...]:
+    """Return the elements of a sample that cross the boundary before each layer, 0 where none of `count` chunks can begin."""
     return tuple(
         sum(one.elements + one.fixed_elements for one in crossings_at(model, index)) if index and may_begin else 0
-        for index, may_begin in enumerate(starts(model))
+        for index, may_begin in enumerate(starts(model, count, is_cut))
     )
 
 

@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from samestep.models.layer_spec import LayerSpec
+from samestep.errors import ModelError
+from samestep.models.layer_spec import BeginsStage, LayerSpec
 from samestep.models.param_spec import Use
 from samestep.models.spec import ModelSpec, is_below
 from samestep.tracing.crossings import beginnings
@@ -38,6 +39,7 @@ class Layer:
     repeats: str = ""
     """Name of that layer, if both are blocks."""
     regions: list[str] = field(default_factory=list)
+    begins_stage: BeginsStage = ""
 
     @property
     def called(self) -> tuple[str, ...]:
@@ -45,12 +47,64 @@ class Layer:
         return *self.modules, *self.again
 
 
-def arrange(module: nn.Module, name: str, containers: tuple[str, ...], watch: ForwardTracer) -> list[Layer]:
-    """Return the layers, made of the calls of the top-most modules in their order."""
-    if not containers or len(watch.regions) == 1:
+def arrange(
+    module: nn.Module, name: str, containers: tuple[str, ...], watch: ForwardTracer, stages: Sequence[str] = ()
+) -> list[Layer]:
+    """Return the layers, made of the calls of the top-most modules in their order, and where pipeline stages may begin.
+
+    Stages begin with blocks, where the model has several; with any call in a model without such a list; and with the modules
+    that `stages` names, if it names some.
+
+    Raises:
+        ModelError: no call of a module with weights begins with one of `stages`.
+    """
+    calls = [call for call in watch.order if call in watch.regions]
+    if len(calls) < (1 if containers else 2) and not stages:
         owns_weights = any(True for _ in module.parameters(recurse=False))
-        modules = [] if owns_weights else list(dict.fromkeys(watch.regions[one].path for one in watch.regions if one))
+        modules = [] if owns_weights else [watch.regions[call].path for call in calls]
         return [Layer(name=name, modules=modules or [""], regions=list(watch.regions))]
+    named = _first_calls(stages, calls, watch)
+    layers = _joined(containers, watch, named, is_fine=False)
+    blocks = sum(layer.is_block for layer in layers)
+    in_lists = any(not isinstance(module.get_submodule(path), nn.Sequential) for path in containers)
+    if stages:
+        for index, layer in enumerate(layers):
+            layer.begins_stage = "yes" if not index or named & {*layer.regions[:1]} else "no"
+    elif blocks < 2 or not in_lists:
+        layers = _joined(containers, watch, named, is_fine=True)
+        flops = [sum(watch.regions[call].flops for call in layer.regions) for layer in layers]
+        of_blocks = sum(count for count, layer in zip(flops, layers, strict=True) if layer.is_block)
+        prefers_blocks = blocks > 1 and 2 * of_blocks >= sum(flops)
+        for layer in layers:
+            layer.begins_stage = "if needed" if prefers_blocks and not layer.is_block else "yes"
+    layers[0].regions.append("")
+    _name(layers, watch)
+    return layers
+
+
+def _first_calls(stages: Sequence[str], calls: Sequence[str], watch: ForwardTracer) -> set[str]:
+    """Return the first call at or below each module that `model.stages` names.
+
+    Raises:
+        ModelError: there is none, or a stage begins there anyway.
+    """
+    found: set[str] = set()
+    for name in stages:
+        call = next((call for call in calls if is_below(watch.regions[call].path, name)), None)
+        if call is None:
+            known = ", ".join(dict.fromkeys(watch.regions[one].path for one in calls[1:]))
+            raise ModelError(f"model.stages: the forward calls no module with weights at {name!r}; these work: {known}")
+        if call == calls[0]:
+            raise ModelError(f"model.stages: the first stage begins with {name!r} in any case, and later ones are named here")
+        found.add(call)
+    return found
+
+
+def _joined(containers: tuple[str, ...], watch: ForwardTracer, begin: Collection[str], *, is_fine: bool) -> list[Layer]:
+    """Return the calls in layers: blocks, and what stands between them, which `is_fine` divides into single calls.
+
+    A layer begins in any case with each call in `begin`.
+    """
     layers: list[Layer] = []
     first_of: dict[str, Layer] = {}
     for call in watch.order:
@@ -58,9 +112,11 @@ def arrange(module: nn.Module, name: str, containers: tuple[str, ...], watch: Fo
         path = watch.regions[call].path if has_weights else call
         block = block_of(path, containers)
         last = layers[-1] if layers else None
+        begins = has_weights and (call in begin or (is_fine and block is None))
+        joins = last is not None and (_goes_on(last, block, path, call) or _joins(last, block, has_weights))
         if block in first_of and not has_weights:
             layer = first_of[block]
-        elif last is not None and (_goes_on(last, block, path, call) or _joins(last, block, has_weights)):
+        elif last is not None and joins and not begins:
             layer = last
         elif has_weights:
             layer = Layer(is_block=block is not None, block=block or "")
@@ -75,8 +131,6 @@ def arrange(module: nn.Module, name: str, containers: tuple[str, ...], watch: Fo
             known += [path] if path not in layer.called else []
         elif len(watch.visits[path]) == 1:
             layer.modules.append(path)
-    layers[0].regions.append("")
-    _name(layers, watch)
     return layers
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -34,6 +34,16 @@ def with_exact_crossings(
 ) -> tuple[LayerSpec, ...]:
     """Return layers with what crosses each boundary, from flows of two numbers of samples in a run's own dtypes."""
     return _crossed(layers, one, more, compute)
+
+
+def with_cut_crossings(layers: Sequence[LayerSpec], flow: Flow, cut: Collection[int]) -> tuple[LayerSpec, ...]:
+    """Return layers with the maker of what a tensor cut leaves in parts where it crosses a boundary; `cut` are such values."""
+    found = []
+    for layer, begin in zip(layers, beginnings(layers, flow), strict=True):
+        crossing = flow.crossing(begin) if begin is not None and layer.is_beginning else ()
+        maker = next((flow.values[value].maker for value in crossing if value in cut), "")
+        found.append(replace(layer, cut_crossing=maker))
+    return tuple(found)
 
 
 def with_slices_of(layers: Sequence[LayerSpec], whole: Flow, sliced: Flow) -> tuple[LayerSpec, ...]:
@@ -69,7 +79,7 @@ def _crossed(
     for index, layer in enumerate(layers):
         crossings: tuple[Crossing, ...] = ()
         refusal = ""
-        if layer.is_block and any(before.is_block for before in found):
+        if layer.is_beginning and any(before.is_beginning for before in found):
             try:
                 crossings = _crossings(layers, index, one, more, compute)
             except CannotPassError as reason:
@@ -161,11 +171,14 @@ def passes_one_tensor(
     """Return whether embeddings come first, and each block makes one tensor of the one that the layer before has made.
 
     Then a stage can let the layers of others return what they are given, if no code but that of modules reads weights, and
-    none looks at the shape of what a layer behind the blocks makes. With `dtype`, that tensor must be of it.
+    none looks at the shape of what a layer behind the blocks makes. With `dtype`, that tensor must be of it. Where stages
+    begin with other layers than blocks, what passes is recorded for each.
     """
-    blocks = [index for index, layer in enumerate(layers) if layer.is_block]
-    if len(blocks) < 2:
+    if sum(layer.is_beginning for layer in layers) < 2:
         return True
+    if any(layer.begins_stage for layer in layers):
+        return False
+    blocks = [index for index, layer in enumerate(layers) if layer.is_block]
     if flow.behind or any(flow.last_reads[value] >= 0 for _, value in flow.weights):
         return False
     starts = {path for layer in layers[: blocks[0]] for path in layer.modules}

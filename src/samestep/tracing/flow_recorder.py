@@ -99,6 +99,8 @@ class FlowRecorder(TorchFunctionMode):
         """For each storage that an event has written, the first such event."""
         self._nodes: dict[int, Node | None] = {}
         """The node of autograd that made each value."""
+        self._storages: dict[int, int] = {}
+        """The storage of each value."""
         self._finished: Flow | None = None
         self._weights: dict[int, _Weight] = {}
         """The weights of the module, by their storage."""
@@ -175,6 +177,10 @@ class FlowRecorder(TorchFunctionMode):
             for number, value in enumerate(self._finished.values)
         )
         return replace(self._finished, values=tuple(values)) if nodes else self._finished
+
+    def values_in(self, storages: Collection[int]) -> frozenset[int]:
+        """Return the values that are in some storages."""
+        return frozenset(number for number, storage in self._storages.items() if storage in storages)
 
     def _end_weight(self, weight: _Weight) -> None:
         """Let a weight that is a value be made where it is used first; note the uses that are not seen to be of a stage."""
@@ -356,6 +362,8 @@ class FlowRecorder(TorchFunctionMode):
         self._last_reads.append(-1)
         self._nodes[number] = tensor.grad_fn
         self._numbers[tensor] = number
+        if tensor.is_meta:
+            self._storages[number] = self._tracer.key(tensor)
         if tensor.is_meta and self._tracer.key(tensor) not in views and self._tracer.key(tensor) not in self._weights:
             self._makers.setdefault(self._tracer.key(tensor), event)
         return number

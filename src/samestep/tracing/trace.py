@@ -50,9 +50,10 @@ from samestep.tracing.backward import (
     watch_backward,
     working_sets,
 )
-from samestep.tracing.crossings import with_crossings
+from samestep.tracing.crossings import with_crossings, with_cut_crossings
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
+from samestep.tracing.opened_modules import opened_modules
 from samestep.tracing.operations import Recorder
 from samestep.tracing.snapshot import Snapshot
 from samestep.tracing.watched_forward import is_outside, watch_forward
@@ -81,6 +82,7 @@ def trace(
     styles: Mapping[str, str] | None = None,
     recorder: Recorder | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
+    stages: Sequence[str] = (),
 ) -> ModelSpec:
     """Return the spec of a module on the meta device from one forward; `sample` is a batch of one real sample.
 
@@ -88,17 +90,18 @@ def trace(
     is called for each tensor that autograd keeps in a top-most module, with the path of the one with weights entered last.
     `styles` are the cut styles of modules by path: tensors between a column cut and a row cut are cut too.
     `recorder` records all operations. `loss` is called with the outputs and the sample, to find the weights that take no
-    part in it.
+    part in it. `stages` are the modules with which pipeline stages begin, if others than blocks.
 
     Raises:
         ModelError: the forward fails, or needs values that are not known.
     """
     num_samples = samples_traced(module)
     containers = containers_of(module)
+    opened = opened_modules(module, containers, stages)
     watch = ForwardTracer(module, on_keep, styles or {}, recorder=recorder)
     before = Snapshot(module)
     try:
-        outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
+        outputs = watch_forward(module, sample, num_samples, name, opened, watch, value_of)
     except NeedsValuesError:
         if value_of is None or _num_elements(module) > KNOWN_WEIGHTS:
             raise ModelError(_unseen(name, watch, module)) from None
@@ -107,7 +110,7 @@ def trace(
         watch = ForwardTracer(module, on_keep, styles or {}, keeps_all=True)
         watch.varies = looked
         try:
-            outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
+            outputs = watch_forward(module, sample, num_samples, name, opened, watch, value_of)
         except NeedsValuesError:
             raise ModelError(_unseen(name, watch, module)) from None
     roots = roots_of_loss(outputs, sample, loss)
@@ -118,13 +121,14 @@ def trace(
         watch.flow = watch.flow_recorder.with_idle(nodes_of(roots))
     unused |= _unsure(module, watch, roots if loss is not None and len(roots) > 1 else [])
     backward = watch_backward(module, tensors_in(getattr(outputs, "logits", outputs)), watch)
-    layers = arrange(module, name, containers, watch)
+    layers = arrange(module, name, containers, watch, stages)
     assert watch.flow is not None
     specs = _layer_specs(module, layers, watch, backward, num_samples)
     uses_of = UsesOfWeights(layers, specs, watch)
-    params = _param_specs(module, layers, containers, watch, _Unused(idle, unused), uses_of)
+    params = _param_specs(module, layers, opened, watch, _Unused(idle, unused), uses_of)
     first = min((param.layer for param in params if param.trainable and not param.is_idle), default=0)
     specs = tuple(dataclasses.replace(spec, has_backward=index >= first) for index, spec in enumerate(specs))
+    specs = with_cut_crossings(specs, watch.flow, watch.flow_recorder.values_in(watch.cut))
     varies = watch.varies or (watch.picks if watch.picks_none else "")
     return ModelSpec(
         name=name,
@@ -270,6 +274,7 @@ def _layer_specs(
             calls=sum(bool(region) for region in layer.regions),
             entered=entered[index],
             is_block=layer.is_block,
+            begins_stage=layer.begins_stage,
             forward_flops=sum(region.flops for region in regions) // num_samples,
             input_elements=elements(inputs[index]),
             output_elements=elements(outputs[index]),
@@ -358,7 +363,7 @@ def _backward_reads_weights(module: nn.Module, layer: Layer) -> bool:
 def _param_specs(
     module: nn.Module,
     layers: list[Layer],
-    containers: tuple[str, ...],
+    opened: tuple[str, ...],
     watch: ForwardTracer,
     unused: _Unused,
     uses_of: UsesOfWeights,
@@ -375,7 +380,7 @@ def _param_specs(
     for name, param in module.named_parameters():
         alike = names[id(param)]
         owners = {_owner(alias) for alias in alike}
-        own = _layer_of(_owner(name), layer_of, containers)
+        own = _layer_of(_owner(name), layer_of, opened)
         uses = uses_of(name, owners)
         # A module's weights are gathered together, so one shared weight makes all of them shared.
         shared = bool(owners & meeting)
@@ -422,9 +427,9 @@ def _owner(param_name: str) -> str:
     return param_name.rpartition(".")[0]
 
 
-def _layer_of(path: str, layer_of: Mapping[str, int], containers: tuple[str, ...]) -> int:
+def _layer_of(path: str, layer_of: Mapping[str, int], opened: tuple[str, ...]) -> int:
     """Return the index of a module's layer: of its nearest listed ancestor, the nearest module that ran, or 0."""
-    if is_outside(path, containers):
+    if is_outside(path, opened):
         return 0
     above = path
     while above and above not in layer_of:

@@ -98,7 +98,6 @@ class Prices:
         self.few, self.kind_of = one_of_each(model)
         self._builder = ProgramBuilder(self.few, job, hardware.devices_per_node)
         self._numbers = sorted(Counter(self.kind_of).items())
-        self._begins, self._sent = starts(model), sent_before(model)
         self._known_cuts: dict[tuple[object, ...], _Cut] = {}
         self._known_parts: dict[tuple[object, ...], tuple[Program, list[_PricedOp]]] = {}
         self._known_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
@@ -259,7 +258,8 @@ class Prices:
         key = (flops, layout.pp, layout.virtual_stages)
         if key not in self._known_runs:
             costs = tuple(flops[kind] + 1 for kind in self.kind_of)
-            runs = balanced(costs, self._begins, layout.pp * layout.virtual_stages, self._sent)
+            where = layout.pp * layout.virtual_stages, layout.tp > 1
+            runs = balanced(costs, starts(self.model, *where), where[0], sent_before(self.model, *where))
             kinds = tuple(tuple(self.kind_of[layer] for layer in run) for run in runs)
             known = {run: tuple(sorted(Counter(run).items())) for run in set(kinds)}
             counts = tuple(known[run] for run in kinds)

@@ -399,7 +399,7 @@ def with_flows(
         LayoutError: what passes is another for two samples than for one.
     """
     spec = traced.spec
-    if layout.pp == 1 or spec.varies_at or sum(layer.is_block for layer in spec.layers) < 2:
+    if layout.pp == 1 or spec.varies_at or sum(layer.is_beginning for layer in spec.layers) < 2:
         return traced, None
     step = StepSpec.of(spec, job, layout)
     recorded = dict(traced.flows)

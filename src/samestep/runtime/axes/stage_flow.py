@@ -39,6 +39,7 @@ from samestep.tracing.changed_containers import Container, changes_of, container
 from samestep.tracing.flow import Event, Flow, made_by, mapped, name_of, reads_shape_alone, tensors_of
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import NeedsValuesError, is_transformed
+from samestep.tracing.opened_modules import opened_modules
 from samestep.tracing.trace import containers_of
 from samestep.tracing.traced_model import TracedModel
 from samestep.tracing.watched_forward import watch_forward
@@ -266,6 +267,7 @@ class Flows:
         self._program = Program(step=step, bodies={})
         self._name = step.model.name
         self._experts = traced.analysis.experts
+        self._opened = opened_modules(traced.module, containers_of(traced.module), traced.analysis.stages)
         self._recorded = recorded
         self._dtypes = (step.compute_dtype, step.master_dtype, *(step.working_dtype(p) for p in step.model.params))
         self._is_training = traced.module.training
@@ -312,9 +314,7 @@ class Flows:
                 followed = experts.grouped(self._module, self._experts)
                 raised = precision.raised_islands(self._program)
                 with _without_modes(), checkpointed, followed, raised, sliced, OfAnySize():
-                    outputs = watch_forward(
-                        self._module, samples, 1, self._name, containers_of(self._module), tracer, self._value_of
-                    )
+                    outputs = watch_forward(self._module, samples, 1, self._name, self._opened, tracer, self._value_of)
                     if loss is not None and not (tracer.varies or tracer.has_looked):
                         tracer.flow = tracer.flow_recorder.with_idle(nodes_of_loss(outputs, samples, loss))
             except NeedsValuesError:
