@@ -338,7 +338,7 @@ def _parallel(decided: _Decided, mesh: meshes.Mesh, cut: _Cut) -> Parallel:
         checkpoints=functools.partial(
             recompute.in_our_modes,
             functools.partial(_recompute_contexts, model, program, cut.slicing, cut.batch_norms),
-            plainly=traced.analysis.recomputes_blocks,
+            plainly=traced.analysis.recomputes_blocks or (is_staged and traced.analysis.recomputes_calls),
             detached=traced.analysis.detached_checkpoints,
         ),
     )

@@ -128,6 +128,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
         states=states,
         stages=stages,
         detached_checkpoints=checkpointed.detached,
+        recomputes_calls=any(checkpointed.entered & {*layer.called} for layer in spec.layers if layer.begins_stage),
         recomputes_blocks=any(
             checkpointed.entered.intersection(layer.modules) for layer in spec.layers if layer.is_block
         ),

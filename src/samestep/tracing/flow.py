@@ -32,7 +32,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_flatten, tree_map
 
 from samestep.tracing.changed_containers import (
@@ -149,6 +151,16 @@ class Flow:
 
 class CannotPassError(Exception):
     """The reason why no stage can begin at a layer."""
+
+
+def makes_event(module: nn.Module) -> bool:
+    """Return whether the call of a module is an event: it has weights, or takes statistics of samples."""
+    return any(True for _ in module.parameters()) or any(map(takes_statistics, module.modules()))
+
+
+def takes_statistics(module: nn.Module) -> bool:
+    """Return whether samples of a batch influence each other through a module while it trains, or through its statistics."""
+    return isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.running_mean is not None)
 
 
 def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:

@@ -35,6 +35,7 @@ from samestep.tracing.flow import (
     Flow,
     Value,
     made_by,
+    makes_event,
     mapped,
     name_of,
     reads_shape_alone,
@@ -132,7 +133,7 @@ class FlowRecorder(TorchFunctionMode):
             self._weights.setdefault(self._tracer.key(param), _Weight(param)).names.append(name)
         with ExitStack() as hooks:
             for path, part in module.named_modules():
-                if not is_outside(path) and any(True for _ in part.parameters()):
+                if not is_outside(path) and makes_event(part):
                     enter, leave = self._enter(path), self._leave(path, facts)
                     hooks.enter_context(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
                     hooks.enter_context(part.register_forward_hook(leave, with_kwargs=True))

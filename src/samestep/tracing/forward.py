@@ -31,7 +31,7 @@ from samestep.models.layer_spec import BatchNormCall, Cutting, Exchange, Factors
 from samestep.tracing import batch_norms
 from samestep.tracing.attention import AttentionCall
 from samestep.tracing.custom_functions import report_module_hooks
-from samestep.tracing.flow import Flow
+from samestep.tracing.flow import Flow, makes_event
 from samestep.tracing.flow_recorder import FlowRecorder
 from samestep.tracing.meta_tensors import (
     GROUPED_PRODUCTS,
@@ -415,7 +415,7 @@ class ForwardTracer(DispatchMode):
     def _enter_inside(self, path: str, part: nn.Module, *, is_first: bool) -> None:
         if self._depth == 0:
             self._note_replaced(path, part)
-            self._is_within = any(True for _ in part.parameters())
+            self._is_within = makes_event(part)
             if self._is_within:
                 self._calls[path] += 1
                 self.region = path if self._calls[path] == 1 else f"{path}#{self._calls[path]}"

@@ -18,6 +18,7 @@ from torch import nn
 
 from samestep.errors import ModelError, did_you_mean
 from samestep.models.spec import is_below
+from samestep.tracing.flow import makes_event
 
 ENOUGH_CALLS = 16
 """Modules are opened until so many are called, so that stages can be balanced."""
@@ -49,12 +50,12 @@ def _opened_by_size(module: nn.Module) -> Iterator[str]:
         yield path
         part = called.pop(path)
         prefix = f"{path}." if path else ""
-        called |= {f"{prefix}{name}": child for name, child in part.named_children() if _num_elements(child)}
+        called |= {f"{prefix}{name}": child for name, child in part.named_children() if makes_event(child)}
 
 
 def _can_be_opened(part: nn.Module) -> bool:
     """Return whether a module's own code is seen to call its children: it is no leaf, and not code of a library."""
-    if not any(_num_elements(child) for child in part.children()):
+    if not any(makes_event(child) for child in part.children()):
         return False
     return type(part) in _CONTAINERS or type(part).__module__.partition(".")[0] not in _CLOSED
 

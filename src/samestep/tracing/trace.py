@@ -28,8 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrize import is_parametrized
 
 from samestep.building.initial_values import blueprint
 from samestep.building.model import model_source
@@ -51,6 +50,7 @@ from samestep.tracing.backward import (
     working_sets,
 )
 from samestep.tracing.crossings import with_crossings, with_cut_crossings
+from samestep.tracing.flow import takes_statistics
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
 from samestep.tracing.opened_modules import opened_modules
@@ -153,9 +153,7 @@ def _coupled(module: nn.Module) -> tuple[str, ...]:
 
 def _couples_samples(module: nn.Module) -> bool:
     """Return whether samples of a batch influence each other through this module, or through its statistics."""
-    if isinstance(module, _InstanceNorm):
-        return module.training and module.running_mean is not None
-    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    return takes_statistics(module) and (module.training or getattr(module, "running_mean", None) is None)
 
 
 def _unseen(name: str, watch: ForwardTracer, module: nn.Module) -> str:
@@ -214,7 +212,8 @@ def _outermost(path: str, module: nn.Module, kinds: tuple[type[nn.Module], ...])
     """Yield the outermost containers that hold weights, without those that mostly consist of another one."""
     total = _num_elements(module)
     is_container = isinstance(module, kinds)
-    children = [(_join(path, name), child) for name, child in module.named_children()]
+    computed = "parametrizations" if is_parametrized(module) else ""  # a dictionary of lists of what makes its weights
+    children = [(_join(path, name), child) for name, child in module.named_children() if name != computed]
     inner = [c for _, c in children if isinstance(c, kinds) and 2 * _num_elements(c) > total]
     if is_container and total and not inner:
         yield path, module

@@ -15,6 +15,7 @@ from samestep.building.families import FamilyFacts
 from samestep.program.step import StepSpec
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.stage_flow import StageForward, placeholder
+from samestep.tracing.flow import makes_event
 from samestep.tracing.traced_model import TracedModel
 
 
@@ -71,7 +72,7 @@ class LayerStandIn(nn.Module):
         """Return the input; an embedding returns zeros that take no memory."""
         real = object.__getattribute__(self, "_real")
         given = args[0] if args else kwargs[self._facts.name_of_hidden(kwargs)]
-        if not any(True for _ in real.parameters()):
+        if not makes_event(real):
             return real(*args, **kwargs)  # rotary angles and the like, which every stage computes for itself
         if isinstance(real, nn.Embedding) and isinstance(given, Tensor):
             dtype = self._placeholders.of_weight(real.weight).dtype
@@ -90,10 +91,10 @@ class Reporting(LayerStandIn):
         real = object.__getattribute__(stand_in, "_real")
         super().__init__(real, stand_in._facts, stand_in._placeholders)
         object.__setattr__(self, "_call", functools.partial(mode.call, path, real))
-        self._has_weights = any(True for _ in real.parameters())
+        self._makes_event = makes_event(real)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer returns if it is this stage's, or what stands in for that."""
-        if not self._has_weights:
+        if not self._makes_event:
             return object.__getattribute__(self, "_real")(*args, **kwargs)
         return self._call(args, kwargs)

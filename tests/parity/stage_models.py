@@ -1,0 +1,344 @@
+"""Models without a list of blocks, whose children a pipeline's stages begin with; images, vectors or tokens to classes.
+
+Dimensions: B samples, C channels, H height, W width, D features, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.models import LENGTH, VOCABULARY
+
+WIDTH, CLASSES = 6, 4
+
+
+class TwoLinear(nn.Module):
+    """The first example of every text on model parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1, self.relu, self.net2 = nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net2(self.relu(self.net1(x)))
+
+
+class TwoSequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seq1 = nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU())
+        self.seq2 = nn.Sequential(nn.Linear(8, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.seq2(self.seq1(x))
+
+
+class ConvNet(nn.Module):
+    """Four attributes with a skip, functions between them, and activations in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.fc1, self.fc2 = nn.Linear(4 * 36, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = F.relu(self.conv1(x), inplace=True)
+        second = F.relu(self.conv2(first)) + first
+        pooled = F.dropout(F.max_pool2d(second, 2).flatten(1), 0.2, self.training)
+        return self.fc2(F.relu(self.fc1(pooled)))
+
+
+class Normed(nn.Module):
+    """Batch norms with and without weights, as children of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6, affine=False)
+        self.fc = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = F.relu(self.bn2(self.conv2(x)))
+        return self.fc(x.mean((2, 3)))
+
+
+class Convolved(nn.Module):
+    """AlexNet in small: features, a pool, and a classifier with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+            nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(inplace=True),
+            nn.Conv2d(6, 6, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        )  # fmt: skip
+        self.avgpool = nn.AdaptiveAvgPool2d(2)
+        self.classifier = nn.Sequential(
+            nn.Dropout(0.3), nn.Linear(24, 8), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(8, CLASSES)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(torch.flatten(self.avgpool(self.features(x)), 1))
+
+
+class Twice(nn.Module):
+    """Two convolutions of one part of a U-Net."""
+
+    def __init__(self, given: int, made: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(given, made, 3, padding=1), nn.Conv2d(made, made, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.second(F.relu(self.first(x))))
+
+
+class UNet(nn.Module):
+    """Skips over everything that stands between the way down and the way up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2, self.middle = Twice(3, 3), Twice(3, 4), Twice(4, 6)
+        self.up2, self.join2 = nn.ConvTranspose2d(6, 4, 2, stride=2), Twice(8, 4)
+        self.up1, self.join1 = nn.ConvTranspose2d(4, 3, 2, stride=2), Twice(6, 3)
+        self.out = nn.Conv2d(3, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.down1(x)
+        second = self.down2(F.max_pool2d(first, 2))
+        x = self.middle(F.max_pool2d(second, 2))
+        x = self.join2(torch.cat((self.up2(x), second), 1))
+        x = self.join1(torch.cat([self.up1(x), first], dim=1))
+        return self.out(x).mean((2, 3))
+
+
+class Coder(nn.Module):
+    """An autoencoder whose decoder has the encoder's weights, and one projection twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.squeeze = nn.Linear(WIDTH, 8), nn.Linear(8, 8)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        self.classes = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        code = self.squeeze(torch.tanh(self.squeeze(torch.tanh(self.encode(x)))))
+        return self.classes(F.linear(code, self.encode.weight.t(), self.bias))
+
+
+class Recurrent(nn.Module):
+    """An LSTM that returns tuples, of which a classifier reads the last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, 8, batch_first=True)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        outputs, (last, cell) = self.lstm(self.embed(input_ids))
+        return self.head(self.norm(outputs) + last[-1][:, None] * torch.sigmoid(cell[-1])[:, None])
+
+
+class Steps(nn.Module):
+    """A cell that is called for each token, with its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.cell = nn.Embedding(VOCABULARY, WIDTH), nn.GRUCell(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        state = x.new_zeros(x.shape[0], WIDTH)
+        found = []
+        for place in range(LENGTH):
+            state = self.cell(x[:, place], state)
+            found.append(state)
+        return self.head(torch.stack(found, 1))
+
+
+class Named(nn.Module):
+    """Parts in a dictionary, called by their names in another order, inside of a wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(
+            {"head": nn.Linear(8, CLASSES), "stem": nn.Linear(WIDTH, 8), "body": nn.Linear(8, 8, bias=False)}
+        )
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in ("stem", "body", "head"):
+            x = self.parts[name](x if name == "stem" else torch.tanh(x) * self.scale)
+        return x
+
+
+class Wrapped(nn.Module):
+    """One child, whose children are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = ConvNet()
+
+    def forward(self, x: Tensor) -> Any:
+        return {"logits": self.net(x), "hidden": x.mean()}
+
+
+@dataclass
+class State:
+    x: Tensor
+    skip: Tensor | None = None
+
+
+class Structured(nn.Module):
+    """Children that pass dictionaries, tuples and data classes to each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Pack(WIDTH, 8), Repack(8), Unpack(8)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, skip = self.third(self.second(self.first(x)))
+        return self.last(state.x + skip * 0.5)
+
+
+class Pack(nn.Module):
+    def __init__(self, given: int, made: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(given, made)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        made = self.linear(x)
+        return {"main": torch.tanh(made), "all": [made, 3]}
+
+
+class Repack(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, given: dict[str, Any]) -> State:
+        return State(self.linear(given["main"]) * given["all"][1], given["all"][0])
+
+
+class Unpack(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, state: State) -> tuple[State, Tensor]:
+        assert state.skip is not None
+        return State(self.linear(torch.relu(state.x))), state.skip
+
+
+class Attending(nn.Module):
+    """torch's own attention and encoder layer as attributes, a class token, and parametrised weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.token = nn.Parameter(torch.zeros(8))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.1, batch_first=True)
+        self.narrow = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.token
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(torch.tanh(self.narrow(self.layer(x))))
+
+
+class Checkpointed(nn.Module):
+    """Code that checkpoints functions of several children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 8), nn.Linear(8, 8)
+        self.c, self.d = nn.Linear(8, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self._pair, torch.tanh(self.a(x)), use_reentrant=False)
+        return self.d(x)
+
+    def _pair(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.c(torch.tanh(self.b(x)))) + x
+
+
+class OneBlock(nn.Module):
+    """A list of a single block, between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(self.norm(x))
+
+
+class Frozen(nn.Module):
+    """A frozen stem in evaluation of gradients, and two heads of which one takes no part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body = nn.Linear(WIDTH, 8), nn.Linear(8, 8)
+        self.stem.requires_grad_(False)
+        self.spare, self.head = nn.Linear(8, 3), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Any:
+        stem = torch.tanh(self.stem(x))
+        body = torch.tanh(self.body(stem))
+        return {"spare": self.spare(stem), "logits": self.head(body + stem)}
+
+
+class Single(nn.Module):
+    """One call of a module: nothing to divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.only(x))
+
+
+class Kept(nn.Module):
+    """What a child keeps, another one reads past its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Keeping(), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.first(x)
+        return self.last(made.detach() + self.first.kept)
+
+
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 8)
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.linear(x)
+        return torch.tanh(self.kept)
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(36, CLASSES)
+    )
