@@ -290,7 +290,7 @@ class OneBlock(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A frozen stem in evaluation of gradients, and two heads of which one takes no part in the loss."""
+    """A frozen stem, and two heads of which one takes no part in the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,22 +320,27 @@ class Kept(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = Keeping(), nn.Linear(8, CLASSES)
+        self.first, self.last = Keeping(WIDTH, 8), Reading(8, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         made = self.first(x)
-        return self.last(made.detach() + self.first.kept)
+        self.last.given = self.first.kept
+        return self.last(made)
 
 
-class Keeping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, 8)
-        self.kept: Any = None
+class Keeping(nn.Linear):
+    kept: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        self.kept = self.linear(x)
+        self.kept = super().forward(x)
         return torch.tanh(self.kept)
+
+
+class Reading(nn.Linear):
+    given: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.given)
 
 
 def sequential() -> nn.Module:

@@ -27,7 +27,7 @@ from tests.covering import daily
 from tests.laboratory import Observed, assert_same, follow, job_of, perturbed
 from tests.models import Tokens
 from tests.parity import pipeline_models as models
-from tests.parity import shared_models
+from tests.parity import shared_models, stage_models
 from tests.parity.test_odd_models import Pairs
 from tests.pool import pool
 
@@ -97,17 +97,46 @@ EQUAL = {
     "noting": Case(shared_models.Noting),
     "caching": Case(shared_models.Caching),
 }
+
+
+def _vectors() -> Pairs:
+    return Pairs((6,), 4, classes=True)
+
+
+CALLS = {
+    "two_linear": Case(stage_models.TwoLinear, _vectors),
+    "two_sequences": Case(stage_models.TwoSequences, _vectors),
+    "convnet": Case(stage_models.ConvNet, _images),
+    "normed": Case(stage_models.Normed, _images),
+    "convolved": Case(stage_models.Convolved, _images),
+    "unet": Case(stage_models.UNet, _images),
+    "coder": Case(stage_models.Coder, _vectors),
+    "lstm": Case(stage_models.Recurrent),
+    "steps": Case(stage_models.Steps),
+    "named": Case(stage_models.Named, _vectors),
+    "wrapped": Case(stage_models.Wrapped, _images),
+    "structured": Case(stage_models.Structured, _vectors),
+    "attending": Case(stage_models.Attending),
+    "checkpointed": Case(stage_models.Checkpointed, _vectors),
+    "one_block": Case(stage_models.OneBlock),
+    "spare_head": Case(stage_models.Frozen, _vectors),
+    "sequential": Case(stage_models.sequential, _images),
+}
+"""Models without a list of blocks, whose stages begin with any call."""
 IN_FLOAT32 = {"automatic": Case(models.Automatic), "high_stream": EQUAL["high_stream"]}
 REFUSED = {
     "hidden": (Case(models.Hidden), "blocks.1 reads a tensor of blocks.0 that is not passed on"),
     "carried": (Case(models.Carried), "reads a tensor of blocks.0 that is not passed on"),
     "written_through_view": (Case(models.WrittenThroughView), "add reads a tensor of add_ that is not passed on"),
+    "single": (Case(stage_models.Single, _vectors), "pp=2 cuts the 1 call of a module of single into 2 stages: pp=1 works"),
+    "kept": (Case(stage_models.Kept, _vectors), "last: last reads a tensor of first that is not passed on"),
 }
 LAYOUTS = ("pp=2 microbatch=4", "pp=2 microbatch=2 schedule=zero-bubble recompute=full")
 
 
 def _case(name: str) -> Case:
-    return (EQUAL | IN_FLOAT32)[name] if name in EQUAL or name in IN_FLOAT32 else REFUSED[name][0]
+    known = EQUAL | IN_FLOAT32 | CALLS
+    return known[name] if name in known else REFUSED[name][0]
 
 
 def job_for(name: str, precision: str = "float64") -> Job:
@@ -132,7 +161,7 @@ def observe(rank: int, world: int, name: str, layouts: list[str], precision: str
 @pytest.fixture(scope="module", autouse=True)
 def _traced() -> None:
     """Trace all models before the first rank is forked."""
-    for name in (*EQUAL, *IN_FLOAT32, *REFUSED):
+    for name in (*EQUAL, *IN_FLOAT32, *CALLS, *REFUSED):
         run_of(0, 1, name, "dp=1", job_for(name))
 
 
@@ -153,7 +182,40 @@ def test_stages_compute_what_one_device_computes(layout: str, name: str) -> None
     hold(name, (layout,), 2)
 
 
+OF_CALLS = [
+    ("two_linear", "pp=2 microbatch=2"),
+    ("two_sequences", "pp=2 microbatch=4 schedule=zero-bubble"),
+    ("convnet", "pp=2 microbatch=4 schedule=gpipe"),
+    ("normed", "pp=2"),
+    ("unet", "pp=2 schedule=interleaved virtual_stages=3 microbatch=2"),
+    ("coder", "pp=2 microbatch=4"),
+    ("lstm", "pp=2 microbatch=2"),
+    ("steps", "pp=2 microbatch=4"),
+    ("named", "pp=2 microbatch=4 schedule=zero-bubble"),
+    ("structured", "pp=2 microbatch=4"),
+    ("attending", "pp=2 microbatch=4 schedule=zero-bubble"),
+    ("checkpointed", "pp=2 microbatch=4"),
+    ("one_block", "pp=2 microbatch=4"),
+    ("spare_head", "pp=2 microbatch=4"),
+]
+
+
+def test_stages_begin_with_any_call_where_a_model_has_no_list_of_blocks() -> None:
+    for name, layout in OF_CALLS:
+        hold(name, (layout,), 2)
+
+
 COMPOSED = [
+    ("convnet", "pp=4 microbatch=2"),
+    ("convolved", "pp=4 microbatch=2 schedule=zero-bubble"),
+    ("wrapped", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("unet", "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble"),
+    ("normed", "dp=2 pp=2 zero=3"),
+    ("sequential", "dp=2 pp=2 zero=2"),
+    ("spare_head", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("steps", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("coder", "dp=2 pp=2 zero=2 microbatch=2"),
+    ("checkpointed", "dp=2 pp=2 zero=3 microbatch=2"),
     ("first_residual", "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble"),
     ("two_uses", "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble"),
     ("two_uses", "dp=2 pp=2 microbatch=2 schedule=zero-bubble"),

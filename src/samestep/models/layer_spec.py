@@ -16,8 +16,9 @@ Cutting = Literal["", "columns", "inner", "count"]
 Factors = Literal["weight", "frozen", "pair", "attention", "causal"]
 """The factors of a product: see `Product.factors`."""
 
-BeginsStage = Literal["", "yes", "if needed", "no"]
-"""Whether a pipeline stage begins with a layer: with a block if it is empty; `if needed`: where blocks are fewer than stages."""
+BeginsStage = Literal["", "yes", "if needed", "named", "no"]
+"""Whether a pipeline stage begins with a layer: with a block if it is empty; `if needed`: where blocks are fewer than stages;
+`named`, `no`: as `model.stages` says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +316,7 @@ class LayerSpec:
     @property
     def is_beginning(self) -> bool:
         """Whether a pipeline stage would begin with it, if what crosses the boundary before it can be sent."""
-        return self.begins_stage in ("yes", "if needed") or (self.is_block and not self.begins_stage)
+        return self.begins_stage in ("yes", "if needed", "named") or (self.is_block and not self.begins_stage)
 
     def why_no_stage(self, is_cut: bool) -> str:
         """Return why no pipeline stage can begin with it in a model that a tensor cut divides or not; empty if one can."""

@@ -38,6 +38,7 @@ from samestep.proof.held_tensors import (
     places_of,
     replicas_of,
 )
+from samestep.runtime.axes.pending_logits import PendingLogits
 from samestep.runtime.expert_routes import RouteMode, Routes
 from samestep.runtime.local_replicas import set_weights
 from samestep.runtime.optimizers.pieces import Piece
@@ -274,7 +275,8 @@ class ObservedRun(StepObserver):
             return
         call = self._calls[path] = self._calls.get(path, self._called.get(path, 0) - 1) + 1
         found = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
-        if found is not None and found.is_floating_point():
+        # Logits that are made with their loss in chunks are nowhere whole: their input, loss and gradients are recorded.
+        if found is not None and found.is_floating_point() and not isinstance(found, PendingLogits):
             self._project(path, call, found)
 
     @torch.no_grad()

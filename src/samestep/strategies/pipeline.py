@@ -87,7 +87,7 @@ def _refuse_number(model: ModelSpec, layout: Layout) -> str:
     one, several = "block", "blocks"
     if any(layer.begins_stage for layer in model.layers) or len(model.layers) == 1:
         one, several = "call of a module", "calls of modules"
-    if any(layer.begins_stage == "no" for layer in model.layers):
+    if any(layer.begins_stage in ("named", "no") for layer in model.layers):
         one, several = "part", "parts that model.stages names"
     what = f"{several if starts > 1 else one} of {model.name}"
     closed = next((layer for layer in model.layers[1:] if layer.is_beginning and layer.why_no_stage(is_cut)), None)

@@ -69,7 +69,7 @@ def arrange(
     in_lists = any(not isinstance(module.get_submodule(path), nn.Sequential) for path in containers)
     if stages:
         for index, layer in enumerate(layers):
-            layer.begins_stage = "yes" if not index or named & {*layer.regions[:1]} else "no"
+            layer.begins_stage = "named" if not index or named & {*layer.regions[:1]} else "no"
     elif blocks < 2 or not in_lists:
         layers = _joined(containers, watch, named, is_fine=True)
         flops = [sum(watch.regions[call].flops for call in layer.regions) for layer in layers]
