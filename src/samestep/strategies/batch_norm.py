@@ -37,7 +37,7 @@ AXIS = "dp"
 def refusal(step: StepSpec) -> str | None:
     """Return why the layout's micro-batches do not consist of whole groups, or what else cannot be between its ranks."""
     groups, layout = step.sample_groups, step.layout
-    if groups is None:
+    if groups is None or step.trains_apart:  # replicas that are trained apart are refused with statistics of samples
         return None
     path = step.model.batch_norm_owners[0] or step.model.name
     if layout.cp > 1:
@@ -59,17 +59,24 @@ def refusal(step: StepSpec) -> str | None:
 def _misfit(step: StepSpec, groups: SampleGroups, path: str) -> str:
     """Return why micro-batches that divide groups are refused, and what works."""
     layout, size, ranks = step.layout, groups.size, step.layout.dp
-    fewer = next(
+    made = step.contributions
+    each = made.each if made is not None else 1  # of a rank, one behind the other
+    fitting = (
         number
         for number in range(step.num_microbatches, 0, -1)
-        if SampleGroups.of(step.global_batch, size, ranks, number).fit
+        if number % each == 0 and SampleGroups.of(step.global_batch, size, ranks, number).fit
     )
-    of_rank = -(-step.rank_samples // fewer)
+    fewer = next(fitting, None)
     common = math.gcd(*groups.totals)
     totals = " or ".join(map(str, groups.totals))
-    works = f"microbatch={of_rank} works" + (
-        f", and so does numerics.coupled_samples = {common}, with other statistics" if common > 1 else ""
-    )
+    works = f"dp={step.replicas} works" if fewer is None else f"microbatch={-(-step.rank_samples // fewer)} works"
+    if common > 1 and made is None:
+        works += f", and so does numerics.coupled_samples = {common}, with other statistics"
+    if layout.microbatch is None:
+        return (
+            f"numerics.replicas = {step.replicas} makes {each} contributions on each of {ranks} data rank{'s' * (ranks > 1)}, one "
+            f"behind the other, and {path} takes the statistics of {size} samples at once (batch norm): {works}"
+        )
     return (
         f"microbatch={layout.microbatch} leaves {totals} samples to a micro-batch of {ranks} data rank{'s' * (ranks > 1)}, and "
         f"{path} takes the statistics of {size} samples at once (batch norm): {works}"

@@ -27,7 +27,7 @@ from dataclasses import replace
 from samestep.layout import Layout
 from samestep.models.param_spec import ParamSpec
 from samestep.program.bodies import UPDATE_BODY
-from samestep.program.codecs import exchange
+from samestep.program.codecs import PLAIN, exchange
 from samestep.program.contributions import Contributions
 from samestep.program.exchange_times import Phase
 from samestep.program.holding import REPLICAS, SHARDS
@@ -165,15 +165,18 @@ def _refuse_cut_matrices(step: StepSpec, made: Contributions, name: str) -> Iter
     """Yield which axes leave a rank no whole matrices, of which `name` is one, and what works."""
     layout = step.layout
     if step.zero >= 2 or (step.zero and made.axis == REPLICAS):
+        axis = f"dp_shard={layout.dp_shard}" if layout.dp_shard > 1 else f"cp={layout.cp}"
+        zero = 0 if layout.cp > 1 or step.trains_apart else 1
         yield (
             f'numerics.compression = "{step.codec}" factors whole matrices, and zero={step.zero} divides the gradient of {name} '
-            f'among dp_shard={layout.dp_shard}: dp={step.replicas} zero=1 works, and so does "int8"'
+            f'among {axis}: dp={step.replicas} zero={zero} works, and so does "int8"'
         )
     cut = next((param.name for param in step.model.params if param.cut is not None and step.is_factored(param)), "")
     if layout.tp > 1 and cut:
+        alone = " without sequence_parallel" if layout.sequence_parallel else ""
         yield (
-            f'numerics.compression = "{step.codec}" factors whole matrices, and tp={layout.tp} divides {cut}: tp=1 works, and '
-            'so does "int8"'
+            f'numerics.compression = "{step.codec}" factors whole matrices, and tp={layout.tp} divides {cut}: tp=1{alone} works, '
+            'and so does "int8"'
         )
 
 
@@ -187,7 +190,9 @@ def _refuse_apart(step: StepSpec, made: Contributions) -> str | None:
             f"trained weights: exchange_parts = {layers} works, or fewer"
         )
     if step.zero and made.axis == SHARDS:
-        works = f"zero=0 works, and so does dp_replicate={step.replicas} dp_shard={layout.dp_shard}"
+        works = "zero=0 works"
+        if not step.compression_rank:  # which is refused there
+            works += f", and so does dp_replicate={step.replicas} dp_shard={layout.dp_shard}"
         return (
             f"zero={step.zero} shards the states of one optimizer over dp_shard, and each replica has its own; {works}"
         )
@@ -200,11 +205,17 @@ def _refuse_apart(step: StepSpec, made: Contributions) -> str | None:
             "divides weights; zero=0 tp=1 works"
         )
     if model.balanced_experts:
-        return "a loss that balances experts is not proven with numerics.exchange_every; exchange_every=1 works"
+        return f"a loss that balances experts is not proven with numerics.exchange_every; {_together(step)}"
     if model.couples_samples:
         owner = next(iter((*model.coupled_modules, *model.batch_norm_owners)))
-        return f"{owner} takes statistics of samples, which replicas would keep apart; exchange_every=1 works"
+        return f"{owner} takes statistics of samples, which replicas would keep apart; {_together(step)}"
     return None
+
+
+def _together(step: StepSpec) -> str:
+    """Return what works where replicas cannot be trained apart: one model, whose gradients may be compressed."""
+    alone = " with replicas=1" if step.codec == PLAIN else ""
+    return f"exchange_every=1{alone} works"
 
 
 def _refuse_several(step: StepSpec, made: Contributions) -> str | None:

@@ -39,7 +39,7 @@ def refusal(step: StepSpec) -> str | None:
     """Return why the layout cannot reduce as asked, or why its samples cannot be spread."""
     layout = step.layout
     if layout.reduce != "ring" and step.zero > 0:
-        return f"reduce={layout.reduce} reduces whole gradients: use it with zero=0, not zero={layout.zero}"
+        return f"reduce={layout.reduce} reduces whole gradients: use it with zero=0, not zero={layout.zero}; reduce=ring works"
     leaves_node = step.ranks_per_node % layout.model_ranks > 0
     if layout.reduce == "hierarchical" and (layout.dp_cp_size % step.dp_per_node or leaves_node):
         return (

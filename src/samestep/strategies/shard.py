@@ -43,8 +43,10 @@ AXIS = SHARDS
 def refusal(step: StepSpec) -> str | None:
     """Refuse settings that mean nothing at this ZeRO stage."""
     layout = step.layout
+    if layout.accumulate == "full" and step.zero < 2 <= layout.zero:
+        return f"accumulate=full is about sharded gradients, which zero={layout.zero} leaves whole on one rank: accumulate=sharded works"
     if layout.accumulate == "full" and step.zero < 2:
-        return f"accumulate=full is about sharded gradients: use zero=2 or zero=3 with it, not zero={layout.zero}"
+        return f"accumulate=full is about sharded gradients: use zero=2 or zero=3 with it, not zero={layout.zero}; accumulate=sharded works"
     if step.zero < 2:
         return None
     if step.splits_backward:
