@@ -28,6 +28,8 @@ from samestep.schedules import SCHEDULES
 from samestep.strategies import refusal_of
 
 MOST_STEPS = 15
+_COUNTS = {"microbatch", "coupled_samples", "exchange_every", "replicas"}
+"""Of these the right value is known when a refusal names it."""
 _WORDS = {field.name for field in fields(Layout)} | {"dp"}
 _ASSIGNED = re.compile(r"\b([a-z_]+) ?= ?\"?([a-z0-9-]+)\"?")
 _NAMED = (r"and so does (.*)", r"(.*?)\b(?:works?|does(?! not))\b", r"use (.*?)(?:, not|$)")
@@ -106,12 +108,20 @@ def walk(model: ModelSpec, state: State, been: tuple[State, ...] = ()) -> str:
         try:
             following = taken(state, words)
             found = "" if following is None else walk(model, following, (*been, state))
+            if following is not None and not been and _takes_back(following.refusal(model), words):
+                found = f"{trace}: {text}: {words} is taken back: {following.refusal(model)}"
         except InputError as error:
             found = f"{trace}: {text}: {words} cannot be: {error}"
         failed = failed or found
         if bool(found) != bool(been):  # one way that fails is enough at first, and one that leads out later
             return found
     return failed
+
+
+def _takes_back(text: str | None, words: dict[str, str]) -> bool:
+    """Return whether the first way out of a refusal gives a number that the way taken has set another value."""
+    again = next(ways_out(text), {}) if text else {}
+    return any(name in again and again[name] != words[name] for name in _COUNTS & words.keys())
 
 
 def _normed(model: ModelSpec) -> ModelSpec:
