@@ -160,7 +160,10 @@ def drawn(draw: random.Random) -> State:
     )  # fmt: skip
     numerics: dict[str, Any] = {}
     if draw.random() < 0.5:
-        numerics = {"replicas": draw.choice((2, 3, 4)), "compression": draw.choice(("none", "int8", "powersgd", "topk"))}
+        numerics = {
+            "replicas": draw.choice((2, 3, 4)),
+            "compression": draw.choice(("none", "int8", "powersgd", "topk")),
+        }
         if numerics["compression"] == "none" or draw.random() < 0.3:
             numerics["exchange_every"] = draw.choice((2, 4))
     elif draw.random() < 0.3:

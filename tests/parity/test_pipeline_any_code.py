@@ -128,7 +128,10 @@ REFUSED = {
     "hidden": (Case(models.Hidden), "blocks.1 reads a tensor of blocks.0 that is not passed on"),
     "carried": (Case(models.Carried), "reads a tensor of blocks.0 that is not passed on"),
     "written_through_view": (Case(models.WrittenThroughView), "add reads a tensor of add_ that is not passed on"),
-    "single": (Case(stage_models.Single, _vectors), "pp=2 cuts the 1 call of a module of single into 2 stages: pp=1 works"),
+    "single": (
+        Case(stage_models.Single, _vectors),
+        "pp=2 cuts the 1 call of a module of single into 2 stages: pp=1 works",
+    ),
     "kept": (Case(stage_models.Kept, _vectors), "last: last reads a tensor of first that is not passed on"),
 }
 LAYOUTS = ("pp=2 microbatch=4", "pp=2 microbatch=2 schedule=zero-bubble recompute=full")

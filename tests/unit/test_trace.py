@@ -220,7 +220,11 @@ class Plain(nn.Module):
 def test_a_model_without_containers_is_a_layer_for_each_call() -> None:
     spec = spec_of(Plain, torch.zeros(1, 4), "plain")
     assert names(spec) == ["first", "again", "again#2"]
-    assert [(layer.modules, layer.again) for layer in spec.layers] == [(("first",), ()), (("again",), ()), ((), ("again",))]
+    assert [(layer.modules, layer.again) for layer in spec.layers] == [
+        (("first",), ()),
+        (("again",), ()),
+        ((), ("again",)),
+    ]
     assert not any(layer.is_block for layer in spec.layers)
     assert all(layer.may_begin_stage for layer in spec.layers)
     assert spec.forward_flops == 2 * (4 * 8 + 2 * 8 * 8)

@@ -233,7 +233,9 @@ def _unit(
     receives = any(first_layer in chunk and chunk.start > 0 and layers[chunk.start].sends_gradient for chunk in chunks)
     # A frozen start of the model has no backward that would read its weights.
     has_backward = receives or any(param.trainable and param.layer <= last_layer for param in step.model.params)
-    has_backward = has_backward and not all(param.is_idle for param in params)  # nor has what the loss does not depend on
+    has_backward = has_backward and not all(
+        param.is_idle for param in params
+    )  # nor has what the loss does not depend on
     first_root = _first_root(step, params, roots_of)
     entered = (
         params if any(param.aliases for param in params) else [p for p in params if roots_of[p.name] == first_root]

@@ -34,6 +34,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from samestep import schedules
+from samestep.layout import Layout
 from samestep.models.layer_spec import Crossing
 from samestep.models.param_spec import ParamSpec, Use
 from samestep.models.spec import ModelSpec, remembered

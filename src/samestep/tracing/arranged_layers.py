@@ -95,7 +95,9 @@ def _first_calls(stages: Sequence[str], calls: Sequence[str], watch: ForwardTrac
             known = ", ".join(dict.fromkeys(watch.regions[one].path for one in calls[1:]))
             raise ModelError(f"model.stages: the forward calls no module with weights at {name!r}; these work: {known}")
         if call == calls[0]:
-            raise ModelError(f"model.stages: the first stage begins with {name!r} in any case, and later ones are named here")
+            raise ModelError(
+                f"model.stages: the first stage begins with {name!r} in any case, and later ones are named here"
+            )
         found.add(call)
     return found
 
