@@ -139,6 +139,8 @@ def take(seed: int, folder: Path) -> str:
     model = draw.choice(MODELS)
     try:
         job = job_drawn(draw)
+        if model == "deep_gpt2" and job.optimizer.name == "adafactor":
+            return ""  # the gradient of a bias of keys is rounding alone, which Adafactor scales to a whole step
         source_of(model, Layout(), job)
         expected, held_by_one = goes_on(0, 1, model, "dp=1", job, None, STEPS)
     except InputError:

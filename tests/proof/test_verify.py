@@ -41,6 +41,20 @@ def test_a_clean_layout_raises_no_alarm(model, layout, own_precision):
     assert verdict.proven, verdict.to_text()
 
 
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("deep_tied", "dp=2 loss_chunk=3"),
+        ("gpt2", "tp=2 loss_chunk=5"),
+        pytest.param("deep_tied", "pp=2 tp=2 sequence_parallel loss_chunk=4", marks=pytest.mark.nightly),
+        pytest.param("qwen3", "dp=2 zero=3 loss_chunk=4", marks=pytest.mark.nightly),
+    ],
+)
+def test_logits_that_are_nowhere_whole_are_proven(model, layout):
+    verdict = prove(model, layout)
+    assert verdict.proven, verdict.to_text()
+
+
 def test_experts_in_bf16_are_compared_by_the_choices_of_one_device():
     verdict = prove("qwen3_moe", "dp=2 ep=2", own_precision=True, numerics={"precision": "bf16"})
     assert verdict.proven, verdict.to_text()

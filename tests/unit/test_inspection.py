@@ -55,7 +55,11 @@ def test_cuts_boundaries_and_words_of_a_family() -> None:
 
 def test_what_couples_samples_and_is_kept_is_named() -> None:
     job = Job(model={"source": f"{__name__}:counting"}, data={"source": "digits"}, train={"global_batch": 4})
-    text = samestep.inspect(job).to_text()
+    found = samestep.inspect(job)
+    stages = [(row["layers"], row["stage"]) for row in found.to_record()["layers"]]
+    assert stages == [("first", ""), ("norm", "16 elements"), ("last", "16 elements")]
+    text = found.to_text()
+    assert "3 calls of modules" in text
     assert "samples: coupled by the statistics of 1 module alone (numerics.coupled_samples), as norm" in text
     assert 'kept by the forward: calls (buffer); a layout that keeps it otherwise needs run.allow = ["state"]' in text
 

@@ -232,6 +232,58 @@ def test_a_model_without_containers_is_a_layer_for_each_call() -> None:
     assert len(spec.params) == 6
 
 
+class Parts(nn.Module):
+    """A list of two blocks, a head of two parts, and a wrapper of two more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.inner = nn.Sequential(nn.Linear(4, 4))
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.head(self.norm(self.inner(x)))
+
+
+def _staged(*stages: str) -> ModelSpec:
+    with torch.device("meta"):
+        module = Parts()
+    return trace(module, torch.zeros(1, 4), "parts", stages=stages)
+
+
+def test_stages_begin_with_the_modules_that_are_named() -> None:
+    layers = _staged("blocks.1", "norm").layers
+    assert [layer.name for layer in layers if layer.may_begin_stage] == ["blocks.0", "blocks.1", "norm+head"]
+    assert [layer.is_block for layer in layers].count(True) == 2
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [
+        (("nrom",), "no module 'nrom' .did you mean 'norm'"),
+        (("blocks.0",), "first stage begins with 'blocks.0' in any case"),
+        (("",), "no module ''"),
+    ],
+)
+def test_names_with_which_no_later_stage_begins_are_refused(stages: tuple[str, ...], text: str) -> None:
+    with pytest.raises(ModelError, match=text):
+        _staged(*stages)
+
+
+def test_modules_are_opened_where_few_are_called() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Plain()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    assert names(spec_of(Wrapper, torch.zeros(1, 4), "wrapped")) == ["first", "again", "again#2"]
+
+
 class Bare(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -53,8 +53,9 @@ class Inspection:
         spec = self.spec
         trained = sum(param.numel for param in spec.params if param.trainable)
         blocks = sum(layer.is_block for layer in spec.layers)
+        parts_found = f"{blocks} blocks" if blocks else f"{len(spec.layers)} calls of modules"
         parts = [
-            f"{spec.name}: {spec.num_params:,} weights, {trained:,} trained, {blocks} blocks, "
+            f"{spec.name}: {spec.num_params:,} weights, {trained:,} trained, {parts_found}, "
             f"{spec.forward_flops:,} FLOPs in the forward of a sample",
             aligned([_LAYER_HEAD, *(tuple(map(_shown, row.values())) for row in self._layers())], left=(0, 5)),
             f"weights under tp{f': none is cut, {spec.cut_refusal}' if spec.cut_refusal else ''}",
@@ -83,7 +84,7 @@ class Inspection:
         spec = self.spec
         sent = [0, *(layer.output_elements for layer in spec.layers)]
         rows = [
-            (layer, sum(param.numel for param in spec.params_of(index)), _received(layer, sent[index]))
+            (layer, sum(param.numel for param in spec.params_of(index)), _received(layer, sent[index]) if index else "")
             for index, layer in enumerate(spec.layers)
         ]
         for _, run in itertools.groupby(rows, _without_names):
