@@ -131,8 +131,7 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
         for modules, ps in groups.items()
     ]
     units.sort(key=lambda unit: order.get(unit.modules[0], -1) if unit.modules != ("",) else -1)
-    unused = {param.name for param in step.model.params if param.is_idle}
-    return _with_prefetch(units, chunks, {unit.name for unit in units if unused.issuperset(unit.params)})
+    return _with_prefetch(units, chunks)
 
 
 def _gathered_with_root(step: StepSpec) -> set[str]:
@@ -191,17 +190,16 @@ def _roots(step: StepSpec, param: ParamSpec) -> list[str]:
     return [module for module in step.model.layers[param.layer].called if module and is_below(owner, module)]
 
 
-def _with_prefetch(units: list[Unit], chunks: tuple[range, ...], idle: set[str]) -> tuple[Unit, ...]:
+def _with_prefetch(units: list[Unit], chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     """Let the backward of each unit prefetch the unit that the forward of the same chunk uses before it.
 
     A unit that is called several times prefetches nothing: at its second backward that would have been used already.
-    The root's is not gathered again in a pipeline, and `idle` units, on which no loss depends, have no backward.
+    The root's is not gathered again in a pipeline.
     """
     prefetch: dict[str, str] = {}
     for axis in dict.fromkeys(unit.shard_axis for unit in units):
         by_use = sorted(
-            (u for u in units if u.shard_axis == axis and not (chunks and u.modules == ("",)) and u.name not in idle),
-            key=last_use,
+            (u for u in units if u.shard_axis == axis and not (chunks and u.modules == ("",))), key=last_use
         )
         for before, unit in itertools.pairwise(by_use):
             together = not chunks or any({before.first_layer, unit.first_layer} <= {*chunk} for chunk in chunks)
@@ -233,9 +231,6 @@ def _unit(
     receives = any(first_layer in chunk and chunk.start > 0 and layers[chunk.start].sends_gradient for chunk in chunks)
     # A frozen start of the model has no backward that would read its weights.
     has_backward = receives or any(param.trainable and param.layer <= last_layer for param in step.model.params)
-    has_backward = has_backward and not all(
-        param.is_idle for param in params
-    )  # nor has what the loss does not depend on
     first_root = _first_root(step, params, roots_of)
     entered = (
         params if any(param.aliases for param in params) else [p for p in params if roots_of[p.name] == first_root]
