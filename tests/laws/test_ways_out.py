@@ -29,7 +29,7 @@ from samestep.strategies import refusal_of
 
 MOST_STEPS = 15
 _COUNTS = {"microbatch", "coupled_samples", "exchange_every", "replicas"}
-"""Of these the right value is known when a refusal names it."""
+"""The right value of each of these is known when a refusal names it."""
 _WORDS = {field.name for field in fields(Layout)} | {"dp"}
 _ASSIGNED = re.compile(r"\b([a-z_]+) ?= ?\"?([a-z0-9-]+)\"?")
 _NAMED = (r"and so does (.*)", r"(.*?)\b(?:works?|does(?! not))\b", r"use (.*?)(?:, not|$)")
