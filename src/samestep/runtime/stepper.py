@@ -101,6 +101,8 @@ class Stepper:
         time limit.
         """
         self._num_taken += 1
+        for reason in self.held.model.replaced.take_over(inside=False):
+            self.refusals.add("state", f"step {batch.step + 1}: {reason}")
         every, taken = self.job.train.watch_every, self._num_taken
         regularly = watched_steps.is_regular(batch.step, every, taken, self.held.parallel.program)
         if self._own.replicas is not None and len(self._own.replicas.assemblies) > 1:  # the canary knows one model
@@ -338,6 +340,8 @@ class Stepper:
         interpreter = Interpreter(self.held, self.job, self.place, self._observer, self._trials, self.steps_taken + 1)
         totals = interpreter.forward_backward(batch, index)
         self._data_wait_s = interpreter.data_wait_s
+        for reason in self.held.model.replaced.take_over(inside=True):
+            self.refusals.add("state", f"step {batch.step + 1}: {reason}")
         for line in self.settled.model.compiled.news():
             self.refusals.remark(line)
         return totals
