@@ -24,6 +24,7 @@ from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.run import Run
 from samestep.strategies import program_of
+from samestep.training.saving import Saver
 from tests.laboratory import (
     TOLERANCE,
     Observed,
@@ -383,3 +384,120 @@ def test_what_is_refused(layout: str, why: str) -> None:
 def test_a_job_that_does_not_fit_itself_says_what_works(numerics: dict[str, object], ema: float | None) -> None:
     with pytest.raises(InputError, match="works"):
         Job(train={"global_batch": 8, "ema": ema}, numerics={"exchange_every": 2, **numerics})
+
+
+# -- back to a checkpoint --------------------------------------------------------------------------
+
+
+def _rolled_back(
+    rank: int, world: int, model: str, layout: str, job: Job, saved: int, rolled: int, folder: str
+) -> tuple[list[float], Any]:
+    """Take steps, save behind one of them, and go back to it behind a later one; return the losses and the outer weights."""
+    run = prepared_run(rank, world, model, layout, job)
+    saver = Saver(run, Path(folder), lambda text: None)
+    losses = []
+    for batch in batches(Tokens(), job):
+        losses.append(run.step(batch).loss)
+        if run.steps_taken == saved:
+            saver.save(is_last=True)
+        if run.steps_taken == rolled:
+            saver.roll_back(rolled)
+    return losses, run.state_dict(on_every_rank=True)
+
+
+def _plain_rolled_back(job: Job, saved: int, rolled: int) -> tuple[list[float], dict[str, Tensor]]:
+    """The same with plain torch: copies of all that is trained are put back, and exchanges end at the latest behind `rolled`."""
+    first = prepared_run(0, 1, MODEL, "dp=1", job_of("float64", 1))
+    step_of, source = first.program.step, source_of(MODEL, Layout(), job)
+    numerics, every, parts = job.numerics, job.numerics.exchange_every, job.numerics.exchange_parts
+    assert not isinstance(source.model, nn.Module)
+    outer = source.model().double()
+    outer.load_state_dict(first.state_dict())
+    layers = sorted({param.layer for param in step_of.model.params})
+    part_of = {param.name: layers.index(param.layer) % parts for param in step_of.model.params}
+    replicas = [copy.deepcopy(outer) for _ in range(numerics.replicas)]
+    inner = [torch.optim.SGD(one.parameters(), lr=job.optimizer.lr, momentum=0.9) for one in replicas]
+    moves = torch.optim.SGD(outer.parameters(), lr=numerics.outer_lr, momentum=numerics.outer_momentum, nesterov=True)
+    under_way: dict[int, tuple[int, dict[str, Tensor]]] = {}
+
+    def averaged(part: int) -> dict[str, Tensor]:
+        names = [name for name, _ in outer.named_parameters() if part_of[name] == part]
+        means = {name: torch.stack([one.get_parameter(name).detach() for one in replicas]).mean(0) for name in names}
+        return {name: outer.get_parameter(name).detach() - mean for name, mean in means.items()}
+
+    @torch.no_grad()
+    def end(found: dict[str, Tensor], kept: float) -> None:
+        for name, param in outer.named_parameters():
+            param.grad = found.get(name)
+        moves.step()
+        for name in found:
+            for one in replicas:
+                own = one.get_parameter(name)
+                own.copy_(kept * own + (1 - kept) * outer.get_parameter(name))
+
+    def behind(step: int, *, starts: bool = True) -> None:
+        is_last = step == job.train.steps
+        for part, (due, found) in [*under_way.items()]:
+            if step == due or is_last:
+                end(found, numerics.exchange_mix)
+                del under_way[part]
+        for part in range(parts):
+            since = step - (part + 1) * every // parts
+            if is_last or (numerics.exchange_delay == 0 and starts and since >= 0 and since % every == 0):
+                end(averaged(part), 0.0)
+            elif starts and since >= 0 and since % every == 0:
+                under_way[part] = step + numerics.exchange_delay, averaged(part)
+
+    loss, losses, kept = loss_of(job), [], None
+    for batch in batches(Tokens(), job):
+        step, total, counted = batch.step + 1, 0.0, 0.0
+        for index, indices in enumerate(batch.shares(0, 1, numerics.replicas)):
+            samples = batch.samples(indices)
+            with precision.RaiseIslands():
+                loss_sum, count = loss(call_model(replicas[index], samples), samples)
+            inner[index].zero_grad()
+            (loss_sum / count).backward()
+            nn.utils.clip_grad_norm_(replicas[index].parameters(), job.optimizer.clip_norm or 0.0)
+            inner[index].step()
+            total, counted = total + float(loss_sum.detach()), counted + float(count)
+        losses.append(total / counted)
+        behind(step)
+        everything = [*replicas, outer, *inner, moves]
+        if step == saved:
+            kept = copy.deepcopy(([one.state_dict() for one in everything], under_way))
+        if step == rolled:
+            assert kept is not None
+            states, was_under_way = copy.deepcopy(kept)
+            for one, state in zip(everything, states, strict=True):
+                one.load_state_dict(state)
+            under_way = was_under_way
+            for left_out in range(saved + 1, rolled + 1):
+                behind(left_out, starts=False)
+    return losses, {name: param.detach() for name, param in outer.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("saved", "rolled", "delay", "parts", "layout"),
+    [
+        (13, 15, 2, 1, "dp=1"),  # the outer step of the exchange from behind 12 was due behind 14
+        pytest.param(13, 14, 2, 1, "dp=2", marks=NIGHTLY),  # it is due now
+        (13, 14, 3, 1, "dp=1"),  # it is due later, and so is the exchange
+        pytest.param(13, 18, 2, 1, "dp=1", marks=NIGHTLY),  # an exchange that started meanwhile is left out too
+        (11, 13, 1, 2, "dp=2"),  # of two parts one is under way
+        (17, 20, 2, 1, "dp=1"),  # behind the last step all is exchanged
+        pytest.param(13, 17, 0, 1, "dp=1", marks=NIGHTLY),  # none is ever under way
+    ],
+)
+def test_going_back_into_an_exchange_takes_its_outer_step_and_no_other(
+    saved: int, rolled: int, delay: int, parts: int, layout: str, tmp_path: Path
+) -> None:
+    job = apart(
+        every=4,
+        steps=20,
+        numerics={"exchange_delay": delay, "exchange_parts": parts},
+        optimizer={"options": {"momentum": 0.9}},
+    )
+    wanted, outer = _plain_rolled_back(job, saved, rolled)
+    for losses, weights in on_ranks(layout, _rolled_back, MODEL, job, saved, rolled, str(tmp_path)):
+        assert losses == pytest.approx(wanted, abs=TOLERANCE)
+        assert all(torch.allclose(weights[name], value, rtol=0, atol=TOLERANCE) for name, value in outer.items())

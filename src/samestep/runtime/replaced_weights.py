@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from samestep.program.program import Program
 from samestep.runtime import kept_state
+from samestep.runtime.axes.late_weights import StandIn
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,10 @@ class ReplacedWeights:
 
 
 def _changed(places: list[_Place]) -> list[_Place]:
-    return [place for place in places if place.items.get(place.key) is not place.held]
+    changed = [place for place in places if place.items.get(place.key) is not place.held]
+    return [
+        place for place in changed if not isinstance(place.items.get(place.key), StandIn)
+    ]  # whose weight is to arrive
 
 
 def _new_weight(name: str) -> str:

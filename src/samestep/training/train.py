@@ -338,10 +338,9 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
     if first < until:
         with evaluated_weights(run):
             _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
-    rows = agreed(
-        lambda: [(row.step, row.loss, row.losses) for row in evaluations.read(folder, first)], place
-    )  # plain data
-    evaluated = Evaluations(run, workload, folder, [evaluations.EvaluatedStep(*row) for row in rows])
+    evaluated, line = evaluations.resumed(run, workload, folder)
+    if screen is not None and line:
+        screen.say(line)
     _loop(evaluated, until, profiler, screen, metrics)
     with progress.apart("the evaluation at the end"):
         return _ended(evaluated, checked, screen, metrics)
