@@ -19,6 +19,7 @@ from samestep.datasets import batches
 from samestep.errors import CheckpointError, InputError
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.proof.plain_replicas import _Exchanges
 from samestep.runtime.axes import precision
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.ledger import Ledger
@@ -406,52 +407,24 @@ def _rolled_back(
 
 
 def _plain_rolled_back(job: Job, saved: int, rolled: int) -> tuple[list[float], dict[str, Tensor]]:
-    """The same with plain torch: copies of all that is trained are put back, and exchanges end at the latest behind `rolled`."""
+    """The same with plain torch: all that is trained is put back, and exchanges whose time has passed end with their moves."""
     first = prepared_run(0, 1, MODEL, "dp=1", job_of("float64", 1))
-    step_of, source = first.program.step, source_of(MODEL, Layout(), job)
-    numerics, every, parts = job.numerics, job.numerics.exchange_every, job.numerics.exchange_parts
+    source, layer_of = source_of(MODEL, Layout(), job), {p.name: p.layer for p in first.program.step.model.params}
+    layers = sorted({*layer_of.values()})
     assert not isinstance(source.model, nn.Module)
     outer = source.model().double()
     outer.load_state_dict(first.state_dict())
-    layers = sorted({param.layer for param in step_of.model.params})
-    part_of = {param.name: layers.index(param.layer) % parts for param in step_of.model.params}
-    replicas = [copy.deepcopy(outer) for _ in range(numerics.replicas)]
+    replicas = [copy.deepcopy(outer) for _ in range(job.numerics.replicas)]
     inner = [torch.optim.SGD(one.parameters(), lr=job.optimizer.lr, momentum=0.9) for one in replicas]
-    moves = torch.optim.SGD(outer.parameters(), lr=numerics.outer_lr, momentum=numerics.outer_momentum, nesterov=True)
-    under_way: dict[int, tuple[int, dict[str, Tensor]]] = {}
-
-    def averaged(part: int) -> dict[str, Tensor]:
-        names = [name for name, _ in outer.named_parameters() if part_of[name] == part]
-        means = {name: torch.stack([one.get_parameter(name).detach() for one in replicas]).mean(0) for name in names}
-        return {name: outer.get_parameter(name).detach() - mean for name, mean in means.items()}
-
-    @torch.no_grad()
-    def end(found: dict[str, Tensor], kept: float) -> None:
-        for name, param in outer.named_parameters():
-            param.grad = found.get(name)
-        moves.step()
-        for name in found:
-            for one in replicas:
-                own = one.get_parameter(name)
-                own.copy_(kept * own + (1 - kept) * outer.get_parameter(name))
-
-    def behind(step: int, *, starts: bool = True) -> None:
-        is_last = step == job.train.steps
-        for part, (due, found) in [*under_way.items()]:
-            if step == due or is_last:
-                end(found, numerics.exchange_mix)
-                del under_way[part]
-        for part in range(parts):
-            since = step - (part + 1) * every // parts
-            if is_last or (numerics.exchange_delay == 0 and starts and since >= 0 and since % every == 0):
-                end(averaged(part), 0.0)
-            elif starts and since >= 0 and since % every == 0:
-                under_way[part] = step + numerics.exchange_delay, averaged(part)
-
-    loss, losses, kept = loss_of(job), [], None
+    held = [dict(one.named_parameters()) for one in (outer, *replicas)]
+    exchanges = _Exchanges(
+        job, held[0], held[1:], None, lambda name: layers.index(layer_of[name]) % job.numerics.exchange_parts
+    )
+    loss, losses, everything = loss_of(job), [], [*replicas, outer, *inner, exchanges._optimizer]
+    states: Any = None
     for batch in batches(Tokens(), job):
-        step, total, counted = batch.step + 1, 0.0, 0.0
-        for index, indices in enumerate(batch.shares(0, 1, numerics.replicas)):
+        total, counted = 0.0, 0.0
+        for index, indices in enumerate(batch.shares(0, 1, job.numerics.replicas)):
             samples = batch.samples(indices)
             with precision.RaiseIslands():
                 loss_sum, count = loss(call_model(replicas[index], samples), samples)
@@ -461,19 +434,24 @@ def _plain_rolled_back(job: Job, saved: int, rolled: int) -> tuple[list[float], 
             inner[index].step()
             total, counted = total + float(loss_sum.detach()), counted + float(count)
         losses.append(total / counted)
-        behind(step)
-        everything = [*replicas, outer, *inner, moves]
-        if step == saved:
-            kept = copy.deepcopy(([one.state_dict() for one in everything], under_way))
-        if step == rolled:
-            assert kept is not None
-            states, was_under_way = copy.deepcopy(kept)
-            for one, state in zip(everything, states, strict=True):
+        exchanges.take(batch.step + 1)
+        if batch.step + 1 == saved:
+            states = copy.deepcopy(([one.state_dict() for one in everything], exchanges._under_way))
+        if batch.step + 1 == rolled:
+            for one, state in zip(everything, states[0], strict=True):
                 one.load_state_dict(state)
-            under_way = was_under_way
-            for left_out in range(saved + 1, rolled + 1):
-                behind(left_out, starts=False)
+            _end_until(exchanges, states[1], rolled)
+            if rolled == job.train.steps:
+                exchanges.take(rolled)
     return losses, {name: param.detach() for name, param in outer.named_parameters()}
+
+
+def _end_until(exchanges: _Exchanges, under_way: list[Any], step: int) -> None:
+    """Take the outer steps of exchanges that are due up to a step; the others stay under way."""
+    for due, moves in under_way:
+        if due <= step:
+            exchanges._end(moves, kept=0.5)
+    exchanges._under_way = [(due, moves) for due, moves in under_way if due > step]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ from samestep.training import evaluations, foreign_code, hosts, out_of_memory, r
 from samestep.training.check import AUTO, Checked, agreed, check
 from samestep.training.elastic import Elasticity
 from samestep.training.evaluations import Evaluations
+from samestep.training.frozen_objects import frozen_behind_first
 from samestep.training.metrics import Metrics, Screen
 from samestep.training.profiling import Profiler
 from samestep.training.restarts import restarting
@@ -436,7 +437,7 @@ def _loop(
     until = run.steps_taken if evaluated.is_over else until
     saver = Saver(run, folder / run_folder.CHECKPOINTS, screen.say if screen else lambda text: None)
     with screen.live() if screen else contextlib.nullcontext():
-        for report in steps_of(run, workload.dataset, until, profiler):
+        for report in frozen_behind_first(steps_of(run, workload.dataset, until, profiler)):
             with progress.apart("an evaluation"):
                 losses = evaluated.losses() if evaluated.is_due(report.step) and not report.stop else {}
             if screen is not None and metrics is not None:
