@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -123,6 +124,8 @@ class PreparedModel:
     """Refusals of this model that `run.allow` waives."""
     form: PretrainedForm | None = None
     """The form in which checkpoints write the model for transformers too; None where they do not."""
+    given: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
+    """Parameters that the user holds, of which the run's own are copies, by name."""
     state_names: Mapping[str, str] = field(default_factory=dict)
     """Of each tensor in the uncut module's `state_dict`, the first name of what it is: tied weights have several."""
     gathered: Mapping[str, str] = field(default_factory=dict)
@@ -365,6 +368,7 @@ def _prepared(decided: _Decided, mesh: meshes.Mesh, cut: _Cut, store: WeightStor
         first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
         replaced=ReplacedWeights.of(model, _written_weights(traced), program),
         dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
+        given=dict(traced.blueprint.given),
         gathered=traced.analysis.gathered if layout.tp > 1 else {},
         mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
     )

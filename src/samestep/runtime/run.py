@@ -26,6 +26,7 @@ from samestep.runtime import evaluation, whole_state
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.guards import deterministic
+from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.local_replicas import LocalReplicas
 from samestep.runtime.loss_spikes import SpikeWatch
@@ -55,8 +56,12 @@ class Run:
         observer: StepObserver = _NOBODY,
         *,
         owns_weights: bool = False,
+        shared: SharedWeights | None = None,
     ) -> None:
-        """Make a run; with `owns_weights` nobody else holds a weight between two steps, when zero=1 may still gather it."""
+        """Make a run; with `owns_weights` nobody else holds a weight between two steps, when zero=1 may still gather it.
+
+        With `shared` its steps are refused while another such run takes steps with weights that both were given.
+        """
         self.job, self.place = job, place
         self.changes: tuple[str, ...] = ()
         """What resumes have changed of the job and its layout, and after which steps."""
@@ -65,6 +70,7 @@ class Run:
         self._own = HeldAssembly(source, layout, job, place)
         self._stepper = Stepper(self._own, observer, owns_weights=owns_weights)
         self._labels = NextLabels(source.loss, job)
+        self._shared = shared
         self._load_from: Path | None = None
         """The checkpoint that `prepare` will read."""
 
@@ -133,6 +139,8 @@ class Run:
         if self._own.is_prepared:
             return
         for remark in self._own.assemble(example):
+            self._stepper.refusals.remark(remark)
+        if self._shared is not None and (remark := self._shared.begin(self._own.current)):
             self._stepper.refusals.remark(remark)
         if self._load_from is not None:
             checkpoint.load(self, self._load_from)
@@ -217,6 +225,7 @@ class Run:
                 skipped.
             UnprovenError: the loss is no sum over samples, or the model, the loss, the optimizer or the data set draws
                 random numbers that layouts would not share.
+            ModelError: another run takes steps with weights that were given to both.
             NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
             DriftError: ranks that must hold equal values differ; compared every `train.watch_every` steps.
             RepeatError: a sample that is run again in such a step, or a weight's update, gives something else; in the
@@ -224,9 +233,11 @@ class Run:
         """
         self._refuse_averaged("step")
         batch = self.labelled(batch)
+        is_last = batch.step + 1 >= self.job.train.steps
+        sharing = nullcontext([]) if self._shared is None else self._shared.stepping(is_last)
         try:
-            with self._kernels():
-                report = self._stepper.take(batch)
+            with self._kernels(), sharing as reports:
+                reports.append(report := self._stepper.take(batch))
         except BaseException:
             if self.layout.pp > 1:  # messages that nobody has received would meet those of the next run of this process
                 forget_groups()
