@@ -143,7 +143,8 @@ def test_a_run_goes_on_where_trained_values_were_taken_over_and_the_one_before_m
     one.step(next(batches))
     model.load_state_dict(one.state_dict())
     other = run_of(model)
-    assert not other.step(batch := next(batches)).remarks
+    batch = next(batches)
+    assert not other.step(batch).remarks
     assert all(not torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
     with pytest.raises(ModelError, match=GIVEN_TWICE):
         one.step(batch)

@@ -219,7 +219,9 @@ def _taped(source: Callable[[], nn.Module], seed: int) -> Blueprint:
 def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool) -> Blueprint:
     """Return the blueprint of a module that a tape knows, or of an instance with values of its own."""
     marks = take_marks(source)
-    given = {name: weakref.ref(param) for name, param in source.named_parameters() if not param.is_meta}
+    given: dict[str, weakref.ref[Tensor]] = {
+        name: weakref.ref(param) for name, param in source.named_parameters() if not param.is_meta
+    }
     module = _on_meta(source, tape, from_instance)
     attributes = list(tensors_of(module))
     attributes += [

@@ -40,6 +40,7 @@ from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
+from samestep.runtime.trained_data import TrainedData
 
 _NOBODY = StepObserver()
 
@@ -67,6 +68,8 @@ class Run:
         """What resumes have changed of the job and its layout, and after which steps."""
         if job.numerics.deterministic:
             deterministic.reserve_workspace()
+        self.data = TrainedData(job, place)
+        """The data that the run is trained on, as checkpoints note it."""
         self._own = HeldAssembly(source, layout, job, place)
         self._stepper = Stepper(self._own, observer, owns_weights=owns_weights)
         self._labels = NextLabels(source.loss, job)
@@ -221,6 +224,7 @@ class Run:
         step's first collective until the time limit.
 
         Raises:
+            CheckpointError: it is the first step after a load, and the data is not that of the checkpoint.
             DataError: every label of the batch is masked, and of the `numerics.max_skipped` steps before it too; one such step is
                 skipped.
             UnprovenError: the loss is no sum over samples, or the model, the loss, the optimizer or the data set draws
@@ -232,11 +236,12 @@ class Run:
                 first step it is an UnprovenError, before any weight has changed.
         """
         self._refuse_averaged("step")
-        batch = self.labelled(batch)
+        given, batch = batch, self.labelled(batch)
+        self.changes += self.data.begin_step(given)
         is_last = batch.step + 1 >= self.job.train.steps
-        sharing = nullcontext([]) if self._shared is None else self._shared.stepping(is_last)
+        shared = SharedWeights() if self._shared is None else self._shared
         try:
-            with self._kernels(), sharing as reports:
+            with self._kernels(), shared.stepping(is_last) as reports:
                 reports.append(report := self._stepper.take(batch))
         except BaseException:
             if self.layout.pp > 1:  # messages that nobody has received would meet those of the next run of this process

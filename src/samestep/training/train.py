@@ -320,6 +320,7 @@ def _work(place: RankInfo, checked: Checked) -> Summary | None:
 def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) -> Summary | None:
     """Prepare or resume the run, take its remaining steps, and print and write its progress and its result."""
     workload, folder, until = checked.workload, checked.folder, checked.until
+    run.data.is_of(workload.stamp)
     run.prepare(workload.example)
     if checked.resume_from is not None:
         checkpoint.load(run, checked.resume_from)

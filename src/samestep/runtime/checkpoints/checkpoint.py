@@ -210,6 +210,7 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
             one.weights.updater.loss_scale.scale, one.weights.updater.loss_scale.steps_since = manifest["loss_scale"]
     run.assembly.weights.store.publish()
     run.spikes.restore(manifest.get("losses", ()), manifest.get("spikes", 0))
+    changes += run.data.resumes_from(folder, manifest["step"], manifest.get("data", []))
     run.steps_taken, run.changes = manifest["step"], tuple(changes)
 
 
@@ -357,6 +358,7 @@ def _head(run: PreparedRun) -> dict[str, Any]:
         "layout": str(run.layout),
         "changes": list(run.changes),
         "losses": [*run.spikes.losses],
+        "data": run.data.stamp() if run.place.rank == 0 else [],
         "spikes": run.spikes.count,
         "loss_scale": [scale.scale, scale.steps_since] if scale.is_dynamic else None,
         "job": run.job.model_dump(mode="json"),
