@@ -19,12 +19,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from samestep.building.pretrained_form import PretrainedForm
+from samestep.datasets.batch import Dataset, checked_batch, evaluated_batch
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.runtime import evaluation, whole_state
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.checkpoints import checkpoint
+from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.guards import deterministic
 from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.held_assembly import HeldAssembly
@@ -166,6 +167,8 @@ class Run:
             SaveError: the file system does not allow it; what was saved before is untouched.
         """
         self._refuse_averaged("save")
+        if not self._own.is_prepared and self._load_from is not None:  # no step was left to take
+            return checkpoint.copied(self, self._load_from, Path(folder))
         return checkpoint.save(self, Path(folder), self.job.checkpoint.keep)
 
     def save_pretrained(self, folder: str | Path) -> Path:
@@ -214,8 +217,15 @@ class Run:
         Raises:
             LayoutError: the run is not prepared yet.
         """
+        if not self._own.is_prepared and self._load_from is not None:  # no step was left to take
+            return self._stored_state(self._load_from) if on_every_rank or self.place.rank == 0 else {}
         with self._own.outer_weights():
             return whole_state.state_dict(self, on_every_rank=on_every_rank)
+
+    def _stored_state(self, folder: Path) -> dict[str, Tensor]:
+        """Return what `state_dict` returns of a run that was loaded and not prepared, read from its checkpoint."""
+        manifests.check_digests(manifest := manifests.read_manifest(folder), folder)
+        return whole_state.stored_state_dict(built(self._own.source, self.job), manifest, folder, self.job.numerics)
 
     def step(self, batch: StepBatch) -> StepReport:
         """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
@@ -235,6 +245,7 @@ class Run:
             RepeatError: a sample that is run again in such a step, or a weight's update, gives something else; in the
                 first step it is an UnprovenError, before any weight has changed.
         """
+        batch = checked_batch(batch, "run.step")
         self._refuse_averaged("step")
         given, batch = batch, self.labelled(batch)
         self.changes += self.data.begin_step(given)
@@ -259,17 +270,18 @@ class Run:
         """
         return self._stepper.forward_backward(self.labelled(batch))
 
-    def evaluate(self, batch: StepBatch, measure: Loss | None = None) -> tuple[float, float]:
+    def evaluate(self, batch: StepBatch | Dataset, measure: Loss | None = None) -> tuple[float, float]:
         """Return the sum of the loss over a batch, and the tokens or samples it counts, without gradients.
 
+        Of a data set it is that over all its samples: `loss, count = run.evaluate(dataset)`, and loss / count is the mean.
         `measure` is summed in place of the loss: a function of (outputs, batch) -> (sum, count), such as the right answers.
 
         Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
         time limit.
         """
-        batch = self.labelled(batch)
+        given = self.labelled(evaluated_batch(batch, "run.evaluate"))
         with self._kernels(), self._own.outer_weights():
-            return evaluation.evaluate(self.assembly, batch, self.job.train.seed, measure)
+            return evaluation.evaluate(self.assembly, given, self.job.train.seed, measure)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the moving averages of its weights (`train.ema`), to evaluate or read them.
