@@ -285,6 +285,24 @@ def shares(
     return [indices[where.start : where.stop] for where in mine]
 
 
+def _first_other(rows: Integers, samples: list[Any]) -> str:
+    """Return which sample has other shapes than the first, as text; empty if none has."""
+
+    def shapes(sample: Any) -> list[Any]:
+        whole = [leaf for leaf in tree_leaves(_with_tensors(sample)) if hasattr(leaf, "shape")]
+        return [list(leaf.shape) for leaf in whole]
+
+    first = shapes(samples[0])
+    other = next((place for place, sample in enumerate(samples) if shapes(sample) != first), None)
+    if other is None:
+        return ""
+    return f" (sample {rows[other]} has {_few(shapes(samples[other]))}, and sample {rows[0]} {_few(first)})"
+
+
+def _few(shapes: list[Any]) -> str:
+    return ", ".join(map(str, shapes[:4])) + (", ..." if len(shapes) > 4 else "")
+
+
 def _with_tensors(sample: Any) -> Any:
     """Return a sample whose lists of numbers are tensors, as the rows of Hugging Face's data sets have them."""
     if not isinstance(sample, dict) or not any(isinstance(value, list) for value in sample.values()):
@@ -331,7 +349,8 @@ def read_samples(
         stacked = default_collate([_with_tensors(sample) for sample in samples])
     except (RuntimeError, TypeError, KeyError) as error:
         raise DataError(
-            f"the samples of a {type(dataset).__name__} cannot be stacked into a batch: {str(error).splitlines()[0]}; "
+            f"the samples of a {type(dataset).__name__} cannot be stacked into a batch{_first_other(rows, samples)}: "
+            f"{str(error).splitlines()[0]}; "
             "samples of equal shapes, or a method read(indices) on the dataset, work"
         ) from None
     if not rows.size:

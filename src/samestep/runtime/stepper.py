@@ -402,4 +402,4 @@ class Stepper:
 
     def _diagnose(self, batch: StepBatch) -> str:
         """Run the step's forwards and backwards once more, and name the first module that makes a non-finite value."""
-        return nonfinite.cause_of_nonfinite(self.held, lambda: self.forward_backward(batch)[0])
+        return nonfinite.cause_of_nonfinite(self.held, lambda: self.forward_backward(batch)[0], batch)

@@ -257,7 +257,7 @@ def _by_workers(checked: Checked, elastic: Elasticity) -> Summary | None:
         # A worker killed by the kernel leaves no report of its own: only the prediction can be shown.
         if is_shortage or ("killed by SIGKILL" in first and out_of_memory.is_too_large(checked, device)):
             raise WorkerError(f"{error}\n{out_of_memory.less_memory(checked, device)}") from None
-        raise
+        raise WorkerError(run_folder.with_way_on(str(error), checked.folder)) from None
 
 
 def _stopped_by(summary: Summary | None, number: int) -> Summary | None:
