@@ -129,8 +129,9 @@ class Run:
     @property
     def updater(self) -> Updater:
         """The optimizer over the weights that this rank updates, which hold what was written into the model since."""
-        for reason in self.assembly.model.replaced.take_over(inside=False):
-            self.job.run.waived("state", reason)
+        if not self._stepper.is_amid_step:
+            for reason in self.assembly.model.replaced.take_over(inside=False):
+                self.job.run.waived("state", reason)
         self.assembly.weights.store.take_back()
         self.assembly.weights.updater.reread()
         return self.assembly.weights.updater

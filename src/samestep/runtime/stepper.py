@@ -67,6 +67,8 @@ class Stepper:
         self._open: OpenStep | None = None
         """The step whose update was launched, and whose sums the host has not read."""
         self._writes_unseen = self._save_was_requested = False
+        self.is_amid_step = False
+        """Whether a step is being taken or has failed, so that weights may still be gathered."""
         self._data_wait_s = 0.0
 
     @property
@@ -100,9 +102,15 @@ class Stepper:
         Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
         time limit.
         """
-        self._num_taken += 1
-        for reason in self.held.model.replaced.take_over(inside=False):
+        for reason in () if self.is_amid_step else self.held.model.replaced.take_over(inside=False):
             self.refusals.add("state", f"step {batch.step + 1}: {reason}")
+        self.is_amid_step = True
+        report = self._taken(batch)
+        self.is_amid_step = False
+        return report
+
+    def _taken(self, batch: StepBatch) -> StepReport:
+        self._num_taken += 1
         every, taken = self.job.train.watch_every, self._num_taken
         regularly = watched_steps.is_regular(batch.step, every, taken, self.held.parallel.program)
         if self._own.replicas is not None and len(self._own.replicas.assemblies) > 1:  # the canary knows one model
