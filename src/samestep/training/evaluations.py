@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -170,8 +170,8 @@ class Evaluations:
         return f"step {step}: {said(losses, judge)}{more if is_best else ''}"
 
 
-def resumed(run: Run, workload: Workload, folder: Path) -> tuple[Evaluations, str]:
-    """Return the evaluations with which a run goes on, and a line for the screen; every rank must call it.
+def resumed(run: Run, workload: Workload, folder: Path, say: Callable[[str], None]) -> Evaluations:
+    """Return the evaluations with which a run goes on, and say what is other about its best checkpoint; every rank must call it.
 
     Raises:
         SaveError: the best checkpoint is of dropped steps, and the file system does not let it be moved aside.
@@ -180,4 +180,6 @@ def resumed(run: Run, workload: Workload, folder: Path) -> tuple[Evaluations, st
     plain = [(row.step, row.loss, dict(row.losses)) for row in mine]
     rows = gather_values(plain, run.layout.world_size)[0]
     found = Evaluations(run, workload, folder, [EvaluatedStep(*row) for row in rows])
-    return found, found.settle_best()
+    if line := found.settle_best():
+        say(line)
+    return found

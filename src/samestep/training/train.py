@@ -43,7 +43,6 @@ from samestep.runtime.step_report import StepReport
 from samestep.training import evaluations, foreign_code, hosts, out_of_memory, run_folder
 from samestep.training.check import AUTO, Checked, agreed, check
 from samestep.training.elastic import Elasticity
-from samestep.training.evaluations import Evaluations
 from samestep.training.frozen_objects import frozen_behind_first
 from samestep.training.metrics import Metrics, Screen
 from samestep.training.profiling import Profiler
@@ -340,15 +339,15 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
     if first < until:
         with evaluated_weights(run):
             _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
-    evaluated, line = evaluations.resumed(run, workload, folder)
-    if screen is not None and line:
-        screen.say(line)
+    evaluated = evaluations.resumed(run, workload, folder, screen.say if screen else lambda text: None)
     _loop(evaluated, until, profiler, screen, metrics)
     with progress.apart("the evaluation at the end"):
         return _ended(evaluated, checked, screen, metrics)
 
 
-def _ended(evaluated: Evaluations, checked: Checked, screen: Screen | None, metrics: Metrics | None) -> Summary | None:
+def _ended(
+    evaluated: evaluations.Evaluations, checked: Checked, screen: Screen | None, metrics: Metrics | None
+) -> Summary | None:
     """Evaluate a run that has taken its steps or was stopped, and print and write its result."""
     run, workload, folder = evaluated.run, checked.workload, checked.folder
     stopped = run.steps_taken < checked.until and not evaluated.is_over
@@ -401,7 +400,7 @@ def _say_start(screen: Screen, checked: Checked, run: Run) -> None:
         )
 
 
-def _say_held_out(screen: Screen, evaluated: Evaluations, losses: Mapping[str, float]) -> None:
+def _say_held_out(screen: Screen, evaluated: evaluations.Evaluations, losses: Mapping[str, float]) -> None:
     """Print the held-out losses at the end of a run, and whether the run ended because it did not become less."""
     if evaluated.is_over and evaluated.best is not None:
         best = evaluated.best
@@ -431,7 +430,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _loop(
-    evaluated: Evaluations, until: int, profiler: Profiler, screen: Screen | None, metrics: Metrics | None
+    evaluated: evaluations.Evaluations, until: int, profiler: Profiler, screen: Screen | None, metrics: Metrics | None
 ) -> None:
     """Take the remaining steps and log each; evaluate and save checkpoints as often as the job says, and save after the last."""
     run, workload, folder = evaluated.run, evaluated.workload, evaluated.folder
