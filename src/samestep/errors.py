@@ -132,6 +132,11 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
+def module_name(path: str) -> str:
+    """Return the path of a module for a text: in quotes where it would read as a number, as `0.1` does."""
+    return f"'{path}'" if path and path.replace(".", "").isdecimal() else path
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the known word nearest to `word`, or nothing when none is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

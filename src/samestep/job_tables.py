@@ -23,6 +23,7 @@ from pydantic import (
 
 from samestep.errors import UnprovenError, did_you_mean, shown
 from samestep.layout import MOST_RANKS, MOST_SAMPLES
+from samestep.rules import RULES
 
 Precision = Literal["float64", "float32", "bf16", "fp16"]
 PRESET = "preset:"
@@ -44,6 +45,7 @@ forward writes, the rule of the optimizer, the data set, the values that a build
 MayChange = Literal[
     "optimizer.lr", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.no_weight_decay",
     "schedule.name", "schedule.warmup_steps", "schedule.final_ratio", "train.global_batch",
+    "data.source", "data.mixture", "data.tokenizer",
 ]  # fmt: skip
 """Keys that change the result, and that a resume may change where `run.allow` names them."""
 
@@ -355,6 +357,9 @@ class ScheduleTable(Table):
 class NumericsTable(Table):
     """Precision and everything else in the arithmetic that may change a result."""
 
+    rules: Literal[2] = RULES
+    """Version of the rules by which words become numbers (`samestep/rules.py`); it is written into resolved jobs, and without it a
+    run is of version 1."""
     precision: Precision = "float32"
     """Precision of weights and activations; bf16 and fp16 keep float32 master weights, gradients and reductions."""
     tf32: bool = False

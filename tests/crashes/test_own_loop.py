@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,3 +73,55 @@ def test_a_stream_without_a_signal_yields_every_step() -> None:
     assert _steps(first) == []
     assert _steps(second) == [0, 1, 2, 3, 4], "another stream goes on"
     Batch(0, next(samestep.batches(Tokens(), job)).indices, Tokens()).end_stream()  # one that no stream has yielded
+
+
+SCRIPT = """
+import atexit, sys, torch, samestep
+from tests.models import Plain, Tokens
+
+def main(place):
+    job = samestep.Job(train={"global_batch": 4, "steps": 100_000}, run={"device": "cpu"})
+    run = samestep.parallelize(Plain, "cross_entropy", lambda params: torch.optim.SGD(params, lr=0.1), job=job)
+    for batch in samestep.batches(Tokens(), job):
+        run.step(batch)
+        if batch.step == 1 and place.rank == 0:
+            print("started", flush=True)
+
+if __name__ == "__main__":
+    atexit.register(print, "left")
+    samestep.launch(main, ranks=1)
+    print("behind the loop")
+    assert sys.argv[1] != "fails"
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "then", "status"),
+    [
+        (signal.SIGINT, "ends", 130),
+        pytest.param(signal.SIGTERM, "ends", 143, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGINT, "fails", 1, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_script_whose_loop_was_interrupted_ends_with_the_status_of_the_signal(
+    number: signal.Signals, then: str, status: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, str(script), then],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        os.killpg(process.pid, number)
+        said, complaints = process.communicate()
+    assert process.returncode == status, complaints
+    assert said == ("behind the loop\nleft\n")
+    assert f"{number.name} asked the run to stop; this script ends with status {128 + number}" in complaints

@@ -101,7 +101,12 @@ def test_a_killed_worker_is_named_and_the_run_goes_on(rank: int, tmp_path: Path)
     _workers(pid)[rank].send_signal(signal.SIGKILL)
     assert small.status_of(pid) == 1
     complaints = (tmp_path / "talk" / "err").read_text()
-    assert complaints.startswith(f"samestep: rank {rank} of 2 died: killed by SIGKILL\n")
+    first = re.match(
+        rf"samestep: rank {rank} of 2 died: killed by SIGKILL; --resume --out (.*) goes on from step (\d+)\n",
+        complaints,
+    )
+    assert first is not None, complaints
+    assert (first[1], f"step-{int(first[2]):06d}") == (str(run), small.checkpoints(run)[-1])
     assert "Traceback" not in complaints
     _goes_on(run, "dp=2 zero=3")
 

@@ -65,6 +65,7 @@ EXPECTED: list[tuple[str, str, dict[tuple[str, str], int]]] = [
     ("dp=2", "llama", {SAMPLES: 2, **BESIDE_MASTERS}),
     ("dp=2 zero=1", "llama", {SAMPLES: 2, **BESIDE_MASTERS}),
     ("dp=2 zero=3 microbatch=2", "llama", {SAMPLES: 4}),
+    ("dp=1 microbatch=1", "llama", {SAMPLES: 16, **BESIDE_MASTERS}),
     ("dp=2 microbatch=2", "gpt2_with_dropout", {SAMPLES: 6, **BESIDE_MASTERS}),
     ("dp=2 zero=3 offload", "llama", {SAMPLES: 2, **OFFLOADED}),
     ("tp=2 sequence_parallel", "llama", {SAMPLES: 2, **BESIDE_MASTERS}),

@@ -19,11 +19,13 @@ from samestep.datasets import batches
 from samestep.errors import CheckpointError, InputError
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.proof.plain_replicas import _Exchanges
 from samestep.runtime.axes import precision
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.run import Run
 from samestep.strategies import program_of
+from samestep.training.saving import Saver
 from tests.laboratory import (
     TOLERANCE,
     Observed,
@@ -383,3 +385,97 @@ def test_what_is_refused(layout: str, why: str) -> None:
 def test_a_job_that_does_not_fit_itself_says_what_works(numerics: dict[str, object], ema: float | None) -> None:
     with pytest.raises(InputError, match="works"):
         Job(train={"global_batch": 8, "ema": ema}, numerics={"exchange_every": 2, **numerics})
+
+
+# -- back to a checkpoint --------------------------------------------------------------------------
+
+
+def _rolled_back(
+    rank: int, world: int, model: str, layout: str, job: Job, saved: int, rolled: int, folder: str
+) -> tuple[list[float], Any]:
+    """Take steps, save behind one of them, and go back to it behind a later one; return the losses and the outer weights."""
+    run = prepared_run(rank, world, model, layout, job)
+    saver = Saver(run, Path(folder), lambda text: None)
+    losses = []
+    for batch in batches(Tokens(), job):
+        losses.append(run.step(batch).loss)
+        if run.steps_taken == saved:
+            saver.save(is_last=True)
+        if run.steps_taken == rolled:
+            saver.roll_back(rolled)
+    return losses, run.state_dict(on_every_rank=True)
+
+
+def _plain_rolled_back(job: Job, saved: int, rolled: int) -> tuple[list[float], dict[str, Tensor]]:
+    """The same with plain torch: all that is trained is put back, and exchanges whose time has passed end with their moves."""
+    first = prepared_run(0, 1, MODEL, "dp=1", job_of("float64", 1))
+    source, layer_of = source_of(MODEL, Layout(), job), {p.name: p.layer for p in first.program.step.model.params}
+    layers = sorted({*layer_of.values()})
+    assert not isinstance(source.model, nn.Module)
+    outer = source.model().double()
+    outer.load_state_dict(first.state_dict())
+    replicas = [copy.deepcopy(outer) for _ in range(job.numerics.replicas)]
+    inner = [torch.optim.SGD(one.parameters(), lr=job.optimizer.lr, momentum=0.9) for one in replicas]
+    held = [dict(one.named_parameters()) for one in (outer, *replicas)]
+    exchanges = _Exchanges(
+        job, held[0], held[1:], None, lambda name: layers.index(layer_of[name]) % job.numerics.exchange_parts
+    )
+    loss, losses, everything = loss_of(job), [], [*replicas, outer, *inner, exchanges._optimizer]
+    states: Any = None
+    for batch in batches(Tokens(), job):
+        total, counted = 0.0, 0.0
+        for index, indices in enumerate(batch.shares(0, 1, job.numerics.replicas)):
+            samples = batch.samples(indices)
+            with precision.RaiseIslands():
+                loss_sum, count = loss(call_model(replicas[index], samples), samples)
+            inner[index].zero_grad()
+            (loss_sum / count).backward()
+            nn.utils.clip_grad_norm_(replicas[index].parameters(), job.optimizer.clip_norm or 0.0)
+            inner[index].step()
+            total, counted = total + float(loss_sum.detach()), counted + float(count)
+        losses.append(total / counted)
+        exchanges.take(batch.step + 1)
+        if batch.step + 1 == saved:
+            states = copy.deepcopy(([one.state_dict() for one in everything], exchanges._under_way))
+        if batch.step + 1 == rolled:
+            for one, state in zip(everything, states[0], strict=True):
+                one.load_state_dict(state)
+            _end_until(exchanges, states[1], rolled)
+            if rolled == job.train.steps:
+                exchanges.take(rolled)
+    return losses, {name: param.detach() for name, param in outer.named_parameters()}
+
+
+def _end_until(exchanges: _Exchanges, under_way: list[Any], step: int) -> None:
+    """Take the outer steps of exchanges that are due up to a step; the others stay under way."""
+    for due, moves in under_way:
+        if due <= step:
+            exchanges._end(moves, kept=0.5)
+    exchanges._under_way = [(due, moves) for due, moves in under_way if due > step]
+
+
+@pytest.mark.parametrize(
+    ("saved", "rolled", "delay", "parts", "layout"),
+    [
+        (13, 15, 2, 1, "dp=1"),  # the outer step of the exchange from behind 12 was due behind 14
+        pytest.param(13, 14, 2, 1, "dp=2", marks=NIGHTLY),  # it is due now
+        (13, 14, 3, 1, "dp=1"),  # it is due later, and so is the exchange
+        pytest.param(13, 18, 2, 1, "dp=1", marks=NIGHTLY),  # an exchange that started meanwhile is left out too
+        (11, 13, 1, 2, "dp=2"),  # of two parts one is under way
+        (17, 20, 2, 1, "dp=1"),  # behind the last step all is exchanged
+        pytest.param(13, 17, 0, 1, "dp=1", marks=NIGHTLY),  # none is ever under way
+    ],
+)
+def test_going_back_into_an_exchange_takes_its_outer_step_and_no_other(
+    saved: int, rolled: int, delay: int, parts: int, layout: str, tmp_path: Path
+) -> None:
+    job = apart(
+        every=4,
+        steps=20,
+        numerics={"exchange_delay": delay, "exchange_parts": parts},
+        optimizer={"options": {"momentum": 0.9}},
+    )
+    wanted, outer = _plain_rolled_back(job, saved, rolled)
+    for losses, weights in on_ranks(layout, _rolled_back, MODEL, job, saved, rolled, str(tmp_path)):
+        assert losses == pytest.approx(wanted, abs=TOLERANCE)
+        assert all(torch.allclose(weights[name], value, rtol=0, atol=TOLERANCE) for name, value in outer.items())

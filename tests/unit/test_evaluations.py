@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,33 @@ def test_the_best_checkpoint_is_kept_and_a_resume_goes_on(tmp_path: Path) -> Non
     found = samestep.evaluate(best)
     assert found.step == step
     assert found.loss == pytest.approx(least, rel=1e-5)
+
+
+@pytest.mark.parametrize(("newest", "every"), [(4, 2), (3, 2)])
+def test_the_best_of_steps_that_a_resume_drops_is_moved_aside(
+    newest: int, every: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Step 6 had the least loss; the run goes on from an older checkpoint at a rate with which no later one is as good."""
+    settings = {"train.evaluate_every": every, "train.evaluate_samples": 8, "checkpoint.keep_best": True}
+    run = tmp_path / "run"
+    assert small.train("--out", run, **settings, **{"checkpoint.every": 1, "checkpoint.keep": 9}) == 0
+    assert min(rows(run), key=lambda row: row[1])[0] == 6
+    for step in range(newest + 1, 7):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
+    again = ("--resume", "--allow", "optimizer.lr", "--out", run)
+    assert small.train(*again, **settings, **{"optimizer.lr": 3.0}) == 0
+    assert (
+        f"best held the weights of step 6, which is dropped as the run goes on after step {newest}"
+        in capfd.readouterr().out
+    )
+    kept, _ = min(
+        (row for row in rows(run) if row[0] >= newest), key=lambda row: row[1]
+    )  # those of which there are weights
+    (best,) = (run / evaluations.BEST).iterdir()
+    found = samestep.evaluate(best)
+    assert (found.step, found.loss) == (kept, pytest.approx(dict(rows(run))[kept], rel=1e-5))
+    (dropped,) = (run / evaluations.DROPPED).iterdir()
+    assert samestep.evaluate(dropped).step == 6
 
 
 def test_a_run_without_a_better_loss_ends_early(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -68,6 +69,8 @@ class Blueprint:
     """Refusals of values that the job waives."""
     rounded: frozenset[str] = frozenset()
     """Names of the weights whose values are rounded to 4 bits (`building/nf4.py`)."""
+    given: Mapping[str, weakref.ref[Tensor]] = field(default_factory=dict, repr=False)
+    """The parameters that were there before: of an instance all, of a build function those that it has taken from elsewhere."""
     stored: StoredWeights | None = field(default=None, repr=False)
     """The values that are read from a folder; what it lacks is made by the tape."""
 
@@ -216,6 +219,9 @@ def _taped(source: Callable[[], nn.Module], seed: int) -> Blueprint:
 def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool) -> Blueprint:
     """Return the blueprint of a module that a tape knows, or of an instance with values of its own."""
     marks = take_marks(source)
+    given: dict[str, weakref.ref[Tensor]] = {
+        name: weakref.ref(param) for name, param in source.named_parameters() if not param.is_meta
+    }
     module = _on_meta(source, tape, from_instance)
     attributes = list(tensors_of(module))
     attributes += [
@@ -247,6 +253,7 @@ def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool) -> Blu
         keys,
         names,
         marks,
+        given=given,
         rounded=nf4.marked_weights(module),
     )
 

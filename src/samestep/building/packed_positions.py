@@ -1,8 +1,9 @@
 """Packed documents in models of transformers: which they are, decided once, and a mask that need not exist.
 
 Transformers looks into the position numbers of every forward whether documents are packed, and the host waits for the answer.
-Where transformers' own code makes one row of positions for several samples, it counts from 0 and looks at no sample, so the
-answer of the first forward holds for all of that shape.
+Where transformers' own code makes one row of positions for all samples, it counts from 0 and looks at no sample, so the
+answer of the first forward holds for all of that shape. Of a batch of one sample such a row is known by its origin: it is made
+of a tensor without a dimension of samples, and positions that a batch has are not.
 
 Where documents are packed, transformers makes a function of two positions that says which tokens see each other, and from that
 its mask. The mask that stands for "causal, within a document" and nothing else becomes a `DocumentMask`. It is known by the
@@ -30,7 +31,7 @@ _FOUND, _JOINED = "find_packed_sequence_indices", "packed_sequence_compatibility
 _MASKS, _SHARED = "ALL_MASK_ATTENTION_FUNCTIONS", "use_gqa_in_sdpa"
 _CAUSAL, _WINDOWED = "causal_mask_function", "sliding_window_causal_mask_function"
 _UNPACKED: weakref.WeakKeyDictionary[nn.Module, set[torch.Size]] = weakref.WeakKeyDictionary()
-"""The shapes of one row of positions for several samples in which no documents are packed, by model."""
+"""The shapes of one row of positions for all samples in which no documents are packed, by model."""
 
 
 @contextmanager
@@ -66,13 +67,20 @@ def packed_documents(model: nn.Module) -> Iterator[None]:
 
 def _packed(asked: Callable[[Tensor], Tensor | None], unpacked: set[torch.Size], positions: Tensor) -> Tensor | None:
     """Return the document of each token, as transformers' own function does: None where no documents are packed."""
-    is_one_row = positions.dim() == 2 and len(positions) > 1 and positions.stride(0) == 0
+    is_one_row = positions.dim() == 2 and _is_for_all(positions)
     if is_one_row and positions.shape in unpacked:
         return None
     found = asked(positions)
     if is_one_row and found is None:
         unpacked.add(positions.shape)
     return found
+
+
+def _is_for_all(positions: Tensor) -> bool:
+    """Return whether positions [samples, tokens] are one row that was made for whatever samples there are."""
+    if len(positions) > 1:
+        return positions.stride(0) == 0
+    return positions._base is not None and positions._base.dim() == 1
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,40 @@ class Batch:
             self.stream.read_ahead(self.step, rank, num_ranks, num_microbatches, pin=pin)
 
 
+def checked_batch(given: Any, method: str) -> Any:
+    """Return what is a batch; `method` says in the error who was given something else.
+
+    Raises:
+        DataError: it is none.
+    """
+    if hasattr(given, "shares") and hasattr(given, "samples"):
+        return given
+    is_dataset = not isinstance(given, _VALUES) and hasattr(given, "__getitem__")
+    what = "a data set itself" if is_dataset else f"a {type(given).__name__}"
+    raise DataError(
+        f"{method} takes a batch of samestep.batches, of which every rank reads its own samples, and was given {what}: "
+        f"`for batch in samestep.batches(dataset, job): {method}(batch)` works, with a data set whose items are single samples"
+    )
+
+
+def evaluated_batch(given: Any, method: str) -> Any:
+    """Return a batch, or of a data set the batch of all its samples.
+
+    Raises:
+        DataError: it is neither.
+    """
+    if hasattr(given, "shares") or isinstance(given, _VALUES):
+        return checked_batch(given, method)
+    check_map_style(given, f"{method} was given")
+    if not len(given):
+        raise DataError(f"{method} was given a data set without samples; one sample is the least that works")
+    return Batch(0, np.arange(len(given), dtype=np.int64), given)
+
+
+_VALUES = (dict, list, tuple, str, bytes, Tensor, np.ndarray, type(None))
+"""What a loader of torch yields, which holds the values of samples and not their indices."""
+
+
 def batches(dataset: Dataset, job: Job, first_step: int = 0) -> BatchStream:
     """Yield the batches of steps `first_step` to `job.train.steps - 1`; nothing is read from the dataset.
 
@@ -251,6 +285,40 @@ def shares(
     return [indices[where.start : where.stop] for where in mine]
 
 
+def _first_other(rows: Integers, samples: list[Any]) -> str:
+    """Return which sample has other shapes than the first, as text; empty if none has."""
+
+    def shapes(sample: Any) -> list[Any]:
+        whole = [leaf for leaf in tree_leaves(_with_tensors(sample)) if hasattr(leaf, "shape")]
+        return [list(leaf.shape) for leaf in whole]
+
+    first = shapes(samples[0])
+    other = next((place for place, sample in enumerate(samples) if shapes(sample) != first), None)
+    if other is None:
+        return ""
+    return f" (sample {rows[other]} has {_few(shapes(samples[other]))}, and sample {rows[0]} {_few(first)})"
+
+
+def _few(shapes: list[Any]) -> str:
+    return ", ".join(map(str, shapes[:4])) + (", ..." if len(shapes) > 4 else "")
+
+
+def _with_tensors(sample: Any) -> Any:
+    """Return a sample whose lists of numbers are tensors, as the rows of Hugging Face's data sets have them."""
+    if not isinstance(sample, dict) or not any(isinstance(value, list) for value in sample.values()):
+        return sample
+    return {key: _tensor_of(value) if isinstance(value, list) else value for key, value in sample.items()}
+
+
+def _tensor_of(values: list[Any]) -> Any:
+    if not all(isinstance(leaf, int | float) for leaf in tree_leaves(values)) or not values:
+        return values
+    try:
+        return torch.tensor(values)
+    except (ValueError, RuntimeError, TypeError):  # lists of unequal lengths
+        return values
+
+
 def read_samples(
     dataset: Dataset, indices: npt.NDArray[np.int64] | Sequence[int], draw: SampleDraw | None = None
 ) -> dict[str, Tensor] | tuple[Tensor, ...]:
@@ -278,10 +346,11 @@ def read_samples(
             else:
                 samples.append(sample(int(index), draw.generator(int(index))))
     try:
-        stacked = default_collate(samples)
+        stacked = default_collate([_with_tensors(sample) for sample in samples])
     except (RuntimeError, TypeError, KeyError) as error:
         raise DataError(
-            f"the samples of a {type(dataset).__name__} cannot be stacked into a batch: {str(error).splitlines()[0]}; "
+            f"the samples of a {type(dataset).__name__} cannot be stacked into a batch{_first_other(rows, samples)}: "
+            f"{str(error).splitlines()[0]}; "
             "samples of equal shapes, or a method read(indices) on the dataset, work"
         ) from None
     if not rows.size:

@@ -56,6 +56,12 @@ def write_new(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
     return digest.hexdigest()
 
 
+def copy(path: Path, new: Path) -> None:
+    """Copy a file to one that does not exist yet, and wait until it is on disk."""
+    with path.open("rb") as file:
+        write_new(new, iter(lambda: file.read(_PIECE_BYTES), b""))
+
+
 def sync(path: Path) -> None:
     """Wait until a file or folder is on disk."""
     descriptor = os.open(path, os.O_RDONLY)

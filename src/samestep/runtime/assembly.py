@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -69,6 +70,7 @@ from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.randomness import mode as dropout
 from samestep.runtime.randomness.masks import MaskSlice
+from samestep.runtime.replaced_weights import ReplacedWeights
 from samestep.runtime.weight_store import Materialize, WeightStore
 from samestep.strategies import program_of
 from samestep.tracing.traced_model import TracedModel
@@ -114,6 +116,7 @@ class PreparedModel:
     """Running statistics, which a skipped step restores."""
     first_state: FirstState
     """Fingerprints of frozen weights, buffers and attributes before the first step."""
+    replaced: ReplacedWeights
     dropout: dropout.DropoutState
     mask_part: MaskSlice | None
     """The slice of each dropout mask that this rank draws; None where no axis cuts a mask."""
@@ -121,6 +124,8 @@ class PreparedModel:
     """Refusals of this model that `run.allow` waives."""
     form: PretrainedForm | None = None
     """The form in which checkpoints write the model for transformers too; None where they do not."""
+    given: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
+    """Parameters that the user holds, of which the run's own are copies, by name."""
     state_names: Mapping[str, str] = field(default_factory=dict)
     """Of each tensor in the uncut module's `state_dict`, the first name of what it is: tied weights have several."""
     gathered: Mapping[str, str] = field(default_factory=dict)
@@ -361,10 +366,16 @@ def _prepared(decided: _Decided, mesh: meshes.Mesh, cut: _Cut, store: WeightStor
             for buffer in model.get_submodule(path).buffers(recurse=False)
         ],
         first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
+        replaced=ReplacedWeights.of(model, _written_weights(traced), program),
         dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
+        given=dict(traced.blueprint.given),
         gathered=traced.analysis.gathered if layout.tp > 1 else {},
         mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
     )
+
+
+def _written_weights(traced: TracedModel) -> list[str]:
+    return [state.full_name for state in traced.analysis.states if state.kind == "weight"]
 
 
 def _objective(decided: _Decided, mesh: meshes.Mesh, example: Any) -> Objective:

@@ -92,6 +92,7 @@ class Interpreter:
             own = self.trials.communication("the forward")
             with parallel.slicing.of(samples), parallel.pending(), parallel.batch_norms.of(task.microbatch), own:
                 outputs = parallel.stage.forward(task.microbatch, task.chunk, samples)
+            self.assembly.model.replaced.note()
             self.trials.check_generators(self.assembly, self.step, "the forward", samples)
             if not parallel.stage.is_last(task.chunk):
                 return None

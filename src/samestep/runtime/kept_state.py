@@ -33,7 +33,7 @@ def check(states: tuple[StateSpec, ...], program: Program, settings: RunTable) -
 def _reason(state: StateSpec, model: ModelSpec, layout: Layout, num_microbatches: int, num_chunks: int) -> str:
     """Return why the layout would keep something else, and what works; nothing if it would not."""
     one = f"the whole batch in one forward works (dp=1 without microbatch){_and_no_recompute(state, model, layout)}"
-    split = _splits(layout, num_microbatches)
+    split = splits(layout, num_microbatches)
     if state.kind == "counts":
         what = (
             f"{state.owner or 'the model itself'}: scale_grad_by_freq divides gradients by the tokens of a micro-batch"
@@ -61,7 +61,7 @@ def lost_write(name: str, word: str) -> str:
     )
 
 
-def _splits(layout: Layout, num_microbatches: int) -> str:
+def splits(layout: Layout, num_microbatches: int) -> str:
     """Return the word of the layout by which a forward sees a part of the batch; nothing if it sees all."""
     words = {"dp": layout.dp, "cp": layout.cp}
     word = next((f"{name}={degree}" for name, degree in words.items() if degree > 1), "")

@@ -157,8 +157,24 @@ class LocalReplicas:
         self.ended = frozenset(ended)
         self.is_fresh = self.ended == {*range(self.times.parts)} and self.ended <= started
 
+    @torch.no_grad()
+    def catch_up(self, after: int, step: int) -> None:
+        """Take the outer steps that were due behind steps `after` + 1 to `step`, which a run leaves out as it goes back to the
+        weights from behind `after`; exchanges that would have started there take place at their next time.
+
+        Collective as `exchange` is.
+        """
+        self.ended = frozenset()
+        for left_out in range(after + 1, step + 1):
+            for phase, part in self.times.behind(left_out):
+                if phase is Phase.END and part in self.under_way:
+                    self._end(part, mixes=True)
+        if step == self.times.last:  # behind which every part is exchanged
+            self.exchange(step)
+
     def _start(self, part: int) -> None:
         """Start to average the moves of a part of the weights of all replicas."""
+        assert part not in self.under_way, "an exchange starts once the one before has ended"
         indices = self.indices_of(part)
 
         def write_move(replica: int) -> None:

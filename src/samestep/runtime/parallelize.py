@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from samestep.building.loss import named_loss
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.preparation import Loss, Source
 from samestep.runtime.processes import join
@@ -28,6 +29,9 @@ def parallelize(
     """Put any model into a layout; `run.step(batch)` then takes one optimizer step of the job.
 
     Every rank calls it with equal arguments, started by `samestep.launch`, torchrun or srun, or as the only process.
+
+    A run trains weights of its own: of an instance it takes the values. So two runs over the same modules or optimizer, which
+    take steps in turn, are refused.
 
     Args:
         model: a build function, whose weights start as functions of (seed, name); or an instance, whose values stay.
@@ -51,4 +55,5 @@ def parallelize(
     loss = named_loss(loss) if isinstance(loss, str) else loss
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
-    return Run(Source(model, loss, optimizer_source(optimizer, names), name), where, job, place)
+    source = Source(model, loss, optimizer_source(optimizer, names), name)
+    return Run(source, where, job, place, shared=SharedWeights())

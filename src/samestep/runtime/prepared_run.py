@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from torch import nn
 
+from samestep.datasets.stamps import Stamp
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.program import Program
@@ -15,6 +17,16 @@ from samestep.runtime.local_replicas import LocalReplicas
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.processes.join import RankInfo
+
+
+class NotedData(Protocol):
+    """The data that a run is trained on: a `trained_data.TrainedData`."""
+
+    def stamp(self) -> Stamp:
+        """Return its stamp on rank 0."""
+
+    def resumes_from(self, folder: Path, step: int, stamp: Stamp) -> tuple[str, ...]:
+        """Hold it against the stamp in a checkpoint."""
 
 
 class PreparedRun(Protocol):
@@ -29,6 +41,10 @@ class PreparedRun(Protocol):
     @property
     def layout(self) -> Layout:
         """The layout of the program."""
+
+    @property
+    def data(self) -> NotedData:
+        """The data that the run is trained on."""
 
     @property
     def spikes(self) -> SpikeWatch:

@@ -19,13 +19,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from samestep.building.pretrained_form import PretrainedForm
+from samestep.datasets.batch import Dataset, checked_batch, evaluated_batch
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.runtime import evaluation, whole_state
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.checkpoints import checkpoint
+from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.guards import deterministic
+from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.local_replicas import LocalReplicas
 from samestep.runtime.loss_spikes import SpikeWatch
@@ -39,6 +41,7 @@ from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
+from samestep.runtime.trained_data import TrainedData
 
 _NOBODY = StepObserver()
 
@@ -55,16 +58,23 @@ class Run:
         observer: StepObserver = _NOBODY,
         *,
         owns_weights: bool = False,
+        shared: SharedWeights | None = None,
     ) -> None:
-        """Make a run; with `owns_weights` nobody else holds a weight between two steps, when zero=1 may still gather it."""
+        """Make a run; with `owns_weights` nobody else holds a weight between two steps, when zero=1 may still gather it.
+
+        With `shared` its steps are refused while another such run takes steps with weights that both were given.
+        """
         self.job, self.place = job, place
         self.changes: tuple[str, ...] = ()
         """What resumes have changed of the job and its layout, and after which steps."""
         if job.numerics.deterministic:
             deterministic.reserve_workspace()
+        self.data = TrainedData(job, place)
+        """The data that the run is trained on, as checkpoints note it."""
         self._own = HeldAssembly(source, layout, job, place)
         self._stepper = Stepper(self._own, observer, owns_weights=owns_weights)
         self._labels = NextLabels(source.loss, job)
+        self._shared = shared
         self._load_from: Path | None = None
         """The checkpoint that `prepare` will read."""
 
@@ -119,6 +129,9 @@ class Run:
     @property
     def updater(self) -> Updater:
         """The optimizer over the weights that this rank updates, which hold what was written into the model since."""
+        if not self._stepper.is_amid_step:
+            for reason in self.assembly.model.replaced.take_over(inside=False):
+                self.job.run.waived("state", reason)
         self.assembly.weights.store.take_back()
         self.assembly.weights.updater.reread()
         return self.assembly.weights.updater
@@ -131,6 +144,8 @@ class Run:
         if self._own.is_prepared:
             return
         for remark in self._own.assemble(example):
+            self._stepper.refusals.remark(remark)
+        if self._shared is not None and (remark := self._shared.begin(self._own.current)):
             self._stepper.refusals.remark(remark)
         if self._load_from is not None:
             checkpoint.load(self, self._load_from)
@@ -153,6 +168,8 @@ class Run:
             SaveError: the file system does not allow it; what was saved before is untouched.
         """
         self._refuse_averaged("save")
+        if not self._own.is_prepared and self._load_from is not None:  # no step was left to take
+            return checkpoint.copied(self, self._load_from, Path(folder))
         return checkpoint.save(self, Path(folder), self.job.checkpoint.keep)
 
     def save_pretrained(self, folder: str | Path) -> Path:
@@ -201,8 +218,15 @@ class Run:
         Raises:
             LayoutError: the run is not prepared yet.
         """
+        if not self._own.is_prepared and self._load_from is not None:  # no step was left to take
+            return self._stored_state(self._load_from) if on_every_rank or self.place.rank == 0 else {}
         with self._own.outer_weights():
             return whole_state.state_dict(self, on_every_rank=on_every_rank)
+
+    def _stored_state(self, folder: Path) -> dict[str, Tensor]:
+        """Return what `state_dict` returns of a run that was loaded and not prepared, read from its checkpoint."""
+        manifests.check_digests(manifest := manifests.read_manifest(folder), folder)
+        return whole_state.stored_state_dict(built(self._own.source, self.job), manifest, folder, self.job.numerics)
 
     def step(self, batch: StepBatch) -> StepReport:
         """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
@@ -211,20 +235,26 @@ class Run:
         step's first collective until the time limit.
 
         Raises:
+            CheckpointError: it is the first step after a load, and the data is not that of the checkpoint.
             DataError: every label of the batch is masked, and of the `numerics.max_skipped` steps before it too; one such step is
                 skipped.
             UnprovenError: the loss is no sum over samples, or the model, the loss, the optimizer or the data set draws
                 random numbers that layouts would not share.
+            ModelError: another run takes steps with weights that were given to both.
             NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
             DriftError: ranks that must hold equal values differ; compared every `train.watch_every` steps.
             RepeatError: a sample that is run again in such a step, or a weight's update, gives something else; in the
                 first step it is an UnprovenError, before any weight has changed.
         """
+        batch = checked_batch(batch, "run.step")
         self._refuse_averaged("step")
-        batch = self.labelled(batch)
+        given, batch = batch, self.labelled(batch)
+        self.changes += self.data.begin_step(given)
+        is_last = batch.step + 1 >= self.job.train.steps
+        shared = SharedWeights() if self._shared is None else self._shared
         try:
-            with self._kernels():
-                report = self._stepper.take(batch)
+            with self._kernels(), shared.stepping(is_last) as reports:
+                reports.append(report := self._stepper.take(batch))
         except BaseException:
             if self.layout.pp > 1:  # messages that nobody has received would meet those of the next run of this process
                 forget_groups()
@@ -241,17 +271,18 @@ class Run:
         """
         return self._stepper.forward_backward(self.labelled(batch))
 
-    def evaluate(self, batch: StepBatch, measure: Loss | None = None) -> tuple[float, float]:
+    def evaluate(self, batch: StepBatch | Dataset, measure: Loss | None = None) -> tuple[float, float]:
         """Return the sum of the loss over a batch, and the tokens or samples it counts, without gradients.
 
+        Of a data set it is that over all its samples: `loss, count = run.evaluate(dataset)`, and loss / count is the mean.
         `measure` is summed in place of the loss: a function of (outputs, batch) -> (sum, count), such as the right answers.
 
         Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
         time limit.
         """
-        batch = self.labelled(batch)
+        given = self.labelled(evaluated_batch(batch, "run.evaluate"))
         with self._kernels(), self._own.outer_weights():
-            return evaluation.evaluate(self.assembly, batch, self.job.train.seed, measure)
+            return evaluation.evaluate(self.assembly, given, self.job.train.seed, measure)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the moving averages of its weights (`train.ema`), to evaluate or read them.

@@ -67,6 +67,8 @@ class Stepper:
         self._open: OpenStep | None = None
         """The step whose update was launched, and whose sums the host has not read."""
         self._writes_unseen = self._save_was_requested = False
+        self.is_amid_step = False
+        """Whether a step is being taken or has failed, so that weights may still be gathered."""
         self._data_wait_s = 0.0
 
     @property
@@ -100,6 +102,14 @@ class Stepper:
         Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
         time limit.
         """
+        for reason in () if self.is_amid_step else self.held.model.replaced.take_over(inside=False):
+            self.refusals.add("state", f"step {batch.step + 1}: {reason}")
+        self.is_amid_step = True
+        report = self._taken(batch)
+        self.is_amid_step = False
+        return report
+
+    def _taken(self, batch: StepBatch) -> StepReport:
         self._num_taken += 1
         every, taken = self.job.train.watch_every, self._num_taken
         regularly = watched_steps.is_regular(batch.step, every, taken, self.held.parallel.program)
@@ -338,6 +348,8 @@ class Stepper:
         interpreter = Interpreter(self.held, self.job, self.place, self._observer, self._trials, self.steps_taken + 1)
         totals = interpreter.forward_backward(batch, index)
         self._data_wait_s = interpreter.data_wait_s
+        for reason in self.held.model.replaced.take_over(inside=True):
+            self.refusals.add("state", f"step {batch.step + 1}: {reason}")
         for line in self.settled.model.compiled.news():
             self.refusals.remark(line)
         return totals
@@ -398,4 +410,4 @@ class Stepper:
 
     def _diagnose(self, batch: StepBatch) -> str:
         """Run the step's forwards and backwards once more, and name the first module that makes a non-finite value."""
-        return nonfinite.cause_of_nonfinite(self.held, lambda: self.forward_backward(batch)[0])
+        return nonfinite.cause_of_nonfinite(self.held, lambda: self.forward_backward(batch)[0], batch)

@@ -6,14 +6,20 @@ place by those that want the whole. So at any time a rank holds one part besides
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.runtime.checkpoints import other_state, stored_pieces
+from samestep.building.initial_values import Blueprint
+from samestep.job_tables import NumericsTable
+from samestep.runtime.checkpoints import other_state, pretrained_folder, stored_pieces
+from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
+from samestep.runtime.checkpoints.manifests import check_shapes
 from samestep.runtime.placement import WeightSlice, whole
 from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.processes.messages import gather_values
@@ -51,6 +57,30 @@ def state_dict(run: PreparedRun, *, on_every_rank: bool) -> dict[str, Tensor]:
                 _put(found, part, flat)
     names = run.assembly.model.state_names
     return {name: found[first] for name, first in names.items() if first in found}
+
+
+def stored_state_dict(
+    plan: Blueprint, manifest: Mapping[str, Any], folder: Path, numerics: NumericsTable
+) -> dict[str, Tensor]:
+    """Return what `state_dict` returns of a run with the values of a checkpoint, whose model is not built.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or holds another model's weights.
+    """
+    wide = numerics.precision == "float64"
+    params = dict(plan.module.named_parameters(remove_duplicate=False))
+    shapes = {name: list(param.shape) for name, param in params.items() if name in manifest["shapes"]}
+    check_shapes(manifest, shapes, folder)
+    found: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        value = pretrained_folder.values(plan, OpenCheckpoint.open(folder, manifest, stack))
+        for name, held in plan.module.state_dict(keep_vars=True).items():
+            if isinstance(held, Tensor):
+                first = plan.canonical.get(name, name)
+                tensor = found[first] if first in found else value(name).clone()
+                is_cast = tensor.is_floating_point() and (wide or name in params)
+                found[name] = tensor.to(torch.float64 if wide else torch.float32) if is_cast else tensor
+    return found
 
 
 def _parts(run: PreparedRun) -> Iterator[tuple[_Part, Tensor]]:

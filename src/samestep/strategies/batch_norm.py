@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from samestep.errors import module_name
 from samestep.models.layer_spec import BatchNormCall
 from samestep.models.spec import gradients_within
 from samestep.program.bodies import BodyKey
@@ -79,7 +80,7 @@ def _misfit(step: StepSpec, groups: SampleGroups, path: str) -> str:
         )
     return (
         f"microbatch={layout.microbatch} leaves {totals} samples to a micro-batch of {ranks} data rank{'s' * (ranks > 1)}, and "
-        f"{path} takes the statistics of {size} samples at once (batch norm): {works}"
+        f"{module_name(path)} takes the statistics of {size} samples at once (batch norm): {works}"
     )
 
 

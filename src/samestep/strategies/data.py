@@ -22,6 +22,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from samestep.errors import module_name
 from samestep.program.bodies import UPDATE_BODY, BodyKey, is_backward
 from samestep.program.buckets import Bucket, finish_reductions, make_buckets, start_reductions
 from samestep.program.codecs import PLAIN, exchange
@@ -57,7 +58,7 @@ def _coupling(step: StepSpec) -> str | None:
     works = f"so the result would change with the layout: only one rank with microbatch={step.global_batch} computes it"
     owners = model.batch_norm_owners  # whose statistics are those of groups (`strategies/batch_norm.py`)
     if other := next((path for path in model.coupled_modules if path not in owners), ""):
-        return f"{other} lets samples influence each other or keeps statistics of them, {works}"
+        return f"{module_name(other)} lets samples influence each other or keeps statistics of them, {works}"
     if model.mixes_samples and "samples" not in step.allow:
         where, _, operation = model.mixes_samples.rpartition(" by ")
         waiver = 'run.allow = ["samples"] lets it run unproven'
@@ -65,7 +66,9 @@ def _coupling(step: StepSpec) -> str | None:
             waiver = (
                 f"a loss function (outputs, batch) that computes it from the logits works in every layout; {waiver}"
             )
-        return f"{where} lets the samples of a batch influence each other by {operation}, {works}; {waiver}"
+        return (
+            f"{module_name(where)} lets the samples of a batch influence each other by {operation}, {works}; {waiver}"
+        )
     unclear = next((mask for mask in model.masks if mask.rows is None), None)
     if unclear is not None:
         where = unclear.owner or model.name

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from samestep.building.dispatch_mode import DispatchMode
 from samestep.building.families import facts_of
 from samestep.building.named_tensors import tensors_of
-from samestep.errors import ModelError
+from samestep.errors import ModelError, module_name
 from samestep.models.layer_spec import BatchNormCall, Cutting, Exchange, Factors, Product
 from samestep.tracing import batch_norms
 from samestep.tracing.attention import AttentionCall
@@ -385,7 +385,7 @@ class ForwardTracer(DispatchMode):
     @property
     def reached(self) -> str:
         """The module at which the forward is, as text."""
-        return f"the forward at {self.innermost}" if self.innermost else "the forward"
+        return f"the forward at {module_name(self.innermost)}" if self.innermost else "the forward"
 
     def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:
         """Record that a module's forward starts."""

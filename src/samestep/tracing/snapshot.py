@@ -197,6 +197,25 @@ class Snapshot:
         return {repr(key): self._skeleton(item, tensors, depth - 1) for key, item in items.items()}
 
 
+class GivenWeights:
+    """The weights of all modules at one moment, for which a forward may put others."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._held = [(part._parameters, dict(part._parameters)) for part in root.modules()]
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Let the modules hold these weights inside, and afterwards again those that they hold now."""
+        now = [(held, dict(held)) for held, _ in self._held]
+        for held, items in self._held:
+            _put_items(held, items)
+        try:
+            yield
+        finally:
+            for held, items in now:
+                _put_items(held, items)
+
+
 class KeptValues:
     """A snapshot with copies of the tensors, so that what was written into them in place is put back too."""
 

@@ -55,7 +55,7 @@ from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
 from samestep.tracing.opened_modules import opened_modules
 from samestep.tracing.operations import Recorder
-from samestep.tracing.snapshot import Snapshot
+from samestep.tracing.snapshot import GivenWeights, Snapshot
 from samestep.tracing.watched_forward import is_outside, watch_forward
 
 KNOWN_WEIGHTS = 2**26
@@ -99,7 +99,7 @@ def trace(
     containers = containers_of(module)
     opened = opened_modules(module, containers, stages)
     watch = ForwardTracer(module, on_keep, styles or {}, recorder=recorder)
-    before = Snapshot(module)
+    before, weights = Snapshot(module), GivenWeights(module)
     try:
         outputs = watch_forward(module, sample, num_samples, name, opened, watch, value_of)
     except NeedsValuesError:
@@ -113,6 +113,21 @@ def trace(
             outputs = watch_forward(module, sample, num_samples, name, opened, watch, value_of)
         except NeedsValuesError:
             raise ModelError(_unseen(name, watch, module)) from None
+    with weights.given():  # which the forward may have replaced
+        return _spec_of(module, sample, name, containers, watch, outputs, loss)
+
+
+def _spec_of(
+    module: nn.Module,
+    sample: Any,
+    name: str,
+    containers: tuple[str, ...],
+    watch: ForwardTracer,
+    outputs: Any,
+    loss: Callable[[Any, Any], Any] | None,
+) -> ModelSpec:
+    """Return the spec of a module from its traced forward."""
+    num_samples = samples_traced(module)
     roots = roots_of_loss(outputs, sample, loss)
     has_looked = bool(watch.varies or watch.has_looked)
     unused = idle_weights(module, outputs, roots)

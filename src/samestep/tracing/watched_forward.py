@@ -15,7 +15,7 @@ from samestep.building.dispatch_mode import uncompiled
 from samestep.building.model import call_model, why_unfit
 from samestep.building.surface import process_randomness
 from samestep.building.transforms import transforms_beside_hooks
-from samestep.errors import ModelError, SamestepError
+from samestep.errors import ModelError, SamestepError, line_of
 from samestep.models.spec import is_below
 from samestep.tracing.custom_functions import reported
 from samestep.tracing.forward import ForwardTracer, ValueOf
@@ -94,7 +94,7 @@ def watch_forward(
         reason = str(error).strip().partition("\n")[0]
         unfit = f"; {why}" if (why := why_unfit(module, batch)) else ""
         raise ModelError(
-            f"{name} cannot be traced: {watch.reached} fails: {type(error).__name__}: {reason}{unfit}"
+            f"{name} cannot be traced: {watch.reached} fails: {type(error).__name__}: {reason}{line_of(error)}{unfit}"
         ) from error
     watch.returned = {watch.key(tensor) for tensor in tensors_in(outputs)}
     watch.flow = watch.flow_recorder.finish(outputs)

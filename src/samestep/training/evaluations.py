@@ -5,8 +5,8 @@
     train.patience = 5             the run ends after 5 of them in a row that are not below the least before
     data.held_out_sets = {...}     other sets that are evaluated too; train.judged_by names the one whose loss decides
 
-`evaluations.jsonl` has a line for each; a resumed run goes on from those up to its step. Every rank has the same losses, so all decide
-alike.
+`evaluations.jsonl` has a line for each; a resumed run goes on from those up to its step. A best checkpoint of a later step, which the
+run drops, is moved aside then, and the least loss since becomes the next one. Every rank has the same losses, so all decide alike.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from samestep.errors import DataError
+from samestep.errors import DataError, SaveError
 from samestep.job import Job
+from samestep.output import durable_files
 from samestep.output.output_file import write_whole
-from samestep.runtime.checkpoints import checkpoint
+from samestep.runtime.checkpoints import checkpoint, manifests
+from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.run import Run
 from samestep.training.workload import Workload, evaluated_weights, held_out_losses, said
 
 FILE = "evaluations.jsonl"
 BEST = "best"
 """The folder in a run's folder that holds the best checkpoint."""
+DROPPED = "best.dropped"
+"""The folder in a run's folder that holds the best checkpoint of steps that a resume has dropped."""
 
 
 class EvaluatedStep(NamedTuple):
@@ -76,6 +80,22 @@ def _line(row: EvaluatedStep) -> str:
     return json.dumps({"step": row.step, "loss": loss, "losses": losses}) + "\n"
 
 
+def _settled(folder: Path, first: int, rank: int) -> tuple[int, str]:
+    """Move the best checkpoint aside on rank 0, if it is of a step behind `first`; return its step, and why it cannot be moved."""
+    newest = manifests.latest(folder / BEST) if rank == 0 else None
+    step = int(newest.name.removeprefix("step-")) if newest is not None else 0
+    if step > first:
+        try:
+            durable_files.remove_folder(folder / DROPPED)
+            durable_files.rename(folder / BEST, folder / DROPPED)
+        except OSError as error:
+            return (
+                step,
+                f"{folder / BEST} holds weights of steps that are dropped, and cannot be moved to {DROPPED}: {error}",
+            )
+    return step, ""
+
+
 @dataclass(slots=True)
 class Evaluations:
     """The evaluations of one run."""
@@ -85,6 +105,32 @@ class Evaluations:
     folder: Path
     rows: list[EvaluatedStep] = field(default_factory=list)
     """Those that there have been, in order."""
+    kept: EvaluatedStep | None = None
+    """The one whose weights the best checkpoint has."""
+
+    def settle_best(self) -> str:
+        """Find the best checkpoint of a run that has resumed; return a line for the screen where it is of dropped steps.
+
+        Every rank must call it.
+
+        Raises:
+            SaveError: the file system does not allow it.
+        """
+        run, first = self.run, self.run.steps_taken
+        if not run.job.checkpoint.keep_best:
+            return ""
+        newest, reason = gather_values(_settled(self.folder, first, run.place.rank), run.layout.world_size)[0]
+        if reason:
+            raise SaveError(reason)
+        step = int(newest)
+        held = next((row for row in self.rows if row.step == min(step, first)), None)
+        if step <= first:
+            self.kept = held
+            return ""
+        if held is not None:
+            checkpoint.save(run, self.folder / BEST, 1)
+            self.kept = held
+        return f"{BEST} held the weights of step {step}, which is dropped as the run goes on after step {first}: they are in {DROPPED}"
 
     @property
     def best(self) -> EvaluatedStep | None:
@@ -116,7 +162,24 @@ class Evaluations:
         is_best = self.best is self.rows[-1]
         if self.run.place.rank == 0:
             write_whole(self.folder / FILE, "".join(map(_line, self.rows)))
-        if is_best and self.run.job.checkpoint.keep_best:
+        is_less = math.isfinite(losses[judge]) and (self.kept is None or losses[judge] < self.kept.loss)
+        if is_less and self.run.job.checkpoint.keep_best:
             checkpoint.save(self.run, self.folder / BEST, 1)
+            self.kept = self.rows[-1]
         more = " (the least so far)" if len(losses) > 1 else ", the least so far"
         return f"step {step}: {said(losses, judge)}{more if is_best else ''}"
+
+
+def resumed(run: Run, workload: Workload, folder: Path, say: Callable[[str], None]) -> Evaluations:
+    """Return the evaluations with which a run goes on, and say what is other about its best checkpoint; every rank must call it.
+
+    Raises:
+        SaveError: the best checkpoint is of dropped steps, and the file system does not let it be moved aside.
+    """
+    mine = read(folder, run.steps_taken) if run.place.rank == 0 else []
+    plain = [(row.step, row.loss, dict(row.losses)) for row in mine]
+    rows = gather_values(plain, run.layout.world_size)[0]
+    found = Evaluations(run, workload, folder, [EvaluatedStep(*row) for row in rows])
+    if line := found.settle_best():
+        say(line)
+    return found

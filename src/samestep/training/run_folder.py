@@ -54,6 +54,15 @@ def chosen(out: str | Path | None, resume: bool, auto_resume: bool = False) -> P
     return folder
 
 
+def with_way_on(text: str, folder: Path) -> str:
+    """Return why a run has failed, with how it goes on from its newest checkpoint, if it has one."""
+    steps = [int(path.name[5:]) for path in (folder / CHECKPOINTS).glob("step-*") if path.name[5:].isdecimal()]
+    if not steps:
+        return text
+    first, mark, rest = text.partition("\n")
+    return f"{first}; --resume --out {folder} goes on from step {max(steps)}{mark}{rest}"
+
+
 def refuse_used(folder: Path) -> None:
     """Refuse a folder that holds a run.
 

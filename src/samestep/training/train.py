@@ -43,7 +43,7 @@ from samestep.runtime.step_report import StepReport
 from samestep.training import evaluations, foreign_code, hosts, out_of_memory, run_folder
 from samestep.training.check import AUTO, Checked, agreed, check
 from samestep.training.elastic import Elasticity
-from samestep.training.evaluations import Evaluations
+from samestep.training.frozen_objects import frozen_behind_first
 from samestep.training.metrics import Metrics, Screen
 from samestep.training.profiling import Profiler
 from samestep.training.restarts import restarting
@@ -256,7 +256,7 @@ def _by_workers(checked: Checked, elastic: Elasticity) -> Summary | None:
         # A worker killed by the kernel leaves no report of its own: only the prediction can be shown.
         if is_shortage or ("killed by SIGKILL" in first and out_of_memory.is_too_large(checked, device)):
             raise WorkerError(f"{error}\n{out_of_memory.less_memory(checked, device)}") from None
-        raise
+        raise WorkerError(run_folder.with_way_on(str(error), checked.folder)) from None
 
 
 def _stopped_by(summary: Summary | None, number: int) -> Summary | None:
@@ -319,6 +319,7 @@ def _work(place: RankInfo, checked: Checked) -> Summary | None:
 def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) -> Summary | None:
     """Prepare or resume the run, take its remaining steps, and print and write its progress and its result."""
     workload, folder, until = checked.workload, checked.folder, checked.until
+    run.data.is_of(workload.stamp)
     run.prepare(workload.example)
     if checked.resume_from is not None:
         checkpoint.load(run, checked.resume_from)
@@ -338,16 +339,15 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
     if first < until:
         with evaluated_weights(run):
             _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
-    rows = agreed(
-        lambda: [(row.step, row.loss, row.losses) for row in evaluations.read(folder, first)], place
-    )  # plain data
-    evaluated = Evaluations(run, workload, folder, [evaluations.EvaluatedStep(*row) for row in rows])
+    evaluated = evaluations.resumed(run, workload, folder, screen.say if screen else lambda text: None)
     _loop(evaluated, until, profiler, screen, metrics)
     with progress.apart("the evaluation at the end"):
         return _ended(evaluated, checked, screen, metrics)
 
 
-def _ended(evaluated: Evaluations, checked: Checked, screen: Screen | None, metrics: Metrics | None) -> Summary | None:
+def _ended(
+    evaluated: evaluations.Evaluations, checked: Checked, screen: Screen | None, metrics: Metrics | None
+) -> Summary | None:
     """Evaluate a run that has taken its steps or was stopped, and print and write its result."""
     run, workload, folder = evaluated.run, checked.workload, checked.folder
     stopped = run.steps_taken < checked.until and not evaluated.is_over
@@ -400,7 +400,7 @@ def _say_start(screen: Screen, checked: Checked, run: Run) -> None:
         )
 
 
-def _say_held_out(screen: Screen, evaluated: Evaluations, losses: Mapping[str, float]) -> None:
+def _say_held_out(screen: Screen, evaluated: evaluations.Evaluations, losses: Mapping[str, float]) -> None:
     """Print the held-out losses at the end of a run, and whether the run ended because it did not become less."""
     if evaluated.is_over and evaluated.best is not None:
         best = evaluated.best
@@ -430,14 +430,14 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _loop(
-    evaluated: Evaluations, until: int, profiler: Profiler, screen: Screen | None, metrics: Metrics | None
+    evaluated: evaluations.Evaluations, until: int, profiler: Profiler, screen: Screen | None, metrics: Metrics | None
 ) -> None:
     """Take the remaining steps and log each; evaluate and save checkpoints as often as the job says, and save after the last."""
     run, workload, folder = evaluated.run, evaluated.workload, evaluated.folder
     until = run.steps_taken if evaluated.is_over else until
     saver = Saver(run, folder / run_folder.CHECKPOINTS, screen.say if screen else lambda text: None)
     with screen.live() if screen else contextlib.nullcontext():
-        for report in steps_of(run, workload.dataset, until, profiler):
+        for report in frozen_behind_first(steps_of(run, workload.dataset, until, profiler)):
             with progress.apart("an evaluation"):
                 losses = evaluated.losses() if evaluated.is_due(report.step) and not report.stop else {}
             if screen is not None and metrics is not None:

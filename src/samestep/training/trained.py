@@ -27,6 +27,9 @@ from samestep.training import foreign_code, run_folder
 from samestep.training.sampling import sample_tokens
 from samestep.training.workload import Workload, held_out_losses, said
 
+_USUAL_TOKENS = 200
+"""Tokens of a sample of a job that prints none while it trains (`train.sample_tokens = 0`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
@@ -145,7 +148,7 @@ def sample(
     """Return a prompt and the text that the model of a checkpoint writes after it; temperature 0 takes the likeliest token.
 
     With `chat`, a user's message, return the reply alone: the message is written as conversations were in training, by the
-    tokenizer's chat template where it has one. By default, tokens, temperature and seed are the job's. A model of transformers keeps the keys and values of what it has
+    tokenizer's chat template where it has one. By default, tokens, temperature and seed are the job's; of a job without tokens, 200. A model of transformers keeps the keys and values of what it has
     read; others read the whole text for each token. With `ema`, or where the job says `train.evaluate_ema`, the model has the moving
     averages of its weights. Functions that no run of yours has named are run where `allow_code` is set.
 
@@ -160,7 +163,9 @@ def sample(
         raise DataError(
             f"data.source = {job.data.source!r} is no text that a tokenizer encodes, so nothing decodes a sample"
         )
-    count = train.sample_tokens if tokens is None else tokens
+    count = (train.sample_tokens or _USUAL_TOKENS) if tokens is None else tokens
+    if count < 1:
+        raise DataError(f"tokens = {count}: a sample has 1 token or more")
     heat = train.sample_temperature if temperature is None else temperature
     seed = train.seed if seed is None else seed
     tokenizer, text = open_tokenizer(job), prompt or train.prompt
@@ -168,6 +173,8 @@ def sample(
     averaged = ema or train.evaluate_ema
     model = _generating(stored, averaged=averaged)
     begin = list(tokenizer.begin_ids) if chat is None and model is not None else []  # a chat template writes its own
+    if tokens is None and model is not None and (room := _room_behind(model, begin + given)) > 0:
+        count = min(count, room)
     if not given and not begin:
         given = [tokenizer.end_id or 0]
     found = (
@@ -214,6 +221,13 @@ def _generating(stored: StoredRun, *, averaged: bool) -> nn.Module | None:
                 if name in plan.canonical:
                     buffer.copy_(value(name))
     return model.to(resolve_device(job.run.device)).eval()
+
+
+def _room_behind(model: Any, given: list[int]) -> int:
+    """Return how many tokens a model has positions for behind those that are given; 0 where it says nothing, or has none."""
+    facts = facts_of(model)
+    most = facts.setting(model, facts.positions_field)
+    return most - len(given) if isinstance(most, int) else 0
 
 
 def _generated(model: Any, job: Job, tokens: list[int], count: int, temperature: float, seed: int) -> list[int]:

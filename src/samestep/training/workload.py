@@ -31,6 +31,7 @@ from samestep.datasets import (
     open_tokenizer,
     other_readings,
     sample_indices,
+    stamps,
     token_ranges,
 )
 from samestep.errors import DataError, LayoutError, ModelError, SamestepError
@@ -88,6 +89,10 @@ class Workload:
         """Trace what a layout needs to know of the model; the result replaces `source`."""
         prepared = traced_for(self.source, layout, self.job, self.example)
         self.source = dataclasses.replace(self.source, prepared=prepared)
+
+    def stamp(self) -> stamps.Stamp:
+        """Return the stamp of the data, by which a resume notices that it is other."""
+        return stamps.of_job(self.job, self.dataset)
 
     @property
     def analysis(self) -> ModelAnalysis:

@@ -89,14 +89,15 @@ def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
 
 def _compute_in(module: nn.Module, dtype: torch.dtype, *, cast_inputs: bool) -> None:
     """Make `module` compute in `dtype`: its own weights are replaced by casts while its forward runs."""
-    originals: dict[str, Tensor | None] = {}
+    originals: dict[str, tuple[nn.Parameter, Tensor]] = {}
+    """The module's own weights, each with its cast."""
     given: list[torch.dtype] = []
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         for name, param in list(module._parameters.items()):
             if param is not None and param.is_floating_point() and param.dtype != dtype:
-                originals[name] = param
-                module._parameters[name] = param.to(dtype)  # type: ignore[assignment]
+                originals[name] = param, param.to(dtype)
+                module._parameters[name] = originals[name][1]  # type: ignore[assignment]
         _relist(module)
         if not cast_inputs:
             return None
@@ -104,8 +105,9 @@ def _compute_in(module: nn.Module, dtype: torch.dtype, *, cast_inputs: bool) -> 
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
-        for name, param in originals.items():
-            module._parameters[name] = param  # type: ignore[assignment]
+        for name, (param, cast) in originals.items():
+            if module._parameters[name] is cast:  # else the forward has replaced it
+                module._parameters[name] = param
         originals.clear()
         _relist(module)
         dtype_given = given.pop() if given else None

@@ -135,6 +135,31 @@ def finish(run: PreparedRun, writing: Writing) -> Path:
     return final
 
 
+def copied(run: PreparedRun, source: Path, folder: Path) -> Path:
+    """Copy a checkpoint to a folder of checkpoints, unless it is one of them, and return its folder there.
+
+    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+
+    Raises:
+        SaveError: the file system does not allow it.
+    """
+    durable_files.refuse_remote(folder)
+    final, reason = folder / f"step-{run.steps_taken:06d}", ""
+    if run.place.rank == 0 and not final.exists():
+        draft = folder / f".{final.name}.draft"
+        reason = _made(draft)
+        try:
+            for file in sorted(source.iterdir()) if not reason else ():
+                if file.is_file():
+                    durable_files.copy(file, draft / file.name)
+            if not reason:
+                durable_files.rename(draft, final)
+        except OSError as error:
+            reason = writer.reason_of(error, draft)
+    _agree(run, final, reason)
+    return final
+
+
 def _made(draft: Path) -> str:
     """Make the folder of a draft, without what a run left that died while saving; return why it cannot be made."""
     try:
@@ -210,6 +235,7 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
             one.weights.updater.loss_scale.scale, one.weights.updater.loss_scale.steps_since = manifest["loss_scale"]
     run.assembly.weights.store.publish()
     run.spikes.restore(manifest.get("losses", ()), manifest.get("spikes", 0))
+    changes += run.data.resumes_from(folder, manifest["step"], manifest.get("data", []))
     run.steps_taken, run.changes = manifest["step"], tuple(changes)
 
 
@@ -357,6 +383,7 @@ def _head(run: PreparedRun) -> dict[str, Any]:
         "layout": str(run.layout),
         "changes": list(run.changes),
         "losses": [*run.spikes.losses],
+        "data": run.data.stamp() if run.place.rank == 0 else [],
         "spikes": run.spikes.count,
         "loss_scale": [scale.scale, scale.steps_since] if scale.is_dynamic else None,
         "job": run.job.model_dump(mode="json"),

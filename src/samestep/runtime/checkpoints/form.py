@@ -53,6 +53,19 @@ class Record(_Form):
     extra: list[tuple[StrictStr, Any]] = []
 
 
+class StampedSource(_Form):
+    """The stamp of one source of the data (`datasets/stamps.py`)."""
+
+    kind: StrictStr
+    name: StrictStr
+    length: _Size = 0
+    digests: dict[StrictStr, StrictStr] = {}
+    files: _Size = 0
+    bytes: _Size = 0
+    names: StrictStr = ""
+    content: StrictStr = ""
+
+
 class Manifest(_Form):
     """The manifest of a checkpoint."""
 
@@ -62,6 +75,7 @@ class Manifest(_Form):
     loss_scale: tuple[float, StrictInt] | None
     nominal_count: float | None = None
     losses: list[float] = []
+    data: list[StampedSource] = []
     spikes: _Size = 0
     job: dict[StrictStr, dict[StrictStr, Any]]
     folder: StrictStr = ""

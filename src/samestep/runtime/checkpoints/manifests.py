@@ -16,6 +16,7 @@ import xxhash
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
+from samestep import rules
 from samestep.errors import CheckpointError, shown
 from samestep.job import Job
 from samestep.job_tables import MayChange
@@ -141,6 +142,8 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> tuple[str,
         raise CheckpointError(
             f"{folder} was written by a job with another {', '.join(differs)}: resume with the job in its run folder{works}"
         )
+    if reason := rules.refusal(manifest["job"]):
+        raise CheckpointError(f"{folder} {reason}")
     if (source := job.model.folder) and digest_of(source) != manifest.get("folder"):
         raise CheckpointError(
             f"the configuration or the tensors in {source}, from which the run started, are others since {folder} was "

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.pending_logits import PendingLogits
+from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.optimizer_step import LARGEST_SUM
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.randomness.mode import named_modules
@@ -68,8 +69,12 @@ def first_nonfinite(
     return finder.backward_fault or finder.backward_fault_outside()
 
 
-def cause_of_nonfinite(assembly: Assembly, run_forward_backward: Callable[[], Tensor]) -> str:
-    """Run a step's forwards and backwards again; return the first module at fault, on the first rank that has one.
+_OF_INPUT = "its input is not finite"
+
+
+def cause_of_nonfinite(assembly: Assembly, run_forward_backward: Callable[[], Tensor], batch: StepBatch) -> str:
+    """Run a step's forwards and backwards again; return the first module at fault, on the first rank that has one, or the
+    first samples of the batch at fault.
 
     Collective over the world: every rank calls it, and returns the same text. If one does not, the others wait until
     the time limit.
@@ -87,11 +92,23 @@ def cause_of_nonfinite(assembly: Assembly, run_forward_backward: Callable[[], Te
         text = first_nonfinite(run_forward_backward, module, masters)
     put_back(buffers)
     named = [f"{text} (rank {rank})" for rank, text in enumerate(gather_values(text, world_size)) if text]
+    if named and _OF_INPUT in named[0]:
+        bad = sorted({one for found in gather_values(_bad_samples(assembly, batch), world_size) for one in found})
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        which = f": sample{'s' * (len(bad) > 1)} {', '.join(map(str, bad[:3]))}{more}" if bad else ""
+        return named[0].replace(_OF_INPUT, f"{_OF_INPUT}{which}")
     if named:
         return named[0]
     if weights.updater.loss_scale.is_dynamic:
         return f"a gradient under the loss scale {weights.updater.loss_scale.scale:g} is above {LARGEST_SUM:g}"
     return "loss or gradient norm is not finite, though no module's output or gradient is"
+
+
+def _bad_samples(assembly: Assembly, batch: StepBatch) -> list[int]:
+    """Return the samples of this data rank that hold a number which is not finite."""
+    layout = assembly.parallel.program.step.layout
+    mine = batch.shares(assembly.parallel.mesh.index("dp"), layout.dp, 1)[0].tolist()
+    return [one for one in mine if not all(_is_finite(held) for held in tensors_in(batch.samples([one])))]
 
 
 def saved(buffers: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -152,7 +169,7 @@ class _NonFiniteFinder:
             return None
         call = _Call(name, module, args, kwargs, all(_is_finite(tensor) for tensor in tensors_in((args, kwargs))))
         if not self._running and not call.inputs_are_finite:
-            self.forward_fault = f"{_label(name)}: its input is not finite"
+            self.forward_fault = f"{_label(name)}: {_OF_INPUT}"
             return None
         self._running.append(call)
         self._called.add(name)

@@ -32,6 +32,7 @@ import torch
 
 from samestep import errors
 from samestep.errors import JobError, SamestepError, WorkerError
+from samestep.runtime.processes import exit_status
 from samestep.runtime.processes.distant_workers import Away, DistantWorkers
 from samestep.runtime.processes.hang_watch import HangWatch
 from samestep.runtime.processes.join import (
@@ -93,6 +94,9 @@ def launch(
     Collective over the world under a launcher: every process calls it; if one does not, the others wait for
     `timeout_s`.
 
+    Where SIGINT or SIGTERM has ended the loops of the workers, this process ends with status 130 or 143 once its script is
+    through, as after a signal that nobody has handled.
+
     Raises:
         SamestepError: a worker raised it; class and text are the same.
         WorkerError: a worker died or failed otherwise; the text names it and ends with the last lines of its stderr.
@@ -100,7 +104,10 @@ def launch(
     """
     try:
         if not launched_from_outside():
-            return run_workers(main, args, ranks=ranks, device=device, threads=threads, timeout_s=timeout_s)
+            found = run_workers(main, args, ranks=ranks, device=device, threads=threads, timeout_s=timeout_s)
+            if number := last_stop_signal():
+                exit_status.end_as_stopped(number)
+            return found
         place = join(device, timeout_s=timeout_s, threads=threads)
         try:
             return main(place, *args)

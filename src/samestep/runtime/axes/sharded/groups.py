@@ -92,6 +92,7 @@ def keep_order(model: nn.Module, units: list[RunningUnit], order: UnitOrder) -> 
         running.after_backward = order.after_backward
         for module in running.modules:
             module.register_forward_pre_hook(functools.partial(order.before_forward, running), prepend=True)
+            module.register_forward_pre_hook(running.check_places, prepend=True)  # in front of it, which may gather
     model.register_forward_pre_hook(order.begin_forward, prepend=True)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -179,6 +179,16 @@ class RunningUnit:
             if old != new:
                 self.written.add(self.names[index % count])
         self._known = now
+        for name, weight in zip(self.names, self.group.fsdp_params, strict=True):
+            if not all(param is weight._unsharded_param for param in _at(weight)):
+                self.written.add(name)
+
+    def check_places(self, *_: Any) -> None:
+        """Note the weights that code has replaced before the unit's forward, whose places a gather is about to fill."""
+        for name, weight in zip(self.names, self.group.fsdp_params, strict=True):
+            own = (weight.sharded_param, getattr(weight, "_unsharded_param", None))
+            if not all(any(param is one for one in own) for param in _at(weight)):
+                self.written.add(name)
 
     def _watch_gradients(self) -> None:
         """Let the gradients of trained weights be noted once these are gathered, and gathered ones be as frozen as the shards."""
@@ -276,6 +286,14 @@ class RunningUnit:
             _give_row(weight)
         self.group.post_backward()
         keep_still(self.fsdp)
+
+
+def _at(weight: FSDPParam) -> Iterator[nn.Parameter | None]:
+    """Yield what is in the places of a weight, in its module and in those that share it."""
+    info = weight._module_info
+    yield info.module._parameters.get(info.param_name)
+    for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+        yield module._parameters.get(name)
 
 
 def _give_row(weight: FSDPParam) -> None:

@@ -1,0 +1,99 @@
+"""Two runs that were given the same weights: each trains a copy of its own, where a plain loop trains one model.
+
+Two models in turn (a GAN), a backbone under two heads, or one optimizer given twice are written with two calls of `parallelize`
+over the same modules. Taken in turn, the steps of one run would not see those of the other, so they are refused. What
+counts is that two runs take steps and neither has ended: a run that nobody holds any more, that has taken its last step,
+was asked to stop or has raised is no hindrance. A frozen part trains nowhere, and may be shared.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from samestep.errors import ModelError
+from samestep.runtime.assembly import Assembly
+from samestep.runtime.step_report import StepReport
+
+_RUNS: weakref.WeakSet[SharedWeights] = weakref.WeakSet()
+"""The runs of this process that were made by `parallelize` and are prepared."""
+
+
+class SharedWeights:
+    """What one run was given of weights that stay with whoever gave them, and how far the run has come."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, weakref.ref[Tensor]] = {}
+        self._trained: frozenset[str] = frozenset()
+        self._versions: dict[str, int] = {}
+        self._last: StepReport | None = None
+        self._has_ended = False
+
+    def begin(self, held: Assembly) -> str:
+        """Note what a run was given once it is prepared; return what the user should know of runs before, as text."""
+        self._given, self._trained = held.model.given, frozenset(p.name for p in held.model.spec.params if p.trainable)
+        self._versions = self._present_versions()
+        earlier = next((other for other, _ in self._others() if other._is_stale), None)
+        _RUNS.add(self)
+        if earlier is None:
+            return ""
+        return (
+            "this run begins with the values of the given model, which another run has trained a copy of: "
+            "model.load_state_dict(run.state_dict(on_every_rank=True)) in front of it takes over what was trained"
+        )
+
+    @contextmanager
+    def stepping(self, is_last: bool) -> Iterator[list[StepReport]]:
+        """Refuse a step while another run takes steps with the same weights; inside, append the report to the list.
+
+        Raises:
+            ModelError: another run does.
+        """
+        if self._given and (name := self._used_by_another()):
+            gc.collect()  # a run that nobody holds may be in a cycle
+            name = self._used_by_another()
+            if name:
+                raise ModelError(
+                    f"{name} was given to two runs that take steps, and each trains a copy of its own, which the other never sees: "
+                    "one run over a module that holds all parts works; so does, for one run after the other, "
+                    "model.load_state_dict(run.state_dict(on_every_rank=True)) before the next one is made"
+                )
+        reports: list[StepReport] = []
+        try:
+            yield reports
+        except BaseException:
+            self._has_ended = True
+            raise
+        self._last, self._has_ended = reports[-1], is_last
+
+    def _used_by_another(self) -> str:
+        """Return the name of a weight with which another run takes steps; empty if none does."""
+        taking = ((other, name) for other, name in self._others() if other._takes_steps)
+        return next((name for other, name in taking if self._last is not None or other._is_stale), "")
+
+    def _others(self) -> Iterator[tuple[SharedWeights, str]]:
+        """Yield other runs that were given weights of this one which one of both trains, each with the name of one here."""
+        mine = {id(weight): name for name, ref in self._given.items() if (weight := ref()) is not None}
+        for other in _RUNS - {self} if mine else ():
+            for name, ref in other._given.items():
+                here = mine.get(id(ref()))
+                if here is not None and (here in self._trained or name in other._trained):
+                    yield other, here
+                    break
+
+    @property
+    def _takes_steps(self) -> bool:
+        return self._last is not None and not self._has_ended and not self._last.stop
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether it has taken steps, and nobody has written into what it was given since."""
+        return self._last is not None and self._versions == self._present_versions()
+
+    def _present_versions(self) -> dict[str, int]:
+        weights = {name: ref() for name, ref in self._given.items()}
+        return {name: 0 if one is None or one.is_inference() else one._version for name, one in weights.items()}

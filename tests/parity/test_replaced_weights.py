@@ -1,0 +1,277 @@
+"""A new parameter in a weight's place: the run holds, saves and resumes what is trained, as a plain loop has it, or refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import samestep
+from samestep.errors import UnprovenError
+from samestep.layout import Layout
+from samestep.runtime.optimizers.optimizer_source import optimizer_source
+from samestep.runtime.preparation import Source
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from tests.laboratory import job_of
+from tests.pool import pool
+
+_STEPS = 5
+
+
+class Points(torch.utils.data.Dataset[Any]):
+    """Points, each a function of its index, and twice of them."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        point = torch.randn(4, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        return {"x": point, "labels": 2 * point}
+
+
+class Codebook(nn.Module):
+    """A linear layer whose outputs are rounded to the nearest code; codes follow the means of what is rounded to them."""
+
+    first, every, rounds_to_new, passes_gradients = 1, 1, True, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.code, self.calls = nn.Linear(4, 4), nn.Embedding(8, 4), 0
+
+    def put(self, value: Tensor) -> None:
+        self.code.weight = nn.Parameter(value)
+
+    def value(self, z: Tensor, nearest: Tensor) -> Tensor:
+        return 0.9 * self.code.weight + 0.1 * nn.functional.one_hot(nearest, 8).to(z).T @ z
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(x)
+        nearest = torch.cdist(z, self.code.weight).argmin(-1)
+        codes = self.code(nearest)
+        if self.training:
+            self.calls += 1
+            if self.calls >= self.first and self.calls % self.every == 0:
+                with torch.no_grad():
+                    self.put(self.value(z, nearest))
+        if self.rounds_to_new:
+            codes = self.code(nearest)
+        return z + (codes if self.passes_gradients else (codes - z).detach())
+
+
+class Frozen(Codebook):
+    def put(self, value: Tensor) -> None:
+        self.code.weight = nn.Parameter(value, requires_grad=False)
+
+
+class Registered(Codebook):
+    def put(self, value: Tensor) -> None:
+        self.code.register_parameter("weight", nn.Parameter(value))
+
+
+class Direct(Codebook):
+    rounds_to_new = False
+
+    def put(self, value: Tensor) -> None:
+        self.code._parameters["weight"] = nn.Parameter(value)
+
+
+class Data(Codebook):
+    def put(self, value: Tensor) -> None:
+        self.code.weight.data = value
+
+
+class Sometimes(Codebook):
+    every = 2
+
+
+class Later(Codebook):
+    first = 3
+
+
+class Buffer(Codebook):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(8, 4))
+        self.code = nn.Identity()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(x)
+        nearest = torch.cdist(z, self.codes).argmin(-1)
+        if self.training:
+            self.codes = 0.9 * self.codes + 0.1 * nn.functional.one_hot(nearest, 8).to(z).T @ z.detach()
+        return z + (self.codes[nearest] - z).detach()
+
+
+class Still(Codebook):
+    first = 10**6
+
+
+class Fading(Codebook):
+    """Codes that become smaller, whatever the samples are, so that every part of a batch has the same."""
+
+    def value(self, z: Tensor, nearest: Tensor) -> Tensor:
+        return 0.9 * self.code.weight
+
+
+class FadingLater(Fading):
+    first = 3
+
+
+class Trained(Codebook):
+    passes_gradients = True
+
+
+class TrainedBefore(Trained):
+    rounds_to_new = False
+
+
+class Tied(Codebook):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.code.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0 * self.head(x).sum()
+
+
+class Added(Codebook):
+    def put(self, value: Tensor) -> None:
+        self.code.register_parameter("more", nn.Parameter(value))
+
+
+class OtherModule(Codebook):
+    def put(self, value: Tensor) -> None:
+        self.code = nn.Embedding.from_pretrained(value, freeze=False)
+
+
+def _between(model: nn.Module, step: int, place: str) -> None:
+    """What a loop does between two steps."""
+    if step not in (1, 3):
+        return
+    layer: Any = model.get_submodule(place)
+    with torch.no_grad():
+        layer.weight = nn.Parameter(layer.weight.detach().clone() * 0.5)
+
+
+def _pair(build: type[nn.Module], layout: str, rank: int = 0, world: int = 1) -> tuple[Run, nn.Module]:
+    """Return a run, and a plain model with the same values."""
+    torch.manual_seed(1)
+    model = build().to(torch.float64)
+    job = job_of(steps=_STEPS, optimizer={"options": {}})
+    source = optimizer_source(_sgd, None)
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    return Run(Source(model, samestep.building.loss.mse, source), Layout.parse(layout), job, place), copy.deepcopy(
+        model
+    )
+
+
+def _sgd(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _compared(
+    rank: int, world: int, build: type[nn.Module], layout: str, place: str, folder: str
+) -> tuple[float, float, float]:
+    """Return the largest differences from a plain loop, in losses and in what is gathered, and of the latter after a resume."""
+    run, plain = _pair(build, layout, rank, world)
+    optimizer, loss_error = _sgd([*plain.parameters()]), 0.0
+    for batch in samestep.batches(Points(), run.job):
+        loss = run.step(batch).loss
+        samples: Any = batch.samples(batch.indices)
+        optimizer.zero_grad()
+        expected = nn.functional.mse_loss(plain(samples["x"]), samples["labels"])
+        expected.backward()
+        optimizer.step()
+        loss_error = max(loss_error, abs(loss - expected.item()))
+        if place:
+            _between(run.model, batch.step, place)
+            _between(plain, batch.step, place)
+    whole, again = run.state_dict(on_every_rank=True), _pair(build, layout, rank, world)[0]
+    run.save(folder)
+    again.load(folder)
+    again.prepare(batch.samples([0]))
+    resumed, wanted = again.state_dict(on_every_rank=True), plain.state_dict()
+    return loss_error, *(max(float((one[n] - wanted[n]).abs().max()) for n in wanted) for one in (whole, resumed))
+
+
+@pytest.mark.parametrize("build", [Codebook, Frozen, Registered, Direct, Data, Sometimes, Later, Buffer])
+def test_a_forward_that_replaces_a_weight_is_that_of_a_plain_loop(build: type[nn.Module], tmp_path: Path) -> None:
+    assert max(_compared(0, 1, build, "dp=1", "", str(tmp_path))) < 1e-9
+
+
+def test_a_loop_that_replaces_a_weight_between_steps_is_a_plain_one(tmp_path: Path) -> None:
+    assert max(_compared(0, 1, Still, "dp=1", "code", str(tmp_path))) < 1e-9
+
+
+@pytest.mark.parametrize(("build", "layout"), [(Fading, "dp=2"), (Fading, "dp=2 zero=1"), (Still, "dp=2 zero=1")])
+def test_what_is_the_same_for_every_part_of_a_batch_is_put_on_every_rank(
+    build: type[nn.Module], layout: str, tmp_path: Path
+) -> None:
+    place = "code" if build is Still else ""
+    found = pool(2).run(_compared, build, layout, place, str(tmp_path))
+    assert max(max(errors) for errors in found) < 1e-9
+
+
+def _refused(rank: int, world: int, build: type[nn.Module], layout: str, place: str) -> tuple[int, str]:
+    """Return the number of steps that were taken until one was refused, and why it was."""
+    run, _ = _pair(build, layout, rank, world)
+    for batch in samestep.batches(Points(), run.job):
+        try:
+            run.step(batch)
+        except UnprovenError as error:
+            return batch.step, str(error)
+        if place:
+            _between(run.model, batch.step, place)
+    return _STEPS, "it was not refused"
+
+
+@pytest.mark.parametrize(
+    ("build", "layout", "place", "taken", "why"),
+    [
+        (Trained, "dp=1", "", 0, "a gradient reaches it.*nothing trains it; code.weight.copy_"),
+        (TrainedBefore, "dp=1", "", 0, "a gradient reaches it.*nothing trains it; code.weight.copy_"),
+        (Still, "dp=1", "linear", 2, "the place of linear.weight, and a gradient reaches it"),
+        (Tied, "dp=1", "", 0, "the place of code.weight, which is head.weight too"),
+        (Added, "dp=1", "", 0, "code.more is a new weight, which the run neither trains nor saves"),
+        (OtherModule, "dp=1", "", 0, "another module was put in the place of code"),
+        (FadingLater, "dp=2", "", 2, "the place of code.weight, and dp=2 divides the batch"),
+        (FadingLater, "dp=2 zero=2", "", 2, "writes into the weight code.weight, and under zero=2 into a copy"),
+        (FadingLater, "dp=2 zero=3", "", 2, "writes into the weight code.weight, and under zero=3 into a copy"),
+        (
+            Still,
+            "dp=2 zero=3",
+            "code",
+            2,
+            "the loop puts .* code.weight, of which ranks hold parts under zero=3: zero=1 works",
+        ),
+    ],
+)
+def test_what_would_be_another_run_is_refused_by_name_in_front_of_the_update(
+    build: type[nn.Module], layout: str, place: str, taken: int, why: str
+) -> None:
+    ranks = Layout.parse(layout).world_size
+    told = pool(ranks).run(_refused, build, layout, place) if ranks > 1 else [_refused(0, 1, build, layout, place)]
+    for found, text in told:
+        assert found == taken
+        with pytest.raises(UnprovenError, match=why):
+            raise UnprovenError(text, "state")
+
+
+def test_a_parametrization_and_a_wrapper_of_a_module_are_no_other_weights() -> None:
+    run, _ = _pair(Still, "dp=1")
+    stream = samestep.batches(Points(), run.job)
+    run.step(next(stream))
+    changes: list[Callable[[Any], object]] = [
+        lambda model: nn.utils.parametrizations.orthogonal(model.linear),
+        lambda model: setattr(model, "linear", nn.Sequential(model.linear)),
+    ]
+    for change in changes:
+        change(run.model)
+        run.step(next(stream))

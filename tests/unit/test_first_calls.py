@@ -1,0 +1,203 @@
+"""A person's first calls of a run: what is no batch is refused with what works, a data set is evaluated, a finished loop starts again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import samestep
+from samestep.datasets import read_samples
+from samestep.errors import CheckpointError, DataError, LayoutError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime.optimizers.optimizer_source import optimizer_source
+from samestep.runtime.preparation import Source
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from tests import small
+from tests.pool import pool
+
+JOB = Job(
+    train={"global_batch": 4, "steps": 3, "watch_every": 0}, run={"device": "cpu"}, numerics={"precision": "float64"}
+)
+
+
+class Points(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 13
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        point = torch.randn(4, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        return {"x": point, "labels": 2 * point}
+
+
+class Model(nn.Module):
+    """A model with a frozen weight, two names of one weight, and a buffer that its forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.frozen = nn.Linear(4, 4, bias=False).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("passing", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.training:
+            self.seen += 1
+        return self.last(self.frozen(self.first(x)))
+
+
+def run_of(rank: int = 0, world: int = 1, layout: str = "dp=1", model: Any = Model) -> Run:
+    optimizer = optimizer_source(lambda params: torch.optim.AdamW(params, lr=0.01), None)
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    return Run(Source(model, samestep.building.loss.mse, optimizer), Layout.parse(layout), JOB, place)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"x": torch.ones(4, 4)}, "a dict"),
+        ((torch.ones(4, 4), torch.ones(4, 4)), "a tuple"),
+        ([torch.ones(4, 4)], "a list"),
+        (torch.ones(4, 4), "a Tensor"),
+        (np.ones((4, 4)), "a ndarray"),
+        (None, "a NoneType"),
+        (Points(), "a data set itself"),
+    ],
+)
+def test_a_step_takes_a_batch_and_says_which_call_works(given: Any, what: str) -> None:
+    run = run_of()
+    with pytest.raises(DataError, match=rf"run.step takes a batch of samestep.batches.* was given {what}: .* works"):
+        run.step(given)
+    if what != "a data set itself":
+        with pytest.raises(DataError, match=rf"run.evaluate takes a batch.* was given {what}"):
+            run.evaluate(given)
+
+
+def _evaluated(rank: int, world: int, layout: str) -> tuple[float, float]:
+    return run_of(rank, world, layout).evaluate(Points())
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2 zero=3"])
+def test_a_data_set_is_evaluated_once_a_sample_in_any_layout(layout: str) -> None:
+    run = run_of()
+    run.prepare(read_samples(Points(), [0]))
+    model = Model().double()
+    model.load_state_dict(run.state_dict())
+    whole: Any = read_samples(Points(), range(13))
+    with torch.no_grad():
+        wanted = nn.functional.mse_loss(model.eval()(whole["x"]), whole["labels"])
+    ranks = Layout.parse(layout).world_size
+    for loss, count in pool(ranks).run(_evaluated, layout) if ranks > 1 else [_evaluated(0, 1, layout)]:
+        assert loss / count == pytest.approx(wanted.item(), rel=1e-12)
+
+
+def test_what_is_no_map_style_data_set_is_not_evaluated() -> None:
+    loader = torch.utils.data.DataLoader(Points(), batch_size=4)
+    with pytest.raises(DataError, match=r"run.evaluate was given a DataLoader.* the loader's dataset works"):
+        run_of().evaluate(loader)
+    with pytest.raises(DataError, match=r"run.evaluate was given a data set without samples"):
+        run_of().evaluate(torch.utils.data.Subset(Points(), []))
+
+
+# -- a finished loop -------------------------------------------------------------------------------
+
+
+def _loop(rank: int, world: int, layout: str, folder: str, everywhere: bool) -> tuple[int, dict[str, Tensor], str]:
+    """The loop of README, which a requeued job starts again: continue, take the steps that are left, save."""
+    run, taken = run_of(rank, world, layout), 0
+    if samestep.latest(folder) is not None:
+        run.load(folder)
+    for batch in samestep.batches(Points(), JOB, first_step=run.steps_taken):
+        run.step(batch)
+        taken += 1
+    saved = run.save(folder)
+    return taken, run.state_dict(on_every_rank=everywhere), saved.name
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2 zero=3"])
+def test_a_finished_loop_that_starts_again_has_the_same_weights(layout: str, tmp_path: Path) -> None:
+    ranks = Layout.parse(layout).world_size
+
+    def start(everywhere: bool) -> Any:
+        given = (layout, str(tmp_path), everywhere)
+        return pool(ranks).run(_loop, *given) if ranks > 1 else [_loop(0, 1, *given)]
+
+    (taken, first, name), *_ = start(False)
+    assert (taken, name) == (3, "step-000003")
+    for rank, (taken, again, name) in enumerate(start(everywhere=True)):
+        assert (taken, name) == (0, "step-000003"), f"rank {rank}"
+        assert [*again] == [*first]
+        assert all(torch.equal(again[key], value) and again[key].dtype == value.dtype for key, value in first.items())
+    assert all(not held for _, held, _ in start(everywhere=False)[1:])
+
+
+def test_a_loaded_run_that_takes_no_step_saves_elsewhere_what_it_was_given(tmp_path: Path) -> None:
+    _loop(0, 1, "dp=1", str(tmp_path / "one"), False)
+    run = run_of()
+    run.load(tmp_path / "one")
+    saved = run.save(tmp_path / "other")
+    again = run_of()
+    again.load(saved)
+    again.prepare(read_samples(Points(), [0]))
+    expected = run.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
+
+
+def test_of_a_damaged_checkpoint_or_another_model_nothing_is_read(tmp_path: Path) -> None:
+    _loop(0, 1, "dp=1", str(tmp_path), False)
+    other = run_of(model=lambda: nn.Sequential(nn.Linear(4, 4)))
+    other.load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"holds another model's weights"):
+        other.state_dict()
+    file = next((tmp_path / "step-000003").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-4] + b"xxxx")
+    run = run_of()
+    run.load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"is missing or damaged"):
+        run.state_dict()
+    with pytest.raises(LayoutError, match=r"not prepared yet"):
+        run_of().state_dict()
+
+
+# -- rows of lists ---------------------------------------------------------------------------------
+
+
+def test_lists_of_numbers_in_a_sample_are_tensors() -> None:
+    rows = [
+        {"ids": [1, 2, 3], "pairs": [[0.5, 1.0], [2.0, 3.0]], "label": 1},
+        {"ids": [4, 5, 6], "pairs": [[0.0, 0.0]] * 2, "label": 0},
+    ]
+    found: Any = read_samples(rows, [0, 1])
+    assert found["ids"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert found["pairs"].shape == (2, 2, 2)
+    assert found["pairs"].dtype == torch.float32
+    assert found["label"].tolist() == [1, 0]
+    with pytest.raises(DataError, match=r"cannot be stacked into a batch"):
+        read_samples([{"ids": [1, 2, 3]}, {"ids": [4]}], [0, 1])
+
+
+def test_rows_of_hugging_face_are_trained_on_as_they_are() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict(
+        {"x": [[float(i)] * 4 for i in range(8)], "labels": [[2.0 * i] * 4 for i in range(8)]}
+    )
+    run = run_of()
+    losses = [run.step(batch).loss for batch in samestep.batches(rows, JOB)]
+    assert len(losses) == 3
+    loss, count = run.evaluate(rows)
+    assert loss > 0
+    assert count == 32
+
+
+def test_a_job_without_printed_samples_is_sampled_from(tmp_path: Path) -> None:
+    assert small.train("--out", tmp_path / "run", "--steps", "1", **{"train.steps": 1, "schedule.warmup_steps": 1}) == 0
+    assert len(samestep.sample(tmp_path / "run", "abc", temperature=0.0)) > 3
+    with pytest.raises(DataError, match=r"tokens = 0: a sample has 1 token or more"):
+        samestep.sample(tmp_path / "run", "abc", tokens=0)
