@@ -329,8 +329,16 @@ def test_another_order_of_calls_is_right_where_weights_stay_gathered_and_refused
 @pytest.mark.parametrize(
     ("model", "layout", "text"),
     [
-        ("Dealt", "dp=2 ep=2 zero=3 microbatch=1", "parts.1.experts did not run .* experts exchange rows .*: ep=1 works"),
-        ("Dealt", "dp=2 ep=2 zero=1 microbatch=2", "parts.1.experts did not run .* experts exchange rows .*: ep=1 works"),
+        (
+            "Dealt",
+            "dp=2 ep=2 zero=3 microbatch=1",
+            "parts.1.experts did not run .* experts exchange rows .*: ep=1 works",
+        ),
+        (
+            "Dealt",
+            "dp=2 ep=2 zero=1 microbatch=2",
+            "parts.1.experts did not run .* experts exchange rows .*: ep=1 works",
+        ),
         ("Normed", "dp=2 zero=3", "parts.1.norm did not run .*batch norm.*: one data rank works"),
         ("Normed", "dp=2", "parts.1.norm did not run .*batch norm.*: one data rank works"),
     ],
