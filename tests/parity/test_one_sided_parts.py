@@ -11,7 +11,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -27,7 +27,8 @@ from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced
-from tests.laboratory import TOLERANCE, Observed, assert_same, follow, job_of, perturbed
+from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, follow, job_of, perturbed
+from tests.models import OwnExperts
 from tests.pool import pool
 
 WIDTH = 6
@@ -180,8 +181,45 @@ class Deeper(Parts):
         return self.parts[3](self.parts[2](x))
 
 
+class Normed(Gated):
+    """Batch norm in a part, and in a head that every sample uses."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.parts[1].norm = nn.BatchNorm1d(WIDTH)
+        self.last = nn.BatchNorm1d(WIDTH, affine=False)
+
+    def between(self, x: Tensor, kind: Tensor) -> Tensor:
+        return self.last(super().between(x, kind))
+
+
+class Dealt(Gated):
+    """Experts in two parts."""
+
+    expert_plan: ClassVar[list[str]] = ["parts.*.experts"]
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        for index in (0, 1):
+            self.parts[index] = Dealing()
+
+
+class Dealing(nn.Module):
+    """A block of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+        self.experts = OwnExperts(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x)
+        weights, chosen = self.router(rows).softmax(-1).topk(2)
+        return x + self.experts(rows, chosen, weights)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    one.__name__: one for one in (Gated, Tower, Heads, Watched, Nested, Swapped, Deeper)
+    one.__name__: one for one in (Gated, Tower, Heads, Watched, Nested, Swapped, Deeper, Normed, Dealt)
 }  # type: ignore[attr-defined]
 Case = tuple[str, tuple[int, ...]]
 """A model, and the parts that its samples use, which repeat."""
@@ -246,7 +284,7 @@ def prove(case: Case, layouts: list[str]) -> None:
     for index, layout in enumerate(layouts):
         seen = [rank[index] for rank in ranks]
         assert_same(seen, alone(case), TOLERANCE)
-        assert all(one.ledger == one.predicted for one in seen), layout
+        assert_ledger(seen, layout)
 
 
 def _cases_with_layouts() -> Iterator[Any]:
@@ -286,3 +324,33 @@ def test_another_order_of_calls_is_right_where_weights_stay_gathered_and_refused
     named = "parts.1" if model == "Swapped" else "parts.0"
     with pytest.raises(LayoutError, match=rf"{named} runs behind modules that it ran before.*zero=2 works"):
         pool(2).run(observe, case, ["dp=2 zero=3 microbatch=1"])
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "text"),
+    [
+        (
+            "Dealt",
+            "dp=2 ep=2 zero=3 microbatch=1",
+            "parts.1.experts did not run .* experts exchange rows .*: ep=1 works",
+        ),
+        (
+            "Dealt",
+            "dp=2 ep=2 zero=1 microbatch=2",
+            "parts.1.experts did not run .* experts exchange rows .*: ep=1 works",
+        ),
+        ("Normed", "dp=2 zero=3", "parts.1.norm did not run .*batch norm.*: one data rank works"),
+        ("Normed", "dp=2", "parts.1.norm did not run .*batch norm.*: one data rank works"),
+    ],
+)
+def test_what_ranks_exchange_within_a_part_is_refused_by_name_where_a_rank_passes_it_over(
+    model: str, layout: str, text: str
+) -> None:
+    """Before any rank communicates again: the others would wait until the time limit, or read what belongs to another module."""
+    step = [index % 24 for index in next(batches(Kinds(15), job_for())).indices]
+    kinds = [15] * 24
+    for index in step[4:]:  # the second rank's samples of the first step
+        kinds[index] = 13
+    with pytest.raises(LayoutError, match=text):
+        pool(2).run(observe, (model, tuple(kinds)), [layout])
+    prove((model, (15,)), [layout])

@@ -38,6 +38,7 @@ from samestep.runtime import given_instance, kept_state, placement
 from samestep.runtime.axes import (
     batch_norm,
     context,
+    exchanging_calls,
     expert,
     pending_logits,
     pipeline,
@@ -206,6 +207,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     state_names = {name: plan.canonical.get(name, name) for name in held}
     cut = _cut(decided, mesh)
     store = _filled(decided, mesh)
+    exchanging_calls.watch(plan.module, decided.program)
     return Assembly(
         parallel=_parallel(decided, mesh, cut),
         model=replace(_prepared(decided, mesh, cut, store), remarks=tuple(waived), form=form, state_names=state_names),

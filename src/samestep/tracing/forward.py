@@ -43,6 +43,7 @@ from samestep.tracing.meta_tensors import (
     operands,
     run_on_meta,
     storage_elements,
+    tensors_in,
     unwrapped,
 )
 from samestep.tracing.operations import Recorder, Region
@@ -346,7 +347,12 @@ class ForwardTracer(DispatchMode):
             self.exchanges.append((self.region, self.key(tensor), exchange))
 
     def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
-        """Record the call of a custom Function of autograd, whose operations have been recorded before."""
+        """Record the call of a custom Function of autograd, whose operations have been recorded before.
+
+        The weights that it is given are read here: its backward may use them without the modules that own them.
+        """
+        for key in {self.key(tensor) for tensor in tensors_in((args, named))} & self._weights:
+            self.stacks.setdefault(key, set()).add(frozenset(self._running))
         if self.recorder is not None:
             self.recorder.record("function", self.where, (function, *args), named, outcome)
 

@@ -1,7 +1,8 @@
 """FSDP2 groups of the units of a program, inner modules first and the root last.
 
 An in-place op on a view that a unit returned would drop the hook that gathers its weights in backward, so a unit whose
-weights are gathered again returns a copy.
+weights are gathered again returns a copy. A unit may write into its inputs, as `nn.ReLU(inplace=True)` in front of a block
+does.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from samestep.errors import LayoutError
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.sharded.param_slots import ParamSlots, param_at
@@ -46,8 +48,9 @@ def make_groups(
         unit, modules = running.unit, list(running.modules)
         ahead = by_name.get(unit.prefetch or "")
         ahead = ahead if ahead is not None and ahead.unit.is_gathered_again else None
-        if not unit.keep_after_forward:
-            for module in modules:
+        for module in modules:
+            module.register_forward_hook(_apart_from_inputs, with_kwargs=True)
+            if not unit.keep_after_forward:
                 module.register_forward_hook(_whole_outputs)
         for module in modules if unit.is_gathered_again or ahead else ():
             module.register_forward_hook(functools.partial(order.follow_outputs, running, ahead))
@@ -75,11 +78,14 @@ def make_groups(
         running.fsdp.set_force_sum_reduction_for_comms(True)
         running.fsdp.set_unshard_in_backward(unit.gather_in_backward or unit.keep_after_forward)
         keep_still(running.fsdp)
+        # Its node behind every input, which ends a backward as we do ourselves, would forbid that a unit writes into one.
+        running.group._register_post_backward_hook = _unchanged  # type: ignore[method-assign]
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=meshes["dp_shard"], ignored_params=everything)  # FSDP2 needs a root; it has no weight
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _keep_name(type(module))
+            type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
     handles = {running.unit.name: running.fsdp for running in units}
     for running in units:
         # Without another unit, the unit itself, which is gathered already: else FSDP2 would gather the last that ran.
@@ -103,6 +109,25 @@ def _keep_name(made: type[nn.Module]) -> None:
     """
     original = made.__bases__[1]
     made.__name__, made.__qualname__, made.__module__ = original.__name__, original.__qualname__, original.__module__
+
+
+def _refuse_copy(self: nn.Module, _: dict[int, Any]) -> nn.Module:
+    raise LayoutError(
+        f"a copy of run.model ({type(self).__name__}) was asked for, and under zero=2 and 3 a rank has rows of its weights: "
+        "run.state_dict() gathers them, train.ema = 0.999 with run.averaged() is what AveragedModel does, and zero=1 works"
+    )
+
+
+def _unchanged(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return args, kwargs
+
+
+def _apart_from_inputs(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+    """Return a view of each output that is one of the inputs: its gradient comes when the unit's backward is over."""
+    given = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad}
+    if not any(id(leaf) in given for leaf in tree_leaves(outputs)):
+        return outputs
+    return tree_map_only(Tensor, lambda t: t.view_as(t) if id(t) in given else t, outputs)
 
 
 def _whole_outputs(_: nn.Module, args: Any, outputs: Any) -> Any:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._pytree import tree_leaves
 
+from samestep.errors import LayoutError
 from samestep.program.program import Program
 from samestep.program.units import Unit
 from samestep.runtime.axes.sharded.param_slots import ParamSlots, param_at
@@ -253,6 +254,19 @@ class RunningUnit:
             self._fill(weights)
             self._apply_hooks(weights)
         self._end_backward()
+
+    def check_late(self) -> None:
+        """Check, at the end of a backward that reduces, that no gradient came once it was over here.
+
+        Raises:
+            LayoutError: one did.
+        """
+        for name, weight in zip(self.names, self.group.fsdp_params, strict=True) if self._reduces else ():
+            if getattr(weight, "_unsharded_param", None) is not None and weight._unsharded_param.grad is not None:
+                raise LayoutError(
+                    f"a gradient of {name} came after the backward of {self.path}, which the inputs of its calls had ended, so "
+                    "it was not summed over the ranks that share it (zero=2 and 3): zero=1 works"
+                )
 
     def _fill(self, weights: Sequence[FSDPParam]) -> None:
         """Let missing gradients be zeros."""

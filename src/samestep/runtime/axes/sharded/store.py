@@ -40,6 +40,7 @@ from samestep.program.ops import BYTES_OF, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.units import partial_sizes
 from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.axes.sharded import whole_writes
 from samestep.runtime.axes.sharded.encoded_scatters import EncodedScatter, EncodedScatters
 from samestep.runtime.axes.sharded.encoded_shards import EncodedShards
 from samestep.runtime.axes.sharded.groups import keep_order, make_groups
@@ -80,6 +81,8 @@ class Sharded:
         """Where torch believes each weight to lie: another place once `param.data = ...` was assigned."""
         self._encoded = EncodedShards(program, mesh, self.pieces)
         self._scatters = EncodedScatters(program, mesh, [(running.unit, running.names) for running in self._units])
+        whole_writes.allow()
+        whole_writes.take_single_numbers(slots, {one.name for one in program.step.model.params if not one.shape})
         for running in self._units:
             if (scatter := self._scatters.of_unit.get(running.unit.name)) is not None:
                 running.fsdp.set_custom_reduce_scatter(_EncodedReduceScatter(scatter))
@@ -173,7 +176,7 @@ class Sharded:
         Collective over the axes of the units, as `WeightStore.running` says.
 
         Raises:
-            LayoutError: this rank's samples call units in another order than the program gathers them.
+            LayoutError: this rank's samples call units in another order than the program gathers them, or a gradient came late.
         """
         step = self.program.step
         units = [unit for unit in self._units if unit.chunk == task.chunk]
@@ -197,6 +200,7 @@ class Sharded:
                 unit.end_forward()
             else:
                 unit.complete()
+                unit.check_late()
 
     def compare_values(self, compares: bool) -> None:
         """Compare the values of gathered weights too, from the next step on: `.data` lets code change them without a trace."""

@@ -1,0 +1,97 @@
+"""Calls of modules that exchange something with the ranks of other samples, which each of these ranks must make.
+
+Experts exchange rows over `ep`, and batch norm its statistics over data ranks. A rank whose samples pass such a module by, at
+a branch on the data, would leave the others waiting, or answer them with what belongs to the next module. So a rank looks
+whether it has made every call that the program lists before it communicates again: in front of the next exchange, in front
+of the next gather of weights (`sharded/unit_order.py`), and when its forward has ended. What it raises ends the whole run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from samestep.errors import LayoutError
+from samestep.models.spec import ModelSpec
+from samestep.program.bodies import is_forward, starts_step
+from samestep.program.ops import OpKind
+from samestep.program.program import Program
+from samestep.runtime.forward_only import is_forward_only
+from samestep.strategies import batch_norm, expert
+
+
+def watch(model: nn.Module, program: Program) -> None:
+    """Let every forward check that it calls the modules that exchange something; the model is cut, and its weights are held.
+
+    A pipeline refuses forwards that take another way than the traced one.
+    """
+    reasons = _reasons(program.step.model)
+    if program.step.layout.pp > 1 or not reasons:
+        return
+    ops = next(ops for key, ops in program.bodies.items() if is_forward(key) and starts_step(key))
+    units = {unit.name: unit for unit in program.units}
+    awaited: dict[str, tuple[str, str]] = {}
+    calls = _Calls(awaited)
+    for op in ops:
+        if op.axis is not None and (op.owner, op.axis) in reasons:
+            path, reason = reasons[op.owner, op.axis]
+            if path not in awaited:
+                hook = functools.partial(calls.enter, path, len(awaited))
+                model.get_submodule(path).register_forward_pre_hook(hook, prepend=True)
+                awaited[path] = op.axis, reason
+        elif awaited and op.implied and op.kind is OpKind.ALL_GATHER:
+            for path in units[op.owner].modules:
+                hook = functools.partial(calls.enter, None, len(awaited))
+                model.get_submodule(path).register_forward_pre_hook(hook, prepend=True)
+    if awaited:
+        model.register_forward_pre_hook(calls.begin, prepend=True)
+        model.register_forward_hook(calls.end, prepend=True)
+
+
+def _reasons(model: ModelSpec) -> Mapping[tuple[str, str], tuple[str, str]]:
+    """Return by owner and axis of a collective the module that must be called for it, and why and what works instead."""
+    found: dict[tuple[str, str], tuple[str, str]] = {}
+    for layer in model.layers:
+        for dispatch in layer.dispatches:
+            reason = "its experts exchange rows with ranks whose samples use them: ep=1 works"
+            found[dispatch.owner, expert.AXIS] = dispatch.owner, reason
+        for call in layer.batch_norms:
+            reason = "it takes statistics over the ranks (batch norm): one data rank works"
+            found[call.owner, batch_norm.AXIS] = call.owner, reason
+    return found
+
+
+class _Calls:
+    """Which modules a forward has called, of those that the program lists in order."""
+
+    def __init__(self, awaited: Mapping[str, tuple[str, str]]) -> None:
+        self._awaited = awaited
+        """The axis over which each module exchanges something, and why every rank must call it."""
+        self._made: set[str] = set()
+
+    def begin(self, *_: object) -> None:
+        """Begin a forward."""
+        self._made.clear()
+
+    def enter(self, path: str | None, before: int, *_: object) -> None:
+        """Note the call of a module, and check that those of the modules `before` it have been made."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # repeated inside a backward
+        self._check(before)
+        if path is not None:
+            self._made.add(path)
+
+    def end(self, *_: object) -> None:
+        """Check that all calls have been made, once a forward has ended."""
+        self._check(len(self._awaited))
+
+    def _check(self, before: int) -> None:
+        if len(self._made) >= before:
+            return
+        for path, (axis, reason) in [*self._awaited.items()][:before]:
+            is_still = axis == batch_norm.AXIS and is_forward_only()  # it takes its running statistics
+            if path not in self._made and not is_still:
+                raise LayoutError(f"{path} did not run in the forward of a micro-batch, and {reason}")
