@@ -114,19 +114,20 @@ def trace(
         except NeedsValuesError:
             raise ModelError(_unseen(name, watch, module)) from None
     with weights.given():  # which the forward may have replaced
-        return _spec_of(module, sample, name, containers, watch, outputs, loss)
+        return _spec_of(module, sample, name, (containers, opened, stages), watch, outputs, loss)
 
 
 def _spec_of(
     module: nn.Module,
     sample: Any,
     name: str,
-    containers: tuple[str, ...],
+    places: tuple[tuple[str, ...], tuple[str, ...], Sequence[str]],
     watch: ForwardTracer,
     outputs: Any,
     loss: Callable[[Any, Any], Any] | None,
 ) -> ModelSpec:
-    """Return the spec of a module from its traced forward."""
+    """Return the spec of a module from its traced forward; `places` are its lists of blocks, what was opened, and named stages."""
+    containers, opened, stages = places
     num_samples = samples_traced(module)
     roots = roots_of_loss(outputs, sample, loss)
     has_looked = bool(watch.varies or watch.has_looked)
