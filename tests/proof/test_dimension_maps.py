@@ -79,7 +79,6 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "masked_select": (aten.masked_select.default, x(2, 3), MASK),
     "gather of few": (aten.gather.default, x(3, 4, 2), -2, torch.tensor([[[3, 0], [1, 1]], [[0, 2], [3, 3]]])),
     "gather of a table": (aten.gather.default, x(5), -1, PLACES),
-    "scatter": (aten.scatter.src, x(2, 3), 1, torch.tensor([[2, 0], [1, 1]]), x(2, 2)),
     "take": (aten.take.default, x(2, 3), torch.tensor([[5, 0, 3], [1, 1, 2]])),
     "index_select": (aten.index_select.default, x(2, 3, 4), 1, PLACES),
     "put": (aten.index_put.default, x(2, 3, 4), [None, PLACES[:2]], x(2, 4)),

@@ -35,7 +35,6 @@ from samestep.tracing.flow import Flow
 from samestep.tracing.flow_recorder import FlowRecorder
 from samestep.tracing.meta_tensors import (
     GROUPED_PRODUCTS,
-    KNOWN_ELEMENTS,
     KnownValues,
     NeedsValuesError,
     address,
@@ -263,9 +262,34 @@ class ForwardTracer(DispatchMode):
             picks = operands(args[1])
             if any(pick.dtype in (torch.bool, torch.uint8) for pick in picks):
                 return self._pick(func, args[0], picks, args[1:])
-        outcome = run_on_meta(func, args, kwargs)
+        try:
+            outcome = run_on_meta(func, args, kwargs)
+        except NotImplementedError:
+            return self._run_on_values(func, given, args, kwargs)
         self.values.follow(func, given, args, kwargs, outcome)
         return outcome
+
+    def _run_on_values(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the results of an operation of which nobody has said what shape they have without values.
+
+        Raises:
+            NeedsValuesError: the values are not known.
+        """
+        if not all(map(self.values.knows, given)):
+            raise NeedsValuesError
+        self.has_looked, self.varies = True, self.varies or self.innermost or "the model itself"
+        return tree_map_only(Tensor, self.to_meta, self.values.run(func, args, kwargs))
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the values of a tensor that code reads.
+
+        Raises:
+            NeedsValuesError: they are not known.
+        """
+        self.has_looked = True
+        if not self.values.knows(tensor):
+            raise NeedsValuesError
+        return self.values.of(tensor).clone()
 
     def _pack(self, func: Any, tensor: Tensor, lengths: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         """Return the rows of padded sequences that are there, and on the host how many there are at each time.
@@ -277,7 +301,7 @@ class ForwardTracer(DispatchMode):
             raise NeedsValuesError
         if not self.has_looked:
             self.has_looked, self.read_before_look = True, frozenset(self._weights & self.readers.keys())
-        self.varies = self.varies or self.innermost
+        self.varies = self.varies or self.innermost or "the model itself"
         is_known = self.values.knows(tensor)
         given = self.values.of(tensor) if is_known else torch.zeros(tensor.shape, dtype=tensor.dtype)
         rows, sizes = func(given, self.values.of(lengths), *rest)
@@ -364,6 +388,12 @@ class ForwardTracer(DispatchMode):
     def given(self, batch: Any) -> Any:
         """Return the batch that the forward is given, on the meta device."""
         return batch
+
+    def copies_of(self, sample: Any, count: int) -> Any:
+        """Return `count` copies of a sample as a batch on the meta device."""
+        copies = tree_map_only(Tensor, lambda one: torch.cat([one] * count) if one.dim() else one, sample)
+        self.values.make_room(copies)
+        return tree_map_only(Tensor, self.to_meta, copies)
 
     def to_meta(self, real: Tensor) -> Tensor:
         """Return a meta tensor for a real one, whose integer values stay known."""
@@ -452,7 +482,7 @@ class ForwardTracer(DispatchMode):
     def knowing(self, module: nn.Module, value_of: ValueOf | None) -> Iterator[None]:
         """Make the module's tensors of integers, or all of its tensors, known while a forward runs inside."""
         for one in tensors_of(module):
-            is_wanted = self.values.keeps_all or (is_whole(one.tensor) and one.tensor.numel() <= KNOWN_ELEMENTS)
+            is_wanted = self.values.keeps_all or (is_whole(one.tensor) and one.tensor.numel() <= self.values.limit)
             if value_of is not None and is_wanted:
                 with suppress(ModelError):
                     self.values.learn(one.tensor, value_of(one.name))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.tracing import result_shapes
 
 KNOWN_ELEMENTS = 2**20
 """Integers are followed in tensors of at most so many elements: tokens and positions, not masks of pairs."""
+
+KNOWN_TIMES = 4
+"""Values of long samples are followed in tensors of so many times their elements: tokens and positions, padded or side by side."""
 
 KNOWN_CONSTANTS = 2**16
 """Floating values that follow from known ones are followed in tensors of at most so many elements: a mask of ones."""
@@ -35,18 +38,28 @@ class KnownValues:
         """Whether the values of all tensors are kept, floating ones too."""
         self.keeps_constants = keeps_constants
         """Whether floating values are kept that follow from known ones, such as masks and rotary tables."""
+        self.limit, self._limit_of_constants = KNOWN_ELEMENTS, KNOWN_CONSTANTS
         self._twins: dict[int, Tensor] = {}
 
+    def make_room(self, batch: Any) -> None:
+        """Keep values in tensors as large as those of a batch, whatever the length of its samples."""
+        sizes = [
+            leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and not leaf.is_floating_point()
+        ]
+        room = KNOWN_TIMES * max(sizes, default=0)
+        self.limit, self._limit_of_constants = max(KNOWN_ELEMENTS, room), max(KNOWN_CONSTANTS, room)
+
     def follows(self, tensor: Tensor) -> bool:
-        """Return whether values of tensors of this dtype are kept."""
-        is_kept = self.keeps_all or self.keeps_constants or tensor.numel() <= KNOWN_CONSTANTS
-        return tensor.is_meta and (is_kept or is_whole(tensor))
+        """Return whether the values of a tensor of this dtype and size are kept."""
+        if self.keeps_all or not tensor.is_meta:
+            return tensor.is_meta
+        is_kept = self.keeps_constants or tensor.numel() <= self._limit_of_constants
+        return (is_kept or is_whole(tensor)) and storage_elements(tensor) <= self.limit
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
         """Store the value of a tensor that has a storage of its own."""
-        size = storage_elements(tensor)
-        if self.follows(tensor) and (self.keeps_all or size <= KNOWN_ELEMENTS):
-            twin = torch.zeros(size, dtype=tensor.dtype)
+        if self.follows(tensor):
+            twin = torch.zeros(storage_elements(tensor), dtype=tensor.dtype)
             twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)
             self._twins[address(tensor)] = twin
 
@@ -98,16 +111,23 @@ class KnownValues:
 
 
 class KnownConstants(TorchFunctionMode):
-    """Makes tensors of numbers that stand in the code on the host, where their values are known.
+    """Makes tensors of numbers that stand in the code on the host, where their values are known, and reads values that are.
 
     Torch makes them on the device of what they meet: a list in an index, as in `tokens[:, [-1, 0]]`, out of the sight of
-    any mode, and `torch.tensor(0.5, device=x.device)` on the meta device, where the number is lost.
+    any mode, and `torch.tensor(0.5, device=x.device)` on the meta device, where the number is lost. `x.numpy()` and a format
+    of a tensor bypass the dispatcher; `read` returns a tensor on the host that they are given instead.
     """
+
+    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._read = read
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _READS and args[0].is_meta:
+            return func(self._read(args[0]), *args[1:], **kwargs)
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             tensor, index, *rest = args
             parts = index if isinstance(index, tuple) else (index,)
@@ -119,6 +139,9 @@ class KnownConstants(TorchFunctionMode):
             if device is not None and torch.device(device).type == "meta":
                 return func(*args, **(kwargs | {"device": _CPU})).to("meta")
         return func(*args, **kwargs)
+
+
+_READS = frozenset((Tensor.numpy, Tensor.__array__, Tensor.__format__))
 
 
 def _is_numbers(part: Any) -> bool:
@@ -133,10 +156,16 @@ def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """Run an operation on tensors of the meta device.
 
     Raises:
-        NotImplementedError: a grouped product of other shapes than forward and backward of experts have.
+        NotImplementedError: nobody has said what shape its results have, or a grouped product has other shapes than forward and
+            backward of experts have.
     """
     if func not in GROUPED_PRODUCTS:
-        return result_shapes.run(func, args, kwargs)
+        try:
+            return result_shapes.run(func, args, kwargs)
+        except RuntimeError as error:
+            if func.namespace == "aten":  # a custom operation without a fake kernel, or whose fake kernel needs values
+                raise
+            raise NotImplementedError(str(error)) from error
     left, right, ends = *args[:2], args[2] if len(args) > 2 else kwargs.get("offs")
     if left.dim() == 2 and right.dim() == 3:  # rows [N, K], sorted by group, with a matrix [K, M] for each group
         return left.new_empty((left.shape[0], right.shape[-1]))
