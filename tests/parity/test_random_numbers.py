@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import Categorical, Gumbel, Normal
+from torch.distributions import Beta, Categorical, Dirichlet, Gamma, Gumbel, Normal
 
 from samestep.building.loss import cross_entropy
 from samestep.datasets import Batch
@@ -55,6 +55,16 @@ class Diffusion(Net):
         noise = torch.randn(h.shape[0], h.shape[1], device=h.device, dtype=h.dtype)
         keep = (1 - time.to(h.dtype) / 10)[:, None]
         return keep.sqrt() * h + (1 - keep).sqrt() * noise
+
+
+class BetaAndGamma(Net):
+    """A Beta variable for each sample, as mixup draws it, and a learned Beta, Gamma and Dirichlet with their gradients."""
+
+    def between(self, h: Tensor) -> Tensor:
+        share = Beta(0.4, 0.4).sample((len(h), 1)).to(h)
+        shape = F.softplus(h) + 0.2
+        learned = Beta(shape, shape.flip(1)).rsample() + Gamma(shape, torch.ones_like(h)).rsample()
+        return share * h + (1 - share) * learned * Dirichlet(shape).rsample() + torch.poisson(shape) * h
 
 
 class StochasticDepth(Net):
@@ -241,6 +251,7 @@ class Recurrent(Blocks):
 EQUAL = [
     *(Autoencoder, Diffusion, StochasticDepth, MaskedParts, NoisyWeights, Choices, Distributions, Behind, TwoViews),
     OneOrder,
+    BetaAndGamma,
 ]
 
 

@@ -152,6 +152,10 @@ GROUPED_PRODUCTS = (torch.ops.aten._grouped_mm.default,)
 """Products of rows with the matrix of their group (expert): torch does not count them, and on meta takes only bf16."""
 
 
+_LIKE_THEIR_OPERAND = (torch.ops.aten._sample_dirichlet.default,)
+"""Operations of which torch does not say that their result has the shape of their operand."""
+
+
 def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on tensors of the meta device.
 
@@ -159,6 +163,8 @@ def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         NotImplementedError: nobody has said what shape its results have, or a grouped product has other shapes than forward and
             backward of experts have.
     """
+    if func in _LIKE_THEIR_OPERAND and args[0].is_meta:
+        return torch.empty_like(args[0])
     if func not in GROUPED_PRODUCTS:
         try:
             return result_shapes.run(func, args, kwargs)

@@ -385,7 +385,7 @@ _ELEMENTWISE = {
     _aten.masked_fill_, _aten.contiguous, _aten.lerp, _aten.lerp_, _aten._prelu_kernel, _aten.log_sigmoid_forward,
     _aten.addcmul, _aten.addcdiv, _aten._conj_physical, _aten.bernoulli, _aten.bernoulli_, _aten.rand_like,
     _aten.randn_like, _aten.randint_like, _aten.uniform_, _aten.normal_, _aten.exponential_, _aten.log_normal_,
-    _aten.cauchy_, _aten.geometric_, _aten.random_,
+    _aten.cauchy_, _aten.geometric_, _aten.random_, _aten._standard_gamma, _aten.poisson, _aten.binomial,
 }  # fmt: skip
 """Elementwise operations that torch does not tag as such; what is random is drawn as a part of the whole."""
 TRIANGLES = (_aten.tril, _aten.triu, _aten.tril_, _aten.triu_)
