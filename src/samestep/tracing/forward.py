@@ -46,6 +46,9 @@ from samestep.tracing.meta_tensors import (
 )
 from samestep.tracing.operations import Recorder, Region
 
+KNOWN_WEIGHTS = 2**26
+"""Code that looks at floating values is run for real in models of at most so many weights, and with drawn scores in larger ones."""
+
 _META = torch.device("meta")
 
 ValueOf = Callable[[str], Tensor]
@@ -113,7 +116,9 @@ class ForwardTracer(DispatchMode):
         self.returned: set[int] = set()
         self.sizes: dict[int, int] = {}
         """Number of elements of each storage."""
-        self.values = KnownValues(keeps_all)
+        self._alive: dict[int, torch.UntypedStorage] = {}
+        size = sum(param.numel() for param in module.parameters())
+        self.values = KnownValues(keeps_all and size <= KNOWN_WEIGHTS, draws=keeps_all and size > KNOWN_WEIGHTS)
         self.replaced: set[str] = set()
         """Weights in whose place a top-most module had another tensor when it was entered."""
         self.varies = ""
@@ -149,7 +154,6 @@ class ForwardTracer(DispatchMode):
         """Whether the operation at hand writes into its operands."""
         self._events = 0
         self._depth = 0
-        self._alive: dict[int, torch.UntypedStorage] = {}
         self._weights = {self.key(tensor) for tensor in (*module.parameters(), *module.buffers())}
         slots = {id(part): part._parameters for part in module.modules() if part._parameters}
         # Identities alone: torch may keep this trace alive, and the model must not live as long.
@@ -254,7 +258,7 @@ class ForwardTracer(DispatchMode):
         if (looks or sizes) and any(tensor.is_meta for tensor in given):
             if not self.has_looked:
                 self.has_looked, self.read_before_look = True, frozenset(self._weights & self.readers.keys())
-            if all(map(self.values.knows, given)):
+            if all(map(self.values.knows, given)) or self.values.draw(given):
                 outcome = self.values.run(func, args, kwargs)
                 return outcome if looks else tree_map_only(Tensor, self.to_meta, outcome)
             if looks or func.overloadpacket not in _PICKING:
@@ -275,7 +279,7 @@ class ForwardTracer(DispatchMode):
         Raises:
             NeedsValuesError: the values are not known.
         """
-        if not all(map(self.values.knows, given)):
+        if not self.values.draw(given):
             raise NeedsValuesError
         self.has_looked, self.varies = True, self.varies or self.innermost or "the model itself"
         return tree_map_only(Tensor, self.to_meta, self.values.run(func, args, kwargs))
@@ -287,7 +291,7 @@ class ForwardTracer(DispatchMode):
             NeedsValuesError: they are not known.
         """
         self.has_looked = True
-        if not self.values.knows(tensor):
+        if not self.values.draw([tensor]):
             raise NeedsValuesError
         return self.values.of(tensor).clone()
 

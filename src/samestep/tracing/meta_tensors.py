@@ -20,7 +20,10 @@ KNOWN_ELEMENTS = 2**20
 KNOWN_TIMES = 4
 """Values of long samples are followed in tensors of so many times their elements: tokens and positions, padded or side by side."""
 
-KNOWN_CONSTANTS = 2**16
+DRAWN_ELEMENTS = 2**22
+"""Values are drawn for tensors of at most so many elements: the scores by which tokens choose experts, not activations."""
+
+KNOWN_CONSTANTS = 2**20
 """Floating values that follow from known ones are followed in tensors of at most so many elements: a mask of ones."""
 
 _CPU = torch.device("cpu")
@@ -33,9 +36,11 @@ class NeedsValuesError(Exception):
 class KnownValues:
     """Values of integer tensors on the meta device: each storage has a flat copy on the CPU, shared by its views."""
 
-    def __init__(self, keeps_all: bool, *, keeps_constants: bool = False) -> None:
+    def __init__(self, keeps_all: bool, *, keeps_constants: bool = False, draws: bool = False) -> None:
         self.keeps_all = keeps_all
         """Whether the values of all tensors are kept, floating ones too."""
+        self.generator = torch.Generator().manual_seed(0) if draws else None
+        """Draws the floating values of which whole numbers are computed, and those that code looks at, where they are not known."""
         self.keeps_constants = keeps_constants
         """Whether floating values are kept that follow from known ones, such as masks and rotary tables."""
         self.limit, self._limit_of_constants = KNOWN_ELEMENTS, KNOWN_CONSTANTS
@@ -74,6 +79,20 @@ class KnownValues:
         twin = self._twins.get(address(tensor))
         return twin is not None and twin.dtype == tensor.dtype
 
+    def draw(self, tensors: list[Tensor]) -> bool:
+        """Draw values for those tensors that have none; return whether all have values now, as small ones do if any are drawn."""
+        unknown = [tensor for tensor in tensors if not self.knows(tensor)]
+        if unknown and (self.generator is None or any(storage_elements(one) > DRAWN_ELEMENTS for one in unknown)):
+            return False
+        for tensor in unknown:
+            size = storage_elements(tensor)
+            if tensor.is_floating_point():
+                twin = torch.randn(size, generator=self.generator).to(tensor.dtype)
+            else:
+                twin = torch.randint(0, 2, (size,), generator=self.generator).to(tensor.dtype)
+            self._twins[address(tensor)] = twin
+        return True
+
     def of(self, tensor: Tensor) -> Tensor:
         """Return the value; writing into it changes the stored value."""
         if not tensor.is_meta:
@@ -93,7 +112,11 @@ class KnownValues:
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if not kept or (is_random and not self.keeps_all):
             return
-        if not all(map(self.knows, given)):
+        if func.overloadpacket in _FILLED and not func._schema.is_mutable:
+            self._fill(func, args, kwargs, outcome)
+            return
+        makes_numbers = any(map(is_whole, kept)) and not func._schema.is_mutable
+        if not all(map(self.knows, given)) and not (makes_numbers and self.draw(given)):
             for tensor in kept if func._schema.is_mutable else ():
                 self.forget(tensor)
             return
@@ -108,6 +131,24 @@ class KnownValues:
             for tensor, real in zip(operands(outcome), operands(value), strict=True):
                 if address(tensor) not in self._twins:
                     self.learn(tensor, real)
+
+
+    def _fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Tensor) -> None:
+        """Learn the elements of a new tensor, which are those of no other tensor, whatever it is like."""
+        number = _FILLED[func.overloadpacket]
+        given = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        value = given["fill_value"] if number is None else number
+        if not isinstance(value, Tensor):
+            self.learn(outcome, torch.full((), value, dtype=outcome.dtype))
+
+
+_aten = torch.ops.aten
+_FILLED = {
+    **dict.fromkeys((_aten.zeros_like, _aten.new_zeros), 0),
+    **dict.fromkeys((_aten.ones_like, _aten.new_ones), 1),
+    **dict.fromkeys((_aten.full_like, _aten.new_full)),
+}
+"""Operations that make a tensor of equal elements like another, and the number that they all have, if it is not given."""
 
 
 class KnownConstants(TorchFunctionMode):

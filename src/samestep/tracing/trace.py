@@ -14,8 +14,9 @@ storage; if another layer reads it, it is passed on (`output_elements` of the ma
 reader), and if autograd keeps it, it is saved once, by the layer that keeps it first.
 
 Code that looks at the values of weights and activations (`x[x > 0]`, the tokens of an expert) is traced with all values
-of the sample and the weights, where these are few enough to run on the CPU once. It may act differently for the next
-sample, so the spec names the module that looks.
+of the sample and the weights, where these are few enough to run on the CPU once. In larger models no value of a weight is made:
+where whole numbers are computed of floating ones (the experts that scores choose), or code looks at one, values are drawn for
+them. Code that looks may act differently for the next sample, so the spec names the module that does.
 """
 
 from __future__ import annotations
@@ -51,14 +52,11 @@ from samestep.tracing.backward import (
     working_sets,
 )
 from samestep.tracing.crossings import with_crossings
-from samestep.tracing.forward import ForwardTracer, ValueOf
-from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
+from samestep.tracing.forward import KNOWN_WEIGHTS, ForwardTracer, ValueOf
+from samestep.tracing.meta_tensors import DRAWN_ELEMENTS, NeedsValuesError, tensors_in
 from samestep.tracing.operations import Recorder
 from samestep.tracing.snapshot import Snapshot
 from samestep.tracing.watched_forward import is_outside, watch_forward
-
-KNOWN_WEIGHTS = 2**26
-"""Code that looks at floating values is run for real in models of at most so many weights."""
 
 
 def model_spec(job: Job, sample: Any) -> ModelSpec:
@@ -100,8 +98,8 @@ def trace(
     try:
         outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
     except NeedsValuesError:
-        if value_of is None or _num_elements(module) > KNOWN_WEIGHTS:
-            raise ModelError(_unseen(name, watch, module)) from None
+        if value_of is None:
+            raise ModelError(_unseen(name, watch)) from None
         looked = watch.innermost or name
         before.restore()  # caches that the first attempt has filled hold no values
         watch = ForwardTracer(module, on_keep, styles or {}, keeps_all=True)
@@ -109,7 +107,7 @@ def trace(
         try:
             outputs = watch_forward(module, sample, num_samples, name, containers, watch, value_of)
         except NeedsValuesError:
-            raise ModelError(_unseen(name, watch, module)) from None
+            raise ModelError(_unseen(name, watch)) from None
     roots = roots_of_loss(outputs, sample, loss)
     has_looked = bool(watch.varies or watch.has_looked)
     unused = idle_weights(module, outputs, roots)
@@ -154,12 +152,13 @@ def _couples_samples(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
-def _unseen(name: str, watch: ForwardTracer, module: nn.Module) -> str:
+def _unseen(name: str, watch: ForwardTracer) -> str:
     """Return the message about code that looks at values that a trace does not have."""
     return (
         f"{name} cannot be traced: {watch.reached} looks at the values of a tensor (as .item(), `if`, x[mask] or a loop over "
-        f"experts do), and the {_num_elements(module):,} weights of a model on the meta device have none; models of up "
-        f"to {KNOWN_WEIGHTS:,} weights are run once to see, and a form that does not look, as torch.where, always works"
+        f"experts do), and the meta device has none; models of up to {KNOWN_WEIGHTS:,} weights are run once to see, larger ones "
+        f"with drawn values of tensors of up to {DRAWN_ELEMENTS:,} elements, and a form that does not look, as torch.where, "
+        "always works"
     )
 
 
