@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from samestep.building.initial_values import blueprint
 from samestep.errors import ModelError
+from samestep.tracing import forward
 from samestep.tracing.trace import trace
 from tests.unit.test_trace import spec_of
 
@@ -107,3 +108,75 @@ def test_autocast_of_the_device_of_a_tensor_is_entered(code: Callable[[Tensor, n
     assert (spec.forward_flops, spec.varies_at) == (2 * 2 * 16, "")
     with pytest.raises(RuntimeError):
         torch.get_autocast_dtype("meta")
+
+
+class Experts(nn.Module):
+    """Sends its rows to the experts that scores choose, in one of the ways in which code does."""
+
+    def __init__(self, how: str, width: int = 8) -> None:
+        super().__init__()
+        self.how, self.router = how, nn.Linear(width, 3, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        weights, chosen = self.router(rows).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(rows)
+        if self.how == "counts":
+            order, counts = chosen.flatten().argsort(stable=True), torch.bincount(chosen.flatten(), minlength=3)
+            parts = (rows[order // 2] * weights.flatten()[order, None]).split(counts.tolist())
+            out = out.index_add(0, order // 2, torch.cat([e(p) for e, p in zip(self.experts, parts, strict=True)]))
+        for k, expert in enumerate(self.experts if self.how != "counts" else ()):
+            if self.how == "nonzero":
+                row, slot = (chosen == k).nonzero(as_tuple=True)
+                if len(row):
+                    out.index_add_(0, row, expert(rows[row]) * weights[row, slot, None])
+            elif (picked := (chosen == k).any(-1)).any():
+                out[picked] = out[picked] + expert(rows[picked]) * (weights * (chosen == k)).sum(-1)[picked][:, None]
+        return out.view(x.shape)
+
+
+class Mixture(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.blocks = nn.ModuleList(Experts(how) for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("how", ["nonzero", "counts", "mask"])
+def test_rows_of_experts_are_traced_without_a_value_of_a_weight(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = torch.arange(24)[None]
+    known = spec_of(lambda: Mixture(how), sample)
+    monkeypatch.setattr(forward, "KNOWN_WEIGHTS", 0)
+    read: list[str] = []
+    plan = blueprint(lambda: Mixture(how), 0)
+    spec = trace(plan.module, sample, "large", lambda name: read.append(name) or plan.materialize(name))  # type: ignore[func-returns-value]
+    assert read == []
+    assert (spec.varies_at, spec.varies_within) == (known.varies_at, True)
+    assert [layer.name for layer in spec.layers] == [layer.name for layer in known.layers]
+    assert [layer.crossing_refusal for layer in spec.layers] == [""] * len(spec.layers)
+    assert spec.params == known.params
+
+
+class Causal(nn.Module):
+    """Looks at a mask that is made of shapes alone, as Transformer-XL does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.linear = nn.Embedding(8, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.linear(self.embed(tokens))
+        mask = x.new_ones(tokens.shape[1], tokens.shape[1]).triu(1).bool()
+        scores = x @ x.mT
+        return (scores.masked_fill(mask, -9.0) if mask.any().item() else scores).softmax(-1) @ x
+
+
+def test_a_look_at_a_mask_of_shapes_varies_nothing() -> None:
+    assert spec_of(Causal, torch.zeros(1, 512, dtype=torch.long)).varies_at == ""

@@ -23,6 +23,9 @@ KNOWN_TIMES = 4
 DRAWN_ELEMENTS = 2**22
 """Values are drawn for tensors of at most so many elements: the scores by which tokens choose experts, not activations."""
 
+DRAWN_IN_ALL = 2**28
+"""Elements after which no more values are drawn in one forward: a GiB of float32."""
+
 KNOWN_CONSTANTS = 2**20
 """Floating values that follow from known ones are followed in tensors of at most so many elements: a mask of ones."""
 
@@ -44,6 +47,7 @@ class KnownValues:
         self.keeps_constants = keeps_constants
         """Whether floating values are kept that follow from known ones, such as masks and rotary tables."""
         self.limit, self._limit_of_constants = KNOWN_ELEMENTS, KNOWN_CONSTANTS
+        self._num_drawn = 0
         self._twins: dict[int, Tensor] = {}
 
     def make_room(self, batch: Any) -> None:
@@ -82,10 +86,12 @@ class KnownValues:
     def draw(self, tensors: list[Tensor]) -> bool:
         """Draw values for those tensors that have none; return whether all have values now, as small ones do if any are drawn."""
         unknown = [tensor for tensor in tensors if not self.knows(tensor)]
-        if unknown and (self.generator is None or any(storage_elements(one) > DRAWN_ELEMENTS for one in unknown)):
+        sizes = [storage_elements(one) for one in unknown]
+        if unknown and (self.generator is None or max(sizes) > DRAWN_ELEMENTS or self._num_drawn > DRAWN_IN_ALL):
             return False
         for tensor in unknown:
             size = storage_elements(tensor)
+            self._num_drawn += size
             if tensor.is_floating_point():
                 twin = torch.randn(size, generator=self.generator).to(tensor.dtype)
             else:
@@ -131,7 +137,6 @@ class KnownValues:
             for tensor, real in zip(operands(outcome), operands(value), strict=True):
                 if address(tensor) not in self._twins:
                     self.learn(tensor, real)
-
 
     def _fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Tensor) -> None:
         """Learn the elements of a new tensor, which are those of no other tensor, whatever it is like."""

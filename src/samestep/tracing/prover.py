@@ -18,10 +18,11 @@ from samestep.tracing.dependence.dependence_rules import assumed, by_map, rule_o
 from samestep.tracing.dependence.dimension_maps import FILLS, attention, is_elementwise
 from samestep.tracing.dependence.independence import Along, Dependence, Dependences, Mixed, joined
 from samestep.tracing.dependence.row_histories import RowHistories
-from samestep.tracing.forward import PACKS, ForwardTracer
+from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import address, operands, written_by
 from samestep.tracing.operation_trial import Given, Outcome, RowsAlong, try_apart, try_sums
 from samestep.tracing.operations import FEW_ELEMENTS
+from samestep.tracing.picked_rows import PACKS
 
 
 class Prover(ForwardTracer):

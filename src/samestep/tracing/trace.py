@@ -131,6 +131,7 @@ def trace(
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
         coupled_modules=_coupled(module),
         varies_at=varies,
+        varies_within=bool(varies) and watch.varies_within,
         picks_at="" if varies else watch.picks,
         differentiates_at=watch.flow_recorder.differentiates_at,
     )
