@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from samestep.building.initial_values import blueprint
 from samestep.errors import ModelError
-from samestep.tracing import forward
+from samestep.tracing import meta_tensors
 from samestep.tracing.trace import trace
 from tests.unit.test_trace import spec_of
 
@@ -153,7 +153,7 @@ class Mixture(nn.Module):
 def test_rows_of_experts_are_traced_without_a_value_of_a_weight(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = torch.arange(24)[None]
     known = spec_of(lambda: Mixture(how), sample)
-    monkeypatch.setattr(forward, "KNOWN_WEIGHTS", 0)
+    monkeypatch.setattr(meta_tensors, "KNOWN_WEIGHTS", 0)
     read: list[str] = []
     plan = blueprint(lambda: Mixture(how), 0)
     spec = trace(plan.module, sample, "large", lambda name: read.append(name) or plan.materialize(name))  # type: ignore[func-returns-value]

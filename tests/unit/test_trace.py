@@ -17,7 +17,7 @@ from samestep.job import Job
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import from_json, to_json
-from samestep.tracing import forward, meta_tensors
+from samestep.tracing import meta_tensors
 from samestep.tracing.trace import model_spec, trace
 
 T, H, V, FF, HEADS, KV = 16, 64, 100, 160, 4, 2
@@ -444,7 +444,7 @@ def test_code_that_looks_at_other_values_is_run_for_real() -> None:
 
 def test_what_no_value_is_drawn_for_is_refused_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = {"x": torch.zeros(1, 4), "counts": torch.tensor([1, 0, 5])}
-    monkeypatch.setattr(forward, "KNOWN_WEIGHTS", 19)
+    monkeypatch.setattr(meta_tensors, "KNOWN_WEIGHTS", 19)
     assert spec_of(lambda: Looks(at_floats=True), sample).varies_at == "linear"
     monkeypatch.setattr(meta_tensors, "DRAWN_ELEMENTS", 0)
     with pytest.raises(

@@ -42,12 +42,10 @@ from samestep.tracing.meta_tensors import (
     run_on_meta,
     storage_elements,
     unwrapped,
+    values_of,
 )
 from samestep.tracing.operations import Recorder, Region, Visit
 from samestep.tracing.picked_rows import PACKS, PickedRows
-
-KNOWN_WEIGHTS = 2**26
-"""Code that looks at floating values is run for real in models of at most so many weights, and with drawn scores in larger ones."""
 
 _META = torch.device("meta")
 
@@ -103,8 +101,7 @@ class ForwardTracer(DispatchMode):
         self.sizes: dict[int, int] = {}
         """Number of elements of each storage."""
         self._alive: dict[int, torch.UntypedStorage] = {}
-        size = sum(param.numel() for param in module.parameters())
-        self.values = KnownValues(keeps_all and size <= KNOWN_WEIGHTS, draws=keeps_all and size > KNOWN_WEIGHTS)
+        self.values = values_of(module, keeps_all=keeps_all)
         self.replaced: set[str] = set()
         """Weights in whose place a top-most module had another tensor when it was entered."""
         self.varies = ""
@@ -133,12 +130,10 @@ class ForwardTracer(DispatchMode):
         """What passes between modules; None before the forward has ended."""
         self.marks: list[tuple[int, str]] = []
         """Autograd's sequence numbers from which on nodes belong to a region."""
-        self._running: list[str] = []
-        self._open: list[Visit] = []
+        self._running, self._open = list[str](), list[Visit]()
         self._calls: Counter[str] = Counter()
-        self._is_within = False
-        self._writes = False
-        """Whether the operation at hand writes into its operands."""
+        self._is_within = self._writes = False
+        """Whether a call of a module with weights runs, and whether the operation at hand writes into its operands."""
         self._events = 0
         self._depth = 0
         self._data = {self.key(param) for param in module.parameters()}

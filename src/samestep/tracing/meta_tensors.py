@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -19,6 +19,9 @@ KNOWN_ELEMENTS = 2**20
 
 KNOWN_TIMES = 4
 """Values of long samples are followed in tensors of so many times their elements: tokens and positions, padded or side by side."""
+
+KNOWN_WEIGHTS = 2**26
+"""Code that looks at floating values is run for real in models of at most so many weights, and with drawn scores in larger ones."""
 
 DRAWN_ELEMENTS = 2**22
 """Values are drawn for tensors of at most so many elements: the scores by which tokens choose experts, not activations."""
@@ -147,6 +150,12 @@ class KnownValues:
             self.learn(outcome, torch.full((), value, dtype=outcome.dtype))
 
 
+def values_of(module: nn.Module, *, keeps_all: bool) -> KnownValues:
+    """Return what a forward of a model knows; with `keeps_all`, all values, or in a large model drawn ones where they are needed."""
+    is_small = sum(param.numel() for param in module.parameters()) <= KNOWN_WEIGHTS
+    return KnownValues(keeps_all and is_small, draws=keeps_all and not is_small)
+
+
 _aten = torch.ops.aten
 _FILLED = {
     **dict.fromkeys((_aten.zeros_like, _aten.new_zeros), 0),
@@ -187,7 +196,7 @@ class KnownConstants(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_READS = frozenset((Tensor.numpy, Tensor.__array__, Tensor.__format__))
+_READS: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__, Tensor.__format__))
 
 
 def _is_numbers(part: Any) -> bool:

@@ -52,8 +52,8 @@ from samestep.tracing.backward import (
     working_sets,
 )
 from samestep.tracing.crossings import with_crossings
-from samestep.tracing.forward import KNOWN_WEIGHTS, ForwardTracer, ValueOf
-from samestep.tracing.meta_tensors import DRAWN_ELEMENTS, NeedsValuesError, tensors_in
+from samestep.tracing.forward import ForwardTracer, ValueOf
+from samestep.tracing.meta_tensors import DRAWN_ELEMENTS, KNOWN_WEIGHTS, NeedsValuesError, tensors_in
 from samestep.tracing.operations import Recorder
 from samestep.tracing.snapshot import Snapshot
 from samestep.tracing.watched_forward import is_outside, watch_forward

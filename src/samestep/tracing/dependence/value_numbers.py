@@ -124,7 +124,7 @@ class ValueNumbers:
         parts = []
         for name, value in _named(func, args, kwargs):
             part = _described(value, keys)
-            if beside and name == "tensors" and _joins_rows(func, args, kwargs, along):
+            if beside and name == "tensors" and isinstance(part, tuple) and _joins_rows(func, args, kwargs, along):
                 part = tuple(dict.fromkeys(part))
             if name not in left_out:
                 parts.append((name, part))
