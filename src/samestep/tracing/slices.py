@@ -182,7 +182,7 @@ class SliceProver(Prover):
         """Return the slice of a tensor that has a row for each token of the whole sequence."""
         part = whole.narrow(dim, self.whole - self.size, self.size).clone()
         with _disable_current_modes():
-            self.numbers.name(part, "rows", dim, self.numbers.of(whole))
+            self.numbers.take_rows(part, whole, dim)
             self.learn(part, Along(dim, 1, 0))
         return part
 

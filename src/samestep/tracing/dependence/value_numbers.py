@@ -75,6 +75,13 @@ class ValueNumbers:
         if where:
             self.computed.append((self._of[key], where))
 
+    def take_rows(self, part: Tensor, whole: Tensor, dim: int) -> None:
+        """Set the number of some rows of a tensor, which is that of the tensor itself: each row stays what it was."""
+        if whole.is_contiguous() and whole.numel() * whole.element_size() == whole.untyped_storage().nbytes():
+            self._of[self._key_of(part)] = self._of_storage(self._key_of(whole))
+        else:
+            self.name(part, "rows", dim, self.of(whole))
+
     def of(self, tensor: Tensor) -> Hashable:
         """Return what identifies the value of a tensor, which may be a view."""
         return _key(self._seen(tensor), is_elementwise=False, aligned=None)
@@ -174,7 +181,7 @@ def _key(one: Operand, is_elementwise: bool, aligned: int | None) -> Hashable:
         if one.is_uniform:
             dims, offset = () if is_elementwise else tuple((extent, -1) for extent, _ in dims), (0,)
     dims = tuple((extent, step) for extent, step in dims if extent > 1 and (step or not is_elementwise))
-    return one.number, one.tensor.dtype, dims, offset, one.takes_gradient
+    return one.number, one.tensor.dtype, dims, offset if any(offset) else (), one.takes_gradient
 
 
 def _aligned(
