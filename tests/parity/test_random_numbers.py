@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import Categorical, Gumbel, Normal
+from torch.distributions import Beta, Categorical, Dirichlet, Gamma, Gumbel, Normal
 
 from samestep.building.loss import cross_entropy
 from samestep.datasets import Batch
@@ -55,6 +55,16 @@ class Diffusion(Net):
         noise = torch.randn(h.shape[0], h.shape[1], device=h.device, dtype=h.dtype)
         keep = (1 - time.to(h.dtype) / 10)[:, None]
         return keep.sqrt() * h + (1 - keep).sqrt() * noise
+
+
+class BetaAndGamma(Net):
+    """A Beta variable for each sample, as mixup draws it, and a learned Beta, Gamma and Dirichlet with their gradients."""
+
+    def between(self, h: Tensor) -> Tensor:
+        share = Beta(0.4, 0.4).sample((len(h), 1)).to(h)
+        shape = F.softplus(h) + 0.2
+        learned = Beta(shape, shape.flip(1)).rsample() + Gamma(shape, torch.ones_like(h)).rsample()
+        return share * h + (1 - share) * learned * Dirichlet(shape).rsample() + torch.poisson(shape) * h
 
 
 class StochasticDepth(Net):
@@ -161,9 +171,9 @@ class Seeded(Net):
             return h + torch.randn(8, dtype=h.dtype)
 
 
-class Poisson(Net):
+class Binomial(Net):
     def between(self, h: Tensor) -> Tensor:
-        return h + torch.poisson(h.detach().abs())
+        return h + torch.binomial(h.detach().abs().round(), torch.full_like(h, 0.5))
 
 
 def noisy_loss(outputs: Any, batch: Any) -> Any:
@@ -241,6 +251,7 @@ class Recurrent(Blocks):
 EQUAL = [
     *(Autoencoder, Diffusion, StochasticDepth, MaskedParts, NoisyWeights, Choices, Distributions, Behind, TwoViews),
     OneOrder,
+    BetaAndGamma,
 ]
 
 
@@ -289,7 +300,7 @@ def test_a_data_set_that_seeds_the_generator_of_the_process_disturbs_no_numbers(
         (OtherRows, "samples influence each other"),
         (OwnGenerator, "randn draws from a generator of its own"),
         (Seeded, "randn: the forward seeds the generator itself, .* as a buffer, work"),
-        (Poisson, "poisson: its random numbers would differ between layouts"),
+        (Binomial, "binomial: its random numbers would differ between layouts"),
     ],
 )
 def test_what_would_differ_is_refused_by_name(build: type[nn.Module], words: str) -> None:

@@ -100,6 +100,15 @@ def weights_of_each_sample(net: Language, x: Tensor) -> Tensor:
     return torch.einsum("btd,bde->bte", x, torch.tanh(net.mix(x).mT @ x))
 
 
+def values_of_a_table(net: Language, x: Tensor) -> Tensor:
+    """Look a number up for each sample, in all the ways in which code for diffusion does."""
+    table = torch.linspace(0.1, 1.0, 5, device=x.device, dtype=x.dtype)
+    chosen = (x.sum((1, 2)) > 0).long() + 2 * (x[:, 0].sum(-1) > 0)
+    of_rows = table.expand(len(x), -1).gather(1, chosen[:, None])[:, 0]
+    found = table.gather(-1, chosen) * torch.take(table, chosen) + table.take_along_dim(chosen, 0) * of_rows
+    return net.mix(x) * (found + table.index_select(0, chosen) * table[chosen])[:, None, None]
+
+
 def minus_the_batch(net: Language, x: Tensor) -> Tensor:
     return net.mix(x) - x.mean(0, keepdim=True)
 
@@ -133,6 +142,10 @@ def normalised_over_all(net: Language, x: Tensor) -> Tensor:
     return F.normalize(net.mix(x).flatten(0, 1), dim=0).view(x.shape)
 
 
+def chosen_over_the_batch(net: Language, x: Tensor) -> Tensor:
+    return net.mix(x) + x.sum((1, 2)).gather(0, x.sum((1, 2)).argmax().expand(len(x)))[:, None, None]
+
+
 def ranked_over_the_batch(net: Language, x: Tensor) -> Tensor:
     return torch.tanh(net.mix(x)) * x.sum((1, 2)).sort().values[:, None, None]
 
@@ -160,12 +173,12 @@ def the_first_sample_is_cleared(net: Language, x: Tensor) -> Tensor:
 EQUAL = [
     samples_second, two_views, all_tokens_as_rows, tokens_before_samples_as_rows, dropped_weights, one_after_the_other,
     written_one_by_one, experts_by_masks, experts_by_order, its_own_last_token, statistics_of_each_sample, repeated_samples,
-    weights_of_each_sample, samples_in_chunks, the_first_sample_is_kept,
+    weights_of_each_sample, samples_in_chunks, the_first_sample_is_kept, values_of_a_table,
 ]  # fmt: skip
 COUPLED = {
     minus_the_batch: "mean", deviation_of_the_batch: "var|std", the_next_sample: "add",
     attention_between_samples: "attention", a_capacity: "cumsum", best_of_the_batch: "topk", normalised_over_all: "norm",
-    ranked_over_the_batch: "sort", other_code_for_the_second_half: "tanh|addmm", the_first_sample_is_cleared: "copy_|fill_",
+    ranked_over_the_batch: "sort", chosen_over_the_batch: "gather|argmax", other_code_for_the_second_half: "tanh|addmm", the_first_sample_is_cleared: "copy_|fill_",
 }  # fmt: skip
 MODELS |= {f"between {part.__name__}": lambda part=part: Language(part) for part in (*EQUAL, *COUPLED)}
 LAYOUTS = ["dp=2", "dp=1 microbatch=1", "dp=2 zero=3 microbatch=2"]

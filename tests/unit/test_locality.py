@@ -191,7 +191,10 @@ LOCAL: dict[str, Any] = {
     "in chunks": functools.partial(Odd, in_chunks),
     "written in chunks": functools.partial(Odd, written_in_chunks),
     "constants of every token": functools.partial(Odd, lambda x: x + torch.ones_like(x) * torch.zeros(x.shape[1], 1)),
-    **{name: MODELS[name] for name in ("llama", "qwen3", "gpt2", "deep_gemma", "deep_granite", "dropping_attentive")},
+    **{
+        name: MODELS[name]
+        for name in ("llama", "qwen3", "gpt2", "deep_gemma", "deep_granite", "dropping_attentive", "mixtral_balanced")
+    },
 }
 
 

@@ -17,7 +17,7 @@ from samestep.job import Job
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import from_json, to_json
-from samestep.tracing import trace as traces
+from samestep.tracing import meta_tensors
 from samestep.tracing.trace import model_spec, trace
 
 T, H, V, FF, HEADS, KV = 16, 64, 100, 160, 4, 2
@@ -499,10 +499,14 @@ def test_code_that_looks_at_other_values_is_run_for_real() -> None:
     assert spec_of(Looks, sample).varies_at == ""
 
 
-def test_a_model_too_large_to_run_is_refused_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_value_is_drawn_for_is_refused_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = {"x": torch.zeros(1, 4), "counts": torch.tensor([1, 0, 5])}
-    monkeypatch.setattr(traces, "KNOWN_WEIGHTS", 19)
-    with pytest.raises(ModelError, match=r"at linear looks at the values.*the 20 weights.*up to 19 weights"):
+    monkeypatch.setattr(meta_tensors, "KNOWN_WEIGHTS", 19)
+    assert spec_of(lambda: Looks(at_floats=True), sample).varies_at == "linear"
+    monkeypatch.setattr(meta_tensors, "DRAWN_ELEMENTS", 0)
+    with pytest.raises(
+        ModelError, match=r"at linear looks at the values.*models of up to .* weights are run once to see"
+    ):
         spec_of(lambda: Looks(at_floats=True), sample)
 
 

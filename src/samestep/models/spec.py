@@ -68,6 +68,8 @@ class ModelSpec:
     """What no rule shows: operations that a trial on drawn values has passed, and what must be tried on real ones."""
     varies_at: str = ""
     """Path of a module whose shapes or branches depend on values and may differ between samples; empty if none."""
+    varies_within: bool = False
+    """Whether these shapes and branches stay within calls of modules, so that what blocks pass to each other does not vary."""
     picks_at: str = ""
     """Path of a module whose code works on rows that integers of the sample pick, so many as these say; empty if none does."""
     differentiates_at: str = ""

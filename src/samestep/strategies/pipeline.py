@@ -61,7 +61,7 @@ def refusal(step: StepSpec) -> str | None:
             f"schedule={layout.schedule} takes the backward of linear layers apart, and run.compile = 'blocks' makes one "
             "graph of a block: schedule=1f1b works, and so does run.compile = 'none'"
         )
-    if step.model.varies_at:
+    if step.model.varies_at and not step.model.varies_within:
         varies = f"stages send tensors of one shape, and shapes at {step.model.varies_at} depend on values"
         return f"pp={layout.pp}: {varies}: pp=1 works"
     if layout.pp * layout.virtual_stages > num_starts(step.model, layout.tp > 1):

@@ -21,7 +21,8 @@ from samestep.models.layer_spec import BeginsStage, LayerSpec
 from samestep.models.param_spec import Use
 from samestep.models.spec import ModelSpec, is_below
 from samestep.tracing.crossings import beginnings
-from samestep.tracing.forward import ForwardTracer, Visit
+from samestep.tracing.forward import ForwardTracer
+from samestep.tracing.operations import Visit
 
 
 @dataclass(slots=True)

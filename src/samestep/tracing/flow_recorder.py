@@ -116,14 +116,15 @@ class FlowRecorder(TorchFunctionMode):
         self.is_random = False
         """Whether the event that runs has drawn random numbers."""
 
-    def pick(self) -> bool:
-        """Note that rows which values pick are worked on now; return whether an event does it, and not every stage for itself."""
-        running = self._running
-        if not self._is_active or running is None or running.number < 0:
-            return False
-        if self._picks_from is None:
-            self._picks_from = running.number
-        return True
+    def picks(self) -> bool:
+        """Return whether an event works on the rows that are at hand, and not every stage for itself."""
+        return self._is_active and self._running is not None and self._running.number >= 0
+
+    def pick(self) -> None:
+        """Note that the event at hand passes rows on which values pick."""
+        if self.picks() and self._picks_from is None:
+            assert self._running is not None
+            self._picks_from = self._running.number
 
     @contextmanager
     def over(self, module: nn.Module, is_outside: Callable[[str], bool]) -> Iterator[None]:

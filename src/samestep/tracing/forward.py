@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -35,7 +34,6 @@ from samestep.tracing.flow import Flow, makes_event
 from samestep.tracing.flow_recorder import FlowRecorder
 from samestep.tracing.meta_tensors import (
     GROUPED_PRODUCTS,
-    KNOWN_ELEMENTS,
     KnownValues,
     NeedsValuesError,
     address,
@@ -45,27 +43,15 @@ from samestep.tracing.meta_tensors import (
     storage_elements,
     tensors_in,
     unwrapped,
+    values_of,
 )
-from samestep.tracing.operations import Recorder, Region
+from samestep.tracing.operations import Recorder, Region, Visit
+from samestep.tracing.picked_rows import PACKS, PickedRows
 
 _META = torch.device("meta")
 
 ValueOf = Callable[[str], Tensor]
 """Returns the value of the buffer or parameter of this name."""
-
-
-@dataclass(slots=True)
-class Visit:
-    """One call of a module."""
-
-    region: str
-    """The call of a top-most module with weights that is the newest then."""
-    entered: int
-    """When it starts, as a count of entries and exits of modules."""
-    is_within: bool
-    """Whether it is a part of that call, and not of the model's own code behind it."""
-    left: int = 0
-    """When it ends."""
 
 
 class ForwardTracer(DispatchMode):
@@ -115,17 +101,19 @@ class ForwardTracer(DispatchMode):
         self.returned: set[int] = set()
         self.sizes: dict[int, int] = {}
         """Number of elements of each storage."""
-        self.values = KnownValues(keeps_all)
+        self._alive: dict[int, torch.UntypedStorage] = {}
+        self.values = values_of(module, keeps_all=keeps_all)
         self.replaced: set[str] = set()
         """Weights in whose place a top-most module had another tensor when it was entered."""
         self.varies = ""
         """Path of a module whose code may act differently, or make another shape, for other values."""
+        self.varies_within = True
+        """Whether what follows from values of weights, or of floating inputs, stays within calls of modules."""
         self.picks = ""
         """Path of the first module whose code works on rows that values of the sample pick: other samples may have more."""
         self.picks_none = False
         """Whether the sample has no such row, so that what is done to them cannot be seen."""
-        self._picked: set[int] = set()
-        """Storages whose shapes follow from the values of the sample."""
+        self._picked = PickedRows(self.key)
         self.has_looked = False
         """Whether its code looks at values: with others it may use other weights."""
         self.read_before_look = frozenset[int]()
@@ -143,15 +131,14 @@ class ForwardTracer(DispatchMode):
         """What passes between modules; None before the forward has ended."""
         self.marks: list[tuple[int, str]] = []
         """Autograd's sequence numbers from which on nodes belong to a region."""
-        self._running: list[str] = []
-        self._open: list[Visit] = []
+        self._running, self._open = list[str](), list[Visit]()
         self._calls: Counter[str] = Counter()
-        self._is_within = False
-        self._writes = False
-        """Whether the operation at hand writes into its operands."""
+        self._is_within = self._writes = False
+        """Whether a call of a module with weights runs, and whether the operation at hand writes into its operands."""
         self._events = 0
         self._depth = 0
-        self._alive: dict[int, torch.UntypedStorage] = {}
+        self._data = {self.key(param) for param in module.parameters()}
+        """Storages of weights, of floating inputs, and of what is computed of them."""
         self._weights = {self.key(tensor) for tensor in (*module.parameters(), *module.buffers())}
         slots = {id(part): part._parameters for part in module.modules() if part._parameters}
         # Identities alone: torch may keep this trace alive, and the model must not live as long.
@@ -179,6 +166,7 @@ class ForwardTracer(DispatchMode):
         given = [tensor for tensor in given if tensor.is_meta]
         self.flow_recorder.is_random |= torch.Tag.nondeterministic_seeded in func.tags
         self._writes = func._schema.is_mutable
+        self._data |= {self.key(one) for one in written} if any(self.key(one) in self._data for one in given) else set()
         self._follow_picks(func, args, given, written)
         self.record(given, written, flops, None if flops is None else self._product(func, args, outcome, flops))
         if self.recorder is not None:
@@ -186,15 +174,13 @@ class ForwardTracer(DispatchMode):
         return outcome
 
     def _follow_picks(self, func: Any, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor]) -> None:
-        """Note the tensors whose shapes follow from the values of the sample, and the first event that meets one."""
-        begins = _finds(func, args)
-        if not begins and not any(self.key(tensor) in self._picked for tensor in given):
-            return
-        if not self._writes:
-            self._picked |= {self.key(tensor) for tensor in made if tensor.dim()}
-        if self.flow_recorder.pick():
+        """Note the first event that works on rows which values pick, and whether it passes them on."""
+        if self._picked.follow(func, args, given, made) and self.flow_recorder.picks():
             self.picks = self.picks or self.innermost
             self.picks_none |= any(tensor.numel() == 0 for tensor in made)
+            if not self._depth:
+                self.varies_within = False
+                self.flow_recorder.pick()
 
     @property
     def where(self) -> str:
@@ -254,9 +240,8 @@ class ForwardTracer(DispatchMode):
         looks = leaves or torch.Tag.data_dependent_output in func.tags
         sizes = torch.Tag.dynamic_output_shape in func.tags
         if (looks or sizes) and any(tensor.is_meta for tensor in given):
-            if not self.has_looked:
-                self.has_looked, self.read_before_look = True, frozenset(self._weights & self.readers.keys())
-            if all(map(self.values.knows, given)):
+            self._look(given)
+            if all(map(self.values.knows, given)) or self.values.draw(given):
                 outcome = self.values.run(func, args, kwargs)
                 return outcome if looks else tree_map_only(Tensor, self.to_meta, outcome)
             if looks or func.overloadpacket not in _PICKING:
@@ -264,9 +249,42 @@ class ForwardTracer(DispatchMode):
             picks = operands(args[1])
             if any(pick.dtype in (torch.bool, torch.uint8) for pick in picks):
                 return self._pick(func, args[0], picks, args[1:])
-        outcome = run_on_meta(func, args, kwargs)
+        try:
+            outcome = run_on_meta(func, args, kwargs)
+        except NotImplementedError:
+            return self._run_on_values(func, given, args, kwargs)
         self.values.follow(func, given, args, kwargs, outcome)
         return outcome
+
+    def _look(self, given: list[Tensor]) -> None:
+        """Note that code looks at values, and whether it does so between calls of modules."""
+        if not self.has_looked:
+            self.has_looked, self.read_before_look = True, frozenset(self._weights & self.readers.keys())
+        if not self._depth and any(self.key(tensor) in self._data for tensor in given if tensor.is_meta):
+            self.varies_within = False
+
+    def _run_on_values(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the results of an operation of which nobody has said what shape they have without values.
+
+        Raises:
+            NeedsValuesError: the values are not known.
+        """
+        if not self.values.draw(given):
+            raise NeedsValuesError
+        self._look(given)
+        self.varies = self.varies or self.innermost or "the model itself"
+        return tree_map_only(Tensor, self.to_meta, self.values.run(func, args, kwargs))
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the values of a tensor that code reads.
+
+        Raises:
+            NeedsValuesError: they are not known.
+        """
+        self._look([tensor])
+        if not self.values.draw([tensor]):
+            raise NeedsValuesError
+        return self.values.of(tensor).clone()
 
     def _pack(self, func: Any, tensor: Tensor, lengths: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         """Return the rows of padded sequences that are there, and on the host how many there are at each time.
@@ -276,9 +294,8 @@ class ForwardTracer(DispatchMode):
         """
         if not self.values.knows(lengths):
             raise NeedsValuesError
-        if not self.has_looked:
-            self.has_looked, self.read_before_look = True, frozenset(self._weights & self.readers.keys())
-        self.varies = self.varies or self.innermost
+        self._look([lengths])
+        self.varies, self.varies_within = self.varies or self.innermost or "the model itself", False
         is_known = self.values.knows(tensor)
         given = self.values.of(tensor) if is_known else torch.zeros(tensor.shape, dtype=tensor.dtype)
         rows, sizes = func(given, self.values.of(lengths), *rest)
@@ -371,6 +388,14 @@ class ForwardTracer(DispatchMode):
         """Return the batch that the forward is given, on the meta device."""
         return batch
 
+    def copies_of(self, sample: Any, count: int) -> Any:
+        """Return `count` copies of a sample as a batch on the meta device."""
+        copies = tree_map_only(Tensor, lambda one: torch.cat([one] * count) if one.dim() else one, sample)
+        self.values.make_room(copies)
+        batch = tree_map_only(Tensor, self.to_meta, copies)
+        self._data |= {self.key(one) for one in tree_leaves(batch) if isinstance(one, Tensor) and not is_whole(one)}
+        return batch
+
     def to_meta(self, real: Tensor) -> Tensor:
         """Return a meta tensor for a real one, whose integer values stay known."""
         if real.is_meta:
@@ -453,12 +478,15 @@ class ForwardTracer(DispatchMode):
         self._running.pop()
         self._open.pop().left = self._events
         self._depth -= not outside
+        if not self._depth and self._picked.holds(output):
+            self.varies_within = False
+            self.flow_recorder.pick()
 
     @contextmanager
     def knowing(self, module: nn.Module, value_of: ValueOf | None) -> Iterator[None]:
         """Make the module's tensors of integers, or all of its tensors, known while a forward runs inside."""
         for one in tensors_of(module):
-            is_wanted = self.values.keeps_all or (is_whole(one.tensor) and one.tensor.numel() <= KNOWN_ELEMENTS)
+            is_wanted = self.values.keeps_all or (is_whole(one.tensor) and one.tensor.numel() <= self.values.limit)
             if value_of is not None and is_wanted:
                 with suppress(ModelError):
                     self.values.learn(one.tensor, value_of(one.name))
@@ -466,23 +494,10 @@ class ForwardTracer(DispatchMode):
         self.values = KnownValues(keeps_all=False)
 
 
-def _finds(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether the shape of an operation's result follows from values, as that of `x[mask]` does."""
-    if torch.Tag.dynamic_output_shape not in func.tags:
-        return False
-    if func.overloadpacket is torch.ops.aten.index:
-        return any(pick.dtype in (torch.bool, torch.uint8) for pick in operands(args[1]))
-    return func.overloadpacket not in _OF_GIVEN_SIZE or len(args) < 2 or args[-1] is None
-
-
-PACKS = frozenset((torch.ops.aten._pack_padded_sequence,))
-"""Operations that are given a tensor on the host beside one on the device."""
 _PICKING = (torch.ops.aten.index, torch.ops.aten.masked_select)
 """`tensor[picks]`: with integer picks the shape of the result is known without values, with a mask it is not."""
 
 
-_OF_GIVEN_SIZE = (torch.ops.aten.one_hot, torch.ops.aten.bincount)
-"""Operations whose last argument is the number of classes that the result has a place for."""
 _PLAIN = (torch.ops.aten.mm, torch.ops.aten.addmm)
 _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 _ADDING = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)

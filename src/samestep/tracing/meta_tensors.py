@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.tracing import result_shapes
 
 KNOWN_ELEMENTS = 2**20
 """Integers are followed in tensors of at most so many elements: tokens and positions, not masks of pairs."""
 
-KNOWN_CONSTANTS = 2**16
+KNOWN_TIMES = 4
+"""Values of long samples are followed in tensors of so many times their elements: tokens and positions, padded or side by side."""
+
+KNOWN_WEIGHTS = 2**26
+"""Code that looks at floating values is run for real in models of at most so many weights, and with drawn scores in larger ones."""
+
+DRAWN_ELEMENTS = 2**22
+"""Values are drawn for tensors of at most so many elements: the scores by which tokens choose experts, not activations."""
+
+DRAWN_IN_ALL = 2**28
+"""Elements after which no more values are drawn in one forward: a GiB of float32."""
+
+KNOWN_CONSTANTS = 2**20
 """Floating values that follow from known ones are followed in tensors of at most so many elements: a mask of ones."""
 
 _CPU = torch.device("cpu")
@@ -30,23 +42,36 @@ class NeedsValuesError(Exception):
 class KnownValues:
     """Values of integer tensors on the meta device: each storage has a flat copy on the CPU, shared by its views."""
 
-    def __init__(self, keeps_all: bool, *, keeps_constants: bool = False) -> None:
+    def __init__(self, keeps_all: bool, *, keeps_constants: bool = False, draws: bool = False) -> None:
         self.keeps_all = keeps_all
         """Whether the values of all tensors are kept, floating ones too."""
+        self.generator = torch.Generator().manual_seed(0) if draws else None
+        """Draws the floating values of which whole numbers are computed, and those that code looks at, where they are not known."""
         self.keeps_constants = keeps_constants
         """Whether floating values are kept that follow from known ones, such as masks and rotary tables."""
+        self.limit, self._limit_of_constants = KNOWN_ELEMENTS, KNOWN_CONSTANTS
+        self._num_drawn = 0
         self._twins: dict[int, Tensor] = {}
 
+    def make_room(self, batch: Any) -> None:
+        """Keep values in tensors as large as those of a batch, whatever the length of its samples."""
+        sizes = [
+            leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and not leaf.is_floating_point()
+        ]
+        room = KNOWN_TIMES * max(sizes, default=0)
+        self.limit, self._limit_of_constants = max(KNOWN_ELEMENTS, room), max(KNOWN_CONSTANTS, room)
+
     def follows(self, tensor: Tensor) -> bool:
-        """Return whether values of tensors of this dtype are kept."""
-        is_kept = self.keeps_all or self.keeps_constants or tensor.numel() <= KNOWN_CONSTANTS
-        return tensor.is_meta and (is_kept or is_whole(tensor))
+        """Return whether the values of a tensor of this dtype and size are kept."""
+        if self.keeps_all or not tensor.is_meta:
+            return tensor.is_meta
+        is_kept = self.keeps_constants or tensor.numel() <= self._limit_of_constants
+        return (is_kept or is_whole(tensor)) and storage_elements(tensor) <= self.limit
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
         """Store the value of a tensor that has a storage of its own."""
-        size = storage_elements(tensor)
-        if self.follows(tensor) and (self.keeps_all or size <= KNOWN_ELEMENTS):
-            twin = torch.zeros(size, dtype=tensor.dtype)
+        if self.follows(tensor):
+            twin = torch.zeros(storage_elements(tensor), dtype=tensor.dtype)
             twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)
             self._twins[address(tensor)] = twin
 
@@ -60,6 +85,22 @@ class KnownValues:
             return True
         twin = self._twins.get(address(tensor))
         return twin is not None and twin.dtype == tensor.dtype
+
+    def draw(self, tensors: list[Tensor]) -> bool:
+        """Draw values for those tensors that have none; return whether all have values now, as small ones do if any are drawn."""
+        unknown = [tensor for tensor in tensors if not self.knows(tensor)]
+        sizes = [storage_elements(one) for one in unknown]
+        if unknown and (self.generator is None or max(sizes) > DRAWN_ELEMENTS or self._num_drawn > DRAWN_IN_ALL):
+            return False
+        for tensor in unknown:
+            size = storage_elements(tensor)
+            self._num_drawn += size
+            if tensor.is_floating_point():
+                twin = torch.randn(size, generator=self.generator).to(tensor.dtype)
+            else:
+                twin = torch.randint(0, 2, (size,), generator=self.generator).to(tensor.dtype)
+            self._twins[address(tensor)] = twin
+        return True
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the value; writing into it changes the stored value."""
@@ -80,7 +121,11 @@ class KnownValues:
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if not kept or (is_random and not self.keeps_all):
             return
-        if not all(map(self.knows, given)):
+        if func.overloadpacket in _FILLED and not func._schema.is_mutable:
+            self._fill(func, args, kwargs, outcome)
+            return
+        makes_numbers = any(map(is_whole, kept)) and not func._schema.is_mutable
+        if not all(map(self.knows, given)) and not (makes_numbers and self.draw(given)):
             for tensor in kept if func._schema.is_mutable else ():
                 self.forget(tensor)
             return
@@ -96,18 +141,48 @@ class KnownValues:
                 if address(tensor) not in self._twins:
                     self.learn(tensor, real)
 
+    def _fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Tensor) -> None:
+        """Learn the elements of a new tensor, which are those of no other tensor, whatever it is like."""
+        number = _FILLED[func.overloadpacket]
+        given = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        value = given["fill_value"] if number is None else number
+        if not isinstance(value, Tensor):
+            self.learn(outcome, torch.full((), value, dtype=outcome.dtype))
+
+
+def values_of(module: nn.Module, *, keeps_all: bool) -> KnownValues:
+    """Return what a forward of a model knows; with `keeps_all`, all values, or in a large model drawn ones where they are needed."""
+    is_small = sum(param.numel() for param in module.parameters()) <= KNOWN_WEIGHTS
+    return KnownValues(keeps_all and is_small, draws=keeps_all and not is_small)
+
+
+_aten = torch.ops.aten
+_FILLED = {
+    **dict.fromkeys((_aten.zeros_like, _aten.new_zeros), 0),
+    **dict.fromkeys((_aten.ones_like, _aten.new_ones), 1),
+    **dict.fromkeys((_aten.full_like, _aten.new_full)),
+}
+"""Operations that make a tensor of equal elements like another, and the number that they all have, if it is not given."""
+
 
 class KnownConstants(TorchFunctionMode):
-    """Makes tensors of numbers that stand in the code on the host, where their values are known.
+    """Makes tensors of numbers that stand in the code on the host, where their values are known, and reads values that are.
 
     Torch makes them on the device of what they meet: a list in an index, as in `tokens[:, [-1, 0]]`, out of the sight of
-    any mode, and `torch.tensor(0.5, device=x.device)` on the meta device, where the number is lost.
+    any mode, and `torch.tensor(0.5, device=x.device)` on the meta device, where the number is lost. `x.numpy()` and a format
+    of a tensor bypass the dispatcher; `read` returns a tensor on the host that they are given instead.
     """
+
+    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._read = read
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _READS and args[0].is_meta:
+            return func(self._read(args[0]), *args[1:], **kwargs)
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             tensor, index, *rest = args
             parts = index if isinstance(index, tuple) else (index,)
@@ -121,6 +196,9 @@ class KnownConstants(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_READS: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__, Tensor.__format__))
+
+
 def _is_numbers(part: Any) -> bool:
     return isinstance(part, list) and bool(part) and all(isinstance(one, bool | int) for one in part)
 
@@ -129,14 +207,26 @@ GROUPED_PRODUCTS = (torch.ops.aten._grouped_mm.default,)
 """Products of rows with the matrix of their group (expert): torch does not count them, and on meta takes only bf16."""
 
 
+_LIKE_THEIR_OPERAND = (torch.ops.aten._sample_dirichlet.default,)
+"""Operations of which torch does not say that their result has the shape of their operand."""
+
+
 def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on tensors of the meta device.
 
     Raises:
-        NotImplementedError: a grouped product of other shapes than forward and backward of experts have.
+        NotImplementedError: nobody has said what shape its results have, or a grouped product has other shapes than forward and
+            backward of experts have.
     """
+    if func in _LIKE_THEIR_OPERAND and args[0].is_meta:
+        return torch.empty_like(args[0])
     if func not in GROUPED_PRODUCTS:
-        return result_shapes.run(func, args, kwargs)
+        try:
+            return result_shapes.run(func, args, kwargs)
+        except RuntimeError as error:
+            if func.namespace == "aten":  # a custom operation without a fake kernel, or whose fake kernel needs values
+                raise
+            raise NotImplementedError(str(error)) from error
     left, right, ends = *args[:2], args[2] if len(args) > 2 else kwargs.get("offs")
     if left.dim() == 2 and right.dim() == 3:  # rows [N, K], sorted by group, with a matrix [K, M] for each group
         return left.new_empty((left.shape[0], right.shape[-1]))

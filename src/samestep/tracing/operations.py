@@ -86,6 +86,20 @@ class Region:
     """Storages written by matrix products, convolutions and attention."""
 
 
+@dataclass(slots=True)
+class Visit:
+    """One call of a module."""
+
+    region: str
+    """The call of a top-most module with weights that is the newest then."""
+    entered: int
+    """When it starts, as a count of entries and exits of modules."""
+    is_within: bool
+    """Whether it is a part of that call, and not of the model's own code behind it."""
+    left: int = 0
+    """When it ends."""
+
+
 class Recorder:
     """Records the operations of a forward, in order."""
 

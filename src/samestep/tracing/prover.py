@@ -15,13 +15,14 @@ from samestep.models.analysis import ExpertModules
 from samestep.tracing import experts as experts_module
 from samestep.tracing.dependence.calls import Call, nothing_known
 from samestep.tracing.dependence.dependence_rules import assumed, by_map, rule_of
-from samestep.tracing.dependence.dimension_maps import FILLS, TRIANGLES, attention, is_elementwise
+from samestep.tracing.dependence.dimension_maps import FILLS, attention, is_elementwise
 from samestep.tracing.dependence.independence import Along, Dependence, Dependences, Mixed, joined
 from samestep.tracing.dependence.row_histories import RowHistories
-from samestep.tracing.forward import PACKS, ForwardTracer
+from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import address, operands, written_by
 from samestep.tracing.operation_trial import Given, Outcome, RowsAlong, try_apart, try_sums
 from samestep.tracing.operations import FEW_ELEMENTS
+from samestep.tracing.picked_rows import PACKS
 
 
 class Prover(ForwardTracer):
@@ -41,8 +42,6 @@ class Prover(ForwardTracer):
         """Paths of modules whose code looked at a value that depends on rows."""
         self.tried: list[str] = []
         """What is used because a trial has passed, or is assumed, as text."""
-        self.calls: list[tuple[str, ...]] = []
-        """Elementwise operations that met rows, with the numbers that the code gave them."""
         self.histories = RowHistories(num_rows)
         """What is computed for some rows alone."""
         self._of_rows: Dependence = None
@@ -257,23 +256,26 @@ class Prover(ForwardTracer):
         if met and torch.Tag.data_dependent_output in func.tags:
             self.reads.append(self.where)
         if packet in FILLS or (torch.Tag.nondeterministic_seeded in func.tags and _draws(func, met)):
-            self._record_numbers(func, args, kwargs)
-            self._uniform |= {self.key(tensor) for tensor in results}
+            self._note_uniform(results, is_uniform=True, writes=writes)
             self._learn_constants(results)
             if writes:
                 self._note_rows(func, args, kwargs, results)
             return
         elementwise = is_elementwise(func)
         if not met:
-            if given and elementwise and all(self.key(tensor) in self._uniform for tensor in given):
-                self._uniform |= {self.key(tensor) for tensor in results}
-            elif writes:
-                self._uniform -= {self.key(tensor) for tensor in results}
+            is_uniform = bool(given) and elementwise and all(self.key(tensor) in self._uniform for tensor in given)
+            if is_uniform or writes:
+                self._note_uniform(results, is_uniform=is_uniform, writes=writes)
             self._learn_constants(results if writes else [])
         elif writes or not all(address(result) in {address(t) for t in given} for result in results):  # no views
-            if elementwise or packet in TRIANGLES:
-                self._record_numbers(func, args, kwargs)
             self._follow(self._call(func, args, kwargs, results))
+
+    def _note_uniform(self, results: list[Tensor], *, is_uniform: bool, writes: bool) -> None:
+        """Note whether all elements of results are equal: of a tensor that is written in part, others may differ from these."""
+        for tensor in results:
+            is_whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+            note = self._uniform.add if is_uniform and (is_whole or not writes) else self._uniform.discard
+            note(self.key(tensor))
 
     def _learn_constants(self, results: list[Tensor]) -> None:
         for result in results:
@@ -311,17 +313,6 @@ class Prover(ForwardTracer):
                 size = result.shape[found.dim] if found.dim >= 0 else 1
                 text = f"{self.where} by {packet.__name__}"
                 self.histories.ran(found, size, self.key(result), keys, what, text, writes=writes)
-
-    def _record_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the numbers that code gave to an operation; the sizes of the tensors it fills or draws are not."""
-        given = [*args, *kwargs.values()]
-        if func.overloadpacket not in FILLS and torch.Tag.nondeterministic_seeded not in func.tags:
-            given = tree_flatten(given)[0]
-        numbers = [repr(one) for one in given if isinstance(one, int | float | complex)]
-        numbers += [
-            repr(one.item()) for one in given if isinstance(one, Tensor) and not one.is_meta and one.numel() == 1
-        ]
-        self.calls.append((self.where, str(func), *numbers))
 
 
 _MOVES = frozenset(

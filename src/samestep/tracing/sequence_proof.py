@@ -6,29 +6,29 @@ cut by columns to one that is cut by rows, where a rank keeps its tokens. Betwee
 value depends (`dependence/independence.py`), and every part and the last block's output must have a row for each token of the
 slice. Within the parts whole sequences alone are used, and what is computed of them is not used outside, other than what a
 part returns first. A weight is used either between the parts, where each rank has a part of its gradient, or within them. A
-second forward, on the whole sequence, must use the same numbers, and within the parts the same operations and shapes.
+second forward, on the whole sequence, must compute every token alike (`dependence/value_numbers.py`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from samestep.building.families import facts_of
 from samestep.errors import InputError
 from samestep.models.analysis import ExpertModules, ModelAnalysis
+from samestep.tracing import snapshot
 from samestep.tracing.dependence.independence import Along
+from samestep.tracing.dependence.value_numbers import Table
 from samestep.tracing.forward import ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, operands
 from samestep.tracing.sequence_boundaries import first_of, given_of, with_first, with_given
-from samestep.tracing.slices import SliceProver
+from samestep.tracing.slices import SliceProver, differing
 from samestep.tracing.trace import containers_of
 from samestep.tracing.watched_forward import watch_forward
 
@@ -46,13 +46,12 @@ def refuse_slices(
     tokens = analysis.spec.sequence
     if tokens // degree < 2:  # a single token would be broadcast to whole sequences
         return f"a rank would have {tokens // degree} of the {tokens} tokens of a sample, and 2 are needed", []
-    watches = [_TokenProver(module, analysis, size) for size in (tokens, tokens // degree)]
+    table: Table = {}
+    watches = [_TokenProver(module, analysis, size, table) for size in (tokens, tokens // degree)]
     for watch in watches:
         if refusal := _refusal_of(watch, module, sample, value_of, analysis.experts):
             return refusal, []
-    first, second = (watch.calls for watch in watches)
-    if first != second:
-        path, *_ = next((a for a, b in zip(first, second, strict=False) if a != b), first[-1])
+    if path := differing(*watches):
         return f"{path} computes differently, or with other numbers, on a part of the tokens", []
     return "", [text for watch in watches for text in watch.tried]
 
@@ -60,7 +59,7 @@ def refuse_slices(
 def _refusal_of(watch: _TokenProver, module: nn.Module, sample: Any, value_of: ValueOf, experts: ExpertModules) -> str:
     """Run the forward; return why it is not shown to work on a slice, or an empty text."""
     try:
-        with watch.placed(module), watch.experts_by_row(module, experts):
+        with snapshot.preserved(module), watch.placed(module), watch.experts_by_row(module, experts):
             watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
     except NeedsValuesError:
         return f"{watch.where} looks at values of a rank's tokens"
@@ -75,8 +74,8 @@ class _TokenProver(SliceProver):
 
     between = "and between cut parts a rank has its own tokens alone"
 
-    def __init__(self, module: nn.Module, analysis: ModelAnalysis, size: int) -> None:
-        super().__init__(module, list(analysis.sequence_parts), size, analysis.spec.sequence)
+    def __init__(self, module: nn.Module, analysis: ModelAnalysis, size: int, table: Table) -> None:
+        super().__init__(module, list(analysis.sequence_parts), size, analysis.spec.sequence, table)
         self._facts, self._parts = facts_of(module), tuple(chain(*analysis.sequence_parts.values()))
         boundaries = chain(*(layer.sequence_boundaries for layer in analysis.spec.layers))
         self._ends = [boundary.owner for boundary in boundaries if boundary.kind in ("scatter", "split")]
@@ -107,8 +106,9 @@ class _TokenProver(SliceProver):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Refuse an attention between the cut parts, which would be given a rank's tokens alone."""
+        self.note_attention(output)
         if self._is_whole:
-            self._check_whole("attention", [query, key, value, *([] if mask is None else [mask])], ())
+            self._check_whole([query, key, value, *([] if mask is None else [mask])])
         if self.is_following and any(self.known.of(tensor) is not None for tensor in (query, key, value)):
             self.refuse(f"the attention in {self.where} stands outside the parts that tp cuts")
 
@@ -120,8 +120,7 @@ class _TokenProver(SliceProver):
         with _disable_current_modes():
             made = {self.key(tensor) for tensor in operands(outcome) if tensor.is_meta}
             if self._is_whole:
-                numbers = [one for one in tree_leaves((args, kwargs)) if isinstance(one, int | float | complex)]
-                self._check_whole(str(func), given, numbers)
+                self._check_whole(given)
                 read = set() if func._schema.is_mutable else {self.key(tensor) for tensor in given}
                 self._of_whole |= made - read
             elif self.is_following:
@@ -138,13 +137,12 @@ class _TokenProver(SliceProver):
             elif tensor.requires_grad and self.known.of(tensor) is None and key not in self._between:
                 self.refuse(f"{self.where} uses a tensor that takes a gradient, and is not made of a rank's own tokens")
 
-    def _check_whole(self, name: str, given: list[Tensor], numbers: Iterable[complex]) -> None:
-        """Refuse an operation of a part on a rank's own tokens, and note the others, which must be those of whole sequences."""
+    def _check_whole(self, given: list[Tensor]) -> None:
+        """Refuse an operation of a part on a rank's own tokens, or on a weight of which it has a part of the gradient."""
         if any(self.known.of(tensor) is not None for tensor in given):
             self.refuse(f"{self.where} uses a rank's own tokens beside the whole sequence")
         if any(tensor.requires_grad and self.key(tensor) in self._between for tensor in given):
             self.refuse(f"{self.where} uses a weight that is used between the cut parts too")
-        self.calls.append((self.where, name, *(str(tuple(t.shape)) for t in given), *map(repr, numbers)))
 
     def _split(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         given = with_given(args, kwargs, self._slice, self._facts)
@@ -154,6 +152,7 @@ class _TokenProver(SliceProver):
     def _slice(self, x: Tensor) -> Tensor:
         part = x.narrow(1, self.whole - self.size, self.size).clone()
         with _disable_current_modes():
+            self.numbers.name(part, "rows", self.numbers.of(x))
             self.learn(part, Along(1, 1, 0))
         return part
 
@@ -173,6 +172,9 @@ class _TokenProver(SliceProver):
         return output
 
     def _join(self, _: nn.Module, args: Any, output: Any) -> Any:
+        with _disable_current_modes():
+            last = [] if (hidden := first_of(output)) is None else [hidden]
+            self.outcome = [self.numbers.of(one) for one in (*last, *self.held)]
         self._check(first_of(output), f"{self.blocks[-1]} does not return a row for each token")
         self.is_following = False
         return with_first(output, self._whole)
@@ -180,6 +182,8 @@ class _TokenProver(SliceProver):
     def _whole(self, x: Tensor) -> Tensor:
         whole = x.new_empty((x.shape[0], self.whole, *x.shape[2:]))
         self._of_whole.add(self.key(whole))
+        with _disable_current_modes():
+            self.numbers.name(whole, "whole", self.numbers.of(x))
         return whole
 
     def _check(self, tensor: Tensor | None, reason: str) -> None:

@@ -8,7 +8,8 @@ however it sorts them. Slicing is right if
 
     queries, keys and values of every attention, and the logits, depend on the token of their own row alone
     no constant with a row for each token meets them: positions counted in a block would restart in every slice
-    the slice and the whole use the same numbers: a block that divides by its length would divide by a slice's
+    the logits of a token are computed alike in the slice and the whole (`dependence/value_numbers.py`): a block that divides
+        by its length, or looks up what stands for it, would do so with a slice's
 
 What cannot be shown is refused, with the operation at which it failed.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -28,15 +29,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
 from samestep.building.loss import prediction_of, target_of
+from samestep.building.named_tensors import tensors_of
 from samestep.errors import InputError
 from samestep.models.analysis import ExpertModules
 from samestep.models.spec import ModelSpec
+from samestep.tracing import snapshot
 from samestep.tracing.attention import AttentionCall
 from samestep.tracing.crossings import with_slices_of
 from samestep.tracing.dependence.independence import Along, Dependence, Mixed
+from samestep.tracing.dependence.value_numbers import Table, ValueNumbers, first_difference
+from samestep.tracing.experts import called_with
 from samestep.tracing.flow import CannotPassError, reads_shape_alone
 from samestep.tracing.forward import ValueOf
-from samestep.tracing.meta_tensors import NeedsValuesError, operands
+from samestep.tracing.meta_tensors import NeedsValuesError, address, operands, written_by
+from samestep.tracing.operation_trial import Given, outcome_of
 from samestep.tracing.prover import Prover
 from samestep.tracing.trace import containers_of
 from samestep.tracing.watched_forward import watch_forward
@@ -63,18 +69,17 @@ def prove(
         )
         return _refused(spec, length, reason)
     sample = _shortened(sample, length, size * parts)
+    table: Table = {}
     watches = [
-        SliceProver(module, blocks, size * parts, size * parts),
-        SliceProver(module, blocks, size, size * parts),
+        SliceProver(module, blocks, size * parts, size * parts, table),
+        SliceProver(module, blocks, size, size * parts, table),
     ]
     for watch in watches:
         watch.has_backward = bool(spec.differentiates_at)
     for watch in watches:
         if refusal := _refusal_of(watch, module, sample, value_of, experts):
             return _refused(spec, length, refusal)
-    first, second = (watch.calls for watch in watches)
-    if first != second:
-        path, *_ = next((a for a, b in zip(first, second, strict=False) if a != b), first[-1])
+    if path := differing(*watches):
         refusal = f"{path} computes differently, or with other numbers, on slices of another length"
         return _refused(spec, length, refusal)
     slices = {name: WHOLE if dim is None else dim for watch in watches for name, dim in watch.slices.items()}
@@ -88,6 +93,11 @@ def prove(
     tried = tuple(dict.fromkeys((*spec.tried, *(text for watch in watches for text in watch.tried))))
     proven = _refused(spec, length, "")
     return dataclasses.replace(proven, slices=tuple(sorted(slices.items())), layers=layers, tried=tried)
+
+
+def differing(whole: SliceProver, part: SliceProver) -> str:
+    """Return the module whose code computes a token otherwise in a part of the sequence; empty if none does."""
+    return "" if whole.outcome == part.outcome else first_difference(whole.numbers, part.numbers)
 
 
 def _refused(spec: ModelSpec, length: int, reason: str) -> ModelSpec:
@@ -118,7 +128,7 @@ def _refusal_of(
     handles.append(module.register_forward_hook(lambda _, args, outputs: watch.check_outputs(outputs)))
     try:
         reshaping = Reshaping(watch.whole, watch.size, lambda: bool(watch.slices), watch.slice_of)
-        with reshaping, watch.experts_by_row(module, experts):
+        with snapshot.preserved(module), reshaping, watch.experts_by_row(module, experts):
             watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
     except NeedsValuesError:
         return f"{watch.where} looks at values of its slice"
@@ -137,8 +147,14 @@ class SliceProver(Prover):
     between = ""
     """Why tokens may not be mixed, if it is not for an attention that is exchanged."""
 
-    def __init__(self, module: nn.Module, blocks: list[str], size: int, whole: int) -> None:
+    def __init__(self, module: nn.Module, blocks: list[str], size: int, whole: int, table: Table) -> None:
         super().__init__(module, size)
+        self.numbers = ValueNumbers(table, self.known, self.key, lambda one: address(one) in self._uniform)
+        for one in tensors_of(module):
+            self.numbers.name(one.tensor, "held", one.name)
+        self.held = [one.tensor for one in tensors_of(module)]
+        self.outcome: list[Hashable] = []
+        """What identifies the values of the outputs, and of what the model holds when its forward has ended."""
         self.blocks, self.size, self.whole, self.refusal = blocks, size, whole, ""
         self.is_following = False
         self.slices: dict[str, int | None] = {}
@@ -166,16 +182,68 @@ class SliceProver(Prover):
         """Return the slice of a tensor that has a row for each token of the whole sequence."""
         part = whole.narrow(dim, self.whole - self.size, self.size).clone()
         with _disable_current_modes():
+            self.numbers.take_rows(part, whole, dim)
             self.learn(part, Along(dim, 1, 0))
         return part
 
+    # -- what values are computed from -------------------------------------------------------------
+
+    def to_meta(self, real: Tensor) -> Tensor:
+        """Return a meta tensor for a real one, with the number of its values."""
+        made = super().to_meta(real)
+        if made is not real:
+            with _disable_current_modes():
+                self.numbers.learn_constant(made, real)
+        return made
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with _disable_current_modes():
+            given = self.numbers.seen_by(func, args, kwargs)
+        outcome = super().__torch_dispatch__(func, types, args, kwargs)
+        with _disable_current_modes():
+            results = [one for one in operands(outcome) or written_by(func, args, kwargs) if one.is_meta]
+            self.numbers.ran(func, args, kwargs, given, results, self.where)
+        return outcome
+
+    def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
+        """Add a custom Function to what its results are computed from: its backward may use the numbers that it is given."""
+        super().applied(function, args, named, outcome)
+        what = function.__self__, tuple(map(repr, filter(_is_number, tree_leaves((args, named)))))
+        self._add_to_numbers(operands(outcome), "function", *what)
+
+    def hooked(self, name: str, hook: Any, given: list[Tensor], results: list[Tensor]) -> None:
+        """Add a hook on gradients to what its tensors are computed from, as what it makes of drawn ones."""
+        super().hooked(name, hook, given, results)
+        with _disable_current_modes():
+            drawn = [Given(self._of_one_token(tensor), tensor.dtype) for tensor in given]
+        self._add_to_numbers([*given], "hook", outcome_of(hook, tuple(drawn)))
+
+    def _of_one_token(self, tensor: Tensor) -> tuple[int, ...]:
+        found, shape = self.known.of(tensor), list(tensor.shape)
+        if isinstance(found, Along) and found.dim >= 0:
+            shape[found.dim] = found.inner
+        return tuple(shape)
+
+    def _add_to_numbers(self, tensors: list[Tensor], *what: Hashable) -> None:
+        with _disable_current_modes():
+            for tensor in tensors:
+                if tensor.is_meta:
+                    self.numbers.name(tensor, *what, self.numbers.of(tensor), where=self.where)
+
+    # -- checks ------------------------------------------------------------------------------------
+
     def check_attention(self, call: AttentionCall) -> None:
         """Leave the shapes of an attention that will be exchanged: `attend` says which of them fit."""
+        self._attention = call
         if not self.is_following:
             super().check_attention(call)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
         """Check an attention that will be exchanged: it is given slices, and a mask of the whole sequence."""
+        self.note_attention(output)
         if not self.is_following:
             return
         with _disable_current_modes():
@@ -193,6 +261,24 @@ class SliceProver(Prover):
             else:
                 self.learn(output, Along(2, 1, 0))
 
+    def note_attention(self, output: Tensor) -> None:
+        """Set the number of the output of the attention at hand."""
+        with _disable_current_modes():
+            parts = [self.numbers.of(one) if isinstance(one, Tensor) else repr(one) for one in self._attention]
+            self.numbers.name(output, "attention", *parts, where=self.where)
+
+    def _enter_experts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note what the rows of experts are computed from."""
+        with _disable_current_modes():
+            self._given_to_experts = [self.numbers.of(one) for one in called_with(args, kwargs)]
+        super()._enter_experts(module, args, kwargs)
+
+    def _leave_experts(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """Set the number of what experts have computed of their rows, each by itself."""
+        super()._leave_experts(module, args, output)
+        with _disable_current_modes():
+            self.numbers.name(output, "experts", self.where, *self._given_to_experts, where=self.where)
+
     def check_outputs(self, outputs: Any) -> None:
         """Check that the logits have a row for each token of the slice."""
         try:
@@ -201,6 +287,7 @@ class SliceProver(Prover):
             self.refuse(str(error))
             return
         with _disable_current_modes():
+            self.outcome = [self.numbers.of(one) for one in (logits, *self.held)]
             if logits.dim() != 3 or not self.known.has_rows(logits, 1):
                 self.refuse(
                     self._mixed or "its outputs have no row for each token, so the loss cannot be summed over slices"
@@ -241,7 +328,7 @@ class SliceProver(Prover):
 
     def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
         """Refuse a constant with a row for each token of a slice; one of the whole sequence is sliced before it meets any."""
-        if self.size < self.whole and not self.is_uniform(constant):
+        if self.size < self.whole and not self.is_uniform(constant) and constant.stride(dim):
             self.refuse(f"{where} counts the tokens of a slice itself; positions made before the blocks work")
 
 
@@ -362,6 +449,10 @@ class Reshaping(TorchFunctionMode):
             raise InputError(
                 "a tensor is read whole after its slices were written in place; x = x + y works, and x += y"
             )
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, bool | int | float | complex | str)
 
 
 def _writes(func: Any) -> bool:

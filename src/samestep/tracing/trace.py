@@ -14,8 +14,9 @@ storage; if another layer reads it, it is passed on (`output_elements` of the ma
 reader), and if autograd keeps it, it is saved once, by the layer that keeps it first.
 
 Code that looks at the values of weights and activations (`x[x > 0]`, the tokens of an expert) is traced with all values
-of the sample and the weights, where these are few enough to run on the CPU once. It may act differently for the next
-sample, so the spec names the module that looks.
+of the sample and the weights, where these are few enough to run on the CPU once. In larger models no value of a weight is made:
+where whole numbers are computed of floating ones (the experts that scores choose), or code looks at one, values are drawn for
+them. Code that looks may act differently for the next sample, so the spec names the module that does.
 """
 
 from __future__ import annotations
@@ -52,14 +53,11 @@ from samestep.tracing.backward import (
 from samestep.tracing.crossings import with_crossings, with_cut_crossings
 from samestep.tracing.flow import takes_statistics
 from samestep.tracing.forward import ForwardTracer, ValueOf
-from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
+from samestep.tracing.meta_tensors import DRAWN_ELEMENTS, KNOWN_WEIGHTS, NeedsValuesError, tensors_in
 from samestep.tracing.opened_modules import opened_modules
 from samestep.tracing.operations import Recorder
 from samestep.tracing.snapshot import GivenWeights, Snapshot
 from samestep.tracing.watched_forward import is_outside, watch_forward
-
-KNOWN_WEIGHTS = 2**26
-"""Code that looks at floating values is run for real in models of at most so many weights."""
 
 
 def model_spec(job: Job, sample: Any) -> ModelSpec:
@@ -103,8 +101,8 @@ def trace(
     try:
         outputs = watch_forward(module, sample, num_samples, name, opened, watch, value_of)
     except NeedsValuesError:
-        if value_of is None or _num_elements(module) > KNOWN_WEIGHTS:
-            raise ModelError(_unseen(name, watch, module)) from None
+        if value_of is None:
+            raise ModelError(_unseen(name, watch)) from None
         looked = watch.innermost or name
         before.restore()  # caches that the first attempt has filled hold no values
         watch = ForwardTracer(module, on_keep, styles or {}, keeps_all=True)
@@ -112,7 +110,7 @@ def trace(
         try:
             outputs = watch_forward(module, sample, num_samples, name, opened, watch, value_of)
         except NeedsValuesError:
-            raise ModelError(_unseen(name, watch, module)) from None
+            raise ModelError(_unseen(name, watch)) from None
     with weights.given():  # which the forward may have replaced
         return _spec_of(module, sample, name, (containers, opened, stages), watch, outputs, loss)
 
@@ -153,6 +151,7 @@ def _spec_of(
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
         coupled_modules=_coupled(module),
         varies_at=varies,
+        varies_within=bool(varies) and watch.varies_within,
         picks_at="" if varies else watch.picks,
         differentiates_at=watch.flow_recorder.differentiates_at,
     )
@@ -172,12 +171,13 @@ def _couples_samples(module: nn.Module) -> bool:
     return takes_statistics(module) and (module.training or getattr(module, "running_mean", None) is None)
 
 
-def _unseen(name: str, watch: ForwardTracer, module: nn.Module) -> str:
+def _unseen(name: str, watch: ForwardTracer) -> str:
     """Return the message about code that looks at values that a trace does not have."""
     return (
         f"{name} cannot be traced: {watch.reached} looks at the values of a tensor (as .item(), `if`, x[mask] or a loop over "
-        f"experts do), and the {_num_elements(module):,} weights of a model on the meta device have none; models of up "
-        f"to {KNOWN_WEIGHTS:,} weights are run once to see, and a form that does not look, as torch.where, always works"
+        f"experts do), and the meta device has none; models of up to {KNOWN_WEIGHTS:,} weights are run once to see, larger ones "
+        f"with drawn values of tensors of up to {DRAWN_ELEMENTS:,} elements, and a form that does not look, as torch.where, "
+        "always works"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from samestep.building.dispatch_mode import uncompiled
 from samestep.building.model import call_model, why_unfit
@@ -20,6 +20,7 @@ from samestep.models.spec import is_below
 from samestep.tracing.custom_functions import reported
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.fused_attention import fused_attention
+from samestep.tracing.meta_autocast import autocast_on_meta
 from samestep.tracing.meta_tensors import (
     KnownConstants,
     NeedsValuesError,
@@ -39,16 +40,16 @@ def outputs_on_meta(module: nn.Module, sample: Any, num_samples: int, value_of: 
         NeedsValuesError: it looks at values that are not known.
     """
     watch = ForwardTracer(module, lambda block: None, {}, keeps_all=keeps_all)
-    copies = tree_map_only(Tensor, lambda t: torch.cat([t] * num_samples) if t.dim() else t, sample)
-    batch = tree_map_only(Tensor, watch.to_meta, copies)
+    batch = watch.copies_of(sample, num_samples)
     with (
         process_randomness(_SEED),
         uncompiled(),
+        autocast_on_meta(),
         watch.knowing(module, value_of),
         fused_attention(watch),
         torch.enable_grad(),
         watch,
-        KnownConstants(),
+        KnownConstants(watch.read),
     ):
         return call_model(module, batch), batch
 
@@ -68,8 +69,7 @@ def watch_forward(
         ModelError: the forward fails.
         NeedsValuesError: it looks at values that `watch` does not know.
     """
-    copies = tree_map_only(Tensor, lambda t: torch.cat([t] * num_samples) if t.dim() else t, sample)
-    batch = tree_map_only(Tensor, watch.to_meta, copies)
+    batch = watch.copies_of(sample, num_samples)
     for key, held in batch.items() if isinstance(batch, Mapping) else [("", batch)]:
         tensors = [tensor for tensor in tree_leaves(held) if isinstance(tensor, Tensor)]
         watch.given_by |= {watch.key(tensor): "positions" if key == "position_ids" else "tokens" for tensor in tensors}
@@ -77,6 +77,7 @@ def watch_forward(
         with ExitStack() as stack:
             stack.enter_context(process_randomness(_SEED))
             stack.enter_context(uncompiled())
+            stack.enter_context(autocast_on_meta())
             stack.enter_context(watch.knowing(module, value_of))
             stack.enter_context(_hooks(module, containers, watch))
             stack.enter_context(fused_attention(watch))
@@ -86,7 +87,7 @@ def watch_forward(
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
             stack.enter_context(transforms_beside_hooks())
             stack.enter_context(watch)
-            stack.enter_context(KnownConstants())
+            stack.enter_context(KnownConstants(watch.read))
             outputs = call_model(module, watch.given(batch))
     except (SamestepError, NeedsValuesError):
         raise

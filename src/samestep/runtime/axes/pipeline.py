@@ -275,6 +275,11 @@ class Stage:
         """Send the result of a chunk; the code after it computes nothing, but sees the whole sequence's shape."""
         self._outputs[action.microbatch, action.chunk] = [output]
         boundary = self._program.chunks[action.chunk].stop
+        if args and isinstance(args[0], Tensor) and output.shape != args[0].shape:
+            raise ModelError(
+                f"{self._layers[boundary - 1].name} is given a tensor of shape {tuple(args[0].shape)} and returns one of "
+                f"{tuple(output.shape)}, and the stages of a pipeline send tensors of one shape: pp=1 works"
+            )
         self._messages.send(action, [output.detach()], self._awaited(boundary, [output]))
         layout = self._program.step.layout
         if not layout.sequence_parallel:
@@ -399,7 +404,8 @@ def with_flows(
         LayoutError: what passes is another for two samples than for one.
     """
     spec = traced.spec
-    if layout.pp == 1 or spec.varies_at or sum(layer.is_beginning for layer in spec.layers) < 2:
+    is_open = not spec.varies_at or bool(spec.varies_within)
+    if layout.pp == 1 or not is_open or sum(layer.is_beginning for layer in spec.layers) < 2:
         return traced, None
     step = StepSpec.of(spec, job, layout)
     recorded = dict(traced.flows)

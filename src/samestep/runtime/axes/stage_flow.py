@@ -38,7 +38,7 @@ from samestep.tracing.batch_norms import OfAnySize
 from samestep.tracing.changed_containers import Container, changes_of, containers_in, contents_of
 from samestep.tracing.flow import Event, Flow, made_by, mapped, name_of, reads_shape_alone, tensors_of
 from samestep.tracing.forward import ForwardTracer
-from samestep.tracing.meta_tensors import NeedsValuesError, is_transformed
+from samestep.tracing.meta_tensors import KnownValues, NeedsValuesError, is_transformed
 from samestep.tracing.opened_modules import opened_modules
 from samestep.tracing.trace import containers_of
 from samestep.tracing.traced_model import TracedModel
@@ -308,6 +308,8 @@ class Flows:
         key = self._key(shapes, with_loss=loss is not None)
         if key not in self._recorded:
             tracer = ForwardTracer(self._module, lambda block: None, {})
+            if self._program.step.model.varies_at:  # within blocks, so that any values show what passes between them
+                tracer.values = KnownValues(keeps_all=False, draws=True)
             try:
                 checkpointed = recompute.record_checkpointed(self._module)  # reentrant ones would hide gradients
                 sliced = context.on_meta(self._module, self._program.step.model, samples, self._parts)

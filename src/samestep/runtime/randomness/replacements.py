@@ -136,15 +136,15 @@ def _refused(mode: MaskSource, func: Callable[..., Any], /, *args: Any, **kwargs
     name = "fractional_max_pool" if func.__name__ == "fn" else func.__name__
     raise mode.refuse(
         f"{name}: its random numbers would differ between layouts; torch.rand, randn, randint, normal, bernoulli, "
-        "multinomial and functions like them work, and so do nn.Dropout, torch.nn.functional.dropout* and the dropout_p of "
+        "multinomial, poisson, gamma and functions like them work, and so do nn.Dropout, torch.nn.functional.dropout* and the dropout_p of "
         "attention"
     )
 
 
 # Functions of torch, torch.Tensor, torch.nn.functional and torch.nn.init that a forward may not call, but for those of DRAWS.
 _REFUSED = """
-    binomial native_dropout poisson rrelu_with_noise rrelu_with_noise_ sparse_ fractional_max_pool2d fractional_max_pool3d
-    fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices _sample_dirichlet _standard_gamma _fused_dropout
+    binomial native_dropout rrelu_with_noise rrelu_with_noise_ sparse_ fractional_max_pool2d fractional_max_pool3d
+    fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices _fused_dropout
     uniform_ normal_ kaiming_normal_ kaiming_uniform_ trunc_normal_ xavier_normal_ xavier_uniform_ orthogonal_ svd_lowrank pca_lowrank lobpcg
 """
 

@@ -269,7 +269,20 @@ def _glu(call: Computation) -> Iterator[list[Operand]]:
 
 
 def _gather(call: Computation) -> Iterator[list[Operand]]:
-    """Map of gather, scatter and their kin: positions along one dimension are chosen by values."""
+    """Map of gather: each element of the index chooses one along a dimension of the first tensor."""
+    x, index = named(call)["self"], named(call)["index"]
+    (result,), dim = call.results, named(call)["dim"] % max(len(x.shape), 1)
+    yield [(x, [SUMMED if one == dim else one for one in range(len(x.shape))]), broadcast(index, result)]
+
+
+def _take(call: Computation) -> Iterator[list[Operand]]:
+    """Map of take: each element of the index chooses one of all."""
+    x, index = call.args[:2]
+    yield [(x, [SUMMED] * len(x.shape)), broadcast(index, call.results[0])]
+
+
+def _scattered(call: Computation) -> Iterator[list[Operand]]:
+    """Map of scatter and its kin: positions along one dimension are chosen by values."""
     for result in call.results:
         size = len(result.shape)
         own = [SUMMED if one == named(call)["dim"] % max(size, 1) else one for one in range(size)]
@@ -372,7 +385,7 @@ _ELEMENTWISE = {
     _aten.masked_fill_, _aten.contiguous, _aten.lerp, _aten.lerp_, _aten._prelu_kernel, _aten.log_sigmoid_forward,
     _aten.addcmul, _aten.addcdiv, _aten._conj_physical, _aten.bernoulli, _aten.bernoulli_, _aten.rand_like,
     _aten.randn_like, _aten.randint_like, _aten.uniform_, _aten.normal_, _aten.exponential_, _aten.log_normal_,
-    _aten.cauchy_, _aten.geometric_, _aten.random_,
+    _aten.cauchy_, _aten.geometric_, _aten.random_, _aten._standard_gamma, _aten.poisson, _aten.binomial,
 }  # fmt: skip
 """Elementwise operations that torch does not tag as such; what is random is drawn as a part of the whole."""
 TRIANGLES = (_aten.tril, _aten.triu, _aten.tril_, _aten.triu_)
@@ -407,11 +420,13 @@ MAPS: dict[Any, Map] = {
     _aten.native_group_norm: _by_group,
     **dict.fromkeys(
         (
-            _aten.gather, _aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_, _aten.scatter_reduce,
+            _aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_, _aten.scatter_reduce,
             _aten.scatter_reduce_,
         ),
-        _gather,
+        _scattered,
     ),
+    _aten.gather: _gather,
+    _aten.take: _take,
     _aten.cat: cat,
     _aten.stack: stack,
     _aten.constant_pad_nd: pad,

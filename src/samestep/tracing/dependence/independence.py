@@ -72,6 +72,15 @@ class Rows:
     start: int | Pick
 
 
+class Form(NamedTuple):
+    """How a tensor stands in its storage."""
+
+    dims: tuple[tuple[int, int], ...]
+    """Extent and stride in bytes of each dimension but that of rows; strides over all rows are negative and count them once."""
+    offset: tuple[int, ...]
+    """Byte at which the tensor begins; with rows, how often all rows stand before it, and the byte within a row."""
+
+
 class Dependences:
     """The dependences of all storages of one forward along one axis."""
 
@@ -169,6 +178,22 @@ class Dependences:
         elif first:
             return unclear  # a part of picked rows is another pick
         return Along(NO_DIM, 1, start) if found is None else Along(found.dim, found.inner, start)
+
+    def form_of(self, tensor: Tensor) -> Form:
+        """Return how a tensor, which may be a view, stands in its storage, without what follows from the number of rows."""
+        rows, size = self._found.get(tensor.untyped_storage()._cdata), tensor.element_size()
+        steps = [*zip(tensor.shape, (stride * size for stride in tensor.stride()), strict=True)]
+        offset = int(tensor.storage_offset()) * size
+        if not isinstance(rows, Rows) or not tensor.numel():
+            return Form(tuple(steps), (offset,))
+        at = self._along(rows, tensor)
+        dims = []
+        for dim, (extent, step) in enumerate(steps):
+            if isinstance(at, Along) and dim == at.dim:
+                dims += [(at.inner, step)] if at.inner > 1 else []
+            else:
+                dims.append((extent, step if step < rows.stride else -(step // rows.span)))
+        return Form(tuple(dims), (offset // rows.span, offset % rows.stride))
 
     def is_ordered(self, tensor: Tensor) -> bool:
         """Return whether a tensor depends on no row, or has all rows in their order along one dimension."""
