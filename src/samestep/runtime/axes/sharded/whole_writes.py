@@ -28,7 +28,8 @@ _WRITES = (
 
 def allow() -> None:
     """Let these operations meet sharded weights and whole tensors in this process."""
-    DTensor._op_dispatcher._custom_op_handlers.update(dict.fromkeys(_WRITES, _write))
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers.update(dict.fromkeys(_WRITES, _write))
 
 
 def take_single_numbers(slots: dict[str, ParamSlots], names: set[str]) -> None:
