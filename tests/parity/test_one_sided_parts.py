@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
@@ -218,9 +219,48 @@ class Dealing(nn.Module):
         return x + self.experts(rows, chosen, weights)
 
 
+def vision_language() -> nn.Module:
+    """LLaVA of transformers, with a tower of three layers."""
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**sizes, num_hidden_layers=3, image_size=8, patch_size=4, projection_dim=8)
+    text = LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=2, vocab_size=40, max_position_embeddings=16)
+    config = LlavaConfig(
+        vision_config=vision.to_dict(), text_config=text.to_dict(), image_token_index=39, image_seq_length=4
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+class Pictures:
+    """Tokens, some with a picture among them: a micro-batch of text alone has no pixels."""
+
+    def __init__(self, *kinds: int) -> None:
+        self.kinds = kinds
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.read([index])
+
+    def read(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        tokens, pictures = [], []
+        for index in map(int, indices):
+            made = torch.Generator().manual_seed(index)
+            tokens.append(torch.randint(0, 38, (11,), generator=made))
+            if self.kinds[index % len(self.kinds)]:
+                tokens[-1][2:6] = 39
+                pictures.append(torch.randn(3, 8, 8, generator=made))
+        whole = torch.stack(tokens)
+        labels = whole[:, 1:].masked_fill(whole[:, 1:] == 39, -100)
+        return {"input_ids": whole[:, :-1], "labels": labels} | (
+            {"pixel_values": torch.stack(pictures)} if pictures else {}
+        )
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     one.__name__: one for one in (Gated, Tower, Heads, Watched, Nested, Swapped, Deeper, Normed, Dealt)
 }  # type: ignore[attr-defined]
+MODELS["vision_language"] = vision_language
 Case = tuple[str, tuple[int, ...]]
 """A model, and the parts that its samples use, which repeat."""
 CASES: dict[str, Case] = {
@@ -238,16 +278,20 @@ CASES: dict[str, Case] = {
 }
 
 
+def dataset_of(case: Case) -> Kinds | Pictures:
+    return (Pictures if case[0] == "vision_language" else Kinds)(*case[1])
+
+
 def job_for(**tables: Any) -> Job:
     return job_of("float64", 3, train={"loss": "cross_entropy", "watch_every": 0}, run={"timeout_s": 20.0}, **tables)
 
 
 def run_of(rank: int, world: int, case: Case, layout: str) -> Run:
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    model, kinds = case
+    model, _ = case
     job, where = job_for(), Layout.parse(layout)
     source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
-    example = next(batches(Kinds(*kinds), job)).samples([0])
+    example = next(batches(dataset_of(case), job)).samples([0])
     return Run(
         replace(source, prepared=traced.prepared(f"one-sided {case}", source, job, example, where)), where, job, place
     )
@@ -257,8 +301,8 @@ def observe(rank: int, world: int, case: Case, layouts: list[str]) -> list[Obser
     found = []
     for layout in layouts:
         run = run_of(rank, world, case, layout)
-        seen = follow(run, Kinds(*case[1]), job_for(), record=True)
-        held_out = next(batches(Kinds(*case[1]), job_for()))
+        seen = follow(run, dataset_of(case), job_for(), record=True)
+        held_out = next(batches(dataset_of(case), job_for()))
         seen.losses.append(run.evaluate(held_out)[0])
         found.append(seen)
     return found
@@ -354,3 +398,13 @@ def test_what_ranks_exchange_within_a_part_is_refused_by_name_where_a_rank_passe
     with pytest.raises(LayoutError, match=text):
         pool(2).run(observe, (model, tuple(kinds)), [layout])
     prove((model, (15,)), [layout])
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [(0, 1, 1, 0, 0), pytest.param((1, 0, 0, 1, 0), marks=pytest.mark.nightly)],
+    ids=["text first", "picture first"],
+)
+def test_a_vision_language_model_takes_text_alone_on_one_rank(kinds: tuple[int, ...]) -> None:
+    """The trace sees the first sample alone: the tower, or no tower."""
+    prove(("vision_language", kinds), ["dp=2 zero=3 microbatch=1", "dp=2 zero=2 microbatch=1"])

@@ -146,7 +146,15 @@ def _gathered_with_root(step: StepSpec) -> set[str]:
         for param in step.model.params
         if param.numel
     }
-    outside = {param.name for param in step.model.params if param.numel and param.read_outside}
+    # FSDP2 gathers one of two modules, of which one is below the other and is called by itself too, with the other alone.
+    twice = {
+        index
+        for index, layer in enumerate(step.model.layers)
+        if any(a != b and is_below(a, b) for a in layer.modules for b in layer.modules if b)
+    }
+    outside = {
+        param.name for param in step.model.params if param.numel and (param.read_outside or param.layer in twice)
+    }
     roots: set[str] = {""}
     while True:
         found = outside | {name for name, above in places.items() if above & roots and above != {""}}
