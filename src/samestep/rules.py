@@ -31,7 +31,62 @@ class RuleChange:
     """Returns whether a job uses the rule."""
 
 
-CHANGES: tuple[RuleChange, ...] = ()
+def _sources(job: Tables) -> tuple[str, ...]:
+    """Return the data sources of a job."""
+    data = job.get("data", {})
+    return (
+        str(data.get("source", "")),
+        *map(str, data.get("mixture") or {}),
+        *map(str, (data.get("held_out_sets") or {}).values()),
+    )
+
+
+def _has_source(job: Tables, *kinds: str) -> bool:
+    return any(source.startswith(kinds) for source in _sources(job))
+
+
+def _labels_own_data(job: Tables) -> bool:
+    """Return whether a dataset of the user's own gives the labels of a model of transformers that predicts the next token."""
+    model = job.get("model", {})
+    is_causal = str(model.get("source", "")).startswith("hf:") and model.get("task", "causal") in (
+        "causal",
+        "vision-language",
+    )
+    own = (source for source in _sources(job) if ":" in source and source.partition(":")[0] not in _KINDS)
+    return is_causal and any(own)
+
+
+def _rounds_base(job: Tables) -> bool:
+    return (job.get("model", {}).get("lora") or {}).get("base") == "nf4"
+
+
+_KINDS = ("text", "tokens", "jsonl", "parquet", "hf", "images")
+_WORKS = "the version that wrote it finishes the run, and --init-from starts a new one from its weights"
+
+CHANGES: tuple[RuleChange, ...] = (
+    RuleChange(2, "labels that are the inputs are moved by one token", _WORKS, _labels_own_data),
+    RuleChange(
+        2,
+        "documents begin as their tokenizer begins a text, and white space behind a reply is not learned",
+        _WORKS,
+        lambda job: (
+            _has_source(job, "jsonl:", "parquet:", "hf:") and job.get("data", {}).get("tokenizer", "bytes") != "bytes"
+        ),
+    ),
+    RuleChange(
+        2,
+        "heads of token files and other files of a folder are not read as tokens",
+        _WORKS,
+        lambda job: any(one.startswith("tokens:") and not one.endswith(".bin") for one in _sources(job)),
+    ),
+    RuleChange(
+        2,
+        "pictures are turned upright, scaled by their depth, and numbered by the classes of the training data",
+        _WORKS,
+        lambda job: _has_source(job, "images:"),
+    ),
+    RuleChange(2, "base = 'nf4' rounds all linear layers but the head", _WORKS, _rounds_base),
+)
 """All changes since rules 1."""
 
 

@@ -339,3 +339,30 @@ def test_a_resolved_job_names_the_version_and_no_other_is_taken() -> None:
     assert "rules = 2" in Job().to_toml()
     with pytest.raises(JobError, match=r"numerics.rules"):
         Job(numerics={"rules": 1})
+
+
+@pytest.mark.parametrize(
+    ("tables", "what"),
+    [
+        ({"data": {"source": "mine:data"}}, "labels that are the inputs"),
+        ({"data": {"source": "mine:data"}, "model": {"source": "hf:bert", "task": "masked"}}, ""),
+        ({"data": {"source": "mine:data"}, "model": {"source": "mine:model"}}, ""),
+        ({"data": {"source": "jsonl:x", "tokenizer": "folder"}}, "documents begin"),
+        ({"data": {"source": "jsonl:x"}}, ""),
+        (
+            {"data": {"source": "mixture", "mixture": {"parquet:x": 1.0, "topics": 1.0}, "tokenizer": "f"}},
+            "documents begin",
+        ),
+        ({"data": {"source": "tokens:folder"}}, "heads of token files"),
+        ({"data": {"source": "tokens:one.bin"}}, ""),
+        ({"data": {"source": "topics", "held_out_sets": {"x": "images:y"}}}, "pictures"),
+        ({"model": {"lora": {"targets": ["q"], "base": "nf4"}}}, "base = 'nf4' rounds"),
+        ({"model": {"lora": {"targets": ["q"], "base": "full"}}}, ""),
+        ({}, ""),
+    ],
+)
+def test_jobs_that_use_a_changed_rule_are_known(tables: dict[str, Any], what: str) -> None:
+    job = {"model": {"source": "hf:llama"}, "data": {"source": "topics"}} | tables
+    found = rules.refusal({"model": {"source": "hf:llama"}, **job})
+    assert (what in found) if what else not found
+    assert not rules.refusal({**job, "numerics": {"rules": 2}})
