@@ -84,6 +84,8 @@ class RunningUnit:
         self._open = Counter[int]()
         self._calls: dict[int, int] = {}
         """The number, among all calls of units in a forward, of the first call in each micro-batch."""
+        self._partly: set[int] = set()
+        """The micro-batches whose forward has called some of its modules, and not all."""
         self._microbatch = 0
         self._in_backward = self.is_waiting = False
         self.written: set[str] = set()
@@ -129,6 +131,11 @@ class RunningUnit:
     def note_call(self, number: int) -> None:
         """Note the number of a call, of which the first one of a forward counts."""
         self._calls.setdefault(self._microbatch, number)
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether FSDP2 has a hook that gathers ahead in this backward: it has none of a kept unit that was called in part."""
+        return not self.unit.keep_after_forward or self._microbatch not in self._partly
 
     @property
     def _is_held(self) -> bool:
@@ -203,6 +210,7 @@ class RunningUnit:
         if not state._modules_to_run_forward:
             return
         state._modules_to_run_forward.clear()
+        self._partly.add(self._microbatch)
         state._training_state = self.group._training_state = TrainingState.IDLE
         if self.unit.is_freed_after_forward and not self._is_held:
             self.fsdp.reshard()
