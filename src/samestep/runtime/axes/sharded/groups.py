@@ -54,7 +54,7 @@ def make_groups(
                 module.register_forward_hook(_whole_outputs)
         for module in modules if unit.is_gathered_again or ahead else ():
             module.register_forward_hook(functools.partial(order.follow_outputs, running, ahead))
-        for module in modules if len(modules) > 1 else ():
+        for module in modules if len(modules) > 1 and not unit.keep_after_forward else ():
             module.register_forward_hook(running.gather_again)
         master, dtype = DTYPES[program.step.master_dtype], DTYPES[unit.dtype]
         policy = MixedPrecisionPolicy(

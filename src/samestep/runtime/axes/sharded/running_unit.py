@@ -84,6 +84,8 @@ class RunningUnit:
         self._open = Counter[int]()
         self._calls: dict[int, int] = {}
         """The number, among all calls of units in a forward, of the first call in each micro-batch."""
+        self._partly: set[int] = set()
+        """The micro-batches whose forward has called some of its modules, and not all."""
         self._microbatch = 0
         self._in_backward = self.is_waiting = False
         self.written: set[str] = set()
@@ -131,6 +133,11 @@ class RunningUnit:
         self._calls.setdefault(self._microbatch, number)
 
     @property
+    def prefetches(self) -> bool:
+        """Whether FSDP2 has a hook that gathers ahead in this backward: it has none of a kept unit that was called in part."""
+        return not self.unit.keep_after_forward or self._microbatch not in self._partly
+
+    @property
     def _is_held(self) -> bool:
         return self.unit.is_called_again or self.unit.is_read_by_loss
 
@@ -146,6 +153,8 @@ class RunningUnit:
         if not self.unit.input_takes_gradient:
             return  # its gradients are reduced at the end of the task, also where an input takes one this time
         inputs = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad}
+        if any(x.is_leaf for x in inputs.values()):
+            return  # what a stage was sent: autograd gives leaves their gradients in no order, so its own may come first
         waiting = set(inputs)
         for key, leaf in inputs.items():
             handle = leaf.register_hook(functools.partial(self._close_call, self._microbatch, waiting, key))
@@ -213,6 +222,7 @@ class RunningUnit:
         if not state._modules_to_run_forward:
             return
         state._modules_to_run_forward.clear()
+        self._partly.add(self._microbatch)
         state._training_state = self.group._training_state = TrainingState.IDLE
         if self.unit.is_freed_after_forward and not self._is_held:
             self.fsdp.reshard()

@@ -155,7 +155,7 @@ class UnitOrder:
                 self._issue()  # before what is between, where FSDP2 would issue it behind that
             self._next = own + 1
         if next_one >= self._next:
-            self._pass_over(next_one)
+            self._pass_over(next_one if running.prefetches else next_one + 1)
             self._next = next_one + 1
 
     def after_backward(self, running: RunningUnit) -> None:
