@@ -38,6 +38,7 @@ from samestep.proof.held_tensors import (
     places_of,
     replicas_of,
 )
+from samestep.runtime.axes.pending_logits import PendingLogits
 from samestep.runtime.expert_routes import RouteMode, Routes
 from samestep.runtime.local_replicas import set_weights
 from samestep.runtime.optimizers.pieces import Piece
@@ -108,6 +109,8 @@ class PlainSteps:
 
     hindrance: str = ""
     """Why the loop could not run; empty where it did."""
+    unused: list[list[str]] = field(default_factory=list)
+    """The weights that had no gradient in each step."""
     other_values: list[str] = field(default_factory=list)
     """Tensors whose constant values, before the first step, are not those of ours."""
     losses: list[float] = field(default_factory=list)
@@ -145,6 +148,8 @@ class Observation:
     """What the compiler made of the blocks, where they are compiled."""
     plain: PlainSteps | None = None
     """The plain torch loop that one device is held against in float64."""
+    resumed: list[tuple[str, float]] = field(default_factory=list)
+    """What was compared of a run that resumes from its own checkpoint, twice, with its error against the run that goes on."""
 
 
 class _DigestingDataset:
@@ -274,6 +279,8 @@ class ObservedRun(StepObserver):
             return
         call = self._calls[path] = self._calls.get(path, self._called.get(path, 0) - 1) + 1
         found = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+        if isinstance(found, PendingLogits):
+            return  # logits that are never whole: what the loss makes of them is compared
         if found is not None and found.is_floating_point():
             self._project(path, call, found)
 
@@ -378,14 +385,15 @@ def _one_step(observed: ObservedRun, batch: Batch, watched: _DigestingDataset) -
 
 @torch.no_grad()
 def feed(
-    run: Run, gradients: Sequence[dict[str, Tensor]], unused: Sequence[Collection[str]] = ()
+    run: Run, gradients: Sequence[dict[str, Tensor]], unused: Sequence[Collection[str]] = (), first_step: int = 0
 ) -> Iterator[list[HeldTensor]]:
     """Take optimizer steps on given whole gradients, the same in every layout, but for the weights that a step leaves `unused`;
     yield the weights after each step.
 
     Collective over the world: every rank must iterate; if one does not, the others wait for it when weights are gathered.
     """
-    for step, whole in enumerate(gradients):
+    for index, whole in enumerate(gradients):
+        step = first_step + index
         for whose, assembly in replicas_of(run):
             updater = assembly.weights.updater
             for piece in updater.pieces:
@@ -393,7 +401,7 @@ def feed(
                 given = whole.get(f"{piece.name}{whose}", whole.get(piece.name))
                 assert given is not None
                 _give(run, piece, given)
-            left_out = {name for name in unused[step] if name.endswith(whose)} if unused else ()
+            left_out = {name for name in unused[index] if name.endswith(whose)} if unused else ()
             updater.unused = frozenset(name.removesuffix(whose) for name in left_out)
             updater.set_lr(assembly.weights.lr_factor(step))
             updater.step_index = step
