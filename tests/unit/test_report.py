@@ -222,6 +222,7 @@ def test_utilisation_is_a_fraction_of_the_peak(tmp_path: Path, capsys: pytest.Ca
     Screen(0, 1, SPEED).show(_report(1))
     assert "2.0 TFLOP/s (50.0%)  256 MiB" in capsys.readouterr().out
     assert "perf/mfu" not in scalars_of(_report(1), Speed(10**12, 2, None))
+    assert Speed(10**12, 1, 1e9).mfu(1.0) is None, "a profile of a busy machine holds less than the peak"
 
 
 def test_masked_positions_of_a_causal_attention_are_no_flops() -> None:
