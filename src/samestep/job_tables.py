@@ -110,7 +110,7 @@ class LoraTable(Table):
     modules_to_save: tuple[str, ...] = ()
     """Names of modules that are trained whole and saved with the adapters, such as `lm_head`."""
     base: Literal["full", "nf4"] = "full"
-    """Weights of the targets: `full` as they are, or `nf4`: rounded to 4 bits, and held and gathered in them (QLoRA)."""
+    """Weights of all linear layers but the head: `full` as they are, or `nf4`: rounded to 4 bits, and held and gathered so (QLoRA)."""
 
 
 class ModelTable(Table):
@@ -130,7 +130,8 @@ class ModelTable(Table):
     """Patterns (`model.embed_tokens.*`, `*norm*`) of the names of parameters that are not trained."""
     lora: LoraTable | None = None
     """Adapters by peft on some linear layers, all else frozen: `{ targets = ["q_proj", "v_proj"], r = 8, alpha = 16.0, dropout = 0.0,
-    modules_to_save = [], base = "full" }`; with `base = "nf4"` the weights of the targets are rounded to 4 bits, and held so (QLoRA)."""
+    modules_to_save = [], base = "full" }`; with `base = "nf4"` the weights of all linear layers but the head are
+    rounded to 4 bits, and held so (QLoRA)."""
 
     @field_validator("resize_embeddings", mode="before")
     @classmethod
