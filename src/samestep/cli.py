@@ -344,6 +344,11 @@ def _measure(words: Namespace) -> None:
     _limit_threads(1)
     from samestep.measurement import profile
 
+    if sys.stderr.isatty():
+        print(
+            "samestep: measuring products, copies and messages: two minutes, more where other programs run",
+            file=sys.stderr,
+        )
     machine = profile.measure(out=words.out, ranks=words.ranks, device=words.device)
     print(profile.as_text(machine))
     print(f"written: {words.out or hardware.own_path()}, with the source of every number")

@@ -96,6 +96,10 @@ def types_in(kind: Any) -> Iterator[Any]:
         yield from types_in(part)
 
 
+ALL_LINEAR = "all-linear"
+"""The word among the targets of adapters for all linear layers but the head."""
+
+
 class LoraTable(Table):
     """Low-rank adapters, which are trained in place of the weights of some linear layers and embeddings."""
 
@@ -143,10 +147,9 @@ class ModelTable(Table):
 
     @model_validator(mode="after")
     def _shape_is_no_module(self) -> ModelTable:
-        if self.preset is not None and (self.freeze or self.lora):
-            key = "freeze" if self.freeze else "lora"
+        if self.preset is not None and self.freeze:
             raise ValueError(
-                f"{key} names parts of a module, and {self.source} is a shape: hf:FAMILY and module:function work"
+                f"freeze names parts of a module, and {self.source} is a shape: hf:FAMILY and module:function work"
             )
         return self
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from samestep.building import nf4
 from samestep.building.families import facts_of
 from samestep.errors import JobError, did_you_mean, shown
-from samestep.job_tables import LoraTable, Task
+from samestep.job_tables import ALL_LINEAR, LoraTable, Task
 from samestep.models.packing import BLOCK
 
 _NAME = "default"
@@ -39,9 +39,6 @@ CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 """Files of peft's own folder."""
 _PREFIX = "base_model.model."
 """What peft's files put before the name of a weight."""
-
-ALL_LINEAR = "all-linear"
-"""The word, peft's own, for all linear layers of a model but its head."""
 
 _TASKS: dict[Task, str] = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 """Peft's own words for what a model is for."""
