@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import re
 import subprocess
 import sys
@@ -44,21 +42,6 @@ def _no_group_is_left() -> Iterator[None]:
 
 
 # -- lists and presets -----------------------------------------------------------------------------
-
-
-def test_a_file_in_a_packages_place_is_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main("env") == 0
-    assert "hides the installed one" not in capsys.readouterr().out
-    (tmp_path / "numpy.py").write_text("")
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: importlib.machinery.PathFinder.find_spec(name, [str(tmp_path)]),
-    )
-    assert main("env") == 0
-    assert f"numpy is imported from {tmp_path / 'numpy.py'}, which hides the installed one" in capsys.readouterr().out
 
 
 def test_a_profile_is_shown_as_a_file_to_begin_with(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
