@@ -2,7 +2,7 @@
 # make test    the test suite                                         make bench   step time and memory beside peers
 # make matrix  the fast tests on the interpreters (PYTHONS="...") and CPU builds of torch (WHEELS="...") at hand; downloads no torch
 # make families   prove every causal family of transformers; FAMILY=NAME proves one, and what is proven is not proven again
-# make crashes [SECONDS=1800] [SEED=0]   harm runs and checkpoints at random; adds to the sums in benchmarks/rows/crashes.json
+# make crashes [SECONDS=1800] [SEED=0]   harm inputs (ten minutes), then runs and checkpoints at random; adds to the sums in benchmarks/rows/crashes.json
 # make gpu     where there is a GPU: is samestep right on it? Takes what is installed, and no network
 # Each does the set-up it needs; the second call starts at once.
 
@@ -30,6 +30,7 @@ families: $(READY)
 	$(BIN)/python benchmarks/families.py $(FAMILY)
 
 crashes: $(READY)
+	$(BIN)/python -W ignore -m tests.odd_inputs --seconds 600 --seed $(or $(SEED),0)
 	$(BIN)/python -m tests.crashes.sweep --seconds $(or $(SECONDS),1800) --seed $(or $(SEED),0)
 
 gpu: HERE = PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(wildcard $(BIN)/python),$(PYTHON))

@@ -66,6 +66,68 @@ class Block(nn.Module):
         return x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x + mean)))))
 
 
+class Noisy(Plain):
+    """Noise on the embeddings, of each sample and step its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = Call(lambda x: x + 0.3 * torch.randn_like(x))
+        self.embed = nn.Sequential(self.embed, self.noise)
+
+
+class IdleHead(Plain):
+    """A second head that is trained in no step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(10, 3)
+
+
+class Sometimes(Plain):
+    """A shift of samples that begin with one token, which the first step of a small job has, and the next two have not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Linear(10, 10)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) * self.scale
+        begins = input_ids[:, 0] == 41
+        if bool(begins.any()):
+            x = x + self.shift(x) * begins[:, None, None].to(x.dtype)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Adapted(Plain):
+    """A policy against itself without its adapters, as in preference training."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+        self.layer = AdaptedLayer(10)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(input_ids) * self.scale)
+        policy = self.layer(x, is_on=True)
+        with torch.no_grad():
+            reference = self.layer(x, is_on=False)
+        return self.head(self.norm(policy - 0.5 * reference))
+
+
+class AdaptedLayer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.adapter = nn.Sequential(nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False))
+
+    def turned(self, is_on: bool) -> bool:
+        return is_on
+
+    def forward(self, x: Tensor, is_on: bool) -> Tensor:
+        return self.base(x) + (self.adapter(x) if self.turned(is_on) else 0.0)
+
+
 def plain() -> nn.Module:
     return Plain()
 
@@ -102,6 +164,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain_with_statistics": WithStatistics,
     "capped": Capped,
     "gpt2_with_dropout": GPT2_WITH_DROPOUT,
+    "noisy": Noisy,
+    "idle_head": IdleHead,
+    "adapted": Adapted,
+    "sometimes": Sometimes,
 }
 
 

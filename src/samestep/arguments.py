@@ -207,6 +207,8 @@ def add_layouts(parser: ArgumentParser) -> None:
     parser.add_argument("--devices", type=_ranks, required=True, metavar="N", help="the number of devices")
     about = "list each split also with every switch, such as recompute or offload"
     parser.add_argument("--switches", action="store_true", help=about)
+    about = "print every layout, and not the legal ones and the rules by which the others are refused"
+    parser.add_argument("--whole", action="store_true", help=about)
     about = "print which layout words can be combined, and the reason where two cannot"
     parser.add_argument("--pairs", action="store_true", help=about)
     parser.add_argument("--why-not", metavar='"dp=2 ..."', help="say why one layout is refused")
@@ -218,6 +220,12 @@ def add_inspect(parser: ArgumentParser) -> None:
     """Add the arguments of `inspect`."""
     _add_job(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables to a file")
+
+
+def add_profiles(parser: ArgumentParser) -> None:
+    """Add the arguments of `profiles`."""
+    about = "print one profile as TOML, with the source of every number: a file to begin one of your own with"
+    parser.add_argument("--show", metavar="NAME", help=about)
 
 
 def add_measure(parser: ArgumentParser) -> None:

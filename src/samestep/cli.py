@@ -86,7 +86,7 @@ def _parser() -> ArgumentParser:
     arguments.add_inspect(verb("inspect", _inspect, about))
     arguments.add_measure(verb("measure", _measure, "write this machine's hardware profile, in a minute or two"))
     verb("presets", _presets, "list the models that plan and simulate know by name")
-    verb("profiles", _profiles, "list the machines that plan and simulate know by name")
+    arguments.add_profiles(verb("profiles", _profiles, "list the machines that plan and simulate know by name"))
     verb("env", _env, "print versions and devices, for a bug report")
     return parser
 
@@ -326,7 +326,7 @@ def _layouts(words: Namespace) -> None:
         print(legality.matrix(legality.pairs(job), markdown=words.markdown))
     else:
         rows = legality.layouts(job, words.devices, switches=words.switches)
-        print(legality.as_markdown(rows) if words.markdown else legality.as_text(rows))
+        print(legality.as_markdown(rows) if words.markdown else legality.as_text(rows, whole=words.whole))
         _write_json(words.json, [legality.as_record(row) for row in rows])
 
 
@@ -344,6 +344,11 @@ def _measure(words: Namespace) -> None:
     _limit_threads(1)
     from samestep.measurement import profile
 
+    if sys.stderr.isatty():
+        print(
+            "samestep: measuring products, copies and messages: two minutes, more where other programs run",
+            file=sys.stderr,
+        )
     machine = profile.measure(out=words.out, ranks=words.ranks, device=words.device)
     print(profile.as_text(machine))
     print(f"written: {words.out or hardware.own_path()}, with the source of every number")
@@ -354,7 +359,7 @@ def _presets(words: Namespace) -> None:
 
 
 def _profiles(words: Namespace) -> None:
-    print(hardware.profile_table())
+    print(hardware.profile_table() if words.show is None else hardware.as_written(words.show), end="")
 
 
 def _env(words: Namespace) -> None:

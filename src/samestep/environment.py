@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 from importlib import metadata
-
-import torch
+from pathlib import Path
 
 _PACKAGES = ("samestep", "torch", "numpy", "transformers", "tokenizers", "safetensors")
 
 
 def as_text() -> str:
     """Return the versions of Python and of the packages that results depend on, and the GPUs, one line each."""
-    gpus = [f"GPU {index} {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
     python = f"python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores"
-    return "\n".join([python, *map(_version, _PACKAGES), *gpus])
+    return "\n".join([python, *map(_version, _PACKAGES), *_shadowed(), *_gpus()])
+
+
+def _gpus() -> list[str]:
+    """Return a line for each GPU, or why torch, which knows them, cannot be imported."""
+    try:
+        import torch  # noqa: PLC0415 - what stands above is said even where torch cannot be imported
+    except Exception as error:
+        return [f"torch cannot be imported: {type(error).__name__}: {error}"]
+    return [f"GPU {index} {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
+
+
+def _shadowed() -> list[str]:
+    """Return a line for each package in whose place a file of the same name on the path is imported."""
+    lines = []
+    for package in _PACKAGES[1:]:
+        try:
+            files = {
+                Path(str(one.locate())).resolve() for one in metadata.files(package) or () if one.name == "__init__.py"
+            }
+            found = importlib.util.find_spec(package)
+        except (metadata.PackageNotFoundError, ImportError, ValueError):
+            continue
+        origin = Path(found.origin).resolve() if found is not None and found.origin else None
+        if origin is not None and files and origin not in files:
+            lines.append(
+                f"{package} is imported from {origin}, which hides the installed one: another name for that file works"
+            )
+    return lines
 
 
 def _version(package: str) -> str:

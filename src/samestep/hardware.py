@@ -258,9 +258,23 @@ def profile_table() -> str:
     for name in (*profiles(), *[OWN] * _is_measured()):
         one = load(name)
         rate = max(one.flops_per_s.get(dtype, 0.0) for dtype in ("bfloat16", "float16", "float32"))
-        inside, outside = (f"{link.bytes_per_s / 1e9:,.0f}" for link in (one.intra, one.inter))
+        inside, outside = (_rate(link.bytes_per_s / 1e9) for link in (one.intra, one.inter))
         rows.append((name, str(one.devices_per_node), gib(one.memory_bytes), f"{rate / 1e12:,.4g}", inside, outside))
-    return aligned(rows)
+    return aligned(rows) + "\n"
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def as_written(name_or_path: str) -> str:
+    """Return the text of a profile: TOML, with the source of every number.
+
+    Raises:
+        InputError: there is no such profile or file, or it has mistakes; each is named.
+    """
+    load(name_or_path)
+    return _find(name_or_path).read_text(encoding="utf-8-sig")
 
 
 def _find(name_or_path: str | Path) -> Traversable:
@@ -282,4 +296,6 @@ def _find(name_or_path: str | Path) -> Traversable:
         raise InputError(f"{path} is a folder; a hardware profile is a TOML file")
     what = f"there is no file {path}" if path.suffix == ".toml" else f"no hardware {name!r}"
     hint = did_you_mean(path.stem.lower() if path.suffix == ".toml" else name.lower(), profiles())
-    raise InputError(f"{what}{hint}: the profiles are {', '.join(profiles())}, or give a TOML file of that form")
+    raise InputError(
+        f"{what}{hint}: the profiles are {', '.join(profiles())}, or give a TOML file of that form (docs/hardware.md)"
+    )

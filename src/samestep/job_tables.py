@@ -98,6 +98,10 @@ def types_in(kind: Any) -> Iterator[Any]:
         yield from types_in(part)
 
 
+ALL_LINEAR = "all-linear"
+"""The word among the targets of adapters for all linear layers but the head."""
+
+
 class LoraTable(Table):
     """Low-rank adapters, which are trained in place of the weights of some linear layers and embeddings."""
 
@@ -112,7 +116,7 @@ class LoraTable(Table):
     modules_to_save: tuple[str, ...] = ()
     """Names of modules that are trained whole and saved with the adapters, such as `lm_head`."""
     base: Literal["full", "nf4"] = "full"
-    """Weights of the targets: `full` as they are, or `nf4`: rounded to 4 bits, and held and gathered in them (QLoRA)."""
+    """Weights of all linear layers but the head: `full` as they are, or `nf4`: rounded to 4 bits, and held and gathered so (QLoRA)."""
 
 
 class ModelTable(Table):
@@ -135,7 +139,8 @@ class ModelTable(Table):
     with blocks, or in a model without a list of blocks with any module that it calls. Changes no result."""
     lora: LoraTable | None = None
     """Adapters by peft on some linear layers, all else frozen: `{ targets = ["q_proj", "v_proj"], r = 8, alpha = 16.0, dropout = 0.0,
-    modules_to_save = [], base = "full" }`; with `base = "nf4"` the weights of the targets are rounded to 4 bits, and held so (QLoRA)."""
+    modules_to_save = [], base = "full" }`; with `base = "nf4"` the weights of all linear layers but the head are
+    rounded to 4 bits, and held so (QLoRA)."""
 
     @field_validator("resize_embeddings", mode="before")
     @classmethod
@@ -147,8 +152,8 @@ class ModelTable(Table):
 
     @model_validator(mode="after")
     def _shape_is_no_module(self) -> ModelTable:
-        if self.preset is not None and (self.freeze or self.lora or self.stages):
-            key = "freeze" if self.freeze else "lora" if self.lora else "stages"
+        if self.preset is not None and (self.freeze or self.stages):
+            key = "freeze" if self.freeze else "stages"
             raise ValueError(
                 f"{key} names parts of a module, and {self.source} is a shape: hf:FAMILY and module:function work"
             )

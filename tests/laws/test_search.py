@@ -27,7 +27,7 @@ from samestep.planning.bounds.step_time import Bounds
 from samestep.planning.nearest_layout import distance, nearest
 from samestep.planning.search import Plan, plan
 from samestep.program.step import StepSpec
-from samestep.simulation.prediction import Prediction, predict
+from samestep.simulation.prediction import Prediction, intervals, predict
 from samestep.strategies import ProgramBuilder, refusal_of
 from tests.laws.models import LAW, MACHINES, MODELS, blocks, job_of, predictions
 
@@ -300,14 +300,26 @@ def test_data_ranks_without_samples_are_named() -> None:
     assert "without samples" not in busy
 
 
-def test_memory_that_is_nearly_full_is_named_with_what_leaves_some() -> None:
+def test_what_may_not_fit_is_said_beside_what_is_likelier_to() -> None:
     found = plan(COSTLY, job_of(), MACHINES["slow"], 4, top=20)
-    full = max(found.best, key=lambda one: one.peak.total)
+    full, roomy = (pick(found.best, key=lambda one: one.peak.total) for pick in (max, min))
     hardware = replace(MACHINES["slow"], memory_bytes=int(full.peak.total * 1.01))
-    ranked = replace(found, best=tuple(replace(one, hardware=hardware) for one in (full, *found.best)))
-    roomy = next(one for one in ranked.best if one.peak.total < 0.95 * hardware.memory_bytes)
-    assert f'leaves 1% of the memory free, and may not fit: "{roomy.layout}" leaves' in ranking.as_text(ranked)
-    assert "may not fit" not in ranking.as_text(found)
+    full, roomy = replace(full, hardware=hardware), replace(roomy, hardware=hardware)
+    assert 0.3 < full.chance_to_fit < 0.5
+    assert full.chance_to_fit < roomy.chance_to_fit
+    said = ranking.as_text(replace(found, best=(full,), safe=roomy))
+    assert f"the fastest fits with a chance of {full.chance_to_fit:.0%}" in said
+    assert f'"{roomy.layout}" with {roomy.chance_to_fit:.0%}' in said
+    assert ranking.as_record(replace(found, best=(full,), safe=roomy))["safe"]["chance_to_fit"] == roomy.chance_to_fit
+    assert "take it" not in ranking.as_text(replace(found, best=(full,), safe=full))
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
+def test_a_chance_and_the_size_that_has_it_belong_together(chance: float) -> None:
+    memory = intervals()["memory"]
+    assert memory.chance_below(100.0, memory.safe_below(100.0, chance)) == pytest.approx(chance)
+    assert memory.chance_below(memory.high, 1.0) == pytest.approx(0.9)
+    assert memory.chance_below(memory.low, 1.0) == pytest.approx(0.1)
 
 
 @functools.cache

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from samestep.building import nf4
+from samestep.building import adapters, nf4
 from samestep.building.initial_values import blueprint
 from samestep.building.model import model_source
 from samestep.datasets import batches
 from samestep.errors import JobError, LayoutError
 from samestep.job import Job
+from samestep.job_tables import LoraTable
 from samestep.layout import Layout
 from samestep.models.packing import packed_bytes
 from samestep.models.spec import ModelSpec
@@ -52,11 +53,11 @@ def job_with(folder: Path, precision: str = "float32", **lora: Any) -> Job:
 
 
 def quantized(folder: Path, job: Job) -> nn.Module:
-    """Peft's model over transformers' own, with the targets' weights rounded."""
+    """Peft's model over transformers' own, with the weights of all linear layers but the head rounded."""
     model = plain_model(folder, job)
-    for module in model.modules():
-        if hasattr(module, "base_layer"):
-            module.base_layer.weight = nn.Parameter(nf4.rounded(module.base_layer.weight.detach()), requires_grad=False)
+    for path, module in model.named_modules():
+        if type(module) is nn.Linear and "lm_head" not in path and "lora_" not in path:
+            module.weight = nn.Parameter(nf4.rounded(module.weight.detach()), requires_grad=False)
     return model
 
 
@@ -143,7 +144,7 @@ def of_block(folder: Path, layout: str, base: str) -> tuple[int, int]:
 
 
 def test_gathers_and_memory_are_those_of_4_bits(folder: Path) -> None:
-    elements = WIDTH * (WIDTH + WIDTH // 2 + WIDTH + 2 * WIDTH)  # of q, k, o and down in a block
+    elements = WIDTH * (WIDTH + 2 * WIDTH // 2 + WIDTH + 3 * 2 * WIDTH)  # of q, k, v, o, gate, up and down in a block
     saved_bytes = 4 * elements - packed_bytes(elements)
     for layout, ranks in (("dp=2", 1), ("dp=2 zero=3", 2)):
         (held, gathered), (all_held, all_gathered) = (of_block(folder, layout, base) for base in ("nf4", "full"))
@@ -176,7 +177,7 @@ def test_adapters_are_resumed_exported_and_merged_into_rounded_weights(folder: P
     base = loaded(folder)
     with torch.no_grad():
         for path, module in base.named_modules():
-            if path.rpartition(".")[2] in TARGETS:
+            if type(module) is nn.Linear and path != "lm_head":
                 module.weight.copy_(nf4.rounded(module.weight))
     ours = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
     samestep.export(tmp_path / "run", tmp_path / "whole", merge=True)
@@ -213,7 +214,7 @@ def test_weights_of_another_run_are_rounded(folder: Path, tmp_path: Path) -> Non
     steps(0, 1, "dp=1", plain, tmp_path, 1)
     samestep.export(tmp_path, tmp_path / "trained")
     FirstWeights.of(tmp_path, run.job).load(run)
-    path = piece.name.removesuffix(".base_layer.weight")
+    path = piece.name.removesuffix(".weight").removesuffix(".base_layer")
     assert torch.equal(piece.master(), nf4.rounded(loaded(tmp_path / "trained").get_submodule(path).weight.detach()))
     assert not torch.equal(piece.master(), before)
 
@@ -223,8 +224,6 @@ def test_weights_of_another_run_are_rounded(folder: Path, tmp_path: Path) -> Non
     [
         ({"hidden_size": 96}, {}, r'model.lora.base = "nf4" has a scale for each 64 elements of a row, and rows of '
          r"model.layers.0.self_attn.q_proj.base_layer.weight have 96: a width that 64 divides works"),
-        ({"hidden_size": 64, "tie_word_embeddings": True}, {"targets": ["lm_head"], "modules_to_save": []},
-         r"rounds lm_head.base_layer.weight, which is tied to model.embed_tokens.weight: targets without it work"),
     ],
 )  # fmt: skip
 def test_weights_that_are_no_whole_blocks_are_refused(sizes: dict[str, Any], lora: dict[str, Any], text: str) -> None:
@@ -238,3 +237,25 @@ def test_a_tensor_cut_within_blocks_is_refused(folder: Path) -> None:
     text = r"tp=4 cuts rows of .*o_proj.base_layer.weight within blocks of 64 elements, .*: tp=2 works, and so does"
     with pytest.raises(LayoutError, match=text):
         program_of(spec_of(job), job, Layout.parse("tp=4"))
+
+
+class Branches(nn.Module):
+    """Two linear layers of whole blocks, one of none, one that is not called, and a head of its own name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.narrow = nn.Linear(64, 128), nn.Linear(128, 48), nn.Linear(48, 64)
+        self.score = nn.Linear(64, 8)
+
+
+@pytest.mark.parametrize("targets", [["first"], ["first", "second"], ["first", "score"]])
+def test_all_linear_layers_but_the_head_are_rounded(targets: list[str]) -> None:
+    model = adapters.insert(Branches(), LoraTable(targets=tuple(targets), base="nf4"))
+    rounded = {name.replace(".base_layer", "") for name in nf4.marked_weights(model)}
+    assert rounded == {"first.weight", "second.weight"}
+
+
+def test_a_head_that_is_tied_stays_as_it_is() -> None:
+    model = {"source": "hf:llama", "config": {**SIZES, "hidden_size": 64, "tie_word_embeddings": True}}
+    job = Job(model={**model, "lora": {**LORA, "targets": ["q_proj", "lm_head"], "modules_to_save": []}})
+    assert not any("lm_head" in name for name in blueprint(model_source(job), 0).rounded)

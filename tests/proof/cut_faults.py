@@ -147,7 +147,7 @@ def the_embedding_scale_is_applied_on_every_stage(patch: Patch) -> None:
     around(patch, pipeline.Stage, "_received", received)
 
 
-@fault(Cause.DOUBLE_REDUCTION, "dp=1 pp=2 microbatch=4", "deep_llama")
+@fault(Cause.PART_SCALE, "dp=1 pp=2 microbatch=4", "deep_llama")
 def gradients_grow_at_the_boundary(patch: Patch) -> None:
     def received(original: Any, self: Any, action: Action, *args: Any) -> list[Tensor]:
         came: list[Tensor] = original(self, action, *args)

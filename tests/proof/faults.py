@@ -1,7 +1,7 @@
 """Deliberate faults of the classes that were found in the wild, each put into the runtime for the length of one run.
 
 A fault is a function of a monkeypatch; it runs on every rank of the layout, never on the one device that it is held
-against. They are in `batch_faults.py` and `cut_faults.py`. The table of them stands in docs/verify.md; `test_faults.py` proves
+against. They are in `batch_faults.py`, `cut_faults.py` and `part_faults.py`. The table of them stands in docs/verify.md; `test_faults.py` proves
 every row of it.
 """
 
@@ -23,10 +23,10 @@ from samestep.proof.verdict import Verdict
 from samestep.runtime.processes.join import RankInfo
 from tests.laboratory import job_of, on_ranks, source_of
 from tests.models import Tokens
-from tests.proof import batch_faults, cut_faults
+from tests.proof import batch_faults, cut_faults, part_faults
 from tests.proof.planting import FAULTS
 
-__all__ = ["FAULTS", "batch_faults", "cut_faults", "prove", "subject"]
+__all__ = ["FAULTS", "batch_faults", "cut_faults", "part_faults", "prove", "subject"]
 
 
 # -- carrying it out -------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def tags_of_parameters_are_lost(patch: Patch) -> None:
     patch.setattr(assembly, "_mark", lambda *args: None)
 
 
-@reverted("A24", "unused weights under decay", "dp=2", Cause.PLAIN, one_device=True)
+@reverted("A24", "unused weights under decay", "dp=2", Cause.IDLE, one_device=True)
 def unused_weights_have_gradients_of_zeros(patch: Patch) -> None:
     patch.setattr(used_weights.UsedWeights, "unused", lambda *args: frozenset())
 

@@ -273,7 +273,7 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ModelError, match="packed documents see each other"):
         call_model(TakesPixels(), {"pixels": 1, "position_ids": 2})
     assert why_unfit(TakesAny(), {"image": 1, "labels": 2}) == (
-        "the batch has image, labels, and the forward of TakesAny takes x; a common name works"
+        "the batch has image, labels, and the forward of TakesAny takes x: 'x' renamed to 'image' in the forward works"
     )
     assert not why_unfit(TakesAny(), {"x": 1, "labels": 2})
     assert not why_unfit(TakesAny(), (1, 2))

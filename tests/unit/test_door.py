@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 
 import samestep
 from samestep.errors import DataError, JobError, ModelError, UnprovenError, WorkerError
+from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.presets import PRESETS
@@ -40,6 +42,28 @@ def _no_group_is_left() -> Iterator[None]:
 
 
 # -- lists and presets -----------------------------------------------------------------------------
+
+
+def test_a_profile_is_shown_as_a_file_to_begin_with(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main("profiles", "--show", "rtx4090x8") == 0
+    file = tmp_path / "mine.toml"
+    file.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert replace(load(file), name="rtx4090x8") == load("rtx4090x8")
+
+
+def test_many_layouts_are_a_screenful(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["layouts", "--set", "model.source=preset:gpt2", "--devices"]
+    assert main(*words, "96") == 0
+    shown = capsys.readouterr().out.splitlines()[1:]  # behind what the preset is planned with
+    assert len(shown) <= 40
+    assert re.match(r"\d+ of [\d,]+ layouts are legal, of which the first 20", shown[0])
+    assert main(*words, "96", "--whole") == 0
+    whole = capsys.readouterr().out.splitlines()[1:]
+    legal, every = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+", shown[0])[:2])
+    assert len(whole) == every + 1
+    assert sum("refused:" not in line for line in whole[1:]) == legal
+    refused = [int(line.split()[0].replace(",", "")) for line in shown if line.startswith("  ")]
+    assert sum(refused) == every - legal or len(refused) == 12
 
 
 def test_presets_and_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
-from samestep.errors import ModelError
+from samestep.errors import InputError, ModelError
 from samestep.job import Job
 from samestep.models import catalog, presets
 from samestep.models.decoder import Decoder
@@ -306,3 +309,51 @@ def test_a_gpt_of_a_given_size_has_about_so_many_weights() -> None:
 def test_a_spec_survives_its_json() -> None:
     model = preset("mixtral-8x7b", changes={"layers": 2})
     assert from_json(to_json(model)) == model
+
+
+def lora_on(source: str, **lora: Any) -> ModelSpec:
+    return catalog.model_spec(Job(model={"source": source, "lora": {"r": 4, **lora}}))
+
+
+@pytest.mark.parametrize(
+    ("source", "targets", "linear"),
+    [
+        ("preset:llama3-8b", ["q_proj", "v_proj"], [(4096, 4096), (1024, 4096)]),
+        ("preset:llama3-8b", ["all-linear"], [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]),
+        ("preset:gpt2", ["c_attn"], [(2304, 768)]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("base", ["full", "nf4"])
+def test_a_preset_with_adapters_trains_them_alone(
+    source: str, targets: list[str], linear: list[tuple[int, int]], base: str
+) -> None:
+    found, plain = lora_on(source, targets=targets, base=base), catalog.model_spec(Job(model={"source": source}))
+    blocks = sum(layer.is_block for layer in plain.layers)
+    assert sum(p.numel for p in found.params if p.trainable) == blocks * sum(4 * (a + b) for a, b in linear)
+    assert {p.name for p in found.params if not p.trainable} == {p.name for p in plain.params}
+    packed = {p.name.rpartition(".")[0].rpartition(".")[2] for p in found.params if p.held_as}
+    assert ("up_proj" in packed) is (base == "nf4")
+    assert not packed & {"lm_head", "embed_tokens", "input_layernorm"}
+    more = sum(layer.forward_flops for layer in found.layers) - sum(layer.forward_flops for layer in plain.layers)
+    assert more == blocks * 2 * plain.sequence * sum(4 * (a + b) for a, b in linear)
+
+
+def test_names_that_a_preset_lacks_are_named_with_those_it_has() -> None:
+    with pytest.raises(
+        ModelError, match=r"preset llama3-8b is called 'q_porj' \(did you mean 'q_proj'\?\): .* all-linear work"
+    ):
+        lora_on("preset:llama3-8b", targets=["q_porj"])
+    whole = lora_on("preset:llama3-8b", targets=["q_proj"], modules_to_save=["lm_head"])
+    assert any(p.trainable and p.name == "lm_head.weight" for p in whole.params)
+
+
+def test_a_long_trace_says_what_it_is_doing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(catalog, "LONG_S", 0.2)
+    with pytest.raises(InputError):
+        catalog.model_spec(Job(model={"source": "hf:no_such"}))
+    said = capsys.readouterr().err.splitlines()
+    assert said
+    assert all(line.startswith("samestep: tracing hf:no_such, ") for line in said)

@@ -11,7 +11,8 @@ import pytest
 from samestep import hardware
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.measurement.refit import as_toml, refit, slower
+from samestep.measurement import refit as refits
+from samestep.measurement.refit import StepTime, StepTimes, as_toml, refit, slower, why_not
 from samestep.models import presets
 from samestep.simulation.clock import play
 from samestep.strategies import programs_of
@@ -43,10 +44,39 @@ def test_a_refit_finds_how_much_slower_a_machine_is(compute: float, links: float
     assert set(read.sources) == set(machine.sources)
 
 
+def test_no_refit_leaves_a_machine_that_cannot_be() -> None:
+    machine = hardware.load("cpu-laptop")
+
+    def predicted(candidate: hardware.Hardware) -> list[float]:
+        return [1e9 / candidate.intra.bytes_per_s + 1e-9 * candidate.kernel_launch_s for _ in range(2)]
+
+    fitted, factors = refit(machine, [1e-6, 1e-6], predicted)  # steps in which nothing seems to be sent
+    assert fitted.intra.bytes_per_s <= fitted.memory_bytes_per_s
+    assert all(1 / 8 <= factor <= 8 for factor in factors)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "taken", "says"),
+    [
+        ([1.0, 2.0], [2.0, 4.0], [[2.0, 2.1], [4.0, 4.1]], ""),
+        ([1.0, 2.0], [2.0, 4.0], [[1.0, 4.0], [2.0, 8.0]], "repeated steps differ"),
+        ([1.0, 1.1], [2.1, 2.0], [[2.0, 2.01], [2.1, 2.11]], "in the wrong one"),
+        ([1.0], [1.0], [[1.0, 1.0]], "would fall from 0% to 0%"),
+    ],
+)
+def test_a_refit_is_kept_where_it_beats_the_noise(
+    before: list[float], after: list[float], taken: list[list[float]], says: str
+) -> None:
+    reason = why_not(before, after, taken)
+    assert says in reason
+    assert bool(reason) is bool(says)
+
+
 def test_the_best_are_run_and_the_own_profile_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(refits, "why_not", lambda *args: "")  # how busy the machine is decides otherwise
     shipped = hardware.load("cpu-laptop")
     words = ["plan", *small.settings(), "--devices", "2", "--measure-top", "2", "--json", str(tmp_path / "plan.json")]
     assert small.main(*words) == 0
@@ -58,6 +88,15 @@ def test_the_best_are_run_and_the_own_profile_is_written(
     assert f"refitted: {hardware.own_path()}" in said
     assert hardware.load(hardware.OWN).memory_bytes == shipped.memory_bytes
     assert hardware.load("cpu-laptop") == shipped
+
+
+def test_what_was_not_written_is_said(tmp_path: Path) -> None:
+    row = StepTime(layout=LAYOUTS[0], predicted_s=1.0, measured_s=1.0, refitted_s=1.0)
+    kept = StepTimes(
+        rows=(row,), hardware=hardware.load("cpu-laptop"), path=tmp_path, factors=(1.0, 1.0), kept="of noise"
+    )
+    assert kept.to_text().endswith("not refitted, and nothing written: of noise")
+    assert "times as long as before" in replace(kept, kept="").to_text()
 
 
 @pytest.mark.parametrize(

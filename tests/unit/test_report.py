@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import math
+import os
 import sys
 import types
 from collections import Counter
@@ -129,7 +130,7 @@ def test_a_whole_file_replaces_the_old_one_at_once(tmp_path: Path, monkeypatch: 
     path = tmp_path / "job.toml"
     output_file.write_whole(path, "old")
     with monkeypatch.context() as patch:
-        patch.setattr(output_file.os, "fsync", _raise)
+        patch.setattr(os, "fsync", _raise)
         with pytest.raises(OSError, match="full"):
             output_file.write_whole(path, "new")
     assert path.read_text() == "old"
@@ -222,6 +223,7 @@ def test_utilisation_is_a_fraction_of_the_peak(tmp_path: Path, capsys: pytest.Ca
     Screen(0, 1, SPEED).show(_report(1))
     assert "2.0 TFLOP/s (50.0%)  256 MiB" in capsys.readouterr().out
     assert "perf/mfu" not in scalars_of(_report(1), Speed(10**12, 2, None))
+    assert Speed(10**12, 1, 1e9).mfu(1.0) is None, "a profile of a busy machine holds less than the peak"
 
 
 def test_masked_positions_of_a_causal_attention_are_no_flops() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from samestep.building import nf4
 from samestep.building.families import facts_of
 from samestep.errors import JobError, did_you_mean, shown
-from samestep.job_tables import LoraTable, Task
+from samestep.job_tables import ALL_LINEAR, LoraTable, Task
 from samestep.models.packing import BLOCK
 
 _NAME = "default"
@@ -39,9 +39,6 @@ CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 """Files of peft's own folder."""
 _PREFIX = "base_model.model."
 """What peft's files put before the name of a weight."""
-
-ALL_LINEAR = "all-linear"
-"""The word, peft's own, for all linear layers of a model but its head."""
 
 _TASKS: dict[Task, str] = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
 """Peft's own words for what a model is for."""
@@ -85,21 +82,26 @@ def insert(model: nn.Module, lora: LoraTable) -> nn.Module:
 
 
 def _round_base(model: nn.Module) -> None:
-    """Let the weights beside adapters be held in 4 bits.
+    """Let the weights of all linear layers but the head be held in 4 bits, those without adapters too.
+
+    A layer without adapters stays as it is where its weight is tied, or its rows are no whole blocks.
 
     Raises:
-        JobError: one is tied, or its rows are no whole blocks.
+        JobError: a weight beside adapters is one of an embedding, is tied, or its rows are no whole blocks.
     """
     names = dict(model.named_parameters(remove_duplicate=False))
-    bases = {path: part for path, part in model.named_modules() if path.rpartition(".")[2] == _BASE}
-    for path, base in bases.items():
+    for path, base in _bases(model):
+        has_adapters = path.rpartition(".")[2] == _BASE
         if isinstance(base, nn.Embedding):
             raise JobError(
                 f'model.lora.base = "nf4" rounds linear layers, and {path.removesuffix("." + _BASE)} is an embedding: targets without '
                 'it work, and so does base = "full"'
             )
         weight = names[f"{path}.weight"]
-        if tied := [name for name, other in names.items() if other is weight and name != f"{path}.weight"]:
+        tied = [name for name, other in names.items() if other is weight and name != f"{path}.weight"]
+        if not has_adapters and (tied or weight.shape[-1] % BLOCK):
+            continue
+        if tied:
             raise JobError(
                 f'model.lora.base = "nf4" rounds {path}.weight, which is tied to {tied[0]}: targets without it work, and so '
                 'does base = "full"'
@@ -110,6 +112,21 @@ def _round_base(model: nn.Module) -> None:
                 f'{weight.shape[-1]}: a width that {BLOCK} divides works, and so does base = "full"'
             )
         nf4.mark(base)
+
+
+def _bases(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers whose weights are rounded, with their paths: all linear ones but the head and those trained whole, and
+    embeddings with adapters."""
+    facts, found = facts_of(model), {}
+    for path, part in model.named_modules():
+        parts = path.split(".")
+        is_linear = type(part) is nn.Linear or facts.is_transposed(part)
+        if not {_DOWN, _UP, _SAVED, _ORIGINAL, *_OF_EMBEDDINGS}.isdisjoint(parts):
+            continue
+        if is_linear or parts[-1] == _BASE:
+            found[path] = part
+    head = facts.head_of(model) or next(reversed(found.values()), None)  # of other models the last one is taken for it
+    yield from ((path, part) for path, part in found.items() if part is not getattr(head, _BASE, head))
 
 
 def _is_named(path: str, name: str) -> bool:

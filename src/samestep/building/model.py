@@ -201,7 +201,12 @@ def _unfit(model: nn.Module, batch: Mapping[str, Any], accepted: Sequence[str]) 
             f"the batch has position_ids, without which packed documents see each other, and the forward of {name} "
             f"takes {takes}; a model that takes position_ids works"
         )
-    return f"the batch has {', '.join(batch)}, and the forward of {name} takes {takes}; a common name works"
+    given = [key for key in batch if key != "labels"]
+    if len(given) == 1 and len(accepted) == 1:
+        works = f"{accepted[0]!r} renamed to {given[0]!r} in the forward works"
+    else:
+        works = "a name that both have works"
+    return f"the batch has {', '.join(batch)}, and the forward of {name} takes {takes}: {works}"
 
 
 @dataclass(frozen=True, slots=True)

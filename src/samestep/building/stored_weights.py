@@ -197,7 +197,8 @@ def stored_weights(
             if tensor.shape != held[name].shape:
                 dim = _dim_of_tokens(tensor.shape, held[name].shape, tokens)
                 if dim is None or origin.conversion is not None:
-                    raise ModelError(_other_shape(module, origin.sources[0][0], name, tensor.shape, held[name].shape))
+                    source = f"{origin.sources[0][0]} in {files[origin.sources[0][0]].path.name}"
+                    raise ModelError(_other_shape(module, source, name, tensor.shape, held[name].shape))
                 resized[first] = (dim, min(tensor.shape[dim], held[name].shape[dim]))
             if first in origins and not _alike(origins[first][0], origin, files):
                 raise ModelError(

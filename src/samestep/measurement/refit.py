@@ -5,11 +5,18 @@ slower than its profile (products, memory and launches alike), and the factor by
 
     minimise   sum over layouts of  log^2 (predicted(a, b) / measured)      alternately in a and in b
 
-and the result is written to the user's own profile, with a source for every number; shipped profiles stay as they are.
+The result is written to the user's own profile, with a source for every number; shipped profiles stay as they are. Nothing is
+written where steps on a busy machine tell nothing:
+
+    spread      root mean square, over layouts, of half the logarithm of the longest over the shortest repeated step
+    kept if     the root mean square error falls by more than the spread, and no pair of layouts is ranked wrongly anew
+
+and no factors are tried that leave a machine which cannot exist, as one whose links are faster than its memory.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -39,6 +46,10 @@ STEPS = 5
 """The number of steps that are timed, after a first one that is not."""
 _FACTORS = tuple(tuple(2 ** (power / parts) for power in range(-6, 7)) for parts in (2, 12, 72))
 """The grids of factors that are tried: an eighth to eight times in steps of the square root of 2, then two finer grids."""
+_MOST = 8.0
+"""The largest factor that a refit may change a figure by, and one over the smallest."""
+_LEAST_LATENCY_S = 1e-8
+"""The least seconds of a hop or a launch that a profile may hold: some cycles of a processor."""
 _COMPUTE = ("flops_per_s", "memory_bytes_per_s", "kernel_s", "kernel_launch_s", "host_step_s")
 _LINKS = ("intra", "inter")
 
@@ -66,12 +77,16 @@ class StepTimes:
 
     rows: tuple[StepTime, ...]
     hardware: Hardware
-    """The refitted profile."""
+    """The refitted profile, or the one from before where it was kept as it is."""
     path: Path
-    """The file that the refitted profile was written to."""
+    """The file of this machine's own profile."""
+    factors: tuple[float, float]
+    """The times that compute and links take, over those of the profile from before."""
+    kept: str = ""
+    """Why the profile was kept as it is, and nothing was written; empty where it was refitted."""
 
     def to_text(self) -> str:
-        """Return a table of predicted and measured seconds, and the path of the profile, as text."""
+        """Return a table of predicted and measured seconds, and what was written where, as text."""
         head = ("layout", "predicted s", "measured s", "error", "refitted s", "error")
         cells = [
             (
@@ -81,7 +96,13 @@ class StepTimes:
             )
             for row in self.rows
         ]  # fmt: skip
-        written = f"refitted: {self.path}; plan, simulate and train --layout auto read it"
+        if self.kept:
+            return f"{aligned([head[:4], *(row[:4] for row in cells)])}\nnot refitted, and nothing written: {self.kept}"
+        compute, links = self.factors
+        written = (
+            f"refitted: {self.path}, in which compute takes {compute:.3g} and links {links:.3g} times as long as before; plan, "
+            "simulate and train --layout auto read it, and without the file a shipped profile"
+        )
         return f"{aligned([head, *cells])}\n{written}"
 
 
@@ -95,14 +116,14 @@ def step_times(job: Job, layouts: Sequence[Layout]) -> StepTimes:
     """
     device, machine = join.resolve_device(job.run.device), hardware.resolve_hardware(None)
     workload = Workload(job)
-    measured_s: dict[Layout, float] = {}
+    taken_s: dict[Layout, list[float]] = {}
     for layout in layouts:
         workload.trace_for(layout)
         try:
             check_optimizer(workload.source.optimizer, workload.spec, layout)
         except LayoutError:
             continue  # the search does not know which layouts an optimizer supports
-        times = workers.run_workers(
+        taken_s[layout] = workers.run_workers(
             _times,
             (workload, layout),
             ranks=layout.world_size,
@@ -111,32 +132,59 @@ def step_times(job: Job, layouts: Sequence[Layout]) -> StepTimes:
             timeout_s=job.run.timeout_s,
             quiet=True,
         )
-        measured_s[layout] = statistics.median(times)
-    if not measured_s:
+    if not taken_s:
         raise InputError(
             f"optimizer {job.optimizer.name} supports none of these layouts, so nothing was run; a layout that cuts no weights, such as dp=2, works"
         )
 
     per_node = job.run.ranks_per_node or machine.devices_per_node
-    programs = [programs_of(workload.spec, job, layout, per_node) for layout in measured_s]
+    programs = [programs_of(workload.spec, job, layout, per_node) for layout in taken_s]
 
     def predicted(candidate: Hardware) -> list[float]:
         return [clock.play(of_stages, candidate).step_s for of_stages in programs]
 
     before_s = predicted(machine)
+    measured_s = {layout: statistics.median(times) for layout, times in taken_s.items()}
     fitted, factors = refit(machine, [*measured_s.values()], predicted)
-    path = hardware.own_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, as_toml(fitted, machine, factors, ", ".join(f'"{layout}"' for layout in measured_s)))
-    rows = zip(measured_s.items(), before_s, predicted(fitted), strict=True)
+    after_s = predicted(fitted)
+    path, kept = hardware.own_path(), why_not(before_s, after_s, [*taken_s.values()])
+    if not kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, as_toml(fitted, machine, factors, ", ".join(f'"{layout}"' for layout in measured_s)))
+    rows = zip(measured_s.items(), before_s, before_s if kept else after_s, strict=True)
     return StepTimes(
         rows=tuple(
             StepTime(layout=layout, predicted_s=before, measured_s=taken_s, refitted_s=after)
             for (layout, taken_s), before, after in rows
         ),
-        hardware=fitted,
+        hardware=machine if kept else fitted,
         path=path,
+        factors=(1.0, 1.0) if kept else factors,
+        kept=kept,
     )
+
+
+def why_not(before_s: Sequence[float], after_s: Sequence[float], taken_s: Sequence[Sequence[float]]) -> str:
+    """Return why predictions after a refit are no better than those before it, given repeated steps; empty if they are."""
+    measured_s = [statistics.median(times) for times in taken_s]
+    before, after = _error(before_s, measured_s), _error(after_s, measured_s)
+    spread = math.hypot(*(math.log(max(times) / min(times)) / 2 for times in taken_s)) / math.sqrt(len(taken_s))
+    if before - after <= spread:
+        return (
+            f"the error would fall from {before:.0%} to {after:.0%}, and repeated steps differ by {spread:.0%}: longer steps, or "
+            "a machine that does nothing else, tell more"
+        )
+    for one, other in itertools.combinations(range(len(measured_s)), 2):
+        is_longer = measured_s[one] > measured_s[other]
+        if (before_s[one] > before_s[other]) is is_longer and (after_s[one] > after_s[other]) is not is_longer:
+            return "two layouts that are predicted in the right order would be predicted in the wrong one"
+    return ""
+
+
+def _error(predicted_s: Sequence[float], measured_s: Sequence[float]) -> float:
+    """Return the root mean square of the logarithms of predicted over measured seconds."""
+    logs = [math.log(one / other) for one, other in zip(predicted_s, measured_s, strict=True)]
+    return math.hypot(*logs) / math.sqrt(len(logs))
 
 
 def _times(place: RankInfo, workload: Workload, layout: Layout) -> list[float]:
@@ -158,7 +206,10 @@ def refit(
 
     def error(compute: float, links: float) -> float:
         """Return the sum of squared logarithms of predicted over measured seconds."""
-        predictions_s = predicted(slower(machine, compute, links))
+        candidate = slower(machine, compute, links)
+        if not is_possible(machine, candidate, compute, links):
+            return math.inf
+        predictions_s = predicted(candidate)
         squares = sum(math.log(a / b) ** 2 for a, b in zip(predictions_s, measured_s, strict=True))
         # A factor without influence, such as that of links on one rank, stays at 1.
         return squares + 1e-9 * (math.log(compute) ** 2 + math.log(links) ** 2)
@@ -167,6 +218,23 @@ def refit(
         compute = min((compute * factor for factor in factors), key=lambda value: error(value, links))
         links = min((links * factor for factor in factors), key=lambda value: error(compute, value))
     return slower(machine, compute, links), (compute, links)
+
+
+def is_possible(machine: Hardware, candidate: Hardware, compute: float, links: float) -> bool:
+    """Return whether a machine can be what another one is with these factors.
+
+    A figure that is beyond a bound already may not go further beyond it.
+    """
+    if not all(1 / _MOST <= factor <= _MOST for factor in (compute, links)):
+        return False
+    pairs = ((machine.intra, candidate.intra), (machine.inter, candidate.inter))
+    for before, after in pairs:
+        most = max(candidate.memory_bytes_per_s, before.bytes_per_s if compute <= 1 else 0.0)
+        if after.bytes_per_s > most:
+            return False
+        if after.latency_s < min(_LEAST_LATENCY_S, before.latency_s):
+            return False
+    return candidate.kernel_launch_s >= min(_LEAST_LATENCY_S, machine.kernel_launch_s)
 
 
 def slower(machine: Hardware, compute: float, links: float) -> Hardware:

@@ -20,6 +20,7 @@ from samestep.errors import InputError, ModelError, did_you_mean
 from samestep.job import Job
 from samestep.job_tables import PRESET
 from samestep.models import presets
+from samestep.models.adapted_spec import adapted
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import FORMAT_VERSION, from_json
 from samestep.models.weight_files import digest_of
@@ -36,7 +37,8 @@ def model_spec(job: Job) -> ModelSpec:
     """
     if job.model.preset is not None:
         length = job.data.sequence_length if "sequence_length" in job.data.model_fields_set else None
-        return presets.preset(job.model.preset, length, job.model.config)
+        found = presets.preset(job.model.preset, length, job.model.config)
+        return found if job.model.lora is None else adapted(found, job.model.lora)
     if ":" not in job.model.source:
         words = [f"{PRESET}{name}" for name in presets.PRESETS]
         if hint := did_you_mean(job.model.source.lower(), words):
@@ -86,14 +88,42 @@ def _version(package: str) -> str:
         return "none"
 
 
+FIRST_WORD_S = 2.0
+"""The seconds after which a person at a terminal is told what takes so long."""
+LONG_S = 60.0
+"""The seconds after which a file or another program is told too, and everybody again."""
+
+
 def _trace_elsewhere(job: Job) -> str:
     code = "import sys; from samestep.training.workload import write_spec; write_spec(sys.stdin.read())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=job.model_dump_json(), capture_output=True, text=True, check=False
+    started = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    if done.returncode == 0:
-        return done.stdout
-    if done.returncode == 2 and done.stdout.strip():
-        raise InputError(done.stdout.strip())
-    words = done.stderr.strip().splitlines() or ["no message"]
+    with started as process:
+        try:
+            said, errors = _awaited(process, job)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode == 0:
+        return said
+    if process.returncode == 2 and said.strip():
+        raise InputError(said.strip())
+    words = errors.strip().splitlines() or ["no message"]
     raise ModelError(f"tracing {job.model.source} failed: {words[-1]}")
+
+
+def _awaited(process: subprocess.Popen[str], job: Job) -> tuple[str, str]:
+    """Send a job to a process that traces its model, and return what it writes; say what takes so long meanwhile."""
+    waited_s, given = 0.0, job.model_dump_json()
+    while True:
+        pause_s = FIRST_WORD_S if not waited_s and sys.stderr.isatty() else LONG_S
+        try:
+            return process.communicate(None if waited_s else given, timeout=pause_s)
+        except subprocess.TimeoutExpired:
+            waited_s += pause_s
+            print(
+                f"samestep: tracing {job.model.source}, {waited_s:.0f} s so far: a large model takes a minute or two, and is kept "
+                "for the next time",
+                file=sys.stderr,
+            )

@@ -183,9 +183,39 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (str(row.layout), *(f"{size:,}" for size in held), sent or "none")
 
 
-def as_text(rows: Sequence[Row]) -> str:
-    """Write the table for a terminal: bytes that rank 0 holds between steps with Adam, and what a step sends."""
-    return aligned([_HEAD, *map(_cells, rows)], left=(0, len(_HEAD) - 1))
+SCREENFUL = 40
+"""The rows that a table has at most, unless all are asked for."""
+_LEGAL, _RULES = 20, 12
+"""The legal layouts, and the rules of refusals, that a shortened table shows at most."""
+
+
+def as_text(rows: Sequence[Row], *, whole: bool = False) -> str:
+    """Write the table for a terminal: bytes that rank 0 holds between steps with Adam, and what a step sends.
+
+    A table of more rows than a screen has begins with the legal ones, and has one line for each rule that refuses others.
+    """
+    if whole or len(rows) <= SCREENFUL:
+        return aligned([_HEAD, *map(_cells, rows)], left=(0, len(_HEAD) - 1))
+    legal = [row for row in rows if not row.reason]
+    lines = [f"{len(legal):,} of {len(rows):,} layouts are legal{_more(len(legal), _LEGAL)}"]
+    if legal:
+        lines.append(aligned([_HEAD, *map(_cells, legal[:_LEGAL])], left=(0, len(_HEAD) - 1)))
+    rules: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.reason:
+            rules.setdefault(row.reason.partition(":")[0].translate(_NUMBERS), []).append(row)
+    ranked = sorted(rules.values(), key=len, reverse=True)
+    lines.append(f"refused by {len(ranked)} rules{_more(len(ranked), _RULES)}, each with an example")
+    lines += [f'  {len(of_rule):,} as "{of_rule[0].layout}": {of_rule[0].reason}' for of_rule in ranked[:_RULES]]
+    return "\n".join([*lines, "--whole prints every layout, and --json FILE writes them"])
+
+
+_NUMBERS = dict.fromkeys(map(ord, "0123456789.,"))
+"""Deletes the characters of numbers, in `str.translate`."""
+
+
+def _more(count: int, shown: int) -> str:
+    return f", of which the first {shown}" if count > shown else ""
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

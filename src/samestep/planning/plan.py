@@ -11,12 +11,17 @@ from samestep.job import Job
 from samestep.layout import check_degree
 from samestep.models import catalog
 from samestep.models.published import as_published
+from samestep.models.spec import ModelSpec
 from samestep.planning import other_numerics, search
+from samestep.planning.ranking import SAFE
 from samestep.planning.search import Plan
 from samestep.program.update_rules import states_per_param
+from samestep.simulation.prediction import Prediction, intervals
 
 KEPT_FREE = 0.05
 """Part of each device's memory that a plan keeps free: memory in pieces cannot all be given away, and predictions err."""
+LESS_SAFE = (0.8, 0.7, 0.6)
+"""The probabilities that are looked for where no layout is safe."""
 MOST_ROWS = 50
 """Layouts that a plan ranks at most: each of them, and many that might be among them, are played."""
 
@@ -59,4 +64,22 @@ def plan(
     found = searched(model, job, where, devices, top=top, states_per_param=states)
     if not found.best:
         return found
+    found = replace(found, safe=_safe(found, model, job, where, states))
     return replace(found, other_numerics=tuple(other_numerics.savings(found.best[0], model, job, where, states)))
+
+
+def _safe(found: Plan, model: ModelSpec, job: Job, where: Hardware, states: int) -> Prediction | None:
+    """Return the fastest layout that fits with a probability of `SAFE`, or with the largest of `LESS_SAFE` that any has.
+
+    None where the layouts that were found are as likely to fit as any other.
+    """
+    surest = max(one.chance_to_fit for one in found.best)
+    for chance in (SAFE, *LESS_SAFE):
+        if surest >= chance:
+            return next(one for one in found.best if one.chance_to_fit >= chance)
+        room_bytes = intervals()["memory"].safe_below(where.memory_bytes, chance)
+        roomy = replace(where, kept_free=max(where.kept_free, 1 - room_bytes / where.memory_bytes))
+        others = search.plan(model, job, roomy, found.devices, top=1, states_per_param=states, may_offload=False)
+        if others.best:
+            return replace(others.best[0], hardware=where)
+    return None

@@ -17,9 +17,7 @@ from samestep.simulation import cost
 from samestep.simulation.memory import memory_summary
 from samestep.simulation.prediction import Prediction, intervals, predict
 
-TIGHT = 0.05
-"""Part of a device's memory that is too little to have free: what is in pieces cannot be given away."""
-_HEAD = ("layout", "step s", "{}/s/device", "MFU", "GiB", "bubble", "exposed s")
+_HEAD = ("layout", "step s", "{}/s/device", "MFU", "GiB", "fits", "bubble", "exposed s", "")
 _OUTCOMES = {
     "refused": "refused",
     "memory": "too large for the memory",
@@ -33,8 +31,11 @@ def as_text(found: Plan) -> str:
     """Write the ranked table, what binds the best layout, and what the others fell out for."""
     lines = []
     if found.best:
-        rows = [tuple(title.format(found.best[0].unit) for title in _HEAD), *map(_cells, found.best)]
-        lines.append(aligned(rows))
+        shown = [*found.best, *([found.safe] if found.safe and found.safe not in found.best else [])]
+        rows = [(*_cells(one), _mark(found, one)) for one in shown]
+        head = tuple(title.format(found.best[0].unit) for title in _HEAD)
+        lines.append(aligned([head, *rows], left=(0, len(head) - 1)))
+        lines.append(_fits(found))
         lines.append(f"the best is bound by {binds(found.best[0])}")
         lines += _cautions(found.best)
         if found.best[0].layout.offload:
@@ -59,6 +60,27 @@ def as_text(found: Plan) -> str:
     return "\n".join(lines)
 
 
+SAFE = 0.9
+"""The chance to fit from which on a layout is called safe, and not only safer than the fastest one."""
+
+
+def _mark(found: Plan, one: Prediction) -> str:
+    """Return what a row of the table is called."""
+    is_safe = one is found.safe and one.chance_to_fit >= SAFE
+    words = ["fastest"] * (one is found.best[0]) + ["safe"] * is_safe
+    return ", ".join([*words, *["safer"] * (one is found.safe and len(words) == 0)])
+
+
+def _fits(found: Plan) -> str:
+    """Return a line on how surely the fastest layout fits, and which one to take where that is not sure."""
+    first, safe = found.best[0], found.safe
+    text = f"the fastest fits with a chance of {first.chance_to_fit:.0%}, by the record of predictions"
+    if safe is None or safe is first:
+        return text
+    slower = f"{safe.step_s / first.step_s:.3g} times its seconds"
+    return f'{text}; "{safe.layout}" with {safe.chance_to_fit:.0%}, in {slower}: take it where nothing was tried yet'
+
+
 def _kept_free(machine: Hardware) -> list[str]:
     """Return a line on the memory that is kept free, if any is."""
     if not machine.kept_free:
@@ -70,7 +92,7 @@ def _kept_free(machine: Hardware) -> list[str]:
 
 
 def _cautions(best: Sequence[Prediction]) -> list[str]:
-    """Return lines on what speaks against the best layout: ranks without work, memory that is full."""
+    """Return a line on data ranks of the best layout without work, if there are any."""
     first, lines = best[0], []
     samples, ranks = first.programs[0].step.global_batch, first.layout.dp
     if samples < ranks:
@@ -78,10 +100,6 @@ def _cautions(best: Sequence[Prediction]) -> list[str]:
             f"train.global_batch={samples} leaves {ranks - samples} of its {ranks} data ranks without samples: "
             f"{first.devices // ranks * samples} devices would take as long"
         )
-    if _free(first) < TIGHT:
-        roomy = next((one for one in best if _free(one) >= TIGHT), None)
-        instead = f': "{roomy.layout}" leaves {_free(roomy):.0%}, at {roomy.step_s:.4g} s' if roomy else ""
-        lines.append(f"it leaves {_free(first):.0%} of the memory free, and may not fit{instead}")
     return lines
 
 
@@ -146,6 +164,7 @@ def _cells(one: Prediction) -> tuple[str, ...]:
         f"{one.tokens_per_s_per_device:,.0f}",
         f"{one.mfu:.1%}",
         gib(one.peak.total),
+        f"{one.chance_to_fit:.0%}",
         f"{one.bubble_fraction:.1%}",
         f"{one.exposed_comm_s:.3g}",
     )
@@ -159,6 +178,7 @@ def as_record(found: Plan) -> dict[str, object]:
         "considered": found.considered,
         "seconds": found.seconds,
         "best": [one.to_record() for one in found.best],
+        "safe": found.safe.to_record() if found.safe else None,
         "rejections": [{"layout": str(one.layout), "rule": one.rule, "reason": one.reason} for one in found.rejections],
         "nearest": found.nearest,
         "labels": dict(found.labels),

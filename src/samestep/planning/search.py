@@ -155,6 +155,8 @@ class Plan:
     """Tensors that the optimizer keeps of each weight."""
     nearest: str = ""
     """Where nothing fits: what comes nearest."""
+    safe: Prediction | None = None
+    """The fastest of the layouts that are likely to fit; None where none was looked for, or none is likelier than the best."""
     other_numerics: tuple[Saving, ...] = ()
     """What other numerics would save in the best layout; the job alone chooses them."""
 
@@ -266,7 +268,9 @@ class _Search:
         if needed <= self.hardware.room_bytes:
             return True
         reason = f"needs at least {gib(needed)} GiB of {gib(self.hardware.room_bytes)}"
-        self.fallen += [Fallen(group, "memory", reason, needed) for group in groups]
+        self.fallen += [
+            Fallen(group, "memory", f"{reason}{_whole_batch(group.base, self.job)}", needed) for group in groups
+        ]
         return False
 
     def _open_layout(self, layout: Layout, bound_s: float) -> None:
@@ -277,7 +281,9 @@ class _Search:
         need = self.needs.need(step)
         needed = need.total + self.hardware.reserved_bytes
         if needed > self.hardware.room_bytes:
-            self._throw_out(layout, "memory", _at_least(need, needed, self.hardware), needed)
+            self._throw_out(
+                layout, "memory", f"{_at_least(need, needed, self.hardware)}{_whole_batch(layout, self.job)}", needed
+            )
         else:
             closer_s = self.bounds.step_s(step, self.bounds.closed_times(step))
             self._put(max(bound_s, closer_s), layout, int(layout.pp == 1))
@@ -415,6 +421,14 @@ def fewest(
         if (devices <= node or devices % node == 0) and (fewer := on(devices)).best:
             return fewer
     return found
+
+
+def _whole_batch(layout: Layout, job: Job) -> str:
+    """Return text that says that a layout without micro-batches runs all samples of a rank at once; empty for others."""
+    samples = -(-job.train.global_batch // layout.dp)
+    if layout.microbatch or samples < 2:
+        return ""
+    return f" (without a microbatch, all {samples:,} samples of a rank run at once)"
 
 
 def _at_least(need: Need, total: float, hardware: Hardware) -> str:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from samestep.proof.comparison import Comparison, copies_of, matched, unclipped, whole_of
+from samestep.models.spec import is_below
+from samestep.proof.comparison import Comparison, Misfit, copies_of, matched, unclipped, whole_of
 from samestep.proof.evidence import CLOSE, BatchPart, Evidence, Found, held_part, numbers
 from samestep.proof.gradient_causes import gradients_cause, scales_of, spread_of
 from samestep.proof.held_tensors import HeldTensor
-from samestep.proof.observation import GIVEN, Observation
+from samestep.proof.observation import GIVEN, Observation, Output
 from samestep.proof.verdict import Cause
 
 SMALL_OUTPUT = 1e-12
@@ -70,8 +71,12 @@ def _forward(evidence: Evidence, first: Comparison) -> Found:
         return Cause.COUPLED, f"{coupled}; first {where}"
     if GIVEN in path:
         return Cause.POSITIONS, f"first the argument {where}"
-    if evidence.dropout(path):
+    if evidence.dropout(path) and not _numbers_within(evidence, path):
         return Cause.DROPOUT, f"first the masks of {where}"
+    if _numbers_within(evidence, path):
+        return Cause.RANDOM, f"first the random numbers of {where}"
+    if other := _other_call(evidence, misfit, step):
+        return Cause.OTHER_CALL, f"{other}; first {where}"
     if step > 1 and evidence.weighted(path):
         return Cause.STALE_WEIGHT, f"weights agree after step {step - 1}, but not the output of {where}"
     if not evidence.weighted(path) or evidence.positional(path):
@@ -82,6 +87,8 @@ def _forward(evidence: Evidence, first: Comparison) -> Found:
             Cause.MISSING_REDUCTION,
             f"the outputs of {sums} add up to the right output of {where}{evidence.collectives(path)}",
         )
+    if drawn := _drawn_between(evidence, misfit, step):
+        return drawn[0], f"{drawn[1]} draws what ranks cut among themselves; first {where}"
     ratio = _output_ratio(evidence, path, step)
     times = f", {ratio:g} times the right output" if ratio else ""
     if any(
@@ -91,6 +98,52 @@ def _forward(evidence: Evidence, first: Comparison) -> Found:
     ):
         return Cause.BOUNDARY, f"first {where}{times}; it is the first layer of a pipeline stage"
     return Cause.FORWARD, f"first {where}{times}{evidence.collectives(path)}"
+
+
+def _numbers_within(evidence: Evidence, path: str) -> bool:
+    """Return whether a module, or one inside of it, draws random numbers."""
+    return any(numbers and is_below(owner, path) for owner, numbers in evidence.draws.items())
+
+
+def _other_call(evidence: Evidence, misfit: Misfit, step: int) -> str | None:
+    """Return text that shows that a call of a module gives what another call gives on one device; None where none does."""
+    path, expected = misfit.name, evidence.reference.steps[step - 1].outputs
+    seen = next(one for one in evidence.ranks if one.rank == misfit.rank)
+    given = {key: output for key, output in seen.steps[step - 1].outputs.items() if key[0] == path and key in expected}
+    wrong = [key for key in given if not _is_same(given[key], expected[key])]
+    for call in sorted({key[1] for key in wrong}):
+        mine = [key for key in wrong if key[1] == call]
+        for other in sorted({key[1] for key in expected if key[0] == path and key[1] != call}):
+            pairs = [(given[key], expected.get((path, other, key[2]))) for key in mine]
+            if all(right is not None and _is_same(output, right) for output, right in pairs):
+                return f"call {call + 1} of {path} gives what call {other + 1} gives on one device"
+    return None
+
+
+def _is_same(given: Output, right: Output) -> bool:
+    scale = CLOSE * max(right.norm, SMALL_OUTPUT)
+    return abs(given.projection - right.projection) <= scale and abs(given.norm - right.norm) <= scale
+
+
+def _drawn_between(evidence: Evidence, misfit: Misfit, step: int) -> tuple[Cause, str] | None:
+    """Return what is drawn in parts, by a module whose output no rank has whole, before the first output that differs.
+
+    Such a module ran behind the last output that agrees, or holds the one that differs.
+    """
+    seen = next(one for one in evidence.ranks if one.rank == misfit.rank)
+    if not any(len(group) > 1 for axis, group in seen.axes.items() if axis in ("tp", "cp")):
+        return None
+    expected, given = evidence.reference.steps[step - 1].outputs, seen.steps[step - 1].outputs
+    between: list[str] = []
+    for key, right in expected.items():
+        if key[0] == misfit.name:
+            break
+        is_compared = key in given and given[key].numel == right.numel
+        between = [] if is_compared else [*between, key[0]]
+    for owner, is_numbers in evidence.draws.items():
+        if owner in between or is_below(misfit.name, owner):
+            return Cause.RANDOM if is_numbers else Cause.DROPOUT, owner or "the model itself"
+    return None
 
 
 def _projections(evidence: Evidence, path: str, step: int) -> list[tuple[Observation, float, float]]:
@@ -210,8 +263,29 @@ def _norm(evidence: Evidence, first: Comparison) -> Found:
     return (
         Cause.CLIP_NORM,
         f"gradients agree, but their global norm in step {step} is {numbers(given)}, not {right:g} "
-        f"(its square is {numbers({one**2 / right**2 for one in given})} times the right one)",
+        f"(its square is {numbers({one**2 / right**2 for one in given})} times the right one{_axis_of_norm(evidence, step)})",
     )
+
+
+def _axis_of_norm(evidence: Evidence, step: int) -> str:
+    """Return text that names the axis over whose ranks the squares were not summed; empty if there is no one axis."""
+    norms = {seen.rank: seen.steps[step - 1].norm for seen in evidence.ranks}
+    right = evidence.reference.steps[step - 1].norm
+    axes = {axis for seen in evidence.ranks for axis in seen.axes if axis != "world"}
+    for axis in sorted(axes, key=lambda axis: (axis.startswith("dp"), axis)):
+        index = {seen.rank: seen.axes[axis].index(seen.rank) for seen in evidence.ranks if axis in seen.axes}
+        squares: dict[int, set[float]] = {}
+        for rank, at in index.items():
+            squares.setdefault(at, set()).add(norms[rank] ** 2)
+        if (
+            len(index) < len(norms)
+            or len(squares) < 2
+            or any(max(one) - min(one) > CLOSE * right**2 for one in squares.values())
+        ):
+            continue
+        if abs(sum(max(one) for one in squares.values()) - right**2) <= CLOSE * right**2:
+            return f"; those of ranks with other places on {axis} add up to it, so a sum over {axis} is missing"
+    return ""
 
 
 def _weights(evidence: Evidence, first: Comparison) -> Found:
@@ -224,19 +298,48 @@ def _weights(evidence: Evidence, first: Comparison) -> Found:
     values, wanted, _ = matched(held, whole_of(before)[misfit.name])
     if torch.allclose(values, wanted, rtol=1e-9, atol=1e-12):
         return Cause.STALE_WEIGHT, f"{misfit.name} on rank {misfit.rank} still has the values from before step {step}"
+    if (idle := _moved_idly(evidence, misfit.name, step)) is not None:
+        return Cause.IDLE, idle
     holders = [(seen.rank, seen.steps[step - 1].weights) for seen in evidence.ranks]
     if any(spread_of(copies) > CLOSE * float(wanted.abs().max()) for copies in copies_of(holders, misfit.name)):
         return Cause.DRIFT, f"ranks that hold the same elements of {misfit.name} differ after step {step}"
     return Cause.UPDATE, f"gradients agree, but not the update of {misfit.name} in step {step}"
 
 
+def _moved_idly(evidence: Evidence, name: str, step: int) -> str | None:
+    """Return text that shows that a weight without a gradient is moved, and not on one device; None where it is not so."""
+    right = evidence.reference.steps[step - 1]
+    before = evidence.reference.start if step == 1 else evidence.reference.steps[step - 2].weights
+    if not torch.equal(whole_of(right.weights)[name], whole_of(before)[name]):
+        return None
+    gradient = whole_of(right.gradients).get(name)
+    if gradient is not None and bool(gradient.any()):
+        return None
+    return f"{name} has no gradient in step {step}: one device leaves it as it is, and the layout moves it"
+
+
 def _optimizer(evidence: Evidence, first: Comparison) -> Found:
     misfit = first.misfits[0]
+    if first.step and _stays(evidence, misfit.name, first.step):
+        return (
+            Cause.IDLE,
+            f"{misfit.name} has no gradient in step {first.step}: the job's optimizer leaves it as it is on one device, and the "
+            "layout moves it",
+        )
     when = f" in step {first.step}" if first.step else ""
     return (
         Cause.UPDATE,
         f"given equal gradients, the job's optimizer computes a different {misfit.name}{when} on rank {misfit.rank}",
     )
+
+
+def _stays(evidence: Evidence, name: str, step: int) -> bool:
+    """Return whether the job's own optimizer leaves a weight without a gradient as it is on one device."""
+    one = evidence.reference
+    before = one.start if step == 1 else one.updated[step - 2]
+    gradient = whole_of(one.steps[step - 1].gradients).get(name)
+    is_without = gradient is None or not bool(gradient.any())
+    return is_without and torch.equal(whole_of(one.updated[step - 1])[name], whole_of(before)[name])
 
 
 def _buffers(evidence: Evidence, first: Comparison) -> Found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -48,6 +48,8 @@ class Evidence:
     """Return whether the module at a path applies dropout."""
     weighted: Callable[[str], bool]
     """Return whether the module at a path has parameters."""
+    draws: Mapping[str, bool]
+    """Whether what a module draws are random numbers, and not masks of dropout, by the module's path."""
     positional: Callable[[str], bool]
     """Return whether the output of the module at a path depends on positions alone, as known of the model's family."""
     boundaries: Sequence[tuple[str, ...]]
@@ -58,6 +60,13 @@ class Evidence:
     """Compute the parts of a step on one device; steps count from 0."""
     uses: Callable[[str, int], Sequence[Tensor]]
     """Compute the gradient of each single use of a tied weight in a step; steps count from 0."""
+    chunks: Callable[[str, int], Sequence[Tensor]]
+    """Compute the gradient of a weight from each chunk of the loss in a step; empty where the loss has no chunks."""
+    stages: Sequence[Set[str]]
+    """The parameters of each pipeline stage; empty without a pipeline."""
+    experts: Callable[[str], tuple[int, str]]
+    """Return how many experts a parameter holds along its first dimension, and its own expert's index as text where it belongs
+    to one alone; (0, "") where it belongs to none."""
     clips: bool
     """Whether the job clips gradients."""
     balances: bool

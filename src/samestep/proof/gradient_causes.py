@@ -7,7 +7,7 @@ compute each G_dm by itself. The wrong gradient that a rank holds is then writte
 
 and the coefficients name the mistake: all equal to k, the gradient is scaled by k; zero except for the last m, only the
 last micro-batch counts; zero except for the rank's own d, the gradient was never reduced; proportional to 1 / count_dm,
-a mean of means. Where no combination fits, the fault lies inside the model: copies that add up to the right gradient lack
+a mean of means. A factor of one pipeline stage, of experts or of chunks of the loss is found alike. Where no combination fits, the fault lies inside the model: copies that add up to the right gradient lack
 a reduction over their axis, a tied weight's gradient is written as a combination of those of its single uses, and
 otherwise the module whose backward comes first is named.
 """
@@ -60,6 +60,8 @@ def gradients_cause(evidence: Evidence, first: Comparison) -> Found:
         )
     if coupled := _coupled_gradient(evidence, misfit.name, step, right[misfit.name].values):
         return Cause.COUPLED, f"{affected}: {coupled}"
+    if part := _scaled_part(evidence, step, right) or _scaled_chunk(evidence, _largest(order, right), step):
+        return Cause.PART_SCALE, f"{affected}: {part}"
     found = _combination(evidence, misfit, step, len(first.misfits) == first.compared) or _elsewhere(
         evidence, misfit, step
     )
@@ -103,6 +105,74 @@ def scales_of(evidence: Evidence, step: int, right: Mapping[str, HeldTensor]) ->
             return {}
         scales[seen.rank] = scale
     return scales
+
+
+def _scaled_part(evidence: Evidence, step: int, right: Mapping[str, HeldTensor]) -> str | None:
+    """Return text that names a pipeline stage, or experts, whose gradients alone are one factor times the right ones."""
+    factors = _factors(evidence, step, right)
+    wrong = {key: factor for key, factor in factors.items() if factor is None or abs(factor - 1) > CLOSE}
+    found = [factor for factor in wrong.values() if factor is not None]
+    if not found or len(found) < len(wrong) or max(found) - min(found) > CLOSE * abs(found[0]) or abs(found[0]) < CLOSE:
+        return None
+    names = {name for name, _ in wrong}
+    times = f"{found[0]:.6g} times the right gradients{_degree(evidence, found[0])}"
+    for number, held in enumerate(evidence.stages):
+        if names == {name for name, _ in factors if name in held}:
+            return f"those of pipeline stage {number + 1} of {len(evidence.stages)} are {times}"
+    if any(not expert and not evidence.experts(name)[0] for name, expert in wrong):
+        return None
+    experts = sorted({expert for _, expert in wrong if expert}, key=int)
+    everyone = {expert for name, expert in factors if expert and name in names}
+    which = f"expert{'s' * (len(experts) > 1)} {', '.join(experts)}" if len(experts) < len(everyone) else "all experts"
+    return f"those of {which} are {times}"
+
+
+def _factors(evidence: Evidence, step: int, right: Mapping[str, HeldTensor]) -> dict[tuple[str, str], float | None]:
+    """Return the factor of each gradient, by weight and expert: None where it has no single one on all ranks that hold it."""
+    found: dict[tuple[str, str], float | None] = {}
+    for held in (held for seen in evidence.ranks for held in unclipped(seen, step - 1) if held.name in right):
+        whole = right[held.name].values
+        values, wanted, index = matched(held, whole)
+        stacked, own = evidence.experts(held.name)
+        places = torch.arange(len(whole))[index]
+        rows = places // (len(whole) // stacked) if stacked else torch.zeros_like(places)
+        for row in rows.unique().tolist():
+            ours, theirs = values[rows == row].double(), wanted[rows == row].double()
+            if not theirs.any() and not ours.any():
+                continue
+            key = (held.name, str(row) if stacked else own)
+            size = float(theirs @ theirs)
+            factor = float(ours @ theirs) / size if size else math.inf
+            fits = math.isfinite(factor) and float((ours - factor * theirs).norm()) <= CLOSE * float(ours.norm())
+            known = found.get(key, factor)
+            agrees = fits and known is not None and abs(factor - known) <= CLOSE * abs(factor)
+            found[key] = factor if agrees else None
+    return found
+
+
+def _largest(misfits: Sequence[Misfit], right: Mapping[str, HeldTensor]) -> Misfit:
+    """Return the one with the most elements, to which the most coefficients can be fitted."""
+    return max(misfits, key=lambda one: right[one.name].values.numel())
+
+
+def _scaled_chunk(evidence: Evidence, misfit: Misfit, step: int) -> str | None:
+    """Return text that names the chunks of the loss that do not count once; None where no such weights fit."""
+    parts = evidence.chunks(misfit.name, step - 1)
+    if len(parts) < 2:
+        return None
+    total = sum(part.count for part in evidence.parts(step - 1))
+    for seen in evidence.ranks:
+        for held in unclipped(seen, step - 1):
+            if held.name != misfit.name:
+                continue
+            columns = [matched(held, part.flatten() / total)[1] for part in parts]
+            fit = _fit(held.values, columns)
+            if fit is not None and max(fit) - min(fit) > CLOSE:
+                counts = ", ".join(
+                    f"chunk {i + 1} counts {c:.4g} times" for i, c in enumerate(fit) if abs(c - 1) > CLOSE
+                )
+                return f"of the {len(parts)} chunks of the loss {counts}"
+    return None
 
 
 def _tied(evidence: Evidence, name: str, step: int) -> Found | None:

@@ -109,6 +109,8 @@ class PlainSteps:
 
     hindrance: str = ""
     """Why the loop could not run; empty where it did."""
+    unused: list[list[str]] = field(default_factory=list)
+    """The weights that had no gradient in each step."""
     other_values: list[str] = field(default_factory=list)
     """Tensors whose constant values, before the first step, are not those of ours."""
     losses: list[float] = field(default_factory=list)
@@ -146,6 +148,8 @@ class Observation:
     """What the compiler made of the blocks, where they are compiled."""
     plain: PlainSteps | None = None
     """The plain torch loop that one device is held against in float64."""
+    resumed: list[tuple[str, float]] = field(default_factory=list)
+    """What was compared of a run that resumes from its own checkpoint, twice, with its error against the run that goes on."""
 
 
 class _DigestingDataset:
@@ -380,14 +384,15 @@ def _one_step(observed: ObservedRun, batch: Batch, watched: _DigestingDataset) -
 
 @torch.no_grad()
 def feed(
-    run: Run, gradients: Sequence[dict[str, Tensor]], unused: Sequence[Collection[str]] = ()
+    run: Run, gradients: Sequence[dict[str, Tensor]], unused: Sequence[Collection[str]] = (), first_step: int = 0
 ) -> Iterator[list[HeldTensor]]:
     """Take optimizer steps on given whole gradients, the same in every layout, but for the weights that a step leaves `unused`;
     yield the weights after each step.
 
     Collective over the world: every rank must iterate; if one does not, the others wait for it when weights are gathered.
     """
-    for step, whole in enumerate(gradients):
+    for index, whole in enumerate(gradients):
+        step = first_step + index
         for whose, assembly in replicas_of(run):
             updater = assembly.weights.updater
             for piece in updater.pieces:
@@ -395,7 +400,7 @@ def feed(
                 given = whole.get(f"{piece.name}{whose}", whole.get(piece.name))
                 assert given is not None
                 _give(run, piece, given)
-            left_out = {name for name in unused[step] if name.endswith(whose)} if unused else ()
+            left_out = {name for name in unused[index] if name.endswith(whose)} if unused else ()
             updater.unused = frozenset(name.removesuffix(whose) for name in left_out)
             updater.set_lr(assembly.weights.lr_factor(step))
             updater.step_index = step

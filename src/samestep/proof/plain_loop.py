@@ -39,6 +39,7 @@ from samestep.proof.comparison import Comparison, Limit
 from samestep.proof.held_tensors import HeldTensor, held_whole
 from samestep.proof.observation import Observation, PlainSteps
 from samestep.proof.plain_contributions import PlainContributions
+from samestep.proof.verdict import Cause
 from samestep.runtime.axes import precision
 from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.preparation import Source, set_training
@@ -136,6 +137,7 @@ def _take_steps(
         optimizer.zero_grad()
         loss, without = _backward(model, run, source, batch, params, contributions)
         unused.append(without)
+        steps.unused.append(sorted(without))
         steps.losses.append(loss)
         steps.gradients.append(held_whole({name: _gradient(param) for name, param in params.items()}))
         norm = torch.nn.utils.clip_grad_norm_(params.values(), math.inf if limit is None else limit)
@@ -265,13 +267,19 @@ def _tensors(what: str, index: int, theirs: list[HeldTensor], mine: list[HeldTen
     return [comparison.held_comparison(WHAT, index + 1, named[0], [(0, named[1])], limit)]
 
 
-def explanation(one: Observation, first: Comparison) -> str:
-    """Return the first difference from the plain loop in words, and the values at fault, if any are known."""
+def cause(one: Observation, first: Comparison) -> tuple[Cause, str]:
+    """Return the cause of the first difference from the plain loop, and where it is, with the values at fault, if known."""
     misfit = first.misfits[0]
     steps = one.plain
     assert steps is not None
     text = f"{misfit.name} in step {misfit.step} of one device is off by {misfit.error:.1e}"
     if steps.other_values:
         more = f" and {len(steps.other_values) - 1} more" if len(steps.other_values) > 1 else ""
-        return f"{steps.other_values[0]}{more} has not the value that the build function gives it; {text}"
-    return f"{text}, on the same samples, with the same masks"
+        return (
+            Cause.PLAIN,
+            f"{steps.other_values[0]}{more} has not the value that the build function gives it; {text}",
+        )
+    kind, _, name = misfit.name.partition(" of ")
+    if kind in ("weight", "update") and misfit.step and name in steps.unused[misfit.step - 1]:
+        return Cause.IDLE, f"{text}: a plain torch loop has no gradient for it in that step, and leaves it as it is"
+    return Cause.PLAIN, f"{text}, on the same samples, with the same masks"

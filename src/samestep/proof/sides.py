@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
-from samestep.proof import causes, comparison, held_tensors, notes, observation, plain_loop
+from samestep.proof import causes, comparison, held_tensors, notes, observation, plain_loop, resumes
 from samestep.proof.comparison import Comparison
 from samestep.proof.evidence import BatchPart, Evidence
 from samestep.proof.observation import Observation, ObservedRun
@@ -136,11 +137,16 @@ def in_layout(place: RankInfo, subject: Subject) -> None:
     one: Observation = notes.read(subject.note("one"))
     observed = subject.observed(subject.layout, subject.job, place)
     seen = _noted(observed, subject, one)
-    notes.write(subject.note(f"rank-{place.rank}"), seen)
     if one.updated:
         if place.rank == 0:
             shutil.rmtree(subject.folder / "checkpoints", ignore_errors=True)
+            shutil.rmtree(subject.folder / "resumed", ignore_errors=True)
         checkpoint.save(observed.run, subject.folder / "checkpoints", keep=1)
+        if observed.run.replicas is None:
+            gradients = comparison.whole_of(comparison.unclipped(one, -1))
+            folders = (subject.folder / "checkpoints", subject.folder / "resumed")
+            seen.resumed = list(resumes.compared(observed.run, gradients, one.steps[-1].unused, folders))
+    notes.write(subject.note(f"rank-{place.rank}"), seen)
 
 
 def _noted(observed: ObservedRun, subject: Subject, one: Observation | None) -> Observation:
@@ -198,14 +204,17 @@ def judge(place: RankInfo, subject: Subject) -> Judgement:
         comparison.held_comparison("checkpoint", None, one.updated[-1], [(0, loaded.updated[-1])], limit),
         comparison.held_comparison("checkpoint state", None, one.state, [(0, loaded.state)], limit),
     ]
+    resumed = resumes.compare(ranks, FLOAT64_ALLOWANCE)
     plainly = plain_loop.compare(one, limit)
-    everything = [*steps, *updates, *given_back, *plainly]
+    everything = [*steps, *updates, *given_back, *resumed, *plainly]
     checks = comparison.checks_of(everything)
     first = next((one_kind for one_kind in everything if one_kind.misfits), None)
     if first is None:
         return checks, None, ""
     if first in plainly:
-        return checks, Cause.PLAIN, plain_loop.explanation(one, first)
+        return checks, *plain_loop.cause(one, first)
+    if first in resumed:
+        return checks, *resumes.cause(first)
     if run.replicas is not None and first not in plainly:
         cause = Cause.CHECKPOINT if first in given_back else Cause.REPLICAS
         return checks, cause, refusal or f"{first.what}: {first.misfits[0].name} is off by {first.misfits[0].error:.1e}"
@@ -256,6 +265,10 @@ def _evidence(
         before(step)
         return _uses(run, subject, (name, *aliases[name]), step)
 
+    def chunks(name: str, step: int) -> Sequence[Tensor]:
+        before(step)
+        return _chunks(run, subject, name, step)
+
     aliases = {param.name: param.aliases for param in spec.params}
     return Evidence(
         reference=one,
@@ -265,11 +278,15 @@ def _evidence(
         aliases=aliases,
         dropout=lambda path: rates.has_dropout(model.get_submodule(path)),
         weighted=lambda path: any(True for _ in model.get_submodule(path).parameters()),
+        draws={mask.owner: mask.is_numbers for mask in spec.masks},
         positional=facts_of(model).is_positional,
         boundaries=[layers[chunk.start].modules for p in programs for chunk in p.chunks if chunk.start],
         collectives=functools.partial(_collectives, programs),
         parts=functools.lru_cache(parts),
         uses=uses,
+        chunks=chunks,
+        stages=_stages(spec, programs),
+        experts=functools.partial(_experts, spec),
         clips=subject.job.optimizer.clip_norm is not None,
         balances=spec.balanced_experts > 0,
     )
@@ -281,6 +298,22 @@ def _collectives(programs: Sequence[Program], path: str) -> str:
         f"{op.kind} over {op.axis}" for program in programs for _, op in program.ops() if op.axis and op.owner == path
     )
     return f"; its collectives are {', '.join(sent)}" if sent else ""
+
+
+def _stages(spec: ModelSpec, programs: Sequence[Program]) -> list[set[str]]:
+    """Return the parameters of each pipeline stage, each with the first stage that uses it; none without a pipeline."""
+    if len(programs) == 1:
+        return []
+    mine = [{layer for chunk in program.chunks for layer in chunk} for program in programs]
+    return [{param.name for param in spec.params if param.layer in layers} for layers in mine]
+
+
+def _experts(spec: ModelSpec, name: str) -> tuple[int, str]:
+    """Return how many experts a parameter holds along its first dimension, or the index of the one that it belongs to."""
+    stacked = next((param.experts for param in spec.params if param.name == name), 0)
+    owners = (dispatch.owner for layer in spec.layers for dispatch in layer.dispatches)
+    own = next((name.removeprefix(f"{owner}.").split(".")[0] for owner in owners if name.startswith(f"{owner}.")), "")
+    return stacked, own if own.isdigit() else ""
 
 
 def _batch(subject: Subject, step: int) -> Batch:
@@ -316,6 +349,40 @@ def _uses(run: Run, subject: Subject, names: Sequence[str], step: int) -> list[T
         for path, leaf in homes:
             setattr(model.get_submodule(path), leaf, tied)
     return [torch.zeros_like(param) if param.grad is None else param.grad for param in single]
+
+
+def _chunks(run: Run, subject: Subject, name: str, step: int) -> list[Tensor]:
+    """Return the gradient of a weight from each chunk of the loss, of all micro-batches; none where the loss has no chunks."""
+    head, size = subject.spec.layers[-1].head, subject.layout.loss_chunk
+    if head is None or size is None:
+        return []
+    run.adopt(Assembly.without_balance)
+    layout, count, batch = subject.layout, subject.programs()[0].step.num_microbatches, _batch(subject, step)
+    found: dict[int, Tensor] = {}
+    for rank in range(layout.dp):
+        for indices in batch.shares(rank, layout.dp, count):
+            part = Batch(step, indices, subject.dataset, seed=subject.job.train.seed)
+            for number in range(-(-len(indices) * head.rows // size)):
+                with _of_rows(run.model.get_submodule(head.owner), slice(number * size, (number + 1) * size)):
+                    gradients, _, _ = _gradients(run, part)
+                found[number] = found.get(number, 0.0) + gradients[name]
+    return [found[number] for number in sorted(found)]
+
+
+@contextmanager
+def _of_rows(head: nn.Module, rows: slice) -> Iterator[None]:
+    """Let only these rows of the logits have a gradient inside."""
+
+    def masked(gradient: Tensor) -> Tensor:
+        kept = torch.zeros(gradient.shape[:-1], dtype=gradient.dtype, device=gradient.device).flatten()
+        kept[rows] = 1.0
+        return gradient * kept.view(*gradient.shape[:-1], 1)
+
+    handle = head.register_forward_hook(lambda _, args, logits: logits.register_hook(masked) and None)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _gradients(run: Run, batch: Batch) -> tuple[Mapping[str, Tensor], float, float]:

@@ -1,7 +1,7 @@
 """The verdict of a proof: its checks in the order of a step, the first that failed, and the likely cause. No torch.
 
 ```
-start ── data ── forward ── loss ── gradients ── norm ── weights ── optimizer ── buffers ── checkpoint ── plain torch ── own precision
+start ── data ── forward ── loss ── gradients ── norm ── weights ── optimizer ── buffers ── checkpoint ── resume ── plain torch ── own precision
 ```
 A check compares the largest error of its kind with the allowance. The fault lies where the first check fails; later
 failures follow from it.
@@ -21,6 +21,8 @@ class Cause(StrEnum):
     ROWS_SWAPPED = "rows or heads of a weight in the wrong place"
     DATA = "different data"
     DROPOUT = "different dropout masks"
+    RANDOM = "different random numbers"
+    OTHER_CALL = "a call of a module computes what another call should, as with adapters that are left on"
     POSITIONS = "wrong positions or position-dependent buffers"
     BOUNDARY = "wrong activations across a pipeline boundary"
     FORWARD = "a module computes something else"
@@ -34,17 +36,20 @@ class Cause(StrEnum):
     WRONG_GROUP = "a reduction over the wrong group"
     DOUBLE_REDUCTION = "reduced, or counted, more than once"
     GRADIENT_SCALE = "gradients divided by the wrong number"
+    PART_SCALE = "gradients of one part of the model or of the loss are scaled"
     TIED = "a tied weight's gradients are not summed exactly once"
     BACKWARD = "a module's backward computes something else"
     MISSING_GRADIENT = "a missing gradient"
     DRIFT = "copies of one weight differ between ranks"
     CLIP_NORM = "the clipping norm does not span every axis, each weight once"
     SKIP = "ranks disagree whether to skip the step"
+    IDLE = "a weight that no gradient reached was moved"
     UPDATE = "the optimizer computes a different update"
     STATE_SWAPPED = "optimizer state in the wrong place"
     BUFFER = "a buffer that is not synchronised"
     PLAIN = "one device computes something else than a plain torch loop of the same code"
     CHECKPOINT = "a checkpoint does not give back what was saved"
+    RESUME = "a resumed run goes on at another step"
     REPLICAS = "replicas that are trained apart compute something else than one after the other"
     PRECISION = "beyond rounding in the job's own precision, though float64 agrees"
 

@@ -21,7 +21,7 @@ def as_text(found: Prediction, *, whole: bool = False) -> str:
     lines = program_text(found).splitlines()
     if not whole and len(lines) - len(found.programs) * (len(found.programs) > 1) > MOST_LINES:
         lines = [*_tasks(found.programs)]
-    fits = "fits" if found.fits else "does not fit"
+    fits = f"fits, with a chance of {found.chance_to_fit:.0%}" if found.fits else "does not fit"
     return "\n".join(
         [
             *lines,

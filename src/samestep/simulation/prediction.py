@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import statistics
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +34,10 @@ def labels(job: Job, hardware: Hardware) -> dict[str, str]:
     }
 
 
+_TENTH = statistics.NormalDist().inv_cdf(0.9)
+"""The standard deviations from the middle of a normal distribution beyond which a tenth of it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Interval:
     """The range of measured / predicted that covers 8 of 10 published rows, every source with equal weight."""
@@ -46,6 +52,20 @@ class Interval:
     def of(self, predicted: float) -> tuple[float, float]:
         """Return the interval in which the measured value is to be expected, in the unit of the predicted one."""
         return self.low * predicted, self.high * predicted
+
+    def chance_below(self, limit: float, predicted: float) -> float:
+        """Return the probability that the measured value is at most `limit`: its logarithm is taken to be normal."""
+        if limit <= 0 or predicted <= 0:
+            return float(predicted <= limit)
+        middle = (math.log(self.low) + math.log(self.high)) / 2
+        deviation = (math.log(self.high) - math.log(self.low)) / (2 * _TENTH)
+        return statistics.NormalDist(middle, deviation).cdf(math.log(limit / predicted))
+
+    def safe_below(self, limit: float, chance: float) -> float:
+        """Return the largest prediction whose measured value is at most `limit` with a probability of `chance`."""
+        middle = (math.log(self.low) + math.log(self.high)) / 2
+        deviation = (math.log(self.high) - math.log(self.low)) / (2 * _TENTH)
+        return limit / math.exp(statistics.NormalDist(middle, deviation).inv_cdf(chance))
 
 
 @functools.cache
@@ -134,6 +154,11 @@ class Prediction:
         """Whether the peak of every stage is within the memory of a device, without what is kept free of it."""
         return self.peak.total <= self.hardware.room_bytes
 
+    @property
+    def chance_to_fit(self) -> float:
+        """Probability that a rank needs no more than the memory of a device, by the record of predictions."""
+        return intervals()["memory"].chance_below(self.hardware.memory_bytes, self.peak.total)
+
     def to_record(self) -> dict[str, object]:
         """Return the prediction as plain data for JSON."""
         return {
@@ -153,6 +178,7 @@ class Prediction:
             "checkpoint_host_bytes": [memory.saving_host_bytes(one, self.states_per_param) for one in self.programs],
             "peak_bytes_interval": [round(size) for size in intervals()["memory"].of(self.peak.total)],
             "fits": self.fits,
+            "chance_to_fit": self.chance_to_fit,
             "labels": dict(self.labels),
         }
 

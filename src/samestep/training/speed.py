@@ -36,8 +36,12 @@ class Speed:
         return self.flops / step_s / self.devices / 1e12 if step_s else 0.0
 
     def mfu(self, step_s: float) -> float | None:
-        """Return the fraction of the device's peak that a step reaches (model FLOPs utilisation); None without a peak."""
-        return self.tflops_per_device(step_s) * 1e12 / self.peak_flops_per_s if self.peak_flops_per_s else None
+        """Return the fraction of the device's peak that a step reaches (model FLOPs utilisation); None without a peak.
+
+        None too where a step is faster than the peak: a profile that was measured on a busy machine holds less than it.
+        """
+        share = self.tflops_per_device(step_s) * 1e12 / self.peak_flops_per_s if self.peak_flops_per_s else None
+        return None if share is None or share > 1 else share
 
 
 def flops_of_sample(model: ModelSpec) -> int:

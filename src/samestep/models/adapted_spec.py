@@ -1,0 +1,119 @@
+"""The shape of a preset with low-rank adapters beside its linear layers, and all other weights frozen.
+
+    y = W x + (alpha / r) B A x        A [r, in], B [out, r] are trained; W [out, in] is not, and may be held in 4 bits
+
+Under `tp` a part of an adapter is cut with its layer: B by rows where W is cut by columns, A by columns where W is cut by rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from samestep.errors import ModelError, did_you_mean
+from samestep.job_tables import ALL_LINEAR, LoraTable
+from samestep.models.layer_spec import LayerSpec, Product
+from samestep.models.packing import BLOCK
+from samestep.models.param_spec import Cut, ParamSpec
+from samestep.models.spec import ModelSpec
+
+_OWN_NAMES = {"c_attn": ("qkv",), "query_key_value": ("qkv",), "c_fc": ("up_proj",), "c_proj": ("o_proj", "down_proj")}
+"""Names of linear layers in transformers that presets have under another name."""
+
+
+def adapted(model: ModelSpec, lora: LoraTable) -> ModelSpec:
+    """Return the shape of a model of linear layers in blocks, with adapters beside those that `lora` names.
+
+    Raises:
+        ModelError: it has no linear layer of a name.
+    """
+    linear = [path for index, layer in enumerate(model.layers) for path in _linear_paths(model, layer, index)]
+    known = dict.fromkeys(path.rpartition(".")[2] for path in linear)
+    wanted = {own for name in lora.targets for own in _OWN_NAMES.get(name, (name,))}
+    saved = {path for name in lora.modules_to_save for path in _modules_called(model, name)}
+    for name in sorted(wanted - {ALL_LINEAR}):
+        if not any(_is_called(path, name) for path in linear):
+            raise ModelError(
+                f"model.lora.targets: no linear layer of preset {model.name} is called {name!r}{did_you_mean(name, known)}: "
+                f"{', '.join([*known, ALL_LINEAR])} work"
+            )
+    targets = {path for path in linear if ALL_LINEAR in wanted or any(_is_called(path, name) for name in wanted)}
+    packing = set(linear) if lora.base == "nf4" else set()
+    params: list[ParamSpec] = []
+    for param in model.params:
+        path = param.name.rpartition(".")[0]
+        packed = path in packing and param.name.endswith(".weight") and param.shape[-1] % BLOCK == 0
+        params.append(replace(param, trainable=path in saved, held_as="nf4" if packed else param.held_as))
+        if path in targets and param.name.endswith(".weight"):
+            params += _adapters(param, path, lora.r)
+    layers = tuple(_layer(layer, index, targets, saved, lora.r) for index, layer in enumerate(model.layers))
+    return replace(model, layers=layers, params=tuple(params))
+
+
+def _is_called(path: str, name: str) -> bool:
+    return path == name or path.endswith(f".{name}")
+
+
+def _modules_called(model: ModelSpec, name: str) -> set[str]:
+    """Return the paths of modules with weights of a name.
+
+    Raises:
+        ModelError: there is none.
+    """
+    every = {param.name.rpartition(".")[0] for param in model.params}
+    if not (found := {path for path in every if _is_called(path, name)}):
+        raise ModelError(f"model.lora.modules_to_save: no module of preset {model.name} is called {name!r}")
+    return found
+
+
+def _linear_paths(model: ModelSpec, layer: LayerSpec, index: int) -> Iterator[str]:
+    """Yield the paths of a block's linear layers, of which peft has adapters: those of experts are no modules."""
+    if not layer.is_block:
+        return
+    mine = {param.name for param in model.params_of(index) if len(param.shape) == 2}
+    for product in layer.products:
+        path = f"{layer.name}.{product.owner}"
+        if product.factors in ("weight", "frozen") and f"{path}.weight" in mine:
+            yield path
+
+
+def _adapters(param: ParamSpec, path: str, rank: int) -> Iterator[ParamSpec]:
+    columns, inner = param.shape
+    of_down = of_up = None
+    if param.cut is not None:
+        part = Cut(
+            style=param.cut.style, dim=param.cut.dim, groups=param.cut.groups, is_shareable=param.cut.is_shareable
+        )
+        of_down, of_up = (part, None) if part.style == "row" else (None, part)
+    for name, shape, cut in (("lora_A", (rank, inner), of_down), ("lora_B", (columns, rank), of_up)):
+        yield ParamSpec(name=f"{path}.{name}.default.weight", shape=shape, layer=param.layer, cut=cut)
+
+
+def _layer(layer: LayerSpec, index: int, targets: set[str], saved: set[str], rank: int) -> LayerSpec:
+    """Return a layer whose weights are frozen, with the products of its adapters."""
+    products: list[Product] = []
+    kept = flops = 0
+    for product in layer.products:
+        path = f"{layer.name}.{product.owner}"
+        is_trained = path in saved or product.owner in saved
+        products.append(
+            replace(product, factors="frozen") if product.factors == "weight" and not is_trained else product
+        )
+        if path in targets:
+            more = (
+                Product(rows=product.rows, inner=product.inner, columns=rank, owner="lora"),
+                Product(rows=product.rows, inner=rank, columns=product.columns, owner="lora"),
+            )
+            products += more
+            kept += product.rows * rank
+            flops += sum(one.flops for one in more)
+    head = None if layer.head is None else replace(layer.head, is_frozen=layer.head.owner not in saved)
+    return replace(
+        layer,
+        products=tuple(products),
+        forward_flops=layer.forward_flops + flops,
+        saved_elements=layer.saved_elements + kept,
+        saved_selective_elements=layer.saved_selective_elements + kept,
+        has_backward=index > 0,
+        head=head,
+    )
