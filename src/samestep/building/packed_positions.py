@@ -67,7 +67,9 @@ def packed_documents(model: nn.Module) -> Iterator[None]:
 
 def _packed(asked: Callable[[Tensor], Tensor | None], unpacked: set[torch.Size], positions: Tensor) -> Tensor | None:
     """Return the document of each token, as transformers' own function does: None where no documents are packed."""
-    is_one_row = positions.dim() == 2 and _is_for_all(positions)
+    is_one_row = (
+        positions.dim() == 2 and not positions.is_meta and _is_for_all(positions)
+    )  # traces see the same each time
     if is_one_row and positions.shape in unpacked:
         return None
     found = asked(positions)

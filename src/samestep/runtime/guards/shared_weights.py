@@ -24,7 +24,7 @@ _RUNS: weakref.WeakSet[SharedWeights] = weakref.WeakSet()
 
 
 class SharedWeights:
-    """What one run was given of weights that stay with whoever gave them, and how far the run has come."""
+    """Weights that one run was given and that stay with whoever gave them, and how far the run has come."""
 
     def __init__(self) -> None:
         self._given: dict[str, weakref.ref[Tensor]] = {}

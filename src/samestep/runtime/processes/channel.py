@@ -62,7 +62,7 @@ class TokenError(Exception):
 
 
 class GreetingError(Exception):
-    """What has answered did not greet as a host of a run does; it may do so later."""
+    """Raised where what has answered did not greet as a host of a run does; it may do so later."""
 
 
 class Channel:

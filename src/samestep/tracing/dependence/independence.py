@@ -73,7 +73,7 @@ class Rows:
 
 
 class Form(NamedTuple):
-    """How a tensor stands in its storage."""
+    """The places of a tensor's elements in its storage."""
 
     dims: tuple[tuple[int, int], ...]
     """Extent and stride in bytes of each dimension but that of rows; strides over all rows are negative and count them once."""
