@@ -731,9 +731,15 @@ def test_running_statistics_of_instances_are_refused_where_the_batch_is_split() 
 
 
 def test_shapes_that_depend_on_values_are_refused_where_they_must_be_known() -> None:
-    for layout in ("pp=2", "tp=2"):
-        with pytest.raises(LayoutError, match=r"at parts.0.score depend on values.*p=1 works"):
-            prepare_alone("picking", layout)
+    with pytest.raises(LayoutError, match=r"at parts.0.score depend on values.*p=1 works"):
+        prepare_alone("picking", "tp=2")
+
+
+def test_shapes_that_depend_on_values_within_blocks_close_no_stage() -> None:
+    reference = observe_odd(0, 1, "picking", "dp=1", job_for("picking"))
+    for layout in ("pp=2", "pp=2 microbatch=2"):
+        seen = pool(2).run(observe_odd, "picking", layout, job_for("picking"), True)
+        assert_same(seen, reference, TOLERANCE)
 
 
 def test_running_statistics_are_updated_once_a_step() -> None:
