@@ -363,7 +363,7 @@ class NumericsTable(Table):
     """Precision and everything else in the arithmetic that may change a result."""
 
     rules: Literal[2] = RULES
-    """Version of the rules by which words become numbers (`samestep/rules.py`); it is written into resolved jobs, and without it a
+    """Version of the rules by which words become numbers (`src/samestep/rules.py`); it is written into resolved jobs, and without it a
     run is of version 1."""
     precision: Precision = "float32"
     """Precision of weights and activations; bf16 and fp16 keep float32 master weights, gradients and reductions."""
