@@ -174,10 +174,10 @@ def tied_weights_are_counted_twice(patch: Patch) -> None:
 @fault(Cause.MISSING_REDUCTION, "dp=2 pp=2 schedule=zero-bubble microbatch=1", "deep_llama")
 def split_off_weight_gradients_come_after_the_reduction(patch: Patch) -> None:
     @contextmanager
-    def running(original: Any, self: Replicated, task: Any) -> Iterator[None]:
+    def running(original: Any, self: Replicated, task: Any, **more: Any) -> Iterator[None]:
         if task.kind is TaskKind.WEIGHT and ends_step(task.body):
             self.finish_gradients()
-        with original(self, task):
+        with original(self, task, **more):
             yield
 
     around(patch, Replicated, "running", running)

@@ -150,7 +150,7 @@ def _gathered_with_root(step: StepSpec) -> set[str]:
     twice = {
         index
         for index, layer in enumerate(step.model.layers)
-        if any(a != b and is_below(a, b) for a in layer.modules for b in layer.modules if b)
+        if any(a != b and (is_below(a, b) or is_below(b, a)) for a in layer.modules if a for b in tops)
     }
     outside = {
         param.name for param in step.model.params if param.numel and (param.read_outside or param.layer in twice)
