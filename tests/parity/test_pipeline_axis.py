@@ -140,7 +140,7 @@ class Shaken(models.Language):
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
         for block in self.blocks:
-            x = block(x + (torch.poisson(x.abs()) if self.draws else torch.ones_like(x)))
+            x = block(x + (torch.nn.init.uniform_(torch.empty_like(x)) if self.draws else torch.ones_like(x)))
         return self.head(x)
 
 

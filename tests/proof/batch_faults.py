@@ -376,7 +376,9 @@ def gathered_weights_are_kept_after_the_step(patch: Patch) -> None:
         patch,
         RunningUnit,
         "begin_backward",
-        lambda begin, self, microbatch, **said: begin(self, microbatch, **{**said, "frees": said["frees"] and not self.unit.modules[0]}),
+        lambda begin, self, microbatch, **said: begin(
+            self, microbatch, **{**said, "frees": said["frees"] and not self.unit.modules[0]}
+        ),
     )
 
 

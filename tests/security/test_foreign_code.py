@@ -185,7 +185,15 @@ def test_every_word_that_is_imported_is_looked_at() -> None:
     assert keys == {
         "model.source", "optimizer.name", "{own}.name", "optimizer.groups", "schedule.name", "train.loss", "run.report",
     }  # fmt: skip
-    assert sum("importlib.import_module(" in text for text in texts) == 9, "who else imports by a word of a job?"
+    importing = {
+        str(path.relative_to(source)) for path in source.rglob("*.py") if "importlib.import_module(" in path.read_text()
+    }
+    # Of these, two import what a job names; the others import libraries and parts of samestep by names of their own.
+    assert importing == {
+        "building/imported.py", "datasets/function.py", "building/adapters.py", "building/families.py",
+        "building/weight_conversion.py", "datasets/files.py", "datasets/image_file.py", "datasets/text.py",
+        "runtime/codecs/codec.py", "runtime/processes/local_workers.py",
+    }  # fmt: skip
 
 
 def test_names_that_are_no_functions_are_no_code() -> None:

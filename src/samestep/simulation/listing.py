@@ -21,12 +21,13 @@ def as_text(found: Prediction, *, whole: bool = False) -> str:
     lines = program_text(found).splitlines()
     if not whole and len(lines) - len(found.programs) * (len(found.programs) > 1) > MOST_LINES:
         lines = [*_tasks(found.programs)]
-    fits = f"fits, with a chance of {found.chance_to_fit:.0%}" if found.fits else "does not fit"
+    fits = "fits" if found.fits else "does not fit"
+    chance = f"; by the record of predictions it fits with a chance of {found.chance_to_fit:.0%}"
     return "\n".join(
         [
             *lines,
             found.timeline.to_text(100),
-            f'"{found.layout}" {fits}: {memory_summary(found.peak, found.hardware)}',
+            f'"{found.layout}" {fits}: {memory_summary(found.peak, found.hardware)}{chance}',
             _compact(found.to_record()),
         ]
     )
