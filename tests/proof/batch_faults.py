@@ -368,20 +368,6 @@ def updated_weights_are_not_gathered(patch: Patch) -> None:
     patch.setattr(Replicated, "publish", lambda self, **more: None)
 
 
-@fault(Cause.STALE_WEIGHT, "dp=2 zero=3")
-def gathered_weights_are_kept_after_the_step(patch: Patch) -> None:
-    from samestep.runtime.axes.sharded.running_unit import RunningUnit
-
-    around(
-        patch,
-        RunningUnit,
-        "begin_backward",
-        lambda begin, self, microbatch, **said: begin(
-            self, microbatch, **{**said, "frees": said["frees"] and not self.unit.modules[0]}
-        ),
-    )
-
-
 @fault(Cause.STALE_WEIGHT, "dp=2 zero=1")
 def a_rank_does_not_update_its_chunk(patch: Patch) -> None:
     around(patch, Updater, "set_lr", lambda set_lr, self, factor: set_lr(self, factor * (rank() == 0)))
