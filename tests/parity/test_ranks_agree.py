@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.building.imported import loaded_sources
-from samestep.datasets import batches
-from samestep.errors import LayoutError, SamestepError, UnprovenError
+from samestep.datasets import batches, open_dataset, stamps
+from samestep.errors import DataError, LayoutError, SamestepError, UnprovenError
 from samestep.runtime.processes import agreement
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.trained_data import TrainedData
 from tests.laboratory import clipped, job_of, make_run
 from tests.models import VOCABULARY, Tokens
 from tests.pool import pool
@@ -158,3 +161,28 @@ def test_the_users_own_modules_are_compared() -> None:
     found = loaded_sources()
     assert {"samestep", "tests.models"} <= found.keys()
     assert not {"torch", "json", "samestep.errors"} & found.keys()
+
+
+def with_data(rank: int, world: int, texts: list[str], folder: str) -> str:
+    """Take the stamp of a file that each host has for itself."""
+    file = Path(folder) / str(rank) / "corpus.txt"
+    file.parent.mkdir()
+    file.write_text(texts[rank])
+    place = RankInfo(rank, 0, world, 1, torch.device("cpu"))
+    source = job_of("float64", 4, data={"source": f"text:{file}"})
+    try:
+        TrainedData(source, place).is_of(lambda: stamps.of_job(source, open_dataset(source)))
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [(0, ""), (1, "the host of rank 1 has other data than that of rank 0"), (2, "the same on all hosts works")],
+)
+def test_hosts_with_other_data_are_named(other: int, text: str, tmp_path: Path) -> None:
+    whole = "some words of a corpus " * 40
+    texts = [whole, {0: whole, 1: whole.replace("words", "wordz", 1), 2: whole + "more"}[other]]
+    for found in pool(2).run(with_data, texts, str(tmp_path)):
+        assert text in found if text else not found

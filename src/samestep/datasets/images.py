@@ -28,7 +28,7 @@ from samestep.errors import DataError, did_you_mean
 from samestep.job_tables import DataTable
 
 _SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
-_MOST_PIXELS = 2**28
+_MOST_PIXELS = 2**26
 """The largest number of pixels of an image whose shorter side has been resized."""
 
 

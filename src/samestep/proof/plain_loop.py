@@ -280,7 +280,9 @@ def cause(one: Observation, first: Comparison) -> tuple[Cause, str]:
             f"{steps.other_values[0]}{more} has not the value that the build function gives it; {text}",
         )
     kind, _, name = misfit.name.partition(" of ")
-    unused = dict(enumerate(steps.unused, 1)).get(misfit.step or 0, ())  # none is known where replicas are trained apart
+    unused = dict(enumerate(steps.unused, 1)).get(
+        misfit.step or 0, ()
+    )  # none is known where replicas are trained apart
     if kind in ("weight", "update") and name in unused:
         return Cause.IDLE, f"{text}: a plain torch loop has no gradient for it in that step, and leaves it as it is"
     return Cause.PLAIN, f"{text}, on the same samples, with the same masks"

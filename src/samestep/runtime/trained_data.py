@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from samestep.datasets import stamps
-from samestep.errors import CheckpointError
+from samestep.errors import CheckpointError, DataError
 from samestep.job import Job
 from samestep.runtime.guards.model_state import unmoved_generators
 from samestep.runtime.microbatches import StepBatch
@@ -38,9 +38,30 @@ class TrainedData:
         self._saved: _Saved | None = None
 
     def is_of(self, take: Callable[[], stamps.Stamp]) -> None:
-        """Take the stamp of the source of a job's data, by a function, before the first step reads it."""
+        """Take the stamp of the source of a job's data, by a function, before the first step reads it.
+
+        Collective over the world where it has several hosts, whose data must be the same: every rank calls it; if one does not,
+        the others wait until the time limit.
+
+        Raises:
+            DataError: a host has other data than rank 0.
+        """
         self._take = take
         self.stamp()
+        if self._place.ranks_per_node < self._place.world_size:
+            self._compare_hosts(take)
+
+    def _compare_hosts(self, take: Callable[[], stamps.Stamp]) -> None:
+        """Compare the stamps that the first rank of each host takes."""
+        is_first = self._place.rank % self._place.ranks_per_node == 0
+        with unmoved_generators():
+            mine = self._stamp or (take() if is_first else [])
+        first, *others = gather_values(mine, self._place.world_size)
+        for rank, theirs in enumerate(others, 1):
+            if theirs and (text := stamps.difference(first, theirs)):
+                raise DataError(
+                    f"the host of rank {rank} has other data than that of rank 0: {text} on rank 0; the same on all hosts works"
+                )
 
     def stamp(self) -> stamps.Stamp:
         """Return the stamp on rank 0, which takes it once; empty on others, and where no step has read data yet."""
