@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from samestep.errors import InputError, JobError, RunError, WorkerError, of_words
-from samestep.runtime.processes.channel import Channel, greet, shortened, welcome
+from samestep.runtime.processes.channel import Channel, GreetingError, TokenError, _hmac, greet, shortened, welcome
 from samestep.runtime.processes.distant_workers import DistantWorkers, Follower, _written
 from samestep.runtime.processes.meeting import Meeting, Rendezvous, meet
 from samestep.runtime.processes.worker import Failure, failure_of
@@ -409,3 +409,33 @@ def test_a_dead_process_takes_nobodys_place() -> None:
         killed.wait()
         following = [threads.submit(meet, at, MINE, 60.0) for _ in range(2)]
         _left(leading.result(timeout=60.0), *[one.result(timeout=60.0) for one in following])
+
+
+def test_a_mutated_greeting_lets_nobody_in() -> None:
+    """2,000 answers that are a right one but for some bytes, too short, too long or somebody else's."""
+    draw, before = random.Random(2), b""
+    for _ in range(2000):
+        ours, theirs = socket.socketpair()
+        with ours, theirs, ThreadPoolExecutor(1) as threads:
+            greeted = threads.submit(welcome, ours, TOKEN)
+            nonce = theirs.recv(200).strip()
+            mine = secrets.token_hex(32).encode()
+            right = mine + b" " + _hmac(TOKEN, b"joins", nonce, mine)
+            answer = bytearray(right)
+            match draw.randrange(5):
+                case 0:
+                    answer[draw.randrange(len(answer))] ^= 1 << draw.randrange(8)
+                case 1:
+                    del answer[draw.randrange(len(answer)) :]
+                case 2:
+                    answer[draw.randrange(len(answer))] = draw.randrange(256)
+                case 3:
+                    answer = bytearray(before or b"x")  # that of an earlier greeting
+                case 4:
+                    answer += bytes(draw.randrange(33, 127) for _ in range(draw.randrange(1, 400)))
+            before = right
+            theirs.sendall(bytes(answer) + b"\n")
+            theirs.shutdown(socket.SHUT_WR)
+            if bytes(answer) != right:
+                with pytest.raises((TokenError, GreetingError), match="it does not know the token"):
+                    greeted.result(timeout=30.0)
