@@ -230,18 +230,24 @@ def _built(folder: Path) -> list[str]:
     return sorted(module.state_dict())
 
 
-def model_folder(folder: Path, drawn: random.Random) -> Odd:
-    """Draw a folder of a model whose configuration or index is harmed."""
-    sound = _model(folder.parent)
-    made = _copied(sound, folder)
-    name = drawn.choice((weight_files.CONFIG, weight_files.INDEX))
-    path = made / name
+def _harm_json(path: Path, drawn: random.Random) -> str:
+    """Harm the bytes of a file of JSON, or a value in it; return what was done."""
     if drawn.random() < 0.5:
         content, what = harmed(path.read_bytes(), drawn)
     else:
         changed, what = mutated(json.loads(path.read_text()), drawn)
         content = json.dumps(changed).encode()
     path.write_bytes(content)
+    return what
+
+
+def model_folder(folder: Path, drawn: random.Random) -> Odd:
+    """Draw a folder of a model whose configuration or index is harmed."""
+    sound = _model(folder.parent)
+    made = _copied(sound, folder)
+    name = drawn.choice((weight_files.CONFIG, weight_files.INDEX))
+    path = made / name
+    what = _harm_json(path, drawn)
     return Odd(f"{what} in {name}", lambda: _built(made), None, lambda: _built(sound), (made.name, name))
 
 
@@ -301,12 +307,7 @@ def tokenizer_folder(folder: Path, drawn: random.Random) -> Odd:
     shutil.rmtree(made, ignore_errors=True)
     shutil.copytree(sound, made)
     path = made / drawn.choice(("tokenizer.json", "tokenizer.json", "tokenizer_config.json"))
-    if drawn.random() < 0.5:
-        content, what = harmed(path.read_bytes(), drawn)
-    else:
-        changed, what = mutated(json.loads(path.read_text()), drawn)
-        content = json.dumps(changed).encode()
-    path.write_bytes(content)
+    what = _harm_json(path, drawn)
 
     def right() -> list[int]:
         from tokenizers import Tokenizer

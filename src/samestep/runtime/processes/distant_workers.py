@@ -5,8 +5,9 @@ leading host                       channel                             following
 DistantWorkers ── run, tell at, tell leave, signal, kill, end ──► Follower ── LocalWorkers ── its ranks
                ◄── ready, joined, at, done, failed; stop ───────
 ```
-All of it is JSON, and is checked against the types below when it comes: a host that says anything else is lost. Who waits for whom, which failure was the first and when a run hangs is decided in one place, by the
-leading host (`runtime/processes/workers.py`), which ends the run on every host.
+All of it is JSON, and is checked against the types below when it comes: a host that says anything else is lost. Who waits for
+whom, which failure was the first and when a run hangs is decided in one place, by the leading host
+(`runtime/processes/workers.py`), which ends the run on every host.
 """
 
 from __future__ import annotations
