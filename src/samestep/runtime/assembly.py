@@ -47,7 +47,6 @@ from samestep.runtime.axes import (
     tensor,
     whole_update,
 )
-from samestep.runtime.axes.chunked_loss import Chunking
 from samestep.runtime.axes.data import Replicated
 from samestep.runtime.axes.stage_flow import Flows
 from samestep.runtime.axes.weight_gradients import Deferred
@@ -418,10 +417,9 @@ def _pending(model: nn.Module, program: Program, mesh: meshes.Mesh) -> Callable[
     is_here = not program.chunks or program.chunks[-1].stop == len(program.step.model.layers)
     if head is None or chunk is None or not is_here:
         return nullcontext
-    group = mesh.groups["tp"] if tensor.cuts_logits(program) else None
     module = model.get_submodule(head.owner)
     assert isinstance(module, nn.Linear), "another head is refused"
-    return pending_logits.PendingHead(module, Chunking(chunk, group)).pending
+    return pending_logits.PendingHead(module, tensor.chunking_of(program, mesh, chunk)).pending
 
 
 def _updates_in_chunks(source: Source, job: Job, whole: WholeWeights) -> bool:

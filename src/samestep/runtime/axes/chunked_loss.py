@@ -30,12 +30,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
-
-from samestep.runtime.ledger import owned
 
 
 class Place(NamedTuple):
@@ -74,23 +71,26 @@ class Elementwise:
         return result
 
 
+Reduce = Callable[[Tensor, str], object]
+"""Reduces a tensor over ranks in its place, by what it holds: the "largest" of each, or their "sums"."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunking:
     """The division of a micro-batch's logits into chunks of tokens, as a rank works through them."""
 
     tokens: int
     """Tokens of a chunk."""
-    group: dist.ProcessGroup | None = None
-    """Ranks among which the vocabulary is cut; None where a rank has all of it."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks among which the vocabulary is cut."""
-        return 1 if self.group is None else dist.get_world_size(self.group)
+    num_ranks: int = 1
+    """Ranks among which the vocabulary is cut."""
+    rank: int = 0
+    """Number of this rank among them."""
+    reduce: Reduce | None = None
+    """Reduces a tensor over these ranks in its place; None where a rank has the whole vocabulary."""
 
     def first_class(self, size: int) -> int:
         """Return the first class of this rank, which has `size` of them."""
-        return 0 if self.group is None else dist.get_rank(self.group) * size
+        return self.rank * size
 
     def chunks(self, rows: int) -> Iterator[slice]:
         """Yield the rows of each chunk; without rows there is one, so that dtypes are known."""
@@ -132,8 +132,7 @@ def row_losses(
     is none of them has no meaning. Without labels the first result has none. Gradients flow to hidden, weight, bias and
     `others`, once.
 
-    Collective over the group of the chunking: every rank of the group calls it; if one does not, the others wait until the
-    time limit.
+    Collective over the ranks of the chunking: every one calls it; if one does not, the others wait until the time limit.
     """
     losses, log_sums = _RowLosses.apply(hidden, labels, head, smoothing, weight, bias, *others)
     return losses, log_sums
@@ -163,8 +162,8 @@ class _RowLosses(torch.autograd.Function):
             parts.append((largest, logits.sub_(largest[:, None]).exp_().sum(dim=-1), right, total))
             del logits
         largest, powers, right, total = (torch.cat(part) for part in zip(*parts, strict=True))
-        if head.chunking.group is not None:
-            largest, powers, right, total = _over_ranks(largest, powers, right, total, head.chunking, smoothing)
+        if head.chunking.reduce is not None:
+            largest, powers, right, total = _over_ranks(largest, powers, right, total, head.chunking.reduce, smoothing)
         logs = powers.log()
         num_classes = weight.shape[0] * head.chunking.num_ranks
         log_sums = largest + logs
@@ -223,15 +222,13 @@ def _at_columns(logits: Tensor, columns: _Columns, rows: slice) -> Tensor:
 
 
 def _over_ranks(
-    largest: Tensor, powers: Tensor, right: Tensor, total: Tensor, chunking: Chunking, smoothing: float
+    largest: Tensor, powers: Tensor, right: Tensor, total: Tensor, reduce: Reduce, smoothing: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the numbers of each row of the whole vocabulary, from those of each rank's part."""
     most = largest.clone()
-    with owned("loss.largest"):
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=chunking.group)
+    reduce(most, "largest")
     sums = torch.stack([powers * (largest - most).exp(), right, *([total] if smoothing else [])])
-    with owned("loss.sums"):
-        dist.all_reduce(sums, group=chunking.group)
+    reduce(sums, "sums")
     return most, sums[0], sums[1], sums[2] if smoothing else total
 
 

@@ -28,6 +28,7 @@ from samestep.models.param_spec import Cut
 from samestep.models.spec import is_below
 from samestep.program.program import Program
 from samestep.runtime.axes import sequence
+from samestep.runtime.axes.chunked_loss import Chunking
 from samestep.runtime.axes.differentiable import moved, moved_beside
 from samestep.runtime.axes.weight_gradients import postpone_weights
 from samestep.runtime.ledger import owned
@@ -337,6 +338,20 @@ def cut_loss(mesh: Mesh, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     logits, labels = prediction_of(outputs), target_of(batch)
     total = cut_cross_entropy(at_least_float32(logits).flatten(0, -2), labels.flatten(), mesh.groups["tp"])
     return total, (labels != IGNORED_LABEL).sum()
+
+
+def chunking_of(program: Program, mesh: Mesh, tokens: int) -> Chunking:
+    """Return how this rank makes logits in chunks of `tokens`, over the ranks of `tp` where these cut the vocabulary."""
+    if not cuts_logits(program):
+        return Chunking(tokens)
+    group = mesh.groups["tp"]
+
+    def reduce(values: Tensor, held: str) -> None:
+        op = dist.ReduceOp.MAX if held == "largest" else dist.ReduceOp.SUM
+        with owned(f"loss.{held}"):
+            dist.all_reduce(values, op=op, group=group)
+
+    return Chunking(tokens, dist.get_world_size(group), dist.get_rank(group), reduce)
 
 
 def whole_logits(outputs: Any, program: Program, mesh: Mesh) -> Any:
