@@ -1,6 +1,7 @@
 """Every causal family of transformers, and some by another task, tiny, proven in each layout as `samestep verify` proves a job in float64.
 
     python benchmarks/families.py [NAME ...] [--layout TEXT] [--rows FILE] [--again]     or    make families [FAMILY=NAME]
+    python benchmarks/families.py [NAME ...] --specs FILE     write what is found out of each, to compare two states of the code
 
 A family is built from a configuration whose sizes are small, with random weights; it is traced once, and run once on one
 device. A process for each family is forked from this one, which has imported everything, and its workers take the steps
@@ -32,6 +33,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import pprint
 import shutil
 import sys
 import tempfile
@@ -206,15 +208,35 @@ def shifted(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return built
 
 
-def rows_of(family: str, layouts: Sequence[str], folder: Path) -> Iterator[Row]:
-    """Trace a family, run it on one device, and prove each layout."""
-    began = time.perf_counter()
-    job = Job(
+def _job() -> Job:
+    return Job(
         train={"global_batch": 8, "steps": 2, "seed": 3, "watch_every": 0},
         numerics={"precision": "float64"},
         optimizer={"name": "adamw", "clip_norm": 0.5},
         run={"device": "cpu", "timeout_s": LIMIT_S},
     )
+
+
+def _write_analysis(family: str, specs: Path) -> None:
+    """Write one line: the family and the digest and text of all that its examination finds, or why there is nothing."""
+    job, of_task = _job(), family_tasks.FAMILIES.get(family)
+    data = Tokens() if of_task is None else family_tasks.Samples(of_task.sample)
+    task: Task = "causal" if of_task is None else of_task.task
+    try:
+        name = family if of_task is None else of_task.family
+        build = family_source(name, {**fields_of(name), **(of_task.fields if of_task else {})}, task)
+        source = Source(shifted(build), cross_entropy, optimizer_of(job), family)
+        found = pprint.pformat(prepare(source, job, next(batches(data, job)).samples([0])).analysis, width=120)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    with specs.open("a", encoding="utf-8") as file:
+        file.write(f"{family} {hashlib.sha256(found.encode()).hexdigest()[:16]} {json.dumps(found)}\n")
+
+
+def rows_of(family: str, layouts: Sequence[str], folder: Path) -> Iterator[Row]:
+    """Trace a family, run it on one device, and prove each layout."""
+    began = time.perf_counter()
+    job = _job()
     of_task = family_tasks.FAMILIES.get(family)
     data = Tokens() if of_task is None else family_tasks.Samples(of_task.sample)
     example = next(batches(data, job)).samples([0])
@@ -330,9 +352,19 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--layout", action="append", choices=COLUMNS, help="only this column; may be given again")
     parser.add_argument("--rows", type=Path, default=ROWS, help="the file of rows, which is continued")
     parser.add_argument("--again", action="store_true", help="prove the chosen families anew")
+    parser.add_argument(
+        "--specs", type=Path, help="write what is found out of each family to this file, and prove nothing"
+    )
     chosen = parser.parse_args(words)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if chosen.specs:
+        for family in chosen.family or families():
+            process = multiprocessing.get_context("fork").Process(target=_write_analysis, args=(family, chosen.specs))
+            process.start()
+            process.join(FAMILY_S)
+            process.kill()
+        return 0
     chosen.rows.parent.mkdir(parents=True, exist_ok=True)
     known = {} if chosen.again else read(chosen.rows)
     for family in chosen.family or families():

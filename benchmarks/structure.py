@@ -1,11 +1,15 @@
 """What the shape of the source costs: files that a seam touches, lines of code, docstrings that leave something out.
 
     python benchmarks/structure.py [FOLDER ...] [--list NAME]
+    python benchmarks/structure.py --entered
 
 Each FOLDER is a checkout with `src/samestep`; several stand side by side as columns, so that a refactoring shows itself
 against the commit before it (`git worktree add ../before COMMIT`). Without a folder it is this checkout. `--list NAME`
 prints the files or functions behind one row. Everything is read from the syntax tree: comments and docstrings name no axis.
 
+    the main path                the files that a person reads to follow a job to its steps: `_MAIN_PATH`
+    functions entered            with `--entered`: functions of samestep that a rank of a plain `dp=2` Llama enters while it
+                                 prepares, and in its second step
     files that name an axis      the field of `Layout` as an attribute or keyword, outside the two twins of the axis
     files that list axes         two or more axes of `Layout` as strings: an axis that is added may be missed there
     files that name a schedule   its word as a string
@@ -15,6 +19,8 @@ prints the files or functions behind one row. Everything is read from the syntax
     no unit                      public functions that return a number, and say in neither name nor docstring of what
     no Raises                    public functions that raise an error of ours, and do not say so
     fragments                    public docstrings that begin as a genitive or a clause, without subject or verb
+    words of our own             first lines of docstrings with a word of `_DIALECT`
+    private names of torch       files that import `torch._...`, or name `torch._C`
 """
 
 from __future__ import annotations
@@ -26,7 +32,9 @@ import re
 import sys
 import tokenize
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 _TWINS = {"ep": "expert", "cp": "context", "tp": "tensor", "pp": "pipeline", "sequence_parallel": "sequence"}
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -44,6 +52,11 @@ _UNIT_NAME = re.compile(
     r"_(s|bytes|ms|flops|numel|per_s|samples|tokens|ranks|index|size|factor|elements|rows|count)$|^num_"
 )
 _FRAGMENT = re.compile(r"^(Of|By|Whose|What|At|From|As|That|Where|Which|Say|Behind|Beside|How)\b")
+_DIALECT = re.compile(r"\b(beside|apart|behind|told|meets?|lies|lie|made|own)\b")
+_MAIN_PATH = re.compile(
+    "(job|layout|program|step|bodies|ops|holding|ranks|stack|examine|preparation|assembly|held_assembly|run|parallelize|stepper"
+    "|step_sums|interpreter|microbatches|weight_store|replicated|data|optimizer_step|pieces|mesh)"
+)
 _OURS = re.compile(r"(Error|refuse|refused)$")
 
 
@@ -51,14 +64,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="*", default=[str(Path(__file__).parents[1])])
     parser.add_argument("--list", metavar="NAME", help="print what is behind the row of this name")
+    parser.add_argument("--entered", action="store_true", help="count the functions that a rank enters")
     words = parser.parse_args()
+    if words.entered:
+        for name, functions in entered().items():
+            print(f"{name}: {len(functions)} functions, {sum(functions.values()):,} lines of code")
+        return
     columns = [measured(Path(folder)) for folder in words.folders]
     if words.list:
         sys.exit(
             "\n".join(columns[-1].get(words.list, [f"no row {words.list!r}: the rows are {', '.join(columns[0])}"]))
         )
-    width = max(map(len, columns[0]))
-    for name in columns[0]:
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    width = max(map(len, names))
+    for name in names:
         print(f"{name:<{width}}", *(f"{_number(column.get(name, [])):>8,}" for column in columns))
 
 
@@ -75,6 +94,11 @@ def measured(folder: Path) -> dict[str, list[str]]:
     rows["files at the top"] = [str(path) for path in trees if len(path.parts) == 1]
     rows["largest number of files in one folder"] = [str(max(_in_each_folder(trees).values()))]
     rows["names of files used twice, twins aside"] = _used_twice(trees)
+    main_path = [
+        path for path in trees if _MAIN_PATH.fullmatch(path.stem) and path.parts[0] not in ("datasets", "checkpoints")
+    ]
+    rows["files of the main path"] = [*map(str, main_path)]
+    rows["lines of the main path"] = [str(sum(_num_lines(root / path) for path in main_path))]
     for axis, twin in _TWINS.items():
         rows[f"files that name {axis}, but its twins"] = [
             str(path) for path, tree in trees.items() if path.stem != twin and axis in _attributes(tree)
@@ -90,11 +114,19 @@ def measured(folder: Path) -> dict[str, list[str]]:
     rows["files that ask for a gradient codec"] = [
         str(path) for path, tree in trees.items() if _attributes(tree) & {"codec", "reduce_dtype"}
     ]
+    rows["files that name replicas"] = [str(path) for path, tree in trees.items() if "replicas" in _attributes(tree)]
+    rows["files with private names of torch"] = [
+        str(path) for path, tree in trees.items() if _names_private_torch(tree)
+    ]
     rows["lines of code"] = [str(sum(_lines_of_code(root / path) for path in trees))]
     rows["functions over 60 lines"] = [*_functions(trees, lambda f: f.end_lineno - f.lineno > 60)]  # type: ignore[operator]
     rows["public docstrings without a unit"] = [*_functions(trees, _lacks_unit)]
     rows["public docstrings without Raises"] = [*_functions(trees, _lacks_raises)]
     rows["public docstrings that are fragments"] = [*_fragments(trees)]
+    rows["docstrings with words of our own"] = [*_in_dialect(trees)]
+    for room in sorted({path.parts[0] for path in trees if len(path.parts) > 1}):
+        lines = sum(_num_lines(root / path) for path in trees if path.parts[0] == room and len(path.parts) > 1)
+        rows[f"lines in {room}/"] = [str(lines)]
     return rows
 
 
@@ -115,6 +147,28 @@ def _used_twice(trees: dict[Path, ast.Module]) -> list[str]:
         for stem, paths in homes.items()
         if not stem.startswith("__") and len(paths) > 1 + (stem in twins)
     ]
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_text(encoding="utf-8").count("\n")
+
+
+def _names_private_torch(tree: ast.Module) -> bool:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and re.match(r"torch\.(\w+\.)*_", node.module or ""):
+            return True
+        if isinstance(node, ast.Attribute) and re.match(r"torch\._[a-zA-Z]", ast.unparse(node)):
+            return True
+    return False
+
+
+def _in_dialect(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, Function | ast.ClassDef | ast.Module):
+                first = (ast.get_docstring(node) or "").split("\n")[0]
+                if _DIALECT.search(first):
+                    yield f"{path}:{getattr(node, 'lineno', 1)} {getattr(node, 'name', path.stem)}: {first}"
 
 
 def _attributes(tree: ast.Module) -> set[str]:
@@ -183,6 +237,62 @@ def _fragments(trees: dict[Path, ast.Module]) -> Iterator[str]:
                 first = (ast.get_docstring(node) or "").split("\n")[0]
                 if _FRAGMENT.match(first):
                     yield f"{path}:{node.lineno} {node.name}: {first}"
+
+
+def entered() -> dict[str, dict[str, int]]:
+    """Return the functions of samestep that rank 0 of a plain `dp=2` Llama enters, with their lines of code, by part of its run."""
+    import samestep
+
+    found: dict[str, dict[str, int]] = samestep.launch(_entered_by_a_rank, ranks=2, device="cpu")
+    return found
+
+
+def _entered_by_a_rank(_: object) -> dict[str, dict[str, int]]:
+    import torch
+
+    import samestep
+    from samestep.building.families import family_source
+
+    torch.set_num_threads(1)
+    job = samestep.Job(train={"global_batch": 4, "steps": 3, "watch_every": 0}, run={"device": "cpu"})
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    tokens = torch.randint(0, 64, (32, 9), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": row[:-1], "labels": row[1:]} for row in tokens]
+    run = samestep.parallelize(
+        family_source("llama", sizes, "causal"), "cross_entropy", torch.optim.AdamW, layout="dp=2", job=job
+    )
+    batches = samestep.batches(rows, job)
+    first, second = next(batches), next(batches)
+    with _profiled() as prepared:
+        run.prepare(first.samples([0]))
+    run.step(first)
+    with _profiled() as step:
+        run.step(second)
+    return {"preparation": prepared, "step 2": step}
+
+
+@contextmanager
+def _profiled() -> Iterator[dict[str, int]]:
+    """Note each function of samestep that is entered, with its lines of code."""
+    found: dict[str, int] = {}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and "/samestep/" in code.co_filename and "<" not in code.co_name:
+            lines = {line for *_, line in code.co_lines() if line}
+            found[f"{code.co_filename}:{code.co_firstlineno} {code.co_name}"] = len(lines)
+
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
 
 
 if __name__ == "__main__":

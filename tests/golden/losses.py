@@ -22,6 +22,12 @@ CASES = [
     ("deep_llama", "dp=2 zero=3 recompute=full"),
     ("deep_llama", "dp=1 cp=2"),
     ("mixtral", "dp=2 ep=2 zero=1"),
+    ("gpt2_with_dropout", "dp=2"),
+    ("gpt2_with_dropout", "dp=1 tp=2 sequence_parallel"),
+    ("qwen3", "dp=2 zero=2"),
+    ("qwen3", "dp=1 tp=2 pp=2 microbatch=2"),
+    ("own_batch_norm", "dp=2"),
+    ("plain_with_statistics", "dp=2 zero=1"),
 ]
 
 
