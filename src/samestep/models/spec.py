@@ -70,6 +70,8 @@ class ModelSpec:
     """Path of a module whose shapes or branches depend on values and may differ between samples; empty if none."""
     varies_within: bool = False
     """Whether these shapes and branches stay within calls of modules, so that what blocks pass to each other does not vary."""
+    looks_in: tuple[str, ...] = ()
+    """Paths of the modules whose code looks at values on which shapes or branches depend; that of the model itself is empty."""
     picks_at: str = ""
     """Path of a module whose code works on rows that integers of the sample pick, so many as these say; empty if none does."""
     differentiates_at: str = ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +44,7 @@ from samestep.tracing.arranged_layers import spread_over_calls
 from samestep.tracing.batch_norms import with_groups, without_own_groups
 from samestep.tracing.features import cut_proof
 from samestep.tracing.features.rank_trial import DiffersError
+from samestep.tracing.looks import Looks, paths_within
 from samestep.tracing.operations import Recorder
 from samestep.tracing.structural_plan import structural_plan
 from samestep.tracing.trace import containers_of, samples_traced, trace
@@ -84,23 +85,31 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
     recorder, stages = Recorder(), job.model.stages
     with checked_samples(example), ExitStack() as stack:
         changes = stack.enter_context(state.record_changes(plan.module))  # first: it looks when the others have gone
-        stack.enter_context(cut_proof.record_ends(plan.module, planned.styles, recorder))
+        stack.enter_context(cut_proof.record_ends(plan.module, planned.styles, recorder, planned.looking))
         seen = stack.enter_context(tensor_plan.record_cuts(plan.module, planned))
         calls = stack.enter_context(sequence_boundaries.record_calls(plan.module))
         drawn = stack.enter_context(record_masks(plan.module, samples_traced(plan.module)))
         dispatches = stack.enter_context(experts_module.record_dispatches(plan.module, experts, expert_calls))
         checkpointed = stack.enter_context(recompute.record_checkpointed(plan.module))
-        spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss, stages)
+        spec = trace(
+            plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss, stages,
+            keeps_all=bool(planned.looking),
+        )  # fmt: skip
+    if not planned.refusal and spec.looks_in != planned.looking:
+        return prepare(source, job, example, tensor_plan.without_looking(plan.module, planned, spec.looks_in))
     prove = functools.partial(_proven, spec, plan, recorder, experts, one, source.loss is cross_entropy)
     proof, counts, shareable = prove(planned)
     fewer, refusal = planned, proof.refusal
-    while refusal and not spec.varies_at and (smaller := tensor_plan.smaller(plan.module, fewer, refusal)):
+    while refusal and (smaller := tensor_plan.smaller(plan.module, fewer, refusal)):
         fewer, refusal = smaller, prove(smaller)[0].refusal
     if fewer is not planned and not refusal:
         return prepare(source, job, example, fewer)  # costs are those of the cuts that are traced
     if planned.gathered:  # what a rank holds and sends is that of the gathered modules
         with _once_more(plan.module, experts), tensor_plan.record_cuts(plan.module, planned) as seen:
-            spec = trace(plan.module, one, source.name, value_of, seen.keep, planned.styles, None, source.loss, stages)
+            spec = trace(
+                plan.module, one, source.name, value_of, seen.keep, planned.styles, None, source.loss, stages,
+                keeps_all=bool(planned.looking),
+            )  # fmt: skip
     states = _states_of(spec, plan, one) if changes.found else ()
     spec = experts_module.with_experts(spec, dispatches, plan.module if source.loss is cross_entropy else None)
     spec = spread_over_calls(tensor_plan.with_cuts(spec, plan.module, planned, seen, shareable, proof))
@@ -187,25 +196,29 @@ def _plan_of(plan: Blueprint, experts: ExpertModules, sample: Any) -> tensor_pla
     planned = tensor_plan.cuts_of(plan.module, experts.counts)
     if not planned.is_open:
         return planned
-    try:
-        _run_forward(plan, experts, sample, {}, recorder := Recorder())
-    except DiffersError:  # the trace says why the forward fails
-        return planned
-    styles = structural_plan(plan.module, recorder.operations, experts.counts)
-    return tensor_plan.Cuts(styles, may_shrink=True) if styles else planned
+    for keeps_all in (False, True):
+        recorder = Recorder()
+        with suppress(DiffersError):  # the trace says why the forward fails
+            looking = tuple(_run_forward(plan, experts, sample, {}, recorder, keeps_all=keeps_all).modules)
+            whole = paths_within(plan.module, looking)
+            styles = structural_plan(plan.module, recorder.operations, experts.counts, whole)
+            return tensor_plan.Cuts(styles, may_shrink=True, looking=looking) if styles else planned
+    return planned
 
 
 def _run_forward(
-    plan: Blueprint, experts: ExpertModules, sample: Any, styles: Mapping[str, str], recorder: Recorder
-) -> None:
+    plan: Blueprint, experts: ExpertModules, sample: Any, styles: Mapping[str, str], recorder: Recorder, **looks: Any
+) -> Looks:
     """Record the operations of a forward on the meta device, with the ends of the modules that have a cut style.
+
+    `looks` are the arguments of `cut_proof.run_forward` about code that looks at values.
 
     Raises:
         DiffersError: it fails.
     """
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     with _once_more(plan.module, experts):
-        cut_proof.run_forward(plan.module, sample, styles, value_of, recorder)
+        return cut_proof.run_forward(plan.module, sample, styles, value_of, recorder, **looks)
 
 
 def _proven(
@@ -255,9 +268,10 @@ def _tried(
 ) -> tuple[cut_proof.CutProof, dict[int, tuple[tuple[str, str, int], ...]]]:
     """Return the proof of a plan with the counts of a rank of a degree, or why it fails, and the counts by module."""
     shared = {path: heads for path, heads in shareable.items() if heads < degree}
-    forward = functools.partial(_run_forward, plan, experts, sample, proof.styles)
+    forward = functools.partial(_run_forward, plan, experts, sample, proof.styles, looking=proof.looking)
     try:
-        forward(recorder := Recorder())
+        looks = forward(recorder := Recorder(), keeps_all=bool(proof.looking))
+        forward = functools.partial(forward, answers=looks.answers if proof.looking else None)
         proof = cut_proof.with_degree(proof, plan.module, shared, recorder.operations, forward, degree)
     except DiffersError as error:
         return replace(proof, refusal=str(error), refused_at=error.where), {}

@@ -12,8 +12,9 @@ tokens takes the branch it would really take; on request all values of the sampl
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ from samestep.tracing.attention import AttentionCall
 from samestep.tracing.custom_functions import report_module_hooks
 from samestep.tracing.flow import Flow, makes_event
 from samestep.tracing.flow_recorder import FlowRecorder
+from samestep.tracing.looks import Looks
 from samestep.tracing.meta_tensors import (
     GROUPED_PRODUCTS,
     KnownValues,
@@ -45,7 +47,7 @@ from samestep.tracing.meta_tensors import (
     unwrapped,
     values_of,
 )
-from samestep.tracing.operations import Recorder, Region, Visit
+from samestep.tracing.operations import LOOKED, Recorder, Region, Visit
 from samestep.tracing.picked_rows import PACKS, PickedRows
 
 _META = torch.device("meta")
@@ -67,8 +69,11 @@ class ForwardTracer(DispatchMode):
         styles: Mapping[str, str],
         keeps_all: bool = False,
         recorder: Recorder | None = None,
+        answers: Iterable[Any] | None = None,
     ) -> None:
         super().__init__()
+        self.looks = Looks.again(answers)
+        """Where code looks at values; with the `answers` of an earlier forward, it takes the branches of that one."""
         self.recorder = recorder
         """Records every operation, if there is one."""
         self._on_keep = on_keep
@@ -137,8 +142,7 @@ class ForwardTracer(DispatchMode):
         """Whether a call of a module with weights runs, and whether the operation at hand writes into its operands."""
         self._events = 0
         self._depth = 0
-        self._data = {self.key(param) for param in module.parameters()}
-        """Storages of weights, of floating inputs, and of what is computed of them."""
+        self.looks.data = {self.key(param) for param in module.parameters()}
         self._weights = {self.key(tensor) for tensor in (*module.parameters(), *module.buffers())}
         slots = {id(part): part._parameters for part in module.modules() if part._parameters}
         # Identities alone: torch may keep this trace alive, and the model must not live as long.
@@ -166,7 +170,7 @@ class ForwardTracer(DispatchMode):
         given = [tensor for tensor in given if tensor.is_meta]
         self.flow_recorder.is_random |= torch.Tag.nondeterministic_seeded in func.tags
         self._writes = func._schema.is_mutable
-        self._data |= {self.key(one) for one in written} if any(self.key(one) in self._data for one in given) else set()
+        self.looks.follow(func, map(self.key, given), map(self.key, written))
         self._follow_picks(func, args, given, written)
         self.record(given, written, flops, None if flops is None else self._product(func, args, outcome, flops))
         if self.recorder is not None:
@@ -177,7 +181,9 @@ class ForwardTracer(DispatchMode):
         """Note the first event that works on rows which values pick, and whether it passes them on."""
         if self._picked.follow(func, args, given, made) and self.flow_recorder.picks():
             self.picks = self.picks or self.innermost
-            self.picks_none |= any(tensor.numel() == 0 for tensor in made)
+            if any(tensor.numel() == 0 for tensor in made):
+                self.picks_none = True
+                self.looks.modules.setdefault(self.where)
             if not self._depth:
                 self.varies_within = False
                 self.flow_recorder.pick()
@@ -241,14 +247,11 @@ class ForwardTracer(DispatchMode):
         sizes = torch.Tag.dynamic_output_shape in func.tags
         if (looks or sizes) and any(tensor.is_meta for tensor in given):
             self._look(given)
-            if all(map(self.values.knows, given)) or self.values.draw(given):
-                outcome = self.values.run(func, args, kwargs)
-                return outcome if looks else tree_map_only(Tensor, self.to_meta, outcome)
-            if looks or func.overloadpacket not in _PICKING:
-                raise NeedsValuesError
-            picks = operands(args[1])
-            if any(pick.dtype in (torch.bool, torch.uint8) for pick in picks):
-                return self._pick(func, args[0], picks, args[1:])
+            find = functools.partial(self._found, func, given, args, kwargs)
+            seen = self._seen_by(func, given, args)
+            found = self._answered(seen, find) if self.looks.is_open(map(self.key, seen)) else find()
+            if found is not None:
+                return found if looks else tree_map_only(Tensor, self.to_meta, found)
         try:
             outcome = run_on_meta(func, args, kwargs)
         except NotImplementedError:
@@ -260,8 +263,34 @@ class ForwardTracer(DispatchMode):
         """Note that code looks at values, and whether it does so between calls of modules."""
         if not self.has_looked:
             self.has_looked, self.read_before_look = True, frozenset(self._weights & self.readers.keys())
-        if not self._depth and any(self.key(tensor) in self._data for tensor in given if tensor.is_meta):
+        if not self._depth and any(self.key(tensor) in self.looks.data for tensor in given if tensor.is_meta):
             self.varies_within = False
+
+    def _seen_by(self, func: Any, given: list[Tensor], args: tuple[Any, ...]) -> list[Tensor]:
+        """Return the tensors whose values say what an operation returns, or of what shape it is."""
+        seen = operands(args[1]) if func.overloadpacket in _PICKING else given
+        is_by_number = func.overloadpacket in _PICKING and not any(map(_is_mask, seen))
+        return [] if is_by_number else [tensor for tensor in seen if tensor.is_meta]
+
+    def _answered(self, seen: list[Tensor], find: Callable[[], Any]) -> Any:
+        """Return what a look at these tensors is answered, and record it."""
+        self.varies = self.varies or self.innermost or "the model itself"
+        if self.recorder is not None:
+            self.recorder.record(LOOKED, self.where, tuple(seen), {}, ())
+        return self.looks.answer(self.where, find)
+
+    def _found(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what an operation finds of the values; None for `tensor[numbers]`, whose shape is known without values.
+
+        Raises:
+            NeedsValuesError: the values are not known.
+        """
+        if all(map(self.values.knows, given)) or self.values.draw(given):
+            return self.values.run(func, args, kwargs)
+        if func.overloadpacket not in _PICKING:
+            raise NeedsValuesError
+        picks = operands(args[1])
+        return self._pick(func, args[0], picks, args[1:]) if any(map(_is_mask, picks)) else None
 
     def _run_on_values(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the results of an operation of which nobody has said what shape they have without values.
@@ -269,11 +298,11 @@ class ForwardTracer(DispatchMode):
         Raises:
             NeedsValuesError: the values are not known.
         """
-        if not self.values.draw(given):
+        if self.looks.known is None and not self.values.draw(given):
             raise NeedsValuesError
         self._look(given)
-        self.varies = self.varies or self.innermost or "the model itself"
-        return tree_map_only(Tensor, self.to_meta, self.values.run(func, args, kwargs))
+        found = self._answered(given, functools.partial(self.values.run, func, args, kwargs))
+        return tree_map_only(Tensor, self.to_meta, found)
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return the values of a tensor that code reads.
@@ -282,6 +311,10 @@ class ForwardTracer(DispatchMode):
             NeedsValuesError: they are not known.
         """
         self._look([tensor])
+        is_open = self.looks.is_open([self.key(tensor)])
+        return self._answered([tensor], functools.partial(self._read, tensor)) if is_open else self._read(tensor)
+
+    def _read(self, tensor: Tensor) -> Tensor:
         if not self.values.draw([tensor]):
             raise NeedsValuesError
         return self.values.of(tensor).clone()
@@ -296,6 +329,7 @@ class ForwardTracer(DispatchMode):
             raise NeedsValuesError
         self._look([lengths])
         self.varies, self.varies_within = self.varies or self.innermost or "the model itself", False
+        self.looks.modules.setdefault(self.where)
         is_known = self.values.knows(tensor)
         given = self.values.of(tensor) if is_known else torch.zeros(tensor.shape, dtype=tensor.dtype)
         rows, sizes = func(given, self.values.of(lengths), *rest)
@@ -393,7 +427,9 @@ class ForwardTracer(DispatchMode):
         copies = tree_map_only(Tensor, lambda one: torch.cat([one] * count) if one.dim() else one, sample)
         self.values.make_room(copies)
         batch = tree_map_only(Tensor, self.to_meta, copies)
-        self._data |= {self.key(one) for one in tree_leaves(batch) if isinstance(one, Tensor) and not is_whole(one)}
+        self.looks.data |= {
+            self.key(one) for one in tree_leaves(batch) if isinstance(one, Tensor) and not is_whole(one)
+        }
         return batch
 
     def to_meta(self, real: Tensor) -> Tensor:
@@ -492,6 +528,10 @@ class ForwardTracer(DispatchMode):
                     self.values.learn(one.tensor, value_of(one.name))
         yield
         self.values = KnownValues(keeps_all=False)
+
+
+def _is_mask(pick: Tensor) -> bool:
+    return pick.dtype in (torch.bool, torch.uint8)
 
 
 _PICKING = (torch.ops.aten.index, torch.ops.aten.masked_select)

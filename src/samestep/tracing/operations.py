@@ -20,6 +20,9 @@ from samestep.tracing.meta_tensors import unwrapped, written_by
 FEW_ELEMENTS = 64
 """Constants of at most so many elements are recorded with their values."""
 
+LOOKED = "looked"
+"""Name of the event that code looks at values of tensors, or that a module is given or returns tensors whose code does."""
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -46,7 +49,7 @@ class Operation:
 
     func: Any
     """An operator of torch, `"attention"`, `"function"` for a custom Function of autograd, `"left"` for the end of a
-    module's forward, or `"outputs"` for the model's."""
+    module's forward, `LOOKED` for a look at values, or `"outputs"` for the model's."""
     where: str
     """Path of the module whose code runs."""
     args: tuple[Any, ...] = ()

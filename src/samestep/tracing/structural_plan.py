@@ -45,16 +45,20 @@ class _Flow:
         return [reader for reader, sources in self.reaching.items() if path in sources]
 
 
-def structural_plan(model: nn.Module, operations: list[Operation], experts: Collection[str]) -> dict[str, str]:
+def structural_plan(
+    model: nn.Module, operations: list[Operation], experts: Collection[str], whole: Collection[str] = ()
+) -> dict[str, str]:
     """Return the cut style of each module of a plan, by its path; empty where nothing in the blocks can be cut.
 
-    `operations` are those of a forward of the whole model; modules of `experts` and below stay whole.
+    `operations` are those of a forward of the whole model; modules of `experts` and below stay whole, and so do those in `whole`.
     """
     facts = facts_of(model)
     linears = {
         path: part
         for path, part in model.named_modules()
-        if (_adds_nothing_else(part) or facts.is_transposed(part)) and not any(is_below(path, one) for one in experts)
+        if (_adds_nothing_else(part) or facts.is_transposed(part))
+        and not any(is_below(path, one) for one in experts)
+        and path not in whole
     }
     blocks = containers_of(model)
     flow = _flow(model, operations, linears, blocks)
@@ -72,7 +76,7 @@ def structural_plan(model: nn.Module, operations: list[Operation], experts: Coll
     if not rows:
         return {}
     plan = {path: "column" for path in inside if path in columns} | {path: "row" for path in inside if path in rows}
-    return plan | dict.fromkeys(_vocabulary(model, linears, inside, flow), "vocab")
+    return plan | {path: "vocab" for path in _vocabulary(model, linears, inside, flow) if path not in whole}
 
 
 def _adds_nothing_else(part: nn.Module) -> bool:

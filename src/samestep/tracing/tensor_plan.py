@@ -26,6 +26,7 @@ from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import ModelSpec, is_below
 from samestep.tracing.features import cut_proof
 from samestep.tracing.features.cut_proof import CutProof
+from samestep.tracing.looks import paths_within
 from samestep.tracing.operations import Recorder
 from samestep.tracing.sequence_boundaries import state_of
 from samestep.tracing.trace import containers_of, samples_traced
@@ -47,6 +48,8 @@ class Cuts:
     """Whether parts of it may be left whole, where a proof refuses them."""
     gathered: dict[str, str] = field(default_factory=dict)
     """Modules that the plan cuts otherwise, whose outputs are gathered, or which stay whole, and why."""
+    looking: tuple[str, ...] = ()
+    """Modules whose code looks at values, and which therefore stay whole."""
     is_open: bool = False
     """Whether neither the model nor transformers has a plan, so that one is looked for in the forward."""
 
@@ -113,7 +116,29 @@ def smaller(model: nn.Module, cuts: Cuts, refusal: str) -> Cuts | None:
     named = min(found, key=found.__getitem__).rpartition(".")[2] if found else ""
     whole = {path for part, paths in parts.items() if part.rpartition(".")[2] == named for path in paths}
     styles = {path: style for path, style in cuts.styles.items() if path not in whole}
-    return Cuts(styles, may_shrink=True) if whole and "row" in styles.values() else None
+    return Cuts(styles, may_shrink=True, looking=cuts.looking) if whole and "row" in styles.values() else None
+
+
+def without_looking(model: nn.Module, cuts: Cuts, looking: tuple[str, ...]) -> Cuts:
+    """Return the plan that leaves whole all that modules may compute with whose code looks at values.
+
+    The branch that they take for other values is not known. Where nothing is cut in them, and they are given whole tensors, all
+    ranks take the same one. A plan that leaves no cut, or is the model's own and cuts what is in them, is refused.
+    """
+    if cuts.refusal or not looking:
+        return cuts
+    whole = paths_within(model, looking)
+    styles = {path: style for path, style in cuts.styles.items() if path not in whole}
+    where = f"shapes or branches at {looking[0] or 'the model itself'} depend on values"
+    works = "the branch in a module of its own works"
+    refusal = ""
+    if not cuts.may_shrink and (cut := next((path for path in cuts.styles if path in whole), None)):
+        refusal = (
+            f"{where}, so what it computes stays whole, and its plan cuts {cut}: {works}, and so does a plan without it"
+        )
+    elif cuts.may_shrink and "row" not in styles.values():
+        refusal = f"{where}, so what it computes stays whole, and nothing is left to cut: {works}"
+    return replace(cuts, styles=styles, looking=looking, refusal=refusal)
 
 
 def _is_of_experts(model: nn.Module, experts: Collection[str], pattern: str) -> bool:
@@ -157,15 +182,14 @@ def proof_of(
     cuts_loss: bool,
 ) -> CutProof:
     """Return what a recorded forward of the whole model proves of a plan."""
-    varies = f"the shapes at {spec.varies_at} depend on values" if spec.varies_at else ""
-    if refusal := cuts.refusal or varies:
-        return CutProof(cuts.styles, refusal=refusal)
+    if cuts.refusal:
+        return CutProof(cuts.styles, refusal=cuts.refusal)
     whole = {path for path, heads in shareable.items() if heads == 1}
-    proof = cut_proof.prove(model, cuts.styles, whole, recorder, cuts_loss)
+    proof = cut_proof.prove(model, cuts.styles, whole, recorder, cuts_loss, cuts.looking)
     if (
         proof.cuts_logits and _unclear_use(spec, cuts, proof) is not None
     ):  # weights behind the head then meet whole logits
-        proof = cut_proof.prove(model, cuts.styles, whole, recorder, False)
+        proof = cut_proof.prove(model, cuts.styles, whole, recorder, False, cuts.looking)
     if not proof.refusal and (path := _unclear_use(spec, cuts, proof)) is not None:
         return replace(proof, refusal=_use(spec, proof, path), refused_at=path)
     return proof

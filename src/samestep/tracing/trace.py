@@ -53,6 +53,7 @@ from samestep.tracing.backward import (
 from samestep.tracing.crossings import with_crossings, with_cut_crossings
 from samestep.tracing.flow import takes_statistics
 from samestep.tracing.forward import ForwardTracer, ValueOf
+from samestep.tracing.looks import paths_within
 from samestep.tracing.meta_tensors import DRAWN_ELEMENTS, KNOWN_WEIGHTS, NeedsValuesError, tensors_in
 from samestep.tracing.opened_modules import opened_modules
 from samestep.tracing.operations import Recorder
@@ -81,6 +82,7 @@ def trace(
     recorder: Recorder | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
     stages: Sequence[str] = (),
+    keeps_all: bool = False,
 ) -> ModelSpec:
     """Return the spec of a module on the meta device from one forward; `sample` is a batch of one real sample.
 
@@ -88,7 +90,8 @@ def trace(
     is called for each tensor that autograd keeps in a top-most module, with the path of the one with weights entered last.
     `styles` are the cut styles of modules by path: tensors between a column cut and a row cut are cut too.
     `recorder` records all operations. `loss` is called with the outputs and the sample, to find the weights that take no
-    part in it. `stages` are the modules with which pipeline stages begin, if others than blocks.
+    part in it. `stages` are the modules with which pipeline stages begin, if others than blocks. `keeps_all` is whether its code is
+    known to look at values.
 
     Raises:
         ModelError: the forward fails, or needs values that are not known.
@@ -96,12 +99,12 @@ def trace(
     num_samples = samples_traced(module)
     containers = containers_of(module)
     opened = opened_modules(module, containers, stages)
-    watch = ForwardTracer(module, on_keep, styles or {}, recorder=recorder)
+    watch = ForwardTracer(module, on_keep, styles or {}, keeps_all=keeps_all, recorder=recorder)
     before, weights = Snapshot(module), GivenWeights(module)
     try:
         outputs = watch_forward(module, sample, num_samples, name, opened, watch, value_of)
     except NeedsValuesError:
-        if value_of is None:
+        if value_of is None or keeps_all:
             raise ModelError(_unseen(name, watch)) from None
         looked = watch.innermost or name
         before.restore()  # caches that the first attempt has filled hold no values
@@ -130,7 +133,7 @@ def _spec_of(
     roots = roots_of_loss(outputs, sample, loss)
     has_looked = bool(watch.varies or watch.has_looked)
     unused = idle_weights(module, outputs, roots)
-    idle = frozenset[int]() if has_looked else unused
+    idle = _never_read(module, watch) & unused if watch.varies else frozenset[int]() if has_looked else unused
     if not has_looked:
         watch.flow = watch.flow_recorder.with_idle(nodes_of(roots))
     unused |= _unsure(module, watch, roots if loss is not None and len(roots) > 1 else [])
@@ -153,6 +156,7 @@ def _spec_of(
         varies_at=varies,
         varies_within=bool(varies) and watch.varies_within,
         picks_at="" if varies else watch.picks,
+        looks_in=tuple(watch.looks.modules) if varies else (),
         differentiates_at=watch.flow_recorder.differentiates_at,
     )
 
@@ -188,6 +192,17 @@ class _Unused(NamedTuple):
     """Those of a forward that looks at no values."""
     perhaps: frozenset[int]
     """All of which the trace does not show that every step gives them one."""
+
+
+def _never_read(module: nn.Module, watch: ForwardTracer) -> frozenset[int]:
+    """Return the ids of the weights that nothing in the forward reads, outside of modules whose code looks at values."""
+    within = paths_within(module, watch.looks.modules)
+    return frozenset(
+        id(param)
+        for path, part in module.named_modules()
+        for param in part.parameters(recurse=False)
+        if path not in within and watch.key(param) not in watch.stacks
+    )
 
 
 def _unsure(module: nn.Module, watch: ForwardTracer, outputs: Sequence[Tensor]) -> frozenset[int]:

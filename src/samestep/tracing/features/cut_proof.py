@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,11 +25,17 @@ from samestep.errors import InputError
 from samestep.models.spec import is_below
 from samestep.tracing.features.feature_units import MixesError, UnitFlow, UnitRows, WeightCut
 from samestep.tracing.features.features import data_in, follow, owners_in
-from samestep.tracing.features.partial_gradients import COPYING, PartialGradients, partial_gradients
+from samestep.tracing.features.partial_gradients import (
+    COPYING,
+    PartialGradients,
+    check_whole_gradients,
+    partial_gradients,
+)
 from samestep.tracing.features.rank_trial import Count, DiffersError, Forward, RankTrial, alike, having
 from samestep.tracing.forward import ForwardTracer, ValueOf
+from samestep.tracing.looks import Looks, tensors_seen_by
 from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
-from samestep.tracing.operations import Operation, Recorder, view_of
+from samestep.tracing.operations import LOOKED, Operation, Recorder, view_of
 from samestep.tracing.trace import containers_of, samples_traced
 from samestep.tracing.watched_forward import watch_forward
 
@@ -57,6 +63,8 @@ class CutProof:
     """Whether the loss may get logits that are cut by vocabulary."""
     tried: tuple[str, ...] = ()
     """Operations without a rule, and custom backwards, of which a trial has passed."""
+    looking: tuple[str, ...] = ()
+    """Modules that stay whole, because their code looks at values."""
     degree: int = 1
     """Degree that was tried with the shapes of a rank."""
     counts: tuple[Count, ...] = ()
@@ -73,8 +81,12 @@ class CutProof:
 
 
 @contextmanager
-def record_ends(model: nn.Module, styles: Mapping[str, str], recorder: Recorder) -> Iterator[None]:
-    """Record where cut modules are left, and the model's outputs, in a forward that runs inside."""
+def record_ends(
+    model: nn.Module, styles: Mapping[str, str], recorder: Recorder, looking: Collection[str] = ()
+) -> Iterator[None]:
+    """Record where cut modules are left, what modules are given and return whose code looks at values, and the model's outputs,
+    in a forward that runs inside.
+    """
 
     def enter(path: str, module: nn.Module, args: Any) -> None:
         if args and isinstance(args[0], Tensor):
@@ -82,6 +94,9 @@ def record_ends(model: nn.Module, styles: Mapping[str, str], recorder: Recorder)
 
     def leave(path: str, module: nn.Module, args: Any, output: Any) -> None:
         recorder.record("left", path, (), {}, tuple(tensors_in(output)))
+
+    def look(path: str, module: nn.Module, *held: Any) -> None:
+        recorder.record(LOOKED, path, tensors_seen_by(module, held), {}, ())
 
     def end(module: nn.Module, args: Any, outputs: Any) -> None:
         try:
@@ -94,6 +109,10 @@ def record_ends(model: nn.Module, styles: Mapping[str, str], recorder: Recorder)
         for path, style in styles.items():
             if style != "sum":
                 hooks.enter_context(model.get_submodule(path).register_forward_hook(functools.partial(leave, path)))
+        for path in looking:
+            part, seen = model.get_submodule(path), functools.partial(look, path)
+            hooks.enter_context(part.register_forward_pre_hook(seen, with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(seen, with_kwargs=True))
         hooks.enter_context(model.register_forward_hook(end))
         for path, module in model.named_modules():
             hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, path)))
@@ -118,12 +137,18 @@ def weight_cuts(model: nn.Module, styles: Mapping[str, str], parts: Mapping[str,
 
 
 def prove(
-    model: nn.Module, styles: Mapping[str, str], whole: Collection[str], recorder: Recorder, cuts_loss: bool
+    model: nn.Module,
+    styles: Mapping[str, str],
+    whole: Collection[str],
+    recorder: Recorder,
+    cuts_loss: bool,
+    looking: tuple[str, ...] = (),
 ) -> CutProof:
     """Return the proven cuts of a plan, or why they are not proven; a rank's forward is not tried yet.
 
     `recorder` has recorded a forward of the whole model. Modules in `whole` are in the plan, and every rank has them
-    whole. `cuts_loss` is whether the loss can work on logits that are cut by vocabulary.
+    whole. `cuts_loss` is whether the loss can work on logits that are cut by vocabulary. `looking` are modules whose code looks at
+    values: all that they are given must be whole on every rank, and its gradient too.
     """
     heads = [path for path, style in styles.items() if style == "vocab" and _is_linear(model, path)]
     gathered = {**styles, **dict.fromkeys(heads, "gather")}
@@ -132,8 +157,9 @@ def prove(
     for way in ways:
         cuts_logits = way is not gathered
         try:
-            cuts, flow = _followed(model, way, whole, recorder.operations)
+            cuts, flow = _followed(model, way, whole, recorder.operations, looking)
             partial = partial_gradients(recorder.operations, recorder.entered, flow)
+            check_whole_gradients(recorder.operations, partial, flow)
         except MixesError as reason:
             refusal, where, refused = str(reason), reason.where, reason.cut
             continue
@@ -143,8 +169,8 @@ def prove(
             held = frozenset(
                 one for one, state in flow.states.items() if state == "partial" or isinstance(state, UnitRows)
             )
-            return CutProof(way, cuts, flow.groups, uses, _copied(flow, partial), held, cuts_logits, tried)
-    return CutProof(styles, refusal=refusal, refused_at=where, refused=refused)
+            return CutProof(way, cuts, flow.groups, uses, _copied(flow, partial), held, cuts_logits, tried, looking)
+    return CutProof(styles, looking=looking, refusal=refusal, refused_at=where, refused=refused)
 
 
 def to_gather(model: nn.Module, proof: CutProof) -> frozenset[str]:
@@ -198,7 +224,11 @@ def _are_logits(flow: UnitFlow, model: nn.Module, heads: list[str]) -> bool:
 
 
 def _followed(
-    model: nn.Module, styles: Mapping[str, str], whole: Collection[str], operations: list[Operation]
+    model: nn.Module,
+    styles: Mapping[str, str],
+    whole: Collection[str],
+    operations: list[Operation],
+    looking: tuple[str, ...],
 ) -> tuple[dict[str, WeightCut], UnitFlow]:
     """Return the cut of each weight, and where its units are; weights whose output code takes apart are fused ones.
 
@@ -209,7 +239,7 @@ def _followed(
     while True:
         cuts = {name: cut for name, cut in weight_cuts(model, styles, parts).items() if _owner(name) not in whole}
         try:
-            flow = follow(operations, model, styles, cuts)
+            flow = follow(operations, model, styles, cuts, looking)
         except MixesError as reason:
             fused = {path for path in map(_owner, reason.sources) if styles.get(path) == "column" and path not in parts}
             if reason.parts < 2 or not fused:
@@ -255,24 +285,35 @@ def with_degree(
     cuts = {name: cut for name, cut in proof.cuts.items() if proof.groups[name] % degrees[name] == 0}
     left_whole = {_owner(name) for name in proof.cuts if name not in cuts}
     styles = {path: style for path, style in proof.styles.items() if path not in left_whole}
-    flow = follow(operations, model, styles, cuts)
+    flow = follow(operations, model, styles, cuts, proof.looking)
     trial = RankTrial(model, styles, cuts, {name: degrees[name] for name in cuts}, degree, operations, flow, forward)
     known = [replace(count, divisor=degree) for count in proof.counts if count.divisor == proof.degree]
     return replace(proof, degree=degree, counts=tuple(trial.counts(known)))
 
 
 def run_forward(
-    model: nn.Module, sample: Any, styles: Mapping[str, str], value_of: ValueOf, recorder: Recorder
-) -> None:
-    """Run a forward of one real sample on the meta device, and record its operations.
+    model: nn.Module,
+    sample: Any,
+    styles: Mapping[str, str],
+    value_of: ValueOf,
+    recorder: Recorder,
+    *,
+    looking: Collection[str] = (),
+    keeps_all: bool = False,
+    answers: Sequence[Any] | None = None,
+) -> Looks:
+    """Run a forward of one real sample on the meta device, record its operations, and return where its code looks at values.
+
+    `keeps_all` is whether all values are followed, and `answers` are what an earlier forward was answered, with whose branches this
+    one is run; `looking` are the modules whose code looks.
 
     Raises:
         DiffersError: it fails, at the module that the error names.
     """
-    watch = ForwardTracer(model, lambda block: None, {}, recorder=recorder)
+    watch = ForwardTracer(model, lambda block: None, {}, keeps_all=keeps_all, recorder=recorder, answers=answers)
     watch.has_backward = False
     try:
-        with record_ends(model, styles, recorder):
+        with record_ends(model, styles, recorder, looking):
             watch_forward(model, sample, samples_traced(model), "it", containers_of(model), watch, value_of)
     except DiffersError:
         raise
@@ -281,3 +322,4 @@ def run_forward(
     except InputError as error:
         reason = str(error).removeprefix("it cannot be traced: ")
         raise DiffersError(f"with the shapes of a rank {reason}", watch.where) from None
+    return watch.looks

@@ -20,7 +20,7 @@ from samestep.tracing.dependence import dimension_maps
 from samestep.tracing.dependence.dimension_maps import MOVED, SUMMED, Blocks, Operand, Target, operands_of
 from samestep.tracing.features.feature_units import MixesError, UnitDim, UnitFlow, UnitRows, met_by, named, place
 from samestep.tracing.operation_trial import Given, RowsAlong, try_apart
-from samestep.tracing.operations import Operation, View
+from samestep.tracing.operations import LOOKED, Operation, View
 
 _aten = torch.ops.aten
 
@@ -246,6 +246,19 @@ def _outputs(flow: UnitFlow, op: Operation) -> None:
     flow.others_cut = any(flow.along(view, op) is not None for view in others if view != prediction)
 
 
+def check_unseen(flow: UnitFlow, op: Operation) -> None:
+    """Check that code which looks at values is given whole tensors alone: what it would do for other values is not known.
+
+    Raises:
+        MixesError: tp cuts one of them.
+    """
+    for view in op.given:
+        state = flow.states.get(view.storage) if view.values is None else None
+        if isinstance(state, UnitRows) or state == "partial":
+            names = named(state.sources if isinstance(state, UnitRows) else ())
+            raise MixesError(f"shapes or branches at {place(op)} depend on values, and it is given {names}")
+
+
 def tried(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     """Rule of an operation that has none: its units stay where they are, if a trial on drawn values passes.
 
@@ -324,6 +337,7 @@ def _function(flow: UnitFlow, op: Operation) -> None:
 
 EVENTS: dict[str, Callable[[UnitFlow, Operation], None]] = {
     "attention": _attention, "function": _function, "left": _left, "outputs": _outputs,
+    LOOKED: check_unseen,
 }  # fmt: skip
 
 _LINEAR = {_aten.mul, _aten.mul_, _aten.div, _aten.div_, _aten.neg, _aten.clone, _aten._to_copy}

@@ -136,6 +136,8 @@ class UnitFlow:
     """Paths of the modules that own each trained weight, by its storage."""
     trained: frozenset[str]
     """Names of the weights, as opposed to buffers."""
+    looking: tuple[str, ...] = ()
+    """Modules whose code looks at values."""
     from_weights: dict[int, frozenset[str]] = field(default_factory=dict)
     """Storages made of nothing but trained weights, with the modules that own these."""
     groups: dict[str, int] = field(default_factory=dict)

@@ -24,14 +24,15 @@ before it is refused; `cut_proof.to_gather` says which outputs are gathered inst
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from samestep.models.spec import is_below
 from samestep.tracing.dependence.dimension_maps import FILLS, is_elementwise
-from samestep.tracing.features.feature_rules import EVENTS, rule_of
+from samestep.tracing.features.feature_rules import EVENTS, check_unseen, rule_of
 from samestep.tracing.features.feature_units import LikeError, MixesError, UnitFlow, UnitRows, WeightCut, met_by
 from samestep.tracing.operations import Operation, View
 
@@ -39,11 +40,16 @@ _aten = torch.ops.aten
 
 
 def follow(
-    operations: list[Operation], model: nn.Module, styles: Mapping[str, str], cuts: Mapping[str, WeightCut]
+    operations: list[Operation],
+    model: nn.Module,
+    styles: Mapping[str, str],
+    cuts: Mapping[str, WeightCut],
+    looking: Collection[str] = (),
 ) -> UnitFlow:
     """Return where the units of cut weights are at every operation of a forward of the whole model.
 
     `styles` are those of modules, `cuts` those of weights by name; weights with an element for each unit are added.
+    No unit may reach the modules `looking`, whose code looks at values.
 
     Raises:
         MixesError: an operation does not compute each unit by itself.
@@ -53,7 +59,8 @@ def follow(
     cuts, owners = dict(cuts), _owners(model)
     while True:
         names = {storage: name for storage, (name, _) in weights.items()}
-        flow = UnitFlow(styles, names, owners, frozenset(name for name, _ in model.named_parameters()))
+        trained = frozenset(name for name, _ in model.named_parameters())
+        flow = UnitFlow(styles, names, owners, trained, looking=tuple(looking))
         flow.like = {name: cut.dim for name, cut in cuts.items() if _owner(name) not in styles}
         for storage, (name, tensor) in weights.items():
             if name in cuts:
@@ -116,6 +123,8 @@ def _carry_on(flow: UnitFlow, op: Operation) -> None:
     if op.func not in ("left", "outputs"):
         _follow_weights(flow, op)
     try:
+        if any(is_below(op.where, path) for path in flow.looking):
+            check_unseen(flow, op)
         if isinstance(op.func, str):
             EVENTS[op.func](flow, op)
         else:

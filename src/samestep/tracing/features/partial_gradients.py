@@ -61,6 +61,24 @@ def partial_gradients(operations: list[Operation], entered: Mapping[str, set[int
     return found
 
 
+def check_whole_gradients(operations: list[Operation], partial: PartialGradients, flow: UnitFlow) -> None:
+    """Check that no gradient is partial in a module whose code looks at values: a branch that is not followed might add a whole one.
+
+    Raises:
+        MixesError: one is.
+    """
+    for index, op in enumerate(operations):
+        path = next((path for path in flow.looking if is_below(op.where, path)), None)
+        seen = [view for view in (*op.given, *op.results) if view.takes_gradient and view.storage in partial.storages]
+        if path is not None and (index in partial.operations or seen):
+            readers = [one for one in operations if any(view in one.given for view in seen)]
+            met = frozenset(name for one in readers for name in met_by(flow, one))
+            raise MixesError(
+                f"shapes or branches at {path} depend on values, and its result meets what tp cuts in the code around it: its "
+                "gradient would be partial"
+            ).at(path, met)
+
+
 class _Search:
     def __init__(self, operations: list[Operation], entered: Mapping[str, set[int]], flow: UnitFlow) -> None:
         self.operations, self.entered, self.flow = operations, entered, flow

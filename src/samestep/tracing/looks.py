@@ -1,0 +1,111 @@
+"""Looks of a forward at values of tensors (`.item()`, `if`, `x[mask]`), and the modules whose code looks.
+
+Such a module may run other operations for other values, and a trace shows those of one sample alone. What it computes is still
+the same on all ranks that give it equal tensors. So a tensor cut leaves the weights of a module that looks whole, and shows that
+everything the module is given is whole (`features/cut_proof.py`): then all ranks of `tp` take the same branch and compute the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from samestep.tracing.dependence.dimension_maps import FILLS
+from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
+
+
+@dataclass(slots=True)
+class Looks:
+    """The looks of one forward at values that a sample, a weight or a random number decides, in their order."""
+
+    modules: dict[str, None] = field(default_factory=dict)
+    """Paths of the modules whose code looks, each once; empty for the model's own code."""
+    answers: list[Any] = field(default_factory=list)
+    """What the code was answered: numbers, or tensors whose shapes follow from values."""
+    known: deque[Any] | None = None
+    """Answers of an earlier forward, which are given again; None where a forward finds the values itself."""
+
+    data: set[int] = field(default_factory=set)
+    """Storages of weights, of floating inputs, and of what is computed of them."""
+    random: set[int] = field(default_factory=set)
+    """Storages of random numbers, and of what is computed of them."""
+
+    @classmethod
+    def again(cls, answers: Iterable[Any] | None) -> Looks:
+        """Return the looks of a forward that is answered as an earlier one was, if there was one."""
+        return cls(known=None if answers is None else deque(answers))
+
+    def follow(self, func: Any, read: Iterable[int], made: Iterable[int]) -> None:
+        """Note of what an operation makes some storages; a tensor of equal elements is made of nothing that it is like."""
+        if func.overloadpacket in FILLS and not func._schema.is_mutable:
+            return
+        given, results = {*read}, {*made}
+        if not given.isdisjoint(self.data):
+            self.data |= results
+        if torch.Tag.nondeterministic_seeded in func.tags or not given.isdisjoint(self.random):
+            self.random |= results
+
+    def is_open(self, storages: Iterable[int]) -> bool:
+        """Return whether other samples, weights or random numbers may change what code finds in some storages."""
+        return any(key in self.data or key in self.random for key in storages)
+
+    def answer(self, where: str, find: Callable[[], Any]) -> Any:
+        """Return what a look of a module's code is answered; `find` finds it where no earlier forward was answered.
+
+        Raises:
+            NeedsValuesError: the code looks more often than in the earlier forward.
+        """
+        self.modules.setdefault(where)
+        if self.known is None:
+            found = find()
+        elif self.known:
+            found = self.known.popleft()
+        else:
+            raise NeedsValuesError
+        self.answers.append(found)
+        return tree_map_only(Tensor, _fresh, found)
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """Return a tensor of a storage of its own in the place of one of the meta device, which has no values."""
+    if not tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def paths_within(model: nn.Module, looking: Collection[str]) -> frozenset[str]:
+    """Return the paths of all modules that those which look may call, and of all modules that share a weight with one of these."""
+    parts = {id(part) for path in looking for part in _reached(model.get_submodule(path))}
+    weights = {id(param) for _, part in model.named_modules() if id(part) in parts for param in part.parameters()}
+    return frozenset(
+        path
+        for path, part in model.named_modules(remove_duplicate=False)
+        if id(part) in parts or any(id(param) in weights for param in part.parameters(recurse=False))
+    )
+
+
+def _reached(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module, those below it, and those that their attributes hold without owning them."""
+    rest, seen = [root], set[int]()
+    while rest:
+        part = rest.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        rest.extend(part.children())
+        for value in vars(part).values():
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            rest.extend(one for one in held if isinstance(one, nn.Module))
+
+
+def tensors_seen_by(root: nn.Module, given: Any) -> tuple[Tensor, ...]:
+    """Return the tensors that a module is given, and those that it and the modules below it keep as plain attributes."""
+    kept = [value for part in root.modules() for value in vars(part).values() if isinstance(value, Tensor)]
+    return (*tensors_in(given), *kept)
