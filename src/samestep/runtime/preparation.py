@@ -95,7 +95,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
             plan.module, one, source.name, value_of, seen.keep, planned.styles, recorder, source.loss, stages,
             keeps_all=bool(planned.looking),
         )  # fmt: skip
-    if not planned.refusal and spec.looks_in != planned.looking:
+    if not planned.refusal and not {*spec.looks_in} <= {*planned.looking}:
         return prepare(source, job, example, tensor_plan.without_looking(plan.module, planned, spec.looks_in))
     prove = functools.partial(_proven, spec, plan, recorder, experts, one, source.loss is cross_entropy)
     proof, counts, shareable = prove(planned)
@@ -199,7 +199,7 @@ def _plan_of(plan: Blueprint, experts: ExpertModules, sample: Any) -> tensor_pla
     for keeps_all in (False, True):
         recorder = Recorder()
         with suppress(DiffersError):  # the trace says why the forward fails
-            looking = tuple(_run_forward(plan, experts, sample, {}, recorder, keeps_all=keeps_all).modules)
+            looking = _run_forward(plan, experts, sample, {}, recorder, keeps_all=keeps_all).paths
             whole = paths_within(plan.module, looking)
             styles = structural_plan(plan.module, recorder.operations, experts.counts, whole)
             return tensor_plan.Cuts(styles, may_shrink=True, looking=looking) if styles else planned

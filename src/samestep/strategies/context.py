@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from samestep.models.layer_spec import Exchange, LayerSpec
-from samestep.models.spec import ModelSpec, gradients_within, remembered
+from samestep.models.spec import ModelSpec, gradients_within, is_below, remembered
 from samestep.program.bodies import BodyKey, is_backward
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
@@ -47,8 +47,13 @@ def refusal(step: StepSpec) -> str | None:
             f"cp={degree} exchanges heads for tokens in the middle of a block, and run.compile = 'blocks' makes one graph "
             "of a block: cp=1 works, and so does run.compile = 'none'"
         )
-    if at := model.varies_at or model.picks_at:
+    if at := model.picks_at:
         return f"cp={degree}: shapes or branches at {at} depend on values: cp=1 works"
+    if at := _looks_on_slices(model):
+        return (
+            f"cp={degree}: shapes or branches at {at} depend on values, and its code works on slices: the branch in a module of its "
+            "own that is given no tokens works, and so does cp=1"
+        )
     if model.differentiates_at and any(layer.exchanges for layer in model.layers):
         return f"cp={degree}: {gradients_within(model)}; cp=1 works"
     if model.slice_refusal:
@@ -67,6 +72,13 @@ def refusal(step: StepSpec) -> str | None:
     cut = f" that tp={step.layout.tp} leaves a rank" if step.layout.tp > 1 else ""
     near = f"cp={' or '.join(map(str, works))} does" if works else "only cp=1 does"
     return f"cp={degree} does not divide the {sizes}{cut} into slices of {LEAST_TOKENS} tokens or more; {near}"
+
+
+def _looks_on_slices(model: ModelSpec) -> str:
+    """Return a module whose code looks at values and runs blocks, or is one; empty if none is."""
+    blocks = [path for layer in model.layers if layer.is_block for path in layer.modules]
+    found = next((path for path in model.looks_in if any(is_below(block, path) for block in blocks)), None)
+    return "" if found is None else found or "the model itself"
 
 
 def apply(program: Program) -> Program:

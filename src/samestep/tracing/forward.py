@@ -183,7 +183,7 @@ class ForwardTracer(DispatchMode):
             self.picks = self.picks or self.innermost
             if any(tensor.numel() == 0 for tensor in made):
                 self.picks_none = True
-                self.looks.modules.setdefault(self.where)
+                self.looks.unseen.setdefault(self.where)
             if not self._depth:
                 self.varies_within = False
                 self.flow_recorder.pick()

@@ -16,8 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from samestep.tracing.dependence.dimension_maps import FILLS
 from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
+
+_aten = torch.ops.aten
+_EQUAL_ELEMENTS = frozenset(
+    (_aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_zeros, _aten.new_ones, _aten.new_full)
+)
+"""Operations that make a tensor of equal elements like another, with nothing of its values."""
 
 
 @dataclass(slots=True)
@@ -26,6 +31,8 @@ class Looks:
 
     modules: dict[str, None] = field(default_factory=dict)
     """Paths of the modules whose code looks, each once; empty for the model's own code."""
+    unseen: dict[str, None] = field(default_factory=dict)
+    """Paths of modules that work on rows of which the sample has none, so that what is done to others cannot be seen."""
     answers: list[Any] = field(default_factory=list)
     """What the code was answered: numbers, or tensors whose shapes follow from values."""
     known: deque[Any] | None = None
@@ -41,9 +48,14 @@ class Looks:
         """Return the looks of a forward that is answered as an earlier one was, if there was one."""
         return cls(known=None if answers is None else deque(answers))
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The modules whose code looks, with those of which a look hides what they do; empty where no code looks."""
+        return (*(self.modules | self.unseen),) if self.modules else ()
+
     def follow(self, func: Any, read: Iterable[int], made: Iterable[int]) -> None:
         """Note of what an operation makes some storages; a tensor of equal elements is made of nothing that it is like."""
-        if func.overloadpacket in FILLS and not func._schema.is_mutable:
+        if func.overloadpacket in _EQUAL_ELEMENTS:
             return
         given, results = {*read}, {*made}
         if not given.isdisjoint(self.data):

@@ -223,20 +223,26 @@ def _end(path: str, kind: BoundaryKind, calls: Calls) -> Boundary:
 
 
 def _parts(layer: LayerSpec, seen: _Seen) -> tuple[str, ...]:
-    """Return the children of a block that are given whole sequences: those that are cut by columns, or hold such modules, and
-    uncut ones that attend or convolve; `sequence_proof` shows what the rest of the block does.
+    """Return the children of a block that are given whole sequences: those that are cut by columns, or hold such modules, uncut
+    ones that attend or convolve, and those whose code looks at values; `sequence_proof` shows what the rest of the block does.
 
     Raises:
-        _CannotCutError: the output of a child is gathered.
+        _CannotCutError: the output of a child is gathered, or the block's own code looks at values.
     """
     block, parts = layer.modules[0], []
+    if any(is_below(block, path) for path in seen.proof.looking):
+        raise _CannotCutError(
+            f"shapes or branches at {block} depend on values, of which a rank would have those of its own tokens: the branch in a "
+            "module of its own works"
+        )
     mixing = [p.owner for p in layer.products if p.taps > 1 or p.factors in ("attention", "causal", "pair")]
     for path in seen.children_of(block):
         if seen.styles.get(path) in ("gather", "vocab"):
             raise _CannotCutError(f"the block's own code uses {path}, whose output is gathered")
         styles = {style for inner, style in seen.styles.items() if is_below(inner, path)}
         mixes = not styles and any(is_below(owner, path) for owner in mixing)
-        if styles & {*_COLUMN} or (mixes and _is_one_call(path, seen.calls, seen.calls.entered[block][0])):
+        looks = any(is_below(one, path) for one in seen.proof.looking)
+        if looks or styles & {*_COLUMN} or (mixes and _is_one_call(path, seen.calls, seen.calls.entered[block][0])):
             parts.append(path)
     return tuple(parts)
 

@@ -22,15 +22,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from samestep.building.families import facts_of
 from samestep.errors import InputError
 from samestep.models.analysis import ExpertModules, ModelAnalysis
+from samestep.models.spec import is_below
 from samestep.tracing import snapshot
 from samestep.tracing.dependence.independence import Along
 from samestep.tracing.dependence.value_numbers import Table
 from samestep.tracing.forward import ValueOf
-from samestep.tracing.meta_tensors import NeedsValuesError, operands
+from samestep.tracing.meta_tensors import NeedsValuesError, operands, tensors_in
 from samestep.tracing.sequence_boundaries import first_of, given_of, with_first, with_given
 from samestep.tracing.slices import SliceProver, differing
 from samestep.tracing.trace import containers_of
-from samestep.tracing.watched_forward import watch_forward
+from samestep.tracing.watched_forward import answer_alike, watch_forward
 
 
 def refuse_slices(
@@ -48,6 +49,8 @@ def refuse_slices(
         return f"a rank would have {tokens // degree} of the {tokens} tokens of a sample, and 2 are needed", []
     table: Table = {}
     watches = [_TokenProver(module, analysis, size, table) for size in (tokens, tokens // degree)]
+    if analysis.spec.looks_in:
+        answer_alike(watches, module, sample, containers_of(module), value_of)
     for watch in watches:
         if refusal := _refusal_of(watch, module, sample, value_of, analysis.experts):
             return refusal, []
@@ -75,7 +78,8 @@ class _TokenProver(SliceProver):
     between = "and between cut parts a rank has its own tokens alone"
 
     def __init__(self, module: nn.Module, analysis: ModelAnalysis, size: int, table: Table) -> None:
-        super().__init__(module, list(analysis.sequence_parts), size, analysis.spec.sequence, table)
+        spec = analysis.spec
+        super().__init__(module, list(analysis.sequence_parts), size, spec.sequence, table, spec.looks_in)
         self._facts, self._parts = facts_of(module), tuple(chain(*analysis.sequence_parts.values()))
         boundaries = chain(*(layer.sequence_boundaries for layer in analysis.spec.layers))
         self._ends = [boundary.owner for boundary in boundaries if boundary.kind in ("scatter", "split")]
@@ -160,6 +164,8 @@ class _TokenProver(SliceProver):
         given = given_of(args, kwargs, self._facts)
         self.is_following = not self.refusal
         self._check(given, f"{path} is not given a row for each token")
+        if any(is_below(one, path) for one in self.looking):
+            self._check_unseen(path, [tensor for tensor in tensors_in((args, kwargs)) if tensor is not given])
         self._is_whole = self.is_following = False
         gathered = with_given(args, kwargs, self._whole, self._facts)
         self._is_whole = True

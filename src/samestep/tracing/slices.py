@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -41,11 +41,12 @@ from samestep.tracing.dependence.value_numbers import Table, ValueNumbers, first
 from samestep.tracing.experts import called_with
 from samestep.tracing.flow import CannotPassError, reads_shape_alone
 from samestep.tracing.forward import ValueOf
+from samestep.tracing.looks import tensors_seen_by
 from samestep.tracing.meta_tensors import NeedsValuesError, address, operands, written_by
 from samestep.tracing.operation_trial import Given, outcome_of
 from samestep.tracing.prover import Prover
 from samestep.tracing.trace import containers_of
-from samestep.tracing.watched_forward import watch_forward
+from samestep.tracing.watched_forward import answer_alike, watch_forward
 
 WHOLE = -1
 """The dimension of tokens of an argument that has none."""
@@ -71,9 +72,11 @@ def prove(
     sample = _shortened(sample, length, size * parts)
     table: Table = {}
     watches = [
-        SliceProver(module, blocks, size * parts, size * parts, table),
-        SliceProver(module, blocks, size, size * parts, table),
+        SliceProver(module, blocks, size * parts, size * parts, table, spec.looks_in),
+        SliceProver(module, blocks, size, size * parts, table, spec.looks_in),
     ]
+    if spec.looks_in:
+        answer_alike(watches, module, sample, containers_of(module), value_of)
     for watch in watches:
         watch.has_backward = bool(spec.differentiates_at)
     for watch in watches:
@@ -147,8 +150,12 @@ class SliceProver(Prover):
     between = ""
     """Why tokens may not be mixed, if it is not for an attention that is exchanged."""
 
-    def __init__(self, module: nn.Module, blocks: list[str], size: int, whole: int, table: Table) -> None:
+    def __init__(
+        self, module: nn.Module, blocks: list[str], size: int, whole: int, table: Table, looking: Collection[str] = ()
+    ) -> None:
         super().__init__(module, size)
+        self.looking = looking
+        """Modules whose code looks at values."""
         self.numbers = ValueNumbers(table, self.known, self.key, lambda one: address(one) in self._uniform)
         for one in tensors_of(module):
             self.numbers.name(one.tensor, "held", one.name)
@@ -185,6 +192,22 @@ class SliceProver(Prover):
             self.numbers.take_rows(part, whole, dim)
             self.learn(part, Along(dim, 1, 0))
         return part
+
+    def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:
+        """Record that a module's forward starts, which must be given no slice if its code looks at values."""
+        super().enter(path, part, outside, given)
+        if path in self.looking:
+            self._check_unseen(path, tensors_seen_by(part, given))
+
+    def _answered(self, seen: list[Tensor], find: Callable[[], Any]) -> Any:
+        self._check_unseen(self.where, seen)
+        return super()._answered(seen, find)
+
+    def _check_unseen(self, path: str, tensors: Iterable[Tensor]) -> None:
+        """Refuse a slice among the tensors that code is given which looks at values."""
+        with _disable_current_modes():
+            if self.is_following and any(self.known.of(one) is not None for one in tensors if one.is_meta):
+                self.refuse(f"shapes or branches at {path} depend on values, and it is given a slice")
 
     # -- what values are computed from -------------------------------------------------------------
 

@@ -125,8 +125,7 @@ def without_looking(model: nn.Module, cuts: Cuts, looking: tuple[str, ...]) -> C
     The branch that they take for other values is not known. Where nothing is cut in them, and they are given whole tensors, all
     ranks take the same one. A plan that leaves no cut, or is the model's own and cuts what is in them, is refused.
     """
-    if cuts.refusal or not looking:
-        return cuts
+    looking = (*dict.fromkeys((*cuts.looking, *looking)),)
     whole = paths_within(model, looking)
     styles = {path: style for path, style in cuts.styles.items() if path not in whole}
     where = f"shapes or branches at {looking[0] or 'the model itself'} depend on values"
@@ -182,8 +181,9 @@ def proof_of(
     cuts_loss: bool,
 ) -> CutProof:
     """Return what a recorded forward of the whole model proves of a plan."""
-    if cuts.refusal:
-        return CutProof(cuts.styles, refusal=cuts.refusal)
+    varies = f"the shapes at {spec.varies_at} depend on values" if spec.varies_at and not cuts.looking else ""
+    if refusal := cuts.refusal or varies:
+        return CutProof(cuts.styles, refusal=refusal)
     whole = {path for path, heads in shareable.items() if heads == 1}
     proof = cut_proof.prove(model, cuts.styles, whole, recorder, cuts_loss, cuts.looking)
     if (

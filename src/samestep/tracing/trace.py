@@ -156,7 +156,7 @@ def _spec_of(
         varies_at=varies,
         varies_within=bool(varies) and watch.varies_within,
         picks_at="" if varies else watch.picks,
-        looks_in=tuple(watch.looks.modules) if varies else (),
+        looks_in=watch.looks.paths if varies else (),
         differentiates_at=watch.flow_recorder.differentiates_at,
     )
 
@@ -196,7 +196,7 @@ class _Unused(NamedTuple):
 
 def _never_read(module: nn.Module, watch: ForwardTracer) -> frozenset[int]:
     """Return the ids of the weights that nothing in the forward reads, outside of modules whose code looks at values."""
-    within = paths_within(module, watch.looks.modules)
+    within = paths_within(module, watch.looks.paths)
     return frozenset(
         id(param)
         for path, part in module.named_modules()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,6 +18,7 @@ from samestep.building.surface import process_randomness
 from samestep.building.transforms import transforms_beside_hooks
 from samestep.errors import ModelError, SamestepError, line_of
 from samestep.models.spec import is_below
+from samestep.tracing import snapshot
 from samestep.tracing.custom_functions import reported
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.fused_attention import fused_attention
@@ -100,6 +102,27 @@ def watch_forward(
     watch.returned = {watch.key(tensor) for tensor in tensors_in(outputs)}
     watch.flow = watch.flow_recorder.finish(outputs)
     return outputs
+
+
+def answer_alike(
+    watches: Iterable[ForwardTracer],
+    module: nn.Module,
+    sample: Any,
+    containers: tuple[str, ...],
+    value_of: ValueOf | None,
+) -> None:
+    """Let code that looks at values be answered in forwards to come as in one of a sample, whose values are known.
+
+    Raises:
+        ModelError: the forward fails.
+        NeedsValuesError: it looks at values that are not known.
+    """
+    found = ForwardTracer(module, lambda block: None, {}, keeps_all=True)
+    found.has_backward = False
+    with snapshot.preserved(module):
+        watch_forward(module, sample, 1, "the model", containers, found, value_of)
+    for watch in watches:
+        watch.looks.known = deque(found.looks.answers)
 
 
 def _given_back(tensor: Tensor | None) -> Tensor:
