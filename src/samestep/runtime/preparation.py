@@ -200,9 +200,12 @@ def _plan_of(plan: Blueprint, experts: ExpertModules, sample: Any) -> tensor_pla
         recorder = Recorder()
         with suppress(DiffersError):  # the trace says why the forward fails
             looking = _run_forward(plan, experts, sample, {}, recorder, keeps_all=keeps_all).paths
-            whole = paths_within(plan.module, looking)
-            styles = structural_plan(plan.module, recorder.operations, experts.counts, whole)
-            return tensor_plan.Cuts(styles, may_shrink=True, looking=looking) if styles else planned
+            planning = functools.partial(structural_plan, plan.module, recorder.operations, experts.counts)
+            if styles := planning(paths_within(plan.module, looking)):
+                return tensor_plan.Cuts(styles, may_shrink=True, looking=looking)
+            if looking and (styles := planning()):  # which the code that looks leaves nothing of
+                return tensor_plan.without_looking(plan.module, tensor_plan.Cuts(styles, may_shrink=True), looking)
+            return planned
     return planned
 
 
