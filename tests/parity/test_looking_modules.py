@@ -187,6 +187,14 @@ class InModel(Model):
         return self.head(self.norm(x))
 
 
+class Scaled(Model):
+    """Its own plan cuts what the result of a part meets."""
+
+    def __init__(self) -> None:
+        super().__init__(Exit, Exit, block=Scaling)
+        self.tensor_plan = {"blocks.[01].mlp.up": "column", "blocks.[01].mlp.down": "row"}
+
+
 class Planned(Model):
     """Its own plan cuts a module whose code looks."""
 
@@ -202,7 +210,7 @@ EQUAL: dict[str, Part] = {
     "clamp": functools.partial(Model, Clamp, Exit),
     "of a sample": functools.partial(Model, OfSample, OfSample, block=Conditioned),
     "of what is cut": functools.partial(Model, Reading, Reading, block=OfCut),
-    "scaling": functools.partial(Model, Exit, Exit, block=Scaling),
+    "scaling": Scaled,
     "one block looks": lambda: _mixed(),
 }
 REFUSED: dict[str, Part] = {
