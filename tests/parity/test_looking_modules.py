@@ -163,6 +163,29 @@ class Scaling(Block):
         return x + self.mlp.down(self.mlp.up(x).relu() * (1 + self.part(x).mean(-1, keepdim=True)))
 
 
+class ByTokens(nn.Module):
+    """An MLP whose code between two cuts branches by the tokens of a sample, which are known in a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, NEURONS), nn.Linear(NEURONS, WIDTH)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        hidden = self.up(x).relu()
+        rows = [
+            h if t.min() < 2 else h / (1 + h.norm(dim=-1, keepdim=True)) for h, t in zip(hidden, tokens, strict=True)
+        ]
+        return self.down(torch.stack(rows))
+
+
+class TokenBlock(Block):
+    """A block that is given the tokens, and a plain MLP behind."""
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        assert self.part is not None
+        return x + self.mlp(x + self.part(x, tokens))
+
+
 class Model(nn.Module):
     def __init__(self, *parts: Part | None, block: Callable[[Part | None], nn.Module] = Block) -> None:
         super().__init__()
@@ -174,6 +197,16 @@ class Model(nn.Module):
         pooled = x.mean(1)
         for block in self.blocks:
             x = block(x, pooled)
+        return self.head(self.norm(x))
+
+
+class GivenTokens(Model):
+    """Blocks are given the tokens."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x, input_ids)
         return self.head(self.norm(x))
 
 
@@ -211,6 +244,7 @@ EQUAL: dict[str, Part] = {
     "of a sample": functools.partial(Model, OfSample, OfSample, block=Conditioned),
     "of what is cut": functools.partial(Model, Reading, Reading, block=OfCut),
     "scaling": Scaled,
+    "tokens": functools.partial(GivenTokens, ByTokens, ByTokens, block=TokenBlock),
     "one block looks": lambda: _mixed(),
 }
 REFUSED: dict[str, Part] = {
@@ -240,7 +274,7 @@ def _traced() -> Iterator[None]:
 LAYOUTS = ("tp=2", "tp=2 sequence_parallel", "dp=2 tp=2", "tp=2 pp=2", "dp=2 tp=2 zero=1", "dp=2 tp=2 zero=3")
 DAILY = {
     ("exit", "tp=2 sequence_parallel"), ("depths", "tp=2 pp=2"), ("ponder", "dp=2 tp=2 zero=1"),
-    ("clamp", "tp=2 sequence_parallel"), ("of a sample", "tp=2"), ("of what is cut", "tp=2"), ("scaling", "tp=2"),
+    ("clamp", "tp=2 sequence_parallel"), ("of a sample", "tp=2"), ("of what is cut", "tp=2"), ("tokens", "tp=2"), ("scaling", "tp=2"),
     ("one block looks", "tp=2"),
 }  # fmt: skip
 SEQUENCES = ("depths", "exit", "ponder", "clamp")

@@ -249,6 +249,8 @@ class ForwardTracer(DispatchMode):
             self._look(given)
             find = functools.partial(self._found, func, given, args, kwargs)
             seen = self._seen_by(func, given, args)
+            if looks and self.recorder is not None and not self.looks.tokens.isdisjoint(map(self.key, seen)):
+                self.recorder.branching.add(self.where)
             found = self._answered(seen, find) if self.looks.is_open(map(self.key, seen)) else find()
             if found is not None:
                 return found if looks else tree_map_only(Tensor, self.to_meta, found)
@@ -427,9 +429,9 @@ class ForwardTracer(DispatchMode):
         copies = tree_map_only(Tensor, lambda one: torch.cat([one] * count) if one.dim() else one, sample)
         self.values.make_room(copies)
         batch = tree_map_only(Tensor, self.to_meta, copies)
-        self.looks.data |= {
-            self.key(one) for one in tree_leaves(batch) if isinstance(one, Tensor) and not is_whole(one)
-        }
+        for one in tree_leaves(batch):
+            if isinstance(one, Tensor):
+                (self.looks.tokens if is_whole(one) else self.looks.data).add(self.key(one))
         return batch
 
     def to_meta(self, real: Tensor) -> Tensor:

@@ -40,6 +40,8 @@ class Looks:
 
     data: set[int] = field(default_factory=set)
     """Storages of weights, of floating inputs, and of what is computed of them."""
+    tokens: set[int] = field(default_factory=set)
+    """Storages of whole numbers of the sample, and of what is computed of them."""
     random: set[int] = field(default_factory=set)
     """Storages of random numbers, and of what is computed of them."""
 
@@ -60,6 +62,8 @@ class Looks:
         given, results = {*read}, {*made}
         if not given.isdisjoint(self.data):
             self.data |= results
+        if not given.isdisjoint(self.tokens):
+            self.tokens |= results
         if torch.Tag.nondeterministic_seeded in func.tags or not given.isdisjoint(self.random):
             self.random |= results
 

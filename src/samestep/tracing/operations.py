@@ -112,6 +112,8 @@ class Recorder:
         """Number of operations seen, those that only make views included."""
         self.entered: dict[str, set[int]] = {}
         """Storages of the first arguments of each module's calls, by its path."""
+        self.branching: set[str] = set()
+        """Paths of modules whose code looks at whole numbers of the sample, by which it may branch."""
         self.paused = False
         """Whether operations belong to a stand-in, and are not recorded."""
 

@@ -157,7 +157,7 @@ def prove(
     for way in ways:
         cuts_logits = way is not gathered
         try:
-            cuts, flow = _followed(model, way, whole, recorder.operations, looking)
+            cuts, flow = _followed(model, way, whole, recorder, looking)
             partial = partial_gradients(recorder.operations, recorder.entered, flow)
             check_whole_gradients(recorder.operations, partial, flow)
         except MixesError as reason:
@@ -227,7 +227,7 @@ def _followed(
     model: nn.Module,
     styles: Mapping[str, str],
     whole: Collection[str],
-    operations: list[Operation],
+    recorder: Recorder,
     looking: tuple[str, ...],
 ) -> tuple[dict[str, WeightCut], UnitFlow]:
     """Return the cut of each weight, and where its units are; weights whose output code takes apart are fused ones.
@@ -239,7 +239,7 @@ def _followed(
     while True:
         cuts = {name: cut for name, cut in weight_cuts(model, styles, parts).items() if _owner(name) not in whole}
         try:
-            flow = follow(operations, model, styles, cuts, looking)
+            flow = follow(recorder.operations, model, styles, cuts, looking, recorder.branching)
         except MixesError as reason:
             fused = {path for path in map(_owner, reason.sources) if styles.get(path) == "column" and path not in parts}
             if reason.parts < 2 or not fused:

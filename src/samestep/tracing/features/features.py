@@ -45,11 +45,13 @@ def follow(
     styles: Mapping[str, str],
     cuts: Mapping[str, WeightCut],
     looking: Collection[str] = (),
+    branching: Collection[str] = (),
 ) -> UnitFlow:
     """Return where the units of cut weights are at every operation of a forward of the whole model.
 
     `styles` are those of modules, `cuts` those of weights by name; weights with an element for each unit are added.
-    No unit may reach the modules `looking`, whose code looks at values.
+    No unit may reach the modules `looking`, whose code looks at values, nor the own code of those that branch by whole numbers of
+    the sample: the branch for another sample is not known.
 
     Raises:
         MixesError: an operation does not compute each unit by itself.
@@ -69,7 +71,7 @@ def follow(
                 flow.states[storage] = UnitRows(tensor.stride(cut.dim), flow.groups[name], frozenset({name}))
         try:
             for op in operations:
-                _carry_on(flow, op)
+                _carry_on(flow, op, is_unseen=op.where in branching or any(is_below(op.where, one) for one in looking))
         except LikeError as found:
             dim = found.dim_of(model.get_parameter(found.name))
             if dim is None:
@@ -117,13 +119,13 @@ def data_in(flow: UnitFlow, op: Operation) -> list[View]:
     return [view for view in op.given if view.values is None and not any(view.storage in table for table in tables)]
 
 
-def _carry_on(flow: UnitFlow, op: Operation) -> None:
-    """Set the units of the results of an operation."""
+def _carry_on(flow: UnitFlow, op: Operation, *, is_unseen: bool) -> None:
+    """Set the units of the results of an operation; `is_unseen` if other values may let its module run others."""
     before = [flow.states.get(view.storage) if view.values is None else None for view in op.given]
     if op.func not in ("left", "outputs"):
         _follow_weights(flow, op)
     try:
-        if any(is_below(op.where, path) for path in flow.looking):
+        if is_unseen:
             check_unseen(flow, op)
         if isinstance(op.func, str):
             EVENTS[op.func](flow, op)
