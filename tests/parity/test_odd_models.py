@@ -731,7 +731,7 @@ def test_running_statistics_of_instances_are_refused_where_the_batch_is_split() 
 
 
 def test_shapes_that_depend_on_values_are_refused_where_they_must_be_known() -> None:
-    with pytest.raises(LayoutError, match=r"at parts.0.score depend on values.*p=1 works"):
+    with pytest.raises(LayoutError, match=r"at parts.0 depend on values.*a module of its own works.*tp=1 works"):
         prepare_alone("picking", "tp=2")
 
 
