@@ -247,7 +247,7 @@ class ForwardTracer(DispatchMode):
         sizes = torch.Tag.dynamic_output_shape in func.tags
         if (looks or sizes) and any(tensor.is_meta for tensor in given):
             self._look(given)
-            find = functools.partial(self._found, func, given, args, kwargs)
+            find = functools.partial(self._values_found, func, given, args, kwargs)
             seen = self._seen_by(func, given, args)
             if looks and self.recorder is not None and not self.looks.tokens.isdisjoint(map(self.key, seen)):
                 self.recorder.branching.add(self.where)
@@ -281,7 +281,7 @@ class ForwardTracer(DispatchMode):
             self.recorder.record(LOOKED, self.where, tuple(seen), {}, ())
         return self.looks.answer(self.where, find)
 
-    def _found(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _values_found(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what an operation finds of the values; None for `tensor[numbers]`, whose shape is known without values.
 
         Raises:
@@ -314,9 +314,13 @@ class ForwardTracer(DispatchMode):
         """
         self._look([tensor])
         is_open = self.looks.is_open([self.key(tensor)])
-        return self._answered([tensor], functools.partial(self._read, tensor)) if is_open else self._read(tensor)
+        return (
+            self._answered([tensor], functools.partial(self._value_read, tensor))
+            if is_open
+            else self._value_read(tensor)
+        )
 
-    def _read(self, tensor: Tensor) -> Tensor:
+    def _value_read(self, tensor: Tensor) -> Tensor:
         if not self.values.draw([tensor]):
             raise NeedsValuesError
         return self.values.of(tensor).clone()

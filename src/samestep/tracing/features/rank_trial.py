@@ -24,7 +24,7 @@ from samestep.tracing.dependence.dimension_maps import FILLS
 from samestep.tracing.features.feature_units import State, UnitDim, UnitFlow, UnitRows, WeightCut, along, part_of
 from samestep.tracing.operations import Operation, Recorder, View
 
-Forward = Callable[[Recorder], None]
+Forward = Callable[[Recorder], object]
 """Runs the model's forward, with its operations recorded; raises a `ModelError` if that fails."""
 
 
