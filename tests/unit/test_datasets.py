@@ -589,7 +589,7 @@ def test_bad_token_and_text_files_are_refused(tmp_path):
     for source, text in {
         "tokens:odd.bin": "3 bytes, which is no whole number of uint16",
         "tokens:empty.bin": "is empty",
-        "tokens:floats.npy": "whole numbers in one dimension work",
+        "tokens:floats.npy": "whole numbers in one dimension, or in rows, work",
         "tokens:bad.npy": r"is not a \.npy array",
         "tokens:": "no path",
         "text:latin.txt": r"is not UTF-8 text \(byte 2\)",

@@ -162,6 +162,11 @@ class Shards:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    def found(self, index: int) -> tuple[Array, int]:
+        """Return the array in which an element is, and its index there."""
+        which = int(np.searchsorted(self._ends, index, side="right"))
+        return self.arrays[which], index - int(self._ends[which]) + len(self.arrays[which])
+
     def __getitem__(self, index: slice | npt.NDArray[np.int64]) -> Any:
         """Return a contiguous range, as shards, or the elements at an array of indices, as an array of its shape."""
         if isinstance(index, slice):

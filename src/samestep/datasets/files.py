@@ -10,11 +10,12 @@ import codecs
 import importlib
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from samestep.datasets.split import HELD_OUT_WORDS, TRAINED_WORDS, words_of
 from samestep.errors import DataError, did_you_mean, first_line
 
 PART_BYTES = 2**20
@@ -77,6 +78,14 @@ def files_at(place: Path, source: str, pattern: str = "*") -> list[Path]:
         what = "file" if pattern == "*" else f"{pattern} file"
         raise DataError(f"{source}: the folder holds no {what}")
     return found
+
+
+def without_held_out(files: Sequence[Path], folder: Path) -> list[Path]:
+    """Return the files of a folder, without those that are named as validation or test data where others are named for training."""
+    words = {file: words_of(file.relative_to(folder)) for file in files}
+    if not any(TRAINED_WORDS & one for one in words.values()):
+        return list(files)
+    return [file for file in files if TRAINED_WORDS & words[file] or not HELD_OUT_WORDS & words[file]]
 
 
 def sorted_files(folder: Path, pattern: str) -> list[Path]:

@@ -26,6 +26,7 @@ from samestep.datasets import (
     example_of,
     kind_of,
     of_held_out,
+    of_words,
     open_dataset,
     open_held_out,
     open_tokenizer,
@@ -47,7 +48,7 @@ from samestep.runtime.run import Run
 from samestep.tracing.traced_model import TracedModel
 
 _TOKENS_LOOKED_AT = 2**24
-"""The number of tokens whose largest id is compared with the vocabulary; a whole file may be larger than memory."""
+"""About the number of tokens of a file whose largest id is compared with the vocabulary at once; steps look at those that they read."""
 
 
 class Workload:
@@ -72,6 +73,9 @@ class Workload:
             _check_set(job, name, self.dataset, self.held_out[name])
             _check_fit(of_held_out(job, name), prepared.module, self.held_out[name], self.example)
             check_labels(prepared.module, source.loss, job, self.held_out[name], self.example)
+        words = _num_words(prepared.module)
+        self.dataset = of_words(self.dataset, words)
+        self.held_out = {name: of_words(held_out, words) for name, held_out in self.held_out.items()}
         check_groups(job.optimizer, [param.name for param in prepared.spec.params if param.trainable])
         names = (job.optimizer.name, *(group.name or "" for group in job.optimizer.groups))
         if not any(
@@ -181,8 +185,8 @@ def _check_set(job: Job, name: str, dataset: Dataset, held_out: Dataset) -> None
 def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any) -> None:
     """Refuse token ids and lengths for which a transformers model has no embeddings, and classes for which it has no outputs."""
     facts = facts_of(model)
-    words, positions = facts.setting(model, facts.vocabulary_field), facts.setting(model, facts.positions_field)
-    if isinstance(words, int):
+    words, positions = _num_words(model), facts.setting(model, facts.positions_field)
+    if words is not None:
         _check_tokens(job, facts.vocabulary_field, words, dataset)
     classes, labels = classes_of(dataset), facts.setting(model, facts.classes_field)
     if isinstance(labels, int) and len(classes) > labels:
@@ -196,6 +200,13 @@ def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any)
             f"samples of {length} tokens are longer than model.config.{facts.positions_field} = {positions}; "
             f"data.sequence_length = {positions} works, or {facts.positions_field} = {length}"
         )
+
+
+def _num_words(model: torch.nn.Module) -> int | None:
+    """Return the number of tokens for which a transformers model has embeddings; None for other models."""
+    facts = facts_of(model)
+    words = facts.setting(model, facts.vocabulary_field)
+    return words if isinstance(words, int) else None
 
 
 def _check_tokens(job: Job, field: str, words: int, dataset: Dataset) -> None:
