@@ -279,11 +279,13 @@ def looked_at(tokens: Array, first: int, block: int) -> Iterator[tuple[int, Arra
 
     Of a file that is not much larger all is yielded.
     """
+    first, block = max(1, first), max(1, block)
     yield 0, tokens[:first]
     last = len(tokens) - block
     if last <= first:
         behind = min(first, len(tokens) - len(tokens) // 4)  # the end of a small file is looked at by itself
-        yield behind, tokens[behind:]
+        if behind < len(tokens):
+            yield behind, tokens[behind:]
         return
     drawn = np.random.default_rng(len(tokens)).integers(first, last, _NUM_BLOCKS)
     for place in sorted({last, *drawn.tolist()}):
