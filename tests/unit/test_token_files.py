@@ -218,8 +218,9 @@ def test_heads_of_npy_say_what_they_hold(tmp_path: Path) -> None:
     (tmp_path / "plain").write_bytes((tmp_path / "0.npy").read_bytes())
     assert np.array_equal(read(tmp_path / "plain"), IDS)
     np.save(tmp_path / "cube.npy", IDS.reshape(5, 10, 10))
-    assert "int64 [5, 10, 10]; whole numbers in one dimension, or in rows, work; numpy.save(file, tokens.reshape(-1))" in refusal(
-        tmp_path / "cube.npy"
+    assert (
+        "int64 [5, 10, 10]; whole numbers in one dimension, or in rows, work; numpy.save(file, tokens.reshape(-1))"
+        in refusal(tmp_path / "cube.npy")
     )
     (tmp_path / "two.npy").write_bytes(2 * (tmp_path / "0.npy").read_bytes())
     assert "its array ends at 1,128: one array in a file works" in refusal(tmp_path / "two.npy")
@@ -243,7 +244,9 @@ def test_rows_follow_one_another_and_those_that_are_longer_by_one_are_samples(or
     rows = IDS.reshape(50, 10)
     np.save(tmp_path / "rows.npy", np.asarray(rows, order=order))
     assert np.array_equal(read(tmp_path / "rows.npy"), IDS)
-    samples = open_dataset(Job(data={"source": f"tokens:{tmp_path / 'rows.npy'}", "held_out": 0.1, "sequence_length": 9}))
+    samples = open_dataset(
+        Job(data={"source": f"tokens:{tmp_path / 'rows.npy'}", "held_out": 0.1, "sequence_length": 9})
+    )
     assert len(samples) == 45
     for index in (0, 44):
         assert samples[index]["input_ids"].tolist() == rows[index, :-1].tolist()
@@ -308,7 +311,9 @@ def test_a_bad_id_is_named_where_a_step_reads_it(tmp_path: Path) -> None:
             job = Job(data={"source": f"tokens:{tmp_path}", "held_out": held_out, "sequence_length": 8})
             stream: Any = of_words(open_dataset(job, split), 256)  # type: ignore[arg-type]
             bad_at = next(place for place in range(len(stream)) if bad in stream.tokens[np.arange(9) + 8 * place])
-            with pytest.raises(DataError, match=rf"1\.npy has the token id {bad} at token 433: ids from 0 to 255, for which"):
+            with pytest.raises(
+                DataError, match=rf"1\.npy has the token id {bad} at token 433: ids from 0 to 255, for which"
+            ):
                 stream.read(np.array([0, bad_at]))
             assert stream.read(np.array([0]))["input_ids"].shape == (1, 8)
 

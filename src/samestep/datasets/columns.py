@@ -32,7 +32,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from samestep.errors import DataError
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the same text would give other columns."""
 MOST_IN_MEMORY_BYTES = 32 * 2**20
 """Bytes of text up to which columns are kept in memory."""

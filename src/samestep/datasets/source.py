@@ -10,7 +10,7 @@ from pathlib import Path
 from samestep.datasets.batch import Dataset
 from samestep.datasets.columns import Origin, Shards
 from samestep.datasets.digits import digits_part
-from samestep.datasets.documents import packed_part
+from samestep.datasets.documents import PackedDocuments, packed_part
 from samestep.datasets.function import function_part
 from samestep.datasets.images import ImageFolder, class_names, images_part
 from samestep.datasets.mixture import Mixture
@@ -167,6 +167,13 @@ def of_words(dataset: Dataset, words: int | None) -> Dataset:
     if isinstance(dataset, Mixture):
         return replace(dataset, parts=tuple(of_words(part, words) for part in dataset.parts))
     return replace(dataset, words=words) if isinstance(dataset, TokenStream) else dataset
+
+
+def remarks_on(dataset: Dataset) -> tuple[str, ...]:
+    """Return what a user should read about the sources of a dataset."""
+    if isinstance(dataset, Mixture):
+        return tuple(remark for part in dataset.parts for remark in remarks_on(part))
+    return dataset.remarks if isinstance(dataset, PackedDocuments) else ()
 
 
 def classes_of(dataset: Dataset) -> tuple[str, ...]:

@@ -155,9 +155,7 @@ def _read_npy(place: Path) -> Array:
         tokens = np.lib.format.open_memmap(place, mode="r")
     except Exception as error:  # a damaged head is a Python literal, of which numpy raises what its parser does
         reason = " ".join(str(error).split())[:120] or type(error).__name__
-        works = (
-            "; plain numbers of data.dtype work in a file whose name ends with .bin" * ("magic string" in reason)
-        )
+        works = "; plain numbers of data.dtype work in a file whose name ends with .bin" * ("magic string" in reason)
         raise DataError(f"tokens:{place} is not a .npy array that can be mapped: {reason}{works}") from None
     if tokens.ndim not in (1, 2) or tokens.dtype.kind not in "iu":
         works = {"f": "; numpy.save(file, tokens.astype('int64')) makes whole ones"}.get(tokens.dtype.kind, "")
@@ -316,7 +314,9 @@ def _refuse_other_width(place: Path, tokens: Array) -> None:
 def _may_be_other(seen: Array) -> bool:
     """Return whether a block is worth a closer look: half of it is small, or its first numbers are what only another form has."""
     head = seen[: 8 * _FEWEST]
-    is_other = any(_float_dtype(head[shift:]) != "" for shift in range(4)) or (seen.dtype.itemsize > 1 and not (head % 256).any())
+    is_other = any(_float_dtype(head[shift:]) != "" for shift in range(4)) or (
+        seen.dtype.itemsize > 1 and not (head % 256).any()
+    )
     return bool(len(seen)) and (is_other or bool((np.minimum(seen, seen.byteswap()) <= _MOST_HIGH).mean() > 0.4))
 
 

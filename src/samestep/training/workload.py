@@ -31,6 +31,7 @@ from samestep.datasets import (
     open_held_out,
     open_tokenizer,
     other_readings,
+    remarks_on,
     sample_indices,
     stamps,
     token_ranges,
@@ -124,6 +125,12 @@ class Workload:
         assert self.source.prepared is not None
         stored = self.source.prepared.blueprint.stored
         return stored.remarks() if stored else ()
+
+    @property
+    def data_remarks(self) -> tuple[str, ...]:
+        """The remarks that a user should read about the data, each with its file."""
+        parts = (self.dataset, *self.held_out.values())
+        return tuple(dict.fromkeys(remark for part in parts for remark in remarks_on(part)))
 
 
 def evaluated_weights(run: Run) -> AbstractContextManager[None]:
