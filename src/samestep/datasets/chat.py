@@ -171,7 +171,9 @@ def _with_objects(messages: list[Message], render: Render) -> list[Message]:
 
     def opened(call: Any) -> Any:
         function = call.get("function") if isinstance(call, Mapping) else None
-        given = function.get("arguments") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping):
+            return call
+        given = function.get("arguments")
         try:
             arguments = json.loads(given) if isinstance(given, str) else None
         except (ValueError, RecursionError):

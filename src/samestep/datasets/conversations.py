@@ -222,10 +222,10 @@ def _turn(number: int, turn: Any) -> Any:
     if not isinstance(turn, Mapping):
         return turn
     if "from" not in turn:
-        word = turn.get("role")
-        role = ROLES.get(word.lower(), "tool") if isinstance(word, str) else "tool"
+        named = turn["role"].lower() if isinstance(turn.get("role"), str) else ""
+        role = ROLES.get(named, "tool")
         # Roles of tools have names that templates know.
-        return turn if role == "tool" or word.lower() in _CALLS else {**_with_content(turn), "role": role}
+        return turn if role == "tool" or named in _CALLS else {**_with_content(turn), "role": role}
     word = turn["from"].lower() if isinstance(turn["from"], str) else ""
     if word not in ROLES:
         raise DataError(f"turn {number} is from {shown(turn['from'])}: {', '.join(ROLES)} work")
