@@ -522,7 +522,7 @@ def test_a_missing_path_names_what_is_near(tmp_path):
             open_dataset(job_of(f"{source}:{tmp_path / 'nothing'}"))
         with pytest.raises(DataError, match=f"^{source}: has no path; write {source}:PATH"):
             open_dataset(job_of(f"{source}:"))
-    with pytest.raises(DataError, match=r"holds no \*\.jsonl file"):
+    with pytest.raises(DataError, match=r"holds no \.jsonl or \.ndjson or \.json file; it has 'corpus\.txt'"):
         open_dataset(job_of(f"jsonl:{tmp_path}"))
 
 
