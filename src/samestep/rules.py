@@ -76,15 +76,6 @@ CHANGES: tuple[RuleChange, ...] = (
     ),
     RuleChange(
         2,
-        "files of a folder that are named as validation or test data are not trained on where others are named for training",
-        _WORKS,
-        lambda job: any(
-            one.startswith(("jsonl:", "parquet:", "text:")) and not re.search(r"\.[a-z0-9]+$", one)
-            for one in _sources(job)
-        ),
-    ),
-    RuleChange(
-        2,
         "heads of token files and other files of a folder are not read as tokens",
         _WORKS,
         lambda job: any(one.startswith("tokens:") and not one.endswith(".bin") for one in _sources(job)),
@@ -94,6 +85,15 @@ CHANGES: tuple[RuleChange, ...] = (
         "pictures are turned upright, scaled by their depth, and numbered by the classes of the training data",
         _WORKS,
         lambda job: _has_source(job, "images:"),
+    ),
+    RuleChange(
+        2,
+        "files of a folder that are named as validation or test data are not trained on where others are named for training",
+        _WORKS,
+        lambda job: any(
+            one.startswith(("jsonl:", "parquet:", "text:")) and not re.search(r"\.[a-z0-9]+$", one)
+            for one in _sources(job)
+        ),
     ),
     RuleChange(2, "base = 'nf4' rounds all linear layers but the head", _WORKS, _rounds_base),
 )

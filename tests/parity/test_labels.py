@@ -23,7 +23,7 @@ from samestep.building.own_loss import moves_labels
 from samestep.datasets import Batch, batches, open_dataset
 from samestep.datasets.labels import LabelBatch, convention_of, with_next_labels
 from samestep.datasets.mixture import Mixture
-from samestep.errors import DataError
+from samestep.errors import DataError, JobError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.axes.precision import RaiseIslands
@@ -121,13 +121,13 @@ def test_labels_of_the_inputs_give_the_loss_of_transformers(model: str, kind: st
 class Shown(Tokens):
     """Labels that a function makes of the inputs of each sample."""
 
-    def __init__(self, label: Any) -> None:
+    def __init__(self, label: Any, *, batched: bool = False) -> None:
         super().__init__()
-        self.label = label
+        self.label, self.batched = label, batched
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         inputs = self.input_ids[index]
-        return {"input_ids": inputs, "labels": self.label(inputs, index)}
+        return {"input_ids": inputs[None] if self.batched else inputs, "labels": self.label(inputs, index)}
 
 
 def moved(inputs: Tensor, places: int) -> Tensor:
@@ -240,6 +240,25 @@ def test_a_sample_of_the_other_kind_is_named_where_it_is_read(label: Any, word: 
     with pytest.raises(DataError, match=text) as caught:
         batch.samples([4, 6])
     assert "\n" not in str(caught.value)
+
+
+def test_samples_that_are_batches_of_one_are_refused_and_narrow_labels_are_read() -> None:
+    """Tokenizers that return tensors give rows [1, T], whose labels would not be moved."""
+    with pytest.raises(
+        DataError, match=r"a sample has input_ids \[1, \d+\], and a sample is no batch: the row input_ids\[0\] works"
+    ):
+        run_of(MODELS["llama"]).step(Batch(0, np.arange(2), Shown(lambda inputs, index: inputs[None], batched=True)))
+    wide, narrow = (
+        run_of(MODELS["llama"])
+        .step(Batch(0, np.arange(4), Shown(lambda inputs, index, kind=kind: inputs.to(kind))))
+        .loss
+        for kind in (torch.int64, torch.int32)
+    )
+    assert wide == narrow
+    with pytest.raises(
+        JobError, match=r"labels \[\d, \d+\] are float64, and numbers of classes are whole: labels.long\(\) works"
+    ):
+        run_of(MODELS["llama"]).step(Batch(0, np.arange(2), Shown(lambda inputs, index: inputs.float())))
 
 
 def test_a_run_ends_at_the_step_that_reads_a_contradiction() -> None:

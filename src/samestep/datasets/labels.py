@@ -100,6 +100,7 @@ class _Seen:
     def of(cls, samples: Any, word: Convention | None) -> _Seen:
         """Return the comparison of some samples."""
         if labels_of_tokens(samples) is None:
+            _refuse_batches(samples)
             return cls()
         if (found := inputs_and_labels(samples)) is None:
             if word is not None:
@@ -182,6 +183,21 @@ def labels_of_tokens(samples: Any) -> Tensor | None:
     if isinstance(samples, (tuple, list)) and len(samples) > 1:
         found = samples[1]
     return found if isinstance(found, Tensor) and found.dim() == 2 and not found.is_floating_point() else None
+
+
+def _refuse_batches(samples: Any) -> None:
+    """Refuse samples that are batches of one, as a tokenizer gives them that returns tensors.
+
+    Raises:
+        DataError: they are.
+    """
+    if not isinstance(samples, Mapping):
+        return
+    inputs, labels = samples.get("input_ids"), samples.get("labels")
+    if isinstance(inputs, Tensor) and isinstance(labels, Tensor) and inputs.dim() == 3 and inputs.shape == labels.shape:
+        raise DataError(
+            f"a sample has input_ids {list(inputs.shape[1:])}, and a sample is no batch: the row input_ids[0] works, and labels[0] too"
+        )
 
 
 def _same_document(samples: Any, labels: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from samestep.datasets.labels import (
     LabelBatch,
     convention_of,
     convention_of_samples,
-    labels_of_tokens,
 )
 from samestep.job import Job
 from samestep.job_tables import Convention
@@ -29,13 +28,13 @@ _KEPT = 8
 """Datasets whose convention is kept: those that a run trains on and evaluates."""
 
 
-def check_labels(module: nn.Module, loss: Loss, job: Job, dataset: Any, example: Any) -> None:
+def check_labels(module: nn.Module, loss: Loss, job: Job, dataset: Any) -> None:
     """Refuse a dataset that does not show which token its labels are, before a process starts.
 
     Raises:
         DataError: it does not, or its labels contradict `data.labels`.
     """
-    if loss is cross_entropy and labels_of_tokens(example) is not None and moves_labels(module):
+    if loss is cross_entropy and moves_labels(module):
         convention_of(dataset, job.data.labels)
 
 

@@ -69,11 +69,11 @@ class Workload:
         source = Source(model_source(job), loss_of(job), optimizer, job.model.source)
         prepared = prepared_for(source, job, self.example, layout)
         _check_fit(job, prepared.module, self.dataset, self.example)
-        check_labels(prepared.module, source.loss, job, self.dataset, self.example)
+        check_labels(prepared.module, source.loss, job, self.dataset)
         for name in job.data.held_out_sets.keys() & self.held_out:
             _check_set(job, name, self.dataset, self.held_out[name])
             _check_fit(of_held_out(job, name), prepared.module, self.held_out[name], self.example)
-            check_labels(prepared.module, source.loss, job, self.held_out[name], self.example)
+            check_labels(prepared.module, source.loss, job, self.held_out[name])
         words = _num_words(prepared.module)
         self.dataset = of_words(self.dataset, words)
         self.held_out = {name: of_words(held_out, words) for name, held_out in self.held_out.items()}
