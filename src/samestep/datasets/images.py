@@ -184,7 +184,7 @@ def _refuse_parts(path: str, root: Path, found: dict[str, Path]) -> None:
             f"data.source = 'images:{root / trained}'{sets} works, and classes need other names"
         )
     for folder in found.values():
-        below = {one.name for one in folder.iterdir() if one.is_dir() and not _is_hidden(one)}
+        below = sorted(one.name for one in folder.iterdir() if one.is_dir() and not _is_hidden(one))
         inner = _parts_among(below)
         is_root = len(found) == 1 and 0 < len(inner) == len(below)
         if is_root or (TRAINED_WORDS & _words_in(inner) and HELD_OUT_WORDS & _words_in(inner)):
