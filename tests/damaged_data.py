@@ -179,7 +179,7 @@ def _harmed(content: bytearray, damage: str, drawn: random.Random) -> bytearray:
 
 # -- files of tokens -------------------------------------------------------------------------------
 
-TOKEN_FORMS = ("plain", "npy", "headed", "megatron", "folder")
+TOKEN_FORMS = ("plain", "npy", "rows", "headed", "megatron", "folder")
 TOKEN_DAMAGES = ("flip", "cut", "overwrite", "empty", "append", "head", "counts", "width", "swapped", "partner", "gzip")
 _CODES = {"u1": 1, "<i4": 4, "<i8": 5, "<u2": 8}
 
@@ -199,6 +199,9 @@ def tokens(folder: Path, drawn: random.Random, damage: str = "") -> Case:
         case "npy":
             path = folder / "tokens.npy"
             np.save(path, ids.astype(drawn.choice(["u1", "<u2", ">u2", "<i4", ">i4", "<i8"])))
+        case "rows":
+            path, ids = folder / "rows.npy", ids[: len(ids) // 5 * 5]
+            np.save(path, np.asarray(ids.reshape(-1, 5), "<i4", order=drawn.choice("CF")))
         case "headed":
             path = folder / "shard.bin"
             number, version, dtype = drawn.choice([(20240520, 1, "<u2"), (20240801, 7, "<u4")])

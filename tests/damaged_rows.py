@@ -418,7 +418,21 @@ def text(folder: Path, seed: int, count: int) -> Iterator[Damage]:  # noqa: C901
         twin, path = folder / f"twin-{number}.txt", folder / f"damaged-{number}.txt"
         twin.write_bytes(content)
         kind = drawn.choice(
-            ("flip", "bytes", "cut", "utf-16", "utf-32", "gzip", "zstd", "cut gzip", "returns", "zeros", "long")
+            (
+                "flip",
+                "bytes",
+                "cut",
+                "utf-16",
+                "utf-32",
+                "gzip",
+                "zstd",
+                "cut gzip",
+                "returns",
+                "zeros",
+                "long",
+                "mark",
+                "pointer",
+            )
         )
         at = drawn.randrange(len(content))
         row, known = content[:at].count(b"\n") + 1, None
@@ -443,10 +457,14 @@ def text(folder: Path, seed: int, count: int) -> Iterator[Damage]:  # noqa: C901
                 row, known, content = None, [content.decode()], content.replace(b"\n", drawn.choice((b"\r\n", b"\r")))
             case "zeros":
                 content = content[:at] + bytes(5) + content[at:]
+            case "mark":
+                row, known, content = None, [content.decode()], b"\xef\xbb\xbf" + content
+            case "pointer":
+                row, content = None, b"version https://git-lfs.github.com/spec/v1\n"
             case "long":
                 content = content + b"\n" + "é".encode() * 600_000
         path.write_bytes(content)
-        if known is None and kind != "cut gzip":
+        if known is None and kind not in ("cut gzip", "pointer"):
             try:
                 known = [content.decode().replace("\r\n", "\n").replace("\r", "\n")]
             except UnicodeDecodeError as error:

@@ -6,6 +6,7 @@ concerns, so that a run from before which uses it is not resumed under another r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -84,6 +85,15 @@ CHANGES: tuple[RuleChange, ...] = (
         "pictures are turned upright, scaled by their depth, and numbered by the classes of the training data",
         _WORKS,
         lambda job: _has_source(job, "images:"),
+    ),
+    RuleChange(
+        2,
+        "files of a folder that are named as validation or test data are not trained on where others are named for training",
+        _WORKS,
+        lambda job: any(
+            one.startswith(("jsonl:", "parquet:", "text:")) and not re.search(r"\.[a-z0-9]+$", one)
+            for one in _sources(job)
+        ),
     ),
     RuleChange(2, "base = 'nf4' rounds all linear layers but the head", _WORKS, _rounds_base),
 )

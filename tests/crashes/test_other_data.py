@@ -348,7 +348,8 @@ def test_a_resolved_job_names_the_version_and_no_other_is_taken() -> None:
         ({"data": {"source": "mine:data"}, "model": {"source": "hf:bert", "task": "masked"}}, ""),
         ({"data": {"source": "mine:data"}, "model": {"source": "mine:model"}}, ""),
         ({"data": {"source": "jsonl:x", "tokenizer": "folder"}}, "documents begin"),
-        ({"data": {"source": "jsonl:x"}}, ""),
+        ({"data": {"source": "jsonl:x.jsonl"}}, ""),
+        ({"data": {"source": "jsonl:x"}}, "files of a folder that are named as validation"),
         (
             {"data": {"source": "mixture", "mixture": {"parquet:x": 1.0, "topics": 1.0}, "tokenizer": "f"}},
             "documents begin",

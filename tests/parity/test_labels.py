@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,10 @@ import samestep
 from samestep.building.loss import named_loss
 from samestep.building.optimizer import optimizer_of
 from samestep.building.own_loss import moves_labels
-from samestep.datasets import batches, open_dataset
-from samestep.datasets.labels import convention_of, with_next_labels
+from samestep.datasets import Batch, batches, open_dataset
+from samestep.datasets.labels import LabelBatch, convention_of, with_next_labels
 from samestep.datasets.mixture import Mixture
-from samestep.errors import DataError
+from samestep.errors import DataError, JobError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.axes.precision import RaiseIslands
@@ -120,13 +121,13 @@ def test_labels_of_the_inputs_give_the_loss_of_transformers(model: str, kind: st
 class Shown(Tokens):
     """Labels that a function makes of the inputs of each sample."""
 
-    def __init__(self, label: Any) -> None:
+    def __init__(self, label: Any, *, batched: bool = False) -> None:
         super().__init__()
-        self.label = label
+        self.label, self.batched = label, batched
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         inputs = self.input_ids[index]
-        return {"input_ids": inputs, "labels": self.label(inputs, index)}
+        return {"input_ids": inputs[None] if self.batched else inputs, "labels": self.label(inputs, index)}
 
 
 def moved(inputs: Tensor, places: int) -> Tensor:
@@ -189,6 +190,82 @@ def test_labels_that_show_nothing_or_would_be_copied_are_refused(dataset: Any, w
     with pytest.raises(DataError, match=text) as caught:
         convention_of(dataset, word)
     assert "\n" not in str(caught.value)
+
+
+def _first_own(inputs: Tensor, index: int) -> Tensor:
+    """Labels of the other kind in sample 6 alone, which is none of those that are looked at first."""
+    return moved(inputs, 1) if index == 6 else inputs
+
+
+class Long:
+    """A dataset of which few samples are looked at: labels made by a function of (inputs, index)."""
+
+    def __init__(self, label: Any) -> None:
+        self.own, self.label = Tokens(), label
+
+    def __len__(self) -> int:
+        return 8 * len(self.own)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        inputs = self.own.input_ids[index % len(self.own)]
+        return {"input_ids": inputs, "labels": self.label(inputs, index)}
+
+
+def _masked_first(inputs: Tensor, index: int) -> Tensor:
+    return inputs if index == 6 else torch.full_like(inputs, -100)
+
+
+@pytest.mark.parametrize(
+    ("label", "word", "found", "text"),
+    [
+        (_first_own, None, "aligned", "sample 6 are the next tokens, and those of other samples are the input_ids at their own place"),
+        (lambda inputs, index: inputs if index == 6 else moved(inputs, 1), None, "next", "sample 6 are the input_ids at"),
+        (lambda inputs, index: inputs.flip(0) if index == 6 else inputs, None, "aligned", "sample 6 are neither, and those"),
+        (_masked_first, None, "next", "sample 6 are the input_ids at their own place, and those of other samples are the next tokens"),
+        (_first_own, "aligned", "aligned", "sample 6 are the next tokens, and data.labels is 'aligned'"),
+        (lambda inputs, index: inputs if index == 6 else inputs.flip(0) // 2, "next", "next", "sample 6 are the input_ids at"),
+        (lambda inputs, index: inputs.flip(0) // 2 if index == 6 else inputs, "aligned", "aligned", ""),
+    ],
+)  # fmt: skip
+def test_a_sample_of_the_other_kind_is_named_where_it_is_read(label: Any, word: Any, found: str, text: str) -> None:
+    dataset = Long(label)
+    looked_at = np.unique(np.linspace(0, len(dataset) - 1, 64).astype(int))
+    assert 6 not in looked_at
+    assert convention_of(dataset, word) == found
+    batch = LabelBatch(Batch(0, np.arange(8), dataset), found, word)  # type: ignore[arg-type]
+    assert batch.samples([0, 1])["labels"].shape == (2, LENGTH)
+    if not text:
+        batch.samples([4, 6])
+        return
+    with pytest.raises(DataError, match=text) as caught:
+        batch.samples([4, 6])
+    assert "\n" not in str(caught.value)
+
+
+def test_samples_that_are_batches_of_one_are_refused_and_narrow_labels_are_read() -> None:
+    """Tokenizers that return tensors give rows [1, T], whose labels would not be moved."""
+    with pytest.raises(
+        DataError, match=r"a sample has input_ids \[1, \d+\], and a sample is no batch: the row input_ids\[0\] works"
+    ):
+        run_of(MODELS["llama"]).step(Batch(0, np.arange(2), Shown(lambda inputs, index: inputs[None], batched=True)))
+    wide, narrow = (
+        run_of(MODELS["llama"])
+        .step(Batch(0, np.arange(4), Shown(lambda inputs, index, kind=kind: inputs.to(kind))))
+        .loss
+        for kind in (torch.int64, torch.int32)
+    )
+    assert wide == narrow
+    with pytest.raises(
+        JobError, match=r"labels \[\d, \d+\] are float64, and numbers of classes are whole: labels.long\(\) works"
+    ):
+        run_of(MODELS["llama"]).step(Batch(0, np.arange(2), Shown(lambda inputs, index: inputs.float())))
+
+
+def test_a_run_ends_at_the_step_that_reads_a_contradiction() -> None:
+    run = run_of(MODELS["llama"])
+    run.step(Batch(0, np.arange(2), Long(_first_own)))
+    with pytest.raises(DataError, match="sample 6 are the next tokens"):
+        run.step(Batch(1, np.array([4, 6]), Long(_first_own)))
 
 
 def test_tuples_are_moved_too_and_other_samples_are_left_alone() -> None:

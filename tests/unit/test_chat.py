@@ -39,6 +39,16 @@ PARTS = (
     + OPEN
 )
 NEWLINES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+IGNORES = (
+    "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    + OPEN
+)
+JOINS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name + c.function.arguments }}</call>{% endfor %}<|im_end|>\n{% endfor %}" + OPEN
+)
+"""A template that takes a call's arguments as text, as DeepSeek's does."""
+NEEDS = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}{{ tools | tojson }}" + CHATML
 WORDS = ("<|im_start|>", "<|im_end|>", "</s>", "<s>")
 
 
@@ -56,7 +66,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         single="<s> $A", special_tokens=[("<s>", core.token_to_id("<s>"))]
     )
     found = {}
-    for name, template in (("chatml", CHATML), ("tools", TOOLS), ("thinks", THINKS), ("prompts", PROMPTS), ("parts", PARTS), ("newlines", NEWLINES)):  # fmt: skip
+    for name, template in (("chatml", CHATML), ("tools", TOOLS), ("thinks", THINKS), ("prompts", PROMPTS), ("parts", PARTS), ("newlines", NEWLINES), ("ignores", IGNORES), ("joins", JOINS), ("needs tools", NEEDS),
+                           ("first", "<|im_start|>{{ messages[0].content }}<|im_end|>\n" + OPEN), ("nothing", "hello")):  # fmt: skip
         place = tmp_path_factory.mktemp(name)
         core.save(str(place / "tokenizer.json"))
         config = {
@@ -194,6 +205,8 @@ def test_a_null_that_the_template_would_write_as_a_word_is_no_text(folders: dict
 LAYOUTS: list[tuple[dict[str, Any], Rows, int]] = [
     ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"}, [{"role": "system", "content": "s"}, *said("q", "a")], 0),
     ({"conversations": said("q", "a")}, said("q", "a"), 0),
+    ({"messages": [{"from": "Human", "value": "q"}, {"from": "function", "value": "4"}, {"role": "GPT", "value": "a"}]}, [*said("q"), {"role": "tool", "content": "4"}, {"role": "assistant", "content": "a"}], 0),
+    ({"messages": [{"role": "human", "content": "q"}, {"role": "model", "content": "a"}]}, said("q", "a"), 0),
     ({"conversations": {"from": ["human", "gpt"], "value": ["q", "a"]}, "text": ""}, said("q", "a"), 0),
     ({"conversations": json.dumps(said("q", "a"))}, said("q", "a"), 0),
     ({"instruction": "do", "input": "x", "output": "y", "text": None}, said("do\nx", "y"), 0),
@@ -217,6 +230,128 @@ def test_other_layouts_are_conversations(folders: dict[str, str], tmp_path: Path
 def test_of_a_prompt_nothing_counts(folders: dict[str, str], tmp_path: Path) -> None:
     found = read(folders["chatml"], [{"prompt": "the cat", "completion": " sat"}], tmp_path / "d.jsonl")
     assert found == ("<s>the cat sat", " sat</s>", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "names"),
+    [
+        ("chatml", {"messages": said("q", "a"), "tools": [TOOL]}, ["'tools'"]),
+        ("chatml", {"messages": said("q", "a"), "documents": [{"title": "t"}]}, ["'documents'"]),
+        ("chatml", {"messages": [*said("q"), {**said("q", "a")[1], "reasoning_content": "so"}]}, ["'reasoning_content'"]),
+        ("parts", {"messages": [*said("q"), {**said("q", "a")[1], "thinking": "so"}], "tools": [TOOL]}, ["'thinking'", "'tools'"]),
+        ("prompts", {"messages": [{"role": "system", "content": "s"}, *said("q", "<think>so</think>a")]}, []),
+        ("ignores", {"messages": [{"role": "system", "content": "be brief"}, *said("q", "a")]}, ["messages of the role 'system'"]),
+        ("tools", {"messages": CALLED, "tools": [TOOL]}, []),
+        ("thinks", {"messages": said("q", "a")}, []),
+        ("bytes", {"messages": [{"role": "system", "content": "s"}, *said("q", "a")]}, []),
+    ],
+)  # fmt: skip
+def test_what_a_template_does_not_use_is_said_once_by_name(folders: dict[str, str], tmp_path: Path, name: str, row: dict[str, Any], names: list[str]) -> None:  # fmt: skip
+    path = tmp_path / "d.jsonl"
+    read(folders.get(name, "bytes"), [{"text": "x"}, row, row], path)
+    job = Job(
+        data={"source": f"jsonl:{path}", "tokenizer": folders.get(name, "bytes"), "sequence_length": 1, "held_out": 0.4}
+    )
+    for split in ("train", "held_out"):
+        remarks = open_dataset(job, split).remarks  # type: ignore[attr-defined, arg-type]
+        assert list(remarks) == [
+            f"{path}:2: the tokenizer's chat template does not use {one}: what is learned lacks them" for one in names
+        ]
+
+
+def test_a_template_that_writes_no_reply_is_refused(folders: dict[str, str], tmp_path: Path) -> None:
+    for name in ("first", "nothing"):
+        with pytest.raises(
+            DataError, match=r"d\.jsonl:1: the tokenizer's chat template does not write what the assistant says"
+        ):
+            read(folders[name], [{"messages": said("q", "a")}], tmp_path / "d.jsonl")
+
+
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"weight": 0.0}])
+def test_a_reply_that_is_not_to_count_does_not(folders: dict[str, str], tmp_path: Path, flag: dict[str, Any]) -> None:
+    messages = said("q", "a", "r", "b")
+    messages[1].update(flag)
+    turns = [
+        {"from": "human", "value": "q"},
+        {"from": "gpt", "value": "a", **flag},
+        {"from": "human", "value": "r"},
+        {"from": "gpt", "value": "b"},
+    ]
+    for row in ({"messages": messages}, {"conversations": turns}):
+        assert read(folders["chatml"], [row], tmp_path / "d.jsonl")[:2] == (
+            written(folders["chatml"], said("q", "a", "r", "b")),
+            "b<|im_end|>",
+        )
+        assert read(folders["chatml"], [row], tmp_path / "d.jsonl", turns="each")[2] == 1
+        assert read("bytes", [row], tmp_path / "d.jsonl")[1] == "b\0"
+    messages[3].update(flag)
+    with pytest.raises(DataError, match='no message has the role "assistant" and counts, so nothing'):
+        read(folders["chatml"], [{"messages": messages}], tmp_path / "d.jsonl")
+    with pytest.raises(DataError, match=r"message 1 has the weight 0\.5: 0, which does not count, and 1 work"):
+        read(
+            folders["chatml"], [{"messages": [*said("q"), {**said("q", "a")[1], "weight": 0.5}]}], tmp_path / "d.jsonl"
+        )
+
+
+def test_arguments_that_are_a_text_of_json_are_given_as_an_object(folders: dict[str, str], tmp_path: Path) -> None:
+    """OpenAI's form has a text, and templates write objects; one that asks for a text is given it."""
+
+    def called(arguments: Any) -> Rows:
+        return [
+            *said("q"),
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}],
+            },
+        ]
+
+    for text, right in (('{"a": 1}', {"a": 1}), ("{}", {}), ("not json", "not json"), ("[1]", "[1]")):
+        found = read(folders["tools"], [{"messages": called(text)}], tmp_path / "d.jsonl")
+        assert found[0] == written(folders["tools"], called(right))
+    found = read(folders["joins"], [{"messages": called('{"a": 1}')}], tmp_path / "d.jsonl")
+    assert '<call>f{"a": 1}</call>' in found[0]
+
+
+def test_white_space_behind_a_turn_is_found_where_a_template_needs_tools(
+    folders: dict[str, str], tmp_path: Path
+) -> None:
+    row = {"messages": said("q", "a", "r", "b"), "tools": [TOOL]}
+    assert read(folders["needs tools"], [row], tmp_path / "d.jsonl")[1] == "a<|im_end|>b<|im_end|>"
+    assert read(folders["needs tools"], [row], tmp_path / "d.jsonl", turns="last")[1] == "b<|im_end|>"
+
+
+def test_a_field_may_hold_the_messages_and_a_row_their_system(folders: dict[str, str], tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    whole = read(
+        folders["chatml"], [{"messages": [{"role": "system", "content": "s"}, *said("q", "a")]}], tmp_path / "d.jsonl"
+    )
+    for row, field in (
+        ({"dialog": said("q", "a"), "system": "s"}, "dialog"),
+        ({"chat": {"turns": [{"from": "system", "value": "s"}, {"from": "Human", "value": "q"}, {"from": "GPT", "value": "a"}]}}, "chat.turns"),
+        ({"messages": said("q", "a"), "system": "s", "text": None}, "text"),
+        ({"messages": [{"role": "system", "content": "s"}, *said("q", "a")], "system": "s"}, "text"),
+    ):  # fmt: skip
+        assert read(folders["chatml"], [row], tmp_path / "d.jsonl", text_field=field) == whole
+        parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "d.parquet")
+        job = Job(
+            data={
+                "source": f"parquet:{tmp_path / 'd.parquet'}",
+                "tokenizer": folders["chatml"],
+                "text_field": field,
+                "sequence_length": 1,
+                "held_out": 0.0,
+            }
+        )
+        assert open_tokenizer(job).decode(open_dataset(job).tokens.tolist()) == whole[0]  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match="the row has a 'system', and its messages begin with another one"):
+        read(
+            folders["chatml"],
+            [{"messages": [{"role": "system", "content": "t"}, *said("q", "a")], "system": "s"}],
+            tmp_path / "d.jsonl",
+        )
 
 
 @pytest.mark.parametrize(

@@ -522,7 +522,7 @@ def test_a_missing_path_names_what_is_near(tmp_path):
             open_dataset(job_of(f"{source}:{tmp_path / 'nothing'}"))
         with pytest.raises(DataError, match=f"^{source}: has no path; write {source}:PATH"):
             open_dataset(job_of(f"{source}:"))
-    with pytest.raises(DataError, match=r"holds no \*\.jsonl file"):
+    with pytest.raises(DataError, match=r"holds no \.jsonl or \.ndjson or \.json file; it has 'corpus\.txt'"):
         open_dataset(job_of(f"jsonl:{tmp_path}"))
 
 
@@ -589,7 +589,7 @@ def test_bad_token_and_text_files_are_refused(tmp_path):
     for source, text in {
         "tokens:odd.bin": "3 bytes, which is no whole number of uint16",
         "tokens:empty.bin": "is empty",
-        "tokens:floats.npy": "whole numbers in one dimension work",
+        "tokens:floats.npy": "whole numbers in one dimension, or in rows, work",
         "tokens:bad.npy": r"is not a \.npy array",
         "tokens:": "no path",
         "text:latin.txt": r"is not UTF-8 text \(byte 2\)",

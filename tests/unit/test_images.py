@@ -172,7 +172,7 @@ def test_what_cannot_be_read_is_one_line_with_the_file(tmp_path: Path) -> None:
     reasons = {
         "bomb.tif": "exceeds limit", "bomb.png": "exceeds limit", "text.png": "too large", "cut.jpg": "truncated",
         "floats.tif": "numbers from 1.5 to 1.5, whose range is not known: 0 to 1 works", "nan.tif": "numbers from nan",
-        "whole.tif": "whole numbers of 32 bits or with a sign", "script.png": "is no image that Pillow reads", "empty.png": "is no image",
+        "whole.tif": "whole numbers of 32 bits or with a sign", "script.png": "is no image that Pillow reads", "empty.png": "is empty: copy it again",
     }  # fmt: skip
     for name, content in _harmful(tmp_path).items():
         (tmp_path / name).write_bytes(content)
@@ -227,7 +227,80 @@ def test_parts_of_a_data_set_are_no_classes(names: tuple[str, ...], tmp_path: Pa
         (tmp_path / name).rename(tmp_path / f"{name}-ing")
     assert len(dataset(tmp_path)) == len(names)
     (tmp_path / "train").mkdir()  # beside others it is a vehicle
-    assert len(dataset(tmp_path)) == len(names)
+    Image.fromarray(GREY).save(tmp_path / "train" / "1.png")
+    assert len(dataset(tmp_path)) == len(names) + 1
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (("train2017/a", "val2017/a"), "the folders train2017, val2017, which are parts of a data set or classes of these names"),
+        (("training_set/a", "test_set/a"), "the folders test_set, training_set, which"),
+        (("images/train/a", "images/val/a"), "the folders train, val in images, which are parts of a data set: data.source = 'images:.*/images/train' works"),
+        (("images/train/a",), "the folders train in images"),
+        (("cat/train", "cat/val", "dog/train", "dog/val"), "the folders train, val in cat, which are parts of a data set: a folder of classes for each"),
+    ],
+)  # fmt: skip
+def test_parts_by_other_names_or_a_level_below_are_no_classes(
+    names: tuple[str, ...], text: str, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).mkdir(parents=True)
+        Image.fromarray(GREY).save(tmp_path / name / "1.png")
+    with pytest.raises(DataError, match=text):
+        dataset(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.avif", "a.jfif", "A.JPE", "a.jp2", "a.ppm", "a.pgm"])
+def test_every_form_that_is_read_is_read_by_its_usual_names(name: str, tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    kind = {"jfif": "JPEG", "JPE": "JPEG"}.get(name.rpartition(".")[2])
+    Image.fromarray(GREY if name.endswith("pgm") else PIXELS).save(tmp_path / "cat" / name, kind)
+    assert len(dataset(tmp_path)) == 1
+    assert dataset(tmp_path)[0][0].shape == (3, 8, 8)
+
+
+def test_what_a_class_would_silently_lack_is_named(tmp_path: Path) -> None:
+    for name in ("cat", "dog", "__MACOSX", ".git", "@eaDir"):
+        (tmp_path / name).mkdir()
+        Image.fromarray(GREY).save(tmp_path / name / "1.png")
+    assert dataset(tmp_path).classes == ("cat", "dog")
+    for name in ("b.heic", "b.SVG", "b.dng"):
+        (tmp_path / "cat" / name).write_bytes(b"x")
+        with pytest.raises(
+            DataError, match=rf"cat/{name} is an image of a form that is not read: as PNG or JPEG it works"
+        ):
+            dataset(tmp_path)
+        (tmp_path / "cat" / name).unlink()
+    (tmp_path / "emu").mkdir()
+    with pytest.raises(DataError, match=r"has the class 'emu' without images: with images, or without the folder"):
+        dataset(tmp_path)
+    (tmp_path / "emu").rmdir()
+    (tmp_path / "emu").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="emu is a link to what is not there"):
+        dataset(tmp_path)
+    (tmp_path / "emu").unlink()
+    (tmp_path / "cat" / "whole").symlink_to(tmp_path)  # a dog is no cat
+    assert len(dataset(tmp_path)) == 2
+    with pytest.raises(DataError, match=r"1\.png is a file: the folder works"):
+        dataset(tmp_path / "cat" / "1.png")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "is empty: copy it again"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0", "is a HEIC image, whatever its name says"),
+        (b"\0\0\0\x18ftypmif1\0\0\0\0", "is a HEIC image, whatever its name says"),
+        (b"<!DOCTYPE html>", "is a page of HTML"),
+        (b"<svg/>", "an SVG"),
+    ],
+)
+def test_what_is_no_image_of_pixels_is_named(content: bytes, text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(content)
+    with pytest.raises(DataError, match=rf"a\.jpg .*{text}"):
+        read_image(tmp_path / "a.jpg", "RGB")
 
 
 def test_links_are_followed_and_one_to_nothing_is_named(folders: Path, tmp_path: Path) -> None:

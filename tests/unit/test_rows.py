@@ -116,3 +116,80 @@ def test_an_archive_and_a_missing_library_are_named(tmp_path: Path, monkeypatch:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(DataError, match=r"needs the library zstandard or pyarrow: pip install zstandard"):
         tokens_of(f"jsonl:{tmp_path / 'd.jsonl.zst'}")
+
+
+@pytest.mark.parametrize(
+    ("names", "read"),
+    [
+        (("a.jsonl", "b.JSONL", "c.ndjson", "dataset_info.json"), "abc"),
+        (("a.json", "b.json.gz"), "ab"),
+        (("c4-train.0.json.gz", "c4-validation.0.json.gz"), "c"),
+        (("train.jsonl", "test.jsonl", "more/validData.jsonl"), "t"),
+        (("a.jsonl", "test.jsonl"), "at"),
+    ],
+)
+def test_a_folder_gives_the_lines_that_are_trained_on(names: tuple[str, ...], read: str, tmp_path: Path) -> None:
+    for name in names:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        line = json.dumps({"text": path.name[0].lower()}).encode()
+        path.write_bytes(gzip.compress(line) if name.endswith("gz") else line)
+    assert tokens_of(f"jsonl:{tmp_path}").decode() == read
+    if len(names) == 3:
+        assert tokens_of(f"jsonl:{tmp_path / 'test.jsonl'}") == b"t"
+
+
+def test_parts_are_left_out_of_tables_and_of_texts_that_are_all_parts(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    (tmp_path / "data").mkdir()
+    for name in ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet", "TRAIN-2.pq"):
+        parquet.write_table(pa.table({"text": [name[:2]]}), tmp_path / "data" / name)
+    assert tokens_of(f"parquet:{tmp_path}") == b"TRtr"
+    (tmp_path / "texts").mkdir()
+    for name in ("wiki.train.tokens", "wiki.test.tokens", "wiki.valid.tokens"):
+        (tmp_path / "texts" / name).write_text(name[5:7])
+    assert tokens_of(f"text:{tmp_path / 'texts'}") == b"tr"
+    (tmp_path / "texts" / "notes.txt").write_text("no")  # as among the sources of a program, a test is a text
+    assert tokens_of(f"text:{tmp_path / 'texts'}") == b"no\nte\ntr\nva"
+
+
+@pytest.mark.parametrize("word", ["jsonl", "text", "parquet"])
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n", "is a pointer of Git LFS: `git lfs pull`"),
+        (b"a.jsonl".ljust(257, b"\0") + b"ustar\x0000" + bytes(248) + b'{"text": "a"}', "is a tar archive of files: a folder"),
+        (gzip.compress(gzip.compress(LINES)), "is packed twice: unpacked once it works"),
+        (gzip.compress(b"a.jsonl".ljust(257, b"\0") + b"ustar  " + bytes(300)), "is a tar archive of files"),
+    ],
+)  # fmt: skip
+def test_what_stands_for_other_files_is_named(content: bytes, text: str, word: str, tmp_path: Path) -> None:
+    (tmp_path / "d").write_bytes(content)
+    with pytest.raises(DataError, match=rf"/d {text}"):
+        tokens_of(f"{word}:{tmp_path / 'd'}")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16-le", "utf-16-be"])
+def test_a_mark_is_no_text_and_zeros_show_an_encoding(encoding: str, tmp_path: Path) -> None:
+    for number, text in enumerate(("to be", "or\r\nnot")):
+        (tmp_path / f"{number}.txt").write_bytes(text.encode(encoding))
+    assert tokens_of(f"text:{tmp_path}") == b"to be\nor\nnot"
+
+
+def test_a_pattern_a_link_and_a_doubled_column_are_named(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    (tmp_path / "lost.jsonl").symlink_to(tmp_path / "nowhere")
+    for source, text in (
+        ("lost.jsonl", "lost.jsonl is a link to what is not there"),
+        ("*.jsonl", "no pattern of names is read; of the folder .* all files are"),
+    ):
+        with pytest.raises(DataError, match=text):
+            tokens_of(f"jsonl:{tmp_path / source}")
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    parquet.write_table(twice, tmp_path / "d.parquet")
+    with pytest.raises(DataError, match=r"d\.parquet row 0: the file has two columns 'text'"):
+        tokens_of(f"parquet:{tmp_path / 'd.parquet'}")

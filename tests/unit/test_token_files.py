@@ -58,6 +58,8 @@ def test_of_a_folder_tokens_alone_are_read(tmp_path: Path) -> None:
         ("fineweb_train_000001.bin", "fineweb_val_000000.bin"),
         ("train/0.npy", "validation/0.npy"),
         ("Train-1.bin", "test-1.bin"),
+        ("trainData.bin", "valData.bin"),
+        ("TRAIN_0.bin", "Holdout0.bin"),
     ],
 )
 def test_validation_data_is_told_by_its_name(names: tuple[str, str], tmp_path: Path) -> None:
@@ -215,10 +217,13 @@ def test_heads_of_npy_say_what_they_hold(tmp_path: Path) -> None:
         assert np.array_equal(read(tmp_path / f"{number}.npy"), IDS)
     (tmp_path / "plain").write_bytes((tmp_path / "0.npy").read_bytes())
     assert np.array_equal(read(tmp_path / "plain"), IDS)
-    np.save(tmp_path / "rows.npy", np.asfortranarray(IDS.reshape(50, 10)))
-    assert "int64 [50, 10]; whole numbers in one dimension work; numpy.save(file, tokens.reshape(-1))" in refusal(
-        tmp_path / "rows.npy"
+    np.save(tmp_path / "cube.npy", IDS.reshape(5, 10, 10))
+    assert (
+        "int64 [5, 10, 10]; whole numbers in one dimension, or in rows, work; numpy.save(file, tokens.reshape(-1))"
+        in refusal(tmp_path / "cube.npy")
     )
+    (tmp_path / "two.npy").write_bytes(2 * (tmp_path / "0.npy").read_bytes())
+    assert "its array ends at 1,128: one array in a file works" in refusal(tmp_path / "two.npy")
     np.save(tmp_path / "none.npy", np.zeros(0, "u2"))
     assert "is empty" in refusal(tmp_path / "none.npy")
     np.save(tmp_path / "objects.npy", np.array([{}, {}]), allow_pickle=True)
@@ -234,12 +239,92 @@ def test_heads_of_npy_say_what_they_hold(tmp_path: Path) -> None:
         assert f"tokens:{tmp_path / name}.npy is " in refusal(tmp_path / f"{name}.npy"), name
 
 
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_rows_follow_one_another_and_those_that_are_longer_by_one_are_samples(order: Any, tmp_path: Path) -> None:
+    rows = IDS.reshape(50, 10)
+    np.save(tmp_path / "rows.npy", np.asarray(rows, order=order))
+    assert np.array_equal(read(tmp_path / "rows.npy"), IDS)
+    samples = open_dataset(
+        Job(data={"source": f"tokens:{tmp_path / 'rows.npy'}", "held_out": 0.1, "sequence_length": 9})
+    )
+    assert len(samples) == 45
+    for index in (0, 44):
+        assert samples[index]["input_ids"].tolist() == rows[index, :-1].tolist()
+        assert samples[index]["labels"].tolist() == rows[index, 1:].tolist()
+    (tmp_path / "more").mkdir()
+    for number in range(2):
+        np.save(tmp_path / "more" / f"{number}.npy", rows[25 * number : 25 * number + 25])
+    several = open_dataset(Job(data={"source": f"tokens:{tmp_path / 'more'}", "held_out": 0.0, "sequence_length": 9}))
+    assert [one["labels"][-1] for one in map(several.__getitem__, range(50))] == rows[:, -1].tolist()
+    np.save(tmp_path / "more" / "2.npy", IDS)  # among other files rows are a part of the stream
+    assert np.array_equal(read(tmp_path / "more", sequence_length=9), [*IDS, *IDS])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_floating_point_numbers_are_no_tokens(dtype: str, tmp_path: Path) -> None:
+    IDS.astype(dtype).tofile(tmp_path / "train.bin")
+    for given in ("uint16", "uint32", "int64"):
+        assert f"looks like {dtype}, and ids are whole numbers" in refusal(tmp_path / "train.bin", dtype=given)
+
+
+@pytest.mark.parametrize("behind", ["<u4", "<i8", ">u4", "<f4"])
+def test_numbers_of_another_form_late_in_a_file_are_found(behind: str, tmp_path: Path) -> None:
+    first = np.random.default_rng(1).integers(1, 30_000, 300_001).astype("u2")
+    for number, (before, count) in enumerate(((2_001, 2_000), (300_001, 200_000))):
+        path = tmp_path / f"{number}.bin"
+        later = np.random.default_rng(2).integers(1, 30_000, count).astype(behind)
+        path.write_bytes(first[:before].tobytes() + later.tobytes())
+        found = refusal(path)
+        assert "looks like " in found
+        assert " from token " in found
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_a_head_of_an_unknown_number_is_no_token(width: int, tmp_path: Path) -> None:
+    for number, version in ((20240522, 1), (278895051, 1), (7, 0)):
+        head = np.zeros(256, "<i4")
+        head[:3] = number, version, len(IDS)
+        (tmp_path / "a.bin").write_bytes(head.tobytes() + IDS.astype(f"<u{width}").tobytes())
+        assert f"`tail -c +1025` writes it, it works with data.dtype = 'uint{8 * width}'" in refusal(tmp_path / "a.bin")
+        (tmp_path / "b.bin").write_bytes((tmp_path / "a.bin").read_bytes()[1024:])
+        assert np.array_equal(read(tmp_path / "b.bin", dtype=f"uint{8 * width}"), IDS)
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(4, "<i4"), (9, "<u4"), (10, "<u8")])
+def test_an_index_of_fairseq_has_no_documents(code: int, dtype: str, tmp_path: Path) -> None:
+    IDS.astype(dtype).tofile(tmp_path / "train.bin")
+    lengths, begins = np.array([100, 250, 150]), np.array([0, 100, 350]) * np.dtype(dtype).itemsize
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQ", 1, code, 3)
+    (tmp_path / "train.idx").write_bytes(head + lengths.astype("<i4").tobytes() + begins.astype("<i8").tobytes())
+    assert np.array_equal(read(tmp_path / "train"), IDS)
+
+
+def test_a_bad_id_is_named_where_a_step_reads_it(tmp_path: Path) -> None:
+    """Only blocks of a large file are compared with the vocabulary before a run."""
+    from samestep.datasets import of_words
+
+    for number in range(2):
+        np.save(tmp_path / f"{number}.npy", (IDS % 250).astype("i4"))
+    for bad in (-100, 256):
+        np.save(tmp_path / "1.npy", np.where(np.arange(500) == 433, bad, IDS % 250).astype("i4"))
+        for split, held_out in (("train", 0.0), ("held_out", 0.08)):
+            job = Job(data={"source": f"tokens:{tmp_path}", "held_out": held_out, "sequence_length": 8})
+            stream: Any = of_words(open_dataset(job, split), 256)  # type: ignore[arg-type]
+            bad_at = next(place for place in range(len(stream)) if bad in stream.tokens[np.arange(9) + 8 * place])
+            with pytest.raises(
+                DataError, match=rf"1\.npy has the token id {bad} at token 433: ids from 0 to 255, for which"
+            ):
+                stream.read(np.array([0, bad_at]))
+            assert stream.read(np.array([0]))["input_ids"].shape == (1, 8)
+
+
 @pytest.mark.parametrize(
     "mark",
-    [b"\x1f\x8b\x08\x00", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"PAR1", b"MMIDIDX\x00\x00", b"\x80\x02}q", b"LITPKDS"],
-)
+    [b"\x1f\x8b\x08\x00", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"PAR1", b"MMIDIDX\x00\x00", b"\x80\x02}q", b"\x80\x05\x95", b"LITPKDS", b"GGUF",
+     b"@\0\0\0\0\0\0\0{\"", b"version https://git-lfs.github.com/spec/v1\n", struct.pack("<III", 1, 12, 112 - 0)],
+)  # fmt: skip
 def test_other_formats_are_named(mark: bytes, tmp_path: Path) -> None:
-    (tmp_path / "a.bin").write_bytes(mark + bytes(range(100)))
+    (tmp_path / "a.bin").write_bytes((mark + bytes(range(200)))[:112])
     assert f"tokens:{tmp_path / 'a.bin'} is " in refusal(tmp_path / "a.bin")
 
 

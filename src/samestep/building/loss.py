@@ -124,7 +124,7 @@ def cross_entropy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     Raises:
         JobError: the shapes do not fit, or outputs or batch lack logits or labels.
     """
-    logits, labels = at_least_float32(prediction_of(outputs)), target_of(batch)
+    logits, labels = at_least_float32(prediction_of(outputs)), class_numbers(target_of(batch), prediction_of(outputs))
     if logits.shape[:-1] == labels.shape:
         logits, labels = logits.flatten(0, -2), labels.flatten()
     elif logits.shape[:1] + logits.shape[2:] != labels.shape:
@@ -134,6 +134,20 @@ def cross_entropy(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
         )
     total = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
     return total, (labels != IGNORED_LABEL).sum()
+
+
+def class_numbers(labels: Tensor, logits: Tensor) -> Tensor:
+    """Return labels as int64, as torch takes them.
+
+    Raises:
+        JobError: they are no whole numbers.
+    """
+    if labels.is_floating_point() or labels.is_complex():
+        raise JobError(
+            f"train.loss = 'cross_entropy': labels {list(labels.shape)} are {str(labels.dtype).removeprefix('torch.')}, and numbers of classes "
+            f"are whole: labels.long() works, and of probabilities, as logits {list(logits.shape)} are, a loss of your own"
+        )
+    return labels.long()
 
 
 def right_answers(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,15 @@ from samestep.datasets.batch import Batch, BatchStream, Dataset, batches, checke
 from samestep.datasets.example import example_of
 from samestep.datasets.mixture import kind_of
 from samestep.datasets.order import permuted, sample_indices
-from samestep.datasets.source import classes_of, of_held_out, open_dataset, open_held_out, token_ranges
+from samestep.datasets.source import (
+    classes_of,
+    of_held_out,
+    of_words,
+    open_dataset,
+    open_held_out,
+    remarks_on,
+    token_ranges,
+)
 from samestep.datasets.token_files import other_readings
 from samestep.datasets.tokenizers import Tokenizer, open_tokenizer
 
@@ -27,12 +35,14 @@ __all__ = [
     "example_of",
     "kind_of",
     "of_held_out",
+    "of_words",
     "open_dataset",
     "open_held_out",
     "open_tokenizer",
     "other_readings",
     "permuted",
     "read_samples",
+    "remarks_on",
     "sample_indices",
     "shares",
     "token_ranges",

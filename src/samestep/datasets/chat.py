@@ -19,10 +19,11 @@ Without a template the format is
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from samestep.datasets.conversations import Conversation, Message
+from samestep.datasets.conversations import Conversation, Message, role_named
 from samestep.datasets.tokenizers import Tokenizer
 from samestep.errors import DataError
 from samestep.job_tables import Turns
@@ -61,6 +62,54 @@ def chat_documents(conversation: Conversation, tokenizer: Tokenizer, turns: Turn
     given = _readable(conversation, tokenizer)
     render = functools.partial(tokenizer.render_chat, settings=conversation.settings)
     return [_encoded(_pieces(given[:end], counted, render, tokenizer), tokenizer) for end, counted in parts]
+
+
+def unwritten(conversation: Conversation, tokenizer: Tokenizer, names: Collection[str]) -> list[str]:
+    """Return those of some names of `Conversation.said` that make no difference to what the chat template writes.
+
+    Raises:
+        DataError: the template does not write the replies.
+    """
+    if not tokenizer.has_template or not names:
+        return []
+    messages, settings = _readable(conversation, tokenizer), conversation.settings
+
+    def is_same(end: int, others: Sequence[Message], words: Mapping[str, Any]) -> bool:
+        try:
+            texts = (
+                tokenizer.render_chat(given[:end], False, settings=each)
+                for given, each in ((messages, settings), (others, words))
+            )
+            return next(texts) == next(texts)
+        except DataError:  # the template asks for what is left out
+            return False
+
+    found = {
+        f"{key!r}"
+        for key in settings
+        if f"{key!r}" in names
+        and is_same(len(messages), messages, {one: settings[one] for one in settings if one != key})
+    }
+    for number, message in enumerate(messages):
+        changed = [(f"{key!r}", {one: message[one] for one in message if one != key}) for key in message]
+        if message["content"]:
+            changed.append((role_named(message), {**message, "content": _other_content(message["content"])}))
+        for name, one in changed:
+            others = [*messages[:number], one, *messages[number + 1 :]]
+            # Of earlier turns some templates leave out the thoughts: what is written of the last turn is written.
+            if name in names and all(is_same(end, others, settings) for end in (number + 1, len(messages))):
+                found.add(name)
+    if role_named({"role": "assistant"}) in found:
+        raise DataError(
+            "the tokenizer's chat template does not write what the assistant says: one that does works, and so does a folder without "
+            "the template"
+        )
+    return sorted(found)
+
+
+def _other_content(content: Any) -> Any:
+    """Return another content of the same form, which shares no text with it."""
+    return "0z0" if isinstance(content, str) else [{"type": "text", "text": "0z0"}]
 
 
 def opening(message: str, tokenizer: Tokenizer) -> list[int]:
@@ -109,11 +158,41 @@ def _readable(conversation: Conversation, tokenizer: Tokenizer) -> list[Message]
         {**message, "content": _in_form(message["content"], tokenizer)} for message in conversation.messages
     ]
     render = functools.partial(tokenizer.render_chat, settings=conversation.settings)
+    messages = _with_objects(messages, render)
     if any(message["content"] is None for message in messages):
         messages = _without_none(messages, render)
     for number in conversation.replies:
         _check_calls(messages, number, render)
     return messages
+
+
+def _with_objects(messages: list[Message], render: Render) -> list[Message]:
+    """Return messages whose calls have objects as arguments in place of texts of JSON, which most templates would write as a text."""
+
+    def opened(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            return call
+        given = function.get("arguments")
+        try:
+            arguments = json.loads(given) if isinstance(given, str) else None
+        except (ValueError, RecursionError):
+            return call
+        return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+    found: list[Message] = [
+        {**one, "tool_calls": [opened(call) for call in one["tool_calls"]]}
+        if isinstance(one.get("tool_calls"), list)
+        else one
+        for one in messages
+    ]
+    if found == messages:
+        return messages
+    try:
+        render(found, False)
+    except DataError:  # the template asks for a text
+        return messages
+    return found
 
 
 def _in_form(content: Any, tokenizer: Tokenizer) -> Any:
@@ -181,7 +260,7 @@ def _pieces(
     for number in counted:
         before, whole = _reply(messages[: number + 1], render, tokenizer)
         reply = whole[len(before) :]
-        kept = len(reply) - len(_behind_turn(tokenizer, reply))
+        kept = len(reply) - len(_behind_turn(messages[:number], render, tokenizer, reply))
         pieces += [(_added(written, before), False), (reply[:kept], True), (reply[kept:], False)]
         written = whole
     if counted[-1] + 1 < len(messages):
@@ -213,21 +292,27 @@ def _probes(tokenizer: Tokenizer) -> list[Message]:
     return [{"role": "assistant", "content": _in_form(text, tokenizer)} for text in _PROBES]
 
 
-def _behind_turn(tokenizer: Tokenizer, reply: str) -> str:
+def _behind_turn(before: Sequence[Message], render: Render, tokenizer: Tokenizer, reply: str) -> str:
     """Return the white space that a reply's text has behind the end of its turn."""
     space = _space_behind_turns(tokenizer)
+    if space is None:  # the template takes no conversation of one question and its reply
+        space = _space_behind(*(render([*before, probe], False) for probe in _probes(tokenizer)))
     return space if space and reply.endswith(space) else ""
 
 
 @functools.lru_cache(maxsize=8)
-def _space_behind_turns(tokenizer: Tokenizer) -> str:
-    """Return the white space that the template writes behind what ends a reply's turn; empty where that itself ends the turn."""
+def _space_behind_turns(tokenizer: Tokenizer) -> str | None:
+    """Return the white space that the template writes behind what ends a reply's turn; None if it refuses one question and reply."""
     try:
         asked = {"role": "user", "content": _in_form("0", tokenizer)}
-        texts = [tokenizer.render_chat([asked, probe], False) for probe in _probes(tokenizer)]
-    except DataError:  # the template takes no conversation of one question and its reply
-        return ""
-    ending = _common(*(text[::-1] for text in texts))[::-1]
+        return _space_behind(*(tokenizer.render_chat([asked, probe], False) for probe in _probes(tokenizer)))
+    except DataError:
+        return None
+
+
+def _space_behind(one: str, other: str) -> str:
+    """Return the white space at the end of what two texts end with; empty where that itself ends the turn."""
+    ending = _common(one[::-1], other[::-1])[::-1]
     return ending[len(ending.rstrip()) :] if ending.strip() else ""
 
 

@@ -32,7 +32,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from samestep.errors import DataError
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the same text would give other columns."""
 MOST_IN_MEMORY_BYTES = 32 * 2**20
 """Bytes of text up to which columns are kept in memory."""
@@ -161,6 +161,11 @@ class Shards:
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
+
+    def found(self, index: int) -> tuple[Array, int]:
+        """Return the array in which an element is, and its index there."""
+        which = int(np.searchsorted(self._ends, index, side="right"))
+        return self.arrays[which], index - int(self._ends[which]) + len(self.arrays[which])
 
     def __getitem__(self, index: slice | npt.NDArray[np.int64]) -> Any:
         """Return a contiguous range, as shards, or the elements at an array of indices, as an array of its shape."""

@@ -2,13 +2,13 @@
 
     {"text": "..."}                                                     `data.text_field` names the key, `doc.text` one within another
     {"messages": [{"role": "user", "content": "..."}, ...]}             keys that a chat template reads stay as they are
-    {"conversations": [{"from": "human", "value": "..."}, ...]}         ShareGPT: `from` becomes a role, by `ROLES`
+    {"conversations": [{"from": "human", "value": "..."}, ...]}         ShareGPT: `from` becomes a role, by `ROLES`; in `messages` too
     {"prompt": ..., "completion": ...}                                  two texts, or two lists of messages, as TRL reads them
     {"instruction": "...", "input": "...", "output": "..."}             Alpaca: a user's message and a reply
 
-Of a prompt nothing counts in the loss, of a completion and of a conversation what the assistant says. `tools`, `documents` and
-`chat_template_kwargs` of a row are given to the chat template. `system` is the system's message of the last three layouts, and
-`history` a list of pairs of earlier messages and replies of the last one.
+Of a prompt nothing counts in the loss, of a completion and of a conversation what the assistant says, without messages of `weight` 0 or
+`train` false. `tools`, `documents` and `chat_template_kwargs` of a row are given to the chat template. `system` is the system's message of
+a conversation that has none, and `history` a list of pairs of earlier messages and replies of the last layout.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from samestep.errors import DataError, did_you_mean, shown
 Message = Mapping[str, Any]
 
 ROLES = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
-    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "function_call": "assistant", "tool": "tool",
-    "observation": "tool", "function_response": "tool",
+    "system": "system", "human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant",
+    "model": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "bot": "assistant", "chatbot": "assistant",
+    "ai": "assistant", "function_call": "assistant", "tool_call": "assistant", "tool": "tool", "function": "tool", "observation": "tool",
+    "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
 """The roles of ShareGPT's `from`."""
+_CALLS = ("function_call", "tool_call")
 _TEMPLATE_KEYS = ("tools", "documents", "chat_template_kwargs")
 _CHAT_KEYS = (
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "history",
     *_TEMPLATE_KEYS,
 )  # fmt: skip
-_SAYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_SAYS = ("tool_calls", "function_call", *_THOUGHTS)
 """Keys of a message that say something more than its content."""
 
 
@@ -59,7 +62,23 @@ class Conversation:
     def replies(self) -> tuple[int, ...]:
         """The numbers of the assistant's messages that count."""
         numbers = range(self.first_counted, len(self.messages))
-        return tuple(number for number in numbers if self.messages[number]["role"] == "assistant")
+        return tuple(number for number in numbers if _counts(self.messages[number]))
+
+    @property
+    def said(self) -> set[str]:
+        """The names of what a chat template may leave out: settings, keys of messages, and roles."""
+        keys = {f"{key!r}" for message in self.messages for key in message if key in _THOUGHTS and message[key]}
+        settings = (f"{key!r}" for key in ("tools", "documents") if key in self.settings)
+        return {*settings, *keys, *map(role_named, self.messages)}
+
+
+def role_named(message: Message) -> str:
+    """Return the name of all messages of a role, for a remark."""
+    return f"messages of the role {message['role']!r}"
+
+
+def _counts(message: Message) -> bool:
+    return message["role"] == "assistant" and message.get("weight") != 0 and message.get("train") is not False
 
 
 Document = str | Completion | Conversation
@@ -69,7 +88,7 @@ def wanted_columns(names: Iterable[str], text_field: str) -> list[str]:
     """Return those of a table's columns that documents are read from; none where it has no documents."""
     names = list(names)
     top = text_field if text_field in names else text_field.partition(".")[0]
-    keys = ("messages", "conversations", *_TEMPLATE_KEYS) if top in names else _CHAT_KEYS
+    keys = ("messages", "conversations", "system", *_TEMPLATE_KEYS) if top in names else _CHAT_KEYS
     found = [name for name in keys if name in names and name != top]
     return [text_field, *found] if top in names else found
 
@@ -84,14 +103,15 @@ def document_of(row: Any, text_field: str, *, may_lack_nulls: bool = False) -> D
         raise DataError(f'a line must be an object such as {{"{text_field}": "..."}}, not {type(row).__name__}')
     text = _at(row, text_field)
     given = {key: value for key, value in row.items() if value is not None}
-    if text is not None and not (text == "" and ("messages" in given or "conversations" in given)):
+    is_chat = isinstance(text, list) and text != [] and isinstance(text[0], Mapping)
+    if text is not None and not is_chat and not (text == "" and ("messages" in given or "conversations" in given)):
         return _text(text, text_field)
+    if is_chat:
+        given = {**given, "messages": text}
     if may_lack_nulls:
         given = {key: _without_nulls(value) for key, value in given.items()}
-    if "messages" in given:
-        return _conversation(given, _listed(given["messages"], "messages"))
-    if "conversations" in given:
-        turns = [_turn(number, turn) for number, turn in enumerate(_listed(given["conversations"], "conversations"))]
+    if (name := next((key for key in ("messages", "conversations") if key in given), None)) is not None:
+        turns = [_turn(number, turn) for number, turn in enumerate(_listed(given[name], name))]
         return _conversation(given, _with_system(given, turns))
     if "prompt" in given and "completion" in given:
         return _prompted(given)
@@ -156,8 +176,9 @@ def _conversation(row: Mapping[str, Any], messages: Sequence[Any], first_counted
     found = Conversation([_message(number, one) for number, one in enumerate(messages)], settings, first_counted)
     if not found.replies:
         which = " of the completion" if first_counted else ""
+        counted = " and counts" if any(message["role"] == "assistant" for message in found.messages) else ""
         raise DataError(
-            f'no message{which} has the role "assistant", so nothing would be learned; add a reply, or leave the conversation out'
+            f'no message{which} has the role "assistant"{counted}, so nothing would be learned; add a reply, or leave the conversation out'
         )
     return found
 
@@ -169,6 +190,8 @@ def _message(number: int, given: Any) -> Message:
         raise DataError(f"message {number} has no role and content that are text; {right}")
     role, content = given["role"], given.get("content")
     kept = {key: value for key, value in given.items() if value is not None}
+    if role == "assistant" and kept.get("weight", 1) not in (0, 1):
+        raise DataError(f"message {number} has the weight {shown(kept['weight'])}: 0, which does not count, and 1 work")
     if isinstance(content, str):
         return kept
     if content is None:
@@ -195,23 +218,33 @@ def _part(number: int, part: Any) -> Message:
 
 
 def _turn(number: int, turn: Any) -> Any:
-    """Return a turn of ShareGPT as a message; one that has a role already stays."""
-    if not isinstance(turn, Mapping) or "from" not in turn:
+    """Return a turn as a message: one of ShareGPT, or one whose role has another name."""
+    if not isinstance(turn, Mapping):
         return turn
-    role = ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
-    if role is None:
+    if "from" not in turn:
+        named = turn["role"].lower() if isinstance(turn.get("role"), str) else ""
+        role = ROLES.get(named, "tool")
+        # Roles of tools have names that templates know.
+        return turn if role == "tool" or named in _CALLS else {**_with_content(turn), "role": role}
+    word = turn["from"].lower() if isinstance(turn["from"], str) else ""
+    if word not in ROLES:
         raise DataError(f"turn {number} is from {shown(turn['from'])}: {', '.join(ROLES)} work")
-    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    if turn["from"] != "function_call":
-        return {"role": role, "content": turn.get("value"), **others}
-    called = _unpacked(turn.get("value"), f"the function_call of turn {number}")
+    message = {**_with_content(turn), "role": ROLES[word]}
+    del message["from"]
+    if word not in _CALLS:
+        return message
+    called = _unpacked(message["content"], f"the {word} of turn {number}")
     calls = called if isinstance(called, list) else [called]
-    return {
-        "role": role,
-        "content": None,
-        "tool_calls": [{"type": "function", "function": call} for call in calls],
-        **others,
-    }
+    return {**message, "content": None, "tool_calls": [{"type": "function", "function": call} for call in calls]}
+
+
+def _with_content(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a turn whose content has that name; ShareGPT's is `value`."""
+    others = {key: value for key, value in turn.items() if key not in ("content", "value")}
+    given = [turn[key] for key in ("content", "value") if turn.get(key) is not None]
+    if len(given) == 2:  # both are kept: which of them is meant is not known
+        return dict(turn)
+    return {**others, "content": given[0] if given else None}
 
 
 def _prompted(row: Mapping[str, Any]) -> Document:
@@ -219,8 +252,9 @@ def _prompted(row: Mapping[str, Any]) -> Document:
     if isinstance(prompt, str) and isinstance(completion, str):
         return Completion(prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
-        messages = _with_system(row, prompt)
-        return _conversation(row, [*messages, *completion], len(messages))
+        asked, answered = ([_turn(number, one) for number, one in enumerate(part)] for part in (prompt, completion))
+        messages = _with_system(row, asked)
+        return _conversation(row, [*messages, *answered], len(messages))
     raise DataError(
         f"'prompt' is {type(prompt).__name__} and 'completion' {type(completion).__name__}: two texts, or two lists of messages, work"
     )
@@ -243,8 +277,20 @@ def _alpaca(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _with_system(row: Mapping[str, Any], messages: list[Any]) -> list[Any]:
-    """Return messages behind that of the system, where a row has one."""
-    return [{"role": "system", "content": _text(row["system"], "system")}, *messages] if row.get("system") else messages
+    """Return messages behind that of the system, where a row has one.
+
+    Raises:
+        DataError: the messages begin with another one.
+    """
+    if not row.get("system"):
+        return messages
+    content = _text(row["system"], "system")
+    first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
+    if first.get("role") != "system":
+        return [{"role": "system", "content": content}, *messages]
+    if first.get("content") == content:
+        return messages
+    raise DataError("the row has a 'system', and its messages begin with another one: one of them works")
 
 
 def _listed(value: Any, name: str) -> list[Any]:

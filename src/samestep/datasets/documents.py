@@ -19,6 +19,7 @@ restricted. The end id itself is never an input.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samestep.datasets.chat import Counted, chat_documents
+from samestep.datasets.chat import Counted, chat_documents, unwritten
 from samestep.datasets.columns import Piece, columns
 from samestep.datasets.conversations import Conversation, Document, document_of
 from samestep.datasets.rows import DocumentRows
@@ -39,6 +40,8 @@ from samestep.job_tables import Convention, DataTable
 
 NOT_COUNTED = -100
 """The label of a token that the loss does not count."""
+_LOOKED_AT = 8
+"""Rows in which it is tried whether the chat template writes what they say, of each name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +59,8 @@ class PackedDocuments:
     sequence_length: int
     first: int = 0
     """What `starts` counts for the first token."""
+    remarks: tuple[str, ...] = ()
+    """What a user should read about the source of the documents."""
 
     def __len__(self) -> int:
         return len(self.tokens) // self.sequence_length
@@ -86,7 +91,7 @@ def packed_part(
         DataError: a document cannot be read, or all of them together are too short for one sample.
     """
     origin = replace(rows.origin, key=("packed", data.text_field, data.turns, *rows.origin.key, *tokenizer_key))
-    dtypes = {"tokens": token_dtype(tokenizer), "labels": np.int32, "starts": np.int64}
+    dtypes = {"tokens": token_dtype(tokenizer), "labels": np.int32, "starts": np.int64, "remarks": np.uint8}
     whole = columns(origin, dtypes, lambda: _pieces(rows, tokenizer, data))
     starts = whole["starts"]
     part = part_of(len(starts), data.held_out, split)
@@ -97,6 +102,7 @@ def packed_part(
         starts=starts[part.start : part.stop],
         sequence_length=data.sequence_length,
         first=first,
+        remarks=tuple(bytes(whole["remarks"]).decode().split("\n")[:-1]),
     )
     if len(packed):
         return packed
@@ -109,19 +115,33 @@ def packed_part(
 
 
 def _pieces(rows: DocumentRows, tokenizer: Tokenizer, data: DataTable) -> Iterator[tuple[int, Piece]]:
-    """Yield the tokens and labels of each document, and where it begins; an empty one begins where the next does."""
-    start = 0
+    """Yield the tokens and labels of each document, and where it begins; an empty one begins where the next does.
+
+    Once for each name, a remark is yielded of what the first rows say and the chat template does not write.
+    """
+    start, looked_at, noted = 0, Counter[str](), set[str]()
     for where, row, size_bytes in rows.read():
         try:
             document = document_of(row, data.text_field, may_lack_nulls=rows.may_lack_nulls)
             found = _counted(document, tokenizer, data)
+            names = {name for name in _said(document) - noted if looked_at[name] < _LOOKED_AT}
+            lost = unwritten(document, tokenizer, names) if isinstance(document, Conversation) else []
         except (DataError, RecursionError) as error:
             reason = error if isinstance(error, DataError) else "lists and objects are nested too deeply"
             raise DataError(f"{where}: {reason}") from None
+        looked_at.update(names)
+        noted.update(lost)
+        for name in lost:
+            said = f"{where}: the tokenizer's chat template does not use {name}: what is learned lacks them\n"
+            yield 0, {"remarks": np.frombuffer(said.encode("utf-8", "replace"), np.uint8)}
         for runs in found:
             tokens, labels = _labelled(runs, tokenizer)
             yield size_bytes // len(found), {"tokens": tokens, "labels": labels, "starts": np.array([start])}
             start += len(tokens)
+
+
+def _said(document: Document) -> set[str]:
+    return document.said if isinstance(document, Conversation) else set()
 
 
 def _counted(document: Document, tokenizer: Tokenizer, data: DataTable) -> list[Counted]:

@@ -10,12 +10,13 @@ import codecs
 import importlib
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from samestep.errors import DataError, did_you_mean, first_line
+from samestep.datasets.split import HELD_OUT_WORDS, TRAINED_WORDS, words_of
+from samestep.errors import DataError, did_you_mean, first_line, shown
 
 PART_BYTES = 2**20
 """Bytes of a text file that are read, and turned into tokens, at a time."""
@@ -32,6 +33,14 @@ _PACKINGS = (
     (re.compile(rb"7z\xbc\xaf\x27\x1c"), "a 7z archive"),
 )
 """The first bytes of packed files, and the name of the packing."""
+_NO_TEXTS = (
+    (re.compile(rb"version https://git-lfs"), "a pointer of Git LFS: `git lfs pull` fetches the file itself"),
+    (re.compile(rb".{257}ustar", re.DOTALL), "a tar archive of files: a folder with what is in it works"),
+    (re.compile(rb"\x1f\x8b\x08|\x28\xb5\x2f\xfd|BZh[1-9]1AY&SY|\xfd7zXZ\x00"), "packed twice: unpacked once it works"),
+)
+"""The first bytes of files that are no texts, once they are unpacked, and what they are."""
+_FEWEST_OF_UTF16 = 4
+"""The number of first bytes of which every second one is 0 in UTF-16 without a mark."""
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),  # which begins as the one of UTF-16
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -54,29 +63,52 @@ def existing(path: str, source: str) -> Path:
     parent = place.parent
     if not parent.is_dir():
         raise DataError(f"{source}: there is no folder {parent}")
+    if place.is_symlink():
+        raise DataError(f"{source}: {place.name} is a link to what is not there")
+    if "*" in place.name:
+        raise DataError(f"{source}: no pattern of names is read; of the folder {parent} all files are")
     there = sorted(entry.name for entry in parent.iterdir())
     hint = did_you_mean(place.name, there) or (f"; there are {', '.join(there[:8])}" if there else "; it is empty")
     raise DataError(f"{source}: there is no {place.name} in {parent.resolve()}{hint}")
 
 
-def files_at(place: Path, source: str, pattern: str = "*") -> list[Path]:
-    """Return the file itself, or all files below a folder in the order of their names, packed ones too, without hidden ones.
+def files_at(place: Path, source: str, *endings: str) -> list[Path]:
+    """Return the file itself, or those below a folder whose names end so, packed ones too, in order and without hidden ones.
+
+    Without endings all files are returned.
 
     Raises:
         DataError: the folder holds no such file.
     """
     if place.is_file():
         return [place]
-    found = sorted_files(place, pattern)
-    if pattern != "*":
-        found = sorted(
-            {*found, *(file for end in PACKED_ENDS for file in sorted_files(place, pattern + end))}, key=_by_parts
-        )
-    found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(place).parts)]
-    if not found:
-        what = "file" if pattern == "*" else f"{pattern} file"
-        raise DataError(f"{source}: the folder holds no {what}")
-    return found
+    below = [
+        file
+        for file in sorted_files(place, "*")
+        if not any(part.startswith(".") for part in file.relative_to(place).parts)
+    ]
+    found = [file for file in below if not endings or _unpacked_name(file).endswith(endings)]
+    if found:
+        return found
+    what = f"{' or '.join(endings)} file" if endings else "file"
+    there = f"; it has {', '.join(shown(file.name) for file in below[:4])}, and a file of another name works by its own path"
+    raise DataError(f"{source}: the folder holds no {what}{there * bool(below)}")
+
+
+def _unpacked_name(file: Path) -> str:
+    """Return the name of a file in small letters, without the end that says how it is packed."""
+    name = file.name.lower()
+    return next((name.removesuffix(end) for end in PACKED_ENDS if name.endswith(end)), name)
+
+
+def without_held_out(files: Sequence[Path], folder: Path) -> list[Path]:
+    """Return the files of a folder, without those that are named as validation or test data where others are named for training."""
+    if list(files) == [folder]:
+        return [folder]
+    words = {file: words_of(file.relative_to(folder)) for file in files}
+    if not any(TRAINED_WORDS & one for one in words.values()):
+        return list(files)
+    return [file for file in files if TRAINED_WORDS & words[file] or not HELD_OUT_WORDS & words[file]]
 
 
 def sorted_files(folder: Path, pattern: str) -> list[Path]:
@@ -153,15 +185,25 @@ def head_of(path: Path, file: BinaryIO) -> bytes:
     """Return what is to be read of a file next, without reading it: some bytes, or none at its end.
 
     Raises:
-        DataError: it cannot be read, as in a packed file that is damaged.
+        DataError: it cannot be read, as in a packed file that is damaged, or it is no text but what stands for other files.
     """
     _, head = next(read_lines(path, (file.peek(_HEAD_BYTES) for _ in range(1))))  # type: ignore[attr-defined]
-    return bytes(head)
+    head = bytes(head)
+    if form := next((form for mark, form in _NO_TEXTS if mark.match(head)), ""):
+        raise DataError(f"{path} is {form}")
+    return head
 
 
 def encoding_of(head: bytes) -> str:
-    """Return the encoding that a byte-order mark at the beginning of a file names; UTF-8 without one."""
-    return next((name for mark, name in _MARKS if head.startswith(mark)), "utf-8")
+    """Return the encoding that a byte-order mark at the beginning of a file names, or every second byte, which is 0; else UTF-8."""
+    if marked := next((name for mark, name in _MARKS if head.startswith(mark)), ""):
+        return marked
+    pairs = head[: min(len(head), 64) // 2 * 2]
+    if len(pairs) >= _FEWEST_OF_UTF16:
+        for zeros, others, name in ((pairs[1::2], pairs[::2], "utf-16-le"), (pairs[::2], pairs[1::2], "utf-16-be")):
+            if not any(zeros) and all(others):
+                return name
+    return "utf-8"
 
 
 @contextmanager
@@ -184,6 +226,7 @@ def texts_of(path: Path) -> Iterator[str]:
         line, offset, is_first = 1, 0, True
         for _, part in read_lines(path, _parts(file) if read is None else _text_parts(read)):
             text = part if isinstance(part, str) else _decoded(part, path, line, offset)
+            text = text.removeprefix("\ufeff") if is_first else text
             line, offset = line + text.count("\n"), offset + len(part)
             if text or is_first:
                 yield text.replace("\r\n", "\n").replace("\r", "\n")

@@ -3,7 +3,7 @@
     orientation                 what a camera notes in a file (EXIF, 1 to 8) is applied, as `ImageOps.exif_transpose` does
     more than 8 bits            shades of grey of 10 to 16 bits become round(value * 255 / largest); Pillow does so with colours
     floating-point numbers      0 to 1 become 0 to 255; other ranges are refused
-    several frames              refused (GIF, PNG, TIFF, WebP): a sample is one image
+    several frames              refused (AVIF, GIF, PNG, TIFF, WebP): a sample is one image
 
 Everything else is what Pillow's `convert` makes of it. A file that cannot be read is refused by its name, whatever Pillow raises.
 """
@@ -20,7 +20,7 @@ from samestep.errors import DataError, shown
 
 _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 """Formats that are read, whatever a file's name is: none that starts another program, as EPS does."""
-_OF_FRAMES = ("GIF", "PNG", "TIFF", "WEBP")
+_OF_FRAMES = ("AVIF", "GIF", "PNG", "TIFF", "WEBP")
 """Formats whose several frames are a film or pages. Those of a photo (MPO) are other views of its first one."""
 _ORIENTATION, _BITS, _MEANING = 0x0112, 258, 262
 """Numbers of tags: in EXIF the orientation, in TIFF the bits of a number, and whether 0 is white (0) or black (1)."""
@@ -54,8 +54,29 @@ def read_image(path: Path, mode: Literal["RGB", "L"]) -> Any:
     except Exception as error:  # each of Pillow's readers raises something else
         if isinstance(error, OSError) and error.errno:
             raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        if (form := _other_form(path)) != "":
+            raise DataError(f"{path} is {form}") from None
         reason = " ".join(str(error).replace(f"{str(path)!r}", "it").split()) or type(error).__name__
+        if type(error) is image.DecompressionBombError:
+            reason = f"{reason[: reason.find(',')]}: a smaller image works"
         raise DataError(f"{path} is no image that Pillow reads: {shown(reason)}") from None
+
+
+def _other_form(path: Path) -> str:
+    """Return what a file is that Pillow does not know, and what would work; empty where that is not known."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError:
+        return ""
+    if not head:
+        return "empty: copy it again, or leave it out"
+    if head.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS, for which `git lfs pull` fetches the image itself"
+    if head[4:8] == b"ftyp" and head[8:12] in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1"):
+        return "a HEIC image, whatever its name says: as JPEG or PNG it works"
+    is_page = head.lstrip()[:1] == b"<"
+    return "a page of HTML, an SVG, or other text, and no image of pixels: copy it again, or as PNG it works" * is_page
 
 
 def _in_8_bits(file: Any, path: Path) -> Any:

@@ -11,7 +11,8 @@ layout and after any resume. What is held out is never changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,21 @@ from torch import Tensor
 from samestep.datasets.files import existing
 from samestep.datasets.image_file import pillow, read_image
 from samestep.datasets.order import permuted
-from samestep.datasets.split import HELD_OUT_WORDS, TRAINED_WORDS, Split, named, part_of
+from samestep.datasets.split import HELD_OUT_WORDS, TRAINED_WORDS, Split, named, part_of, words_of
 from samestep.errors import DataError, did_you_mean
 from samestep.job_tables import DataTable
 
-_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+_SUFFIXES = {
+    ".avif", ".bmp", ".dib", ".gif", ".ico", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".jpx", ".mpo", ".pbm", ".pgm", ".png",
+    ".pnm", ".ppm", ".tif", ".tiff", ".webp",
+}  # fmt: skip
+_UNREAD = {
+    ".arw", ".cr2", ".cr3", ".dcm", ".dng", ".exr", ".hdr", ".heic", ".heif", ".hif", ".jxl", ".nef", ".psd", ".svg", ".tga", ".xcf",
+}  # fmt: skip
+"""Suffixes of images that are not read, so that a class would lack them."""
+_OF_SYSTEMS = {"$RECYCLE.BIN", "@eaDir", "__MACOSX", "__pycache__", "lost+found"}
+"""Folders that systems make, besides those whose names begin with a dot."""
+_PART = re.compile(r"[a-z]+[\W\d_]*(set|data|split|images|imgs)?[\W\d_]*")
 _MOST_PIXELS = 2**26
 """The largest number of pixels of an image whose shorter side has been resized."""
 
@@ -102,15 +113,22 @@ def images_part(path: str, data: DataTable, split: Split, classes: Sequence[str]
     pillow()
     source, folders = f"images:{path}", _class_folders(path)
     numbers = {name: number for number, name in enumerate(classes if classes is not None else folders)}
-    files = [(file, numbers.get(name, -1)) for name, folder in folders.items() for file in _images_in(folder)]
+    root = existing(path, source)
+    images = {name: _images_in(folder, frozenset({root.resolve()})) for name, folder in folders.items()}
+    files = [(file, numbers.get(name, -1)) for name, found in images.items() for file in found]
+    if not files and root.is_file():
+        raise DataError(f"{source} is a file: the folder works in which there is one folder a class")
     if not files:
-        root = existing(path, source)
         raise DataError(f"{source} has no images in folders: one folder a class works, as {root}/cat/1.png")
     if strange := next((file for file, number in files if number < 0), None):
-        name = strange.relative_to(existing(path, source)).parts[0]
+        name = strange.relative_to(root).parts[0]
         raise DataError(
             f"{source} has the class {name!r}, which the data that is trained on lacks{did_you_mean(name, numbers)}; its classes are "
             f"{', '.join([*numbers][:8])}{' and others' * (len(numbers) > 8)}"
+        )
+    if classes is None and (empty := next((name for name, found in images.items() if not found), None)) is not None:
+        raise DataError(
+            f"{source} has the class {empty!r} without images: with images, or without the folder {folders[empty]}, it works"
         )
     order = permuted(np.arange(len(files)), len(files), 0)
     part = part_of(len(files), data.held_out, split)
@@ -136,23 +154,60 @@ def _class_folders(path: str) -> dict[str, Path]:
     """
     root = existing(path, f"images:{path}")
     try:
-        folders = (
-            [one for one in root.iterdir() if one.is_dir() and not one.name.startswith(".")] if root.is_dir() else []
-        )
+        entries = sorted(one for one in root.iterdir() if not _is_hidden(one)) if root.is_dir() else []
+        found = {one.name: one for one in entries if one.is_dir()}
+        if lost := next((one for one in entries if one.is_symlink() and not one.exists()), None):
+            raise DataError(f"{lost} is a link to what is not there: with the folder, or without the link, it works")
+        _refuse_parts(path, root, found)
     except OSError as error:
         raise DataError(f"images:{path} cannot be read: {error.strerror}") from None
-    found = {one.name: one for one in sorted(folders)}
-    words = {name.lower(): name for name in found}
-    parts = [words[word] for word in words if word in TRAINED_WORDS | HELD_OUT_WORDS]
-    if parts and (len(parts) == len(found) or (TRAINED_WORDS & words.keys() and HELD_OUT_WORDS & words.keys())):
-        trained = next((name for name in parts if name.lower() in TRAINED_WORDS), parts[0])
+    return found
+
+
+def _is_hidden(entry: Path) -> bool:
+    return entry.name.startswith(".") or entry.name in _OF_SYSTEMS
+
+
+def _refuse_parts(path: str, root: Path, found: dict[str, Path]) -> None:
+    """Refuse folders that are parts of a data set, or in which there are such parts, in place of classes.
+
+    Raises:
+        DataError: they are, or one of them has them.
+    """
+    parts = _parts_among(found)
+    if parts and (len(parts) == len(found) or (TRAINED_WORDS & _words_in(parts) and HELD_OUT_WORDS & _words_in(parts))):
+        trained = next((name for name in parts if TRAINED_WORDS & words_of(Path(name))), parts[0])
         held_out = next((name for name in parts if name != trained), "")
         sets = f" with data.held_out_sets = {{ {held_out} = 'images:{root / held_out}' }}" if held_out else ""
         raise DataError(
             f"images:{path} has the folders {', '.join(parts)}, which are parts of a data set or classes of these names: of parts, "
             f"data.source = 'images:{root / trained}'{sets} works, and classes need other names"
         )
-    return found
+    for folder in found.values():
+        below = sorted(one.name for one in folder.iterdir() if one.is_dir() and not _is_hidden(one))
+        inner = _parts_among(below)
+        is_root = len(found) == 1 and 0 < len(inner) == len(below)
+        if is_root or (TRAINED_WORDS & _words_in(inner) and HELD_OUT_WORDS & _words_in(inner)):
+            train = next((name for name in inner if TRAINED_WORDS & words_of(Path(name))), inner[0])
+            works = (
+                f"data.source = 'images:{folder / train}'" if len(found) == 1 else "a folder of classes for each part"
+            )
+            raise DataError(
+                f"images:{path} has the folders {', '.join(inner)} in {folder.name}, which are parts of a data set: {works} works"
+            )
+
+
+def _parts_among(names: Collection[str]) -> list[str]:
+    """Return the names that are those of parts of a data set: `train`, or where all are, `train2017` and `train_set`."""
+    words = TRAINED_WORDS | HELD_OUT_WORDS
+    exact = [name for name in names if name.lower() in words]
+    are_all = all(_PART.fullmatch(name.lower()) and words_of(Path(name)) & words for name in names)
+    return exact or (sorted(names) if len(names) > 1 and are_all else [])
+
+
+def _words_in(names: Collection[str]) -> set[str]:
+    """Return the words in several names."""
+    return {word for name in names for word in words_of(Path(name))}
 
 
 def _images_in(folder: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
@@ -166,7 +221,7 @@ def _images_in(folder: Path, above: frozenset[Path] = frozenset()) -> list[Path]
         return []
     try:
         for entry in sorted(folder.iterdir()):
-            if entry.name.startswith("."):
+            if _is_hidden(entry):
                 continue
             if entry.is_dir():
                 found += _images_in(entry, above | {here})
@@ -177,6 +232,10 @@ def _images_in(folder: Path, above: frozenset[Path] = frozenset()) -> list[Path]
                     )
                 if entry.is_file():
                     found.append(entry)
+            elif entry.suffix.lower() in _UNREAD:
+                raise DataError(
+                    f"{entry} is an image of a form that is not read: as PNG or JPEG it works, and without it the others do"
+                )
     except OSError as error:
         raise DataError(f"{folder} cannot be read: {error.strerror}") from None
     return found

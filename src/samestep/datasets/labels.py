@@ -9,7 +9,8 @@ before any rank cuts a sequence: labels[t] becomes labels[t + 1], and -100 at th
 document. A document begins where transformers sees one begin: by position_ids that do not rise by one, without attention_mask.
 
 A dataset says in an attribute `label_convention` which one it follows, or `data.labels` says it, or samples that are spread
-over the dataset show it. A target that is the input at its own place is refused: a causal model would learn to copy it.
+over the dataset show it. A target that is the input at its own place is refused: a causal model would learn to copy it. Every batch is
+held against what has been decided, and a sample that contradicts it is refused where it is read.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ LOOKED_AT = 8
 MOST_LOOKED_AT = 64
 """Samples that are looked at where the first ones count no label."""
 _NOT_COUNTED = -100
+_SHOWN = 8
+"""The number of labels from which a sample shows a convention that contradicts the word of `data.labels`."""
 
 
 def convention_of(dataset: Dataset, word: Convention | None) -> Convention:
@@ -97,6 +100,7 @@ class _Seen:
     def of(cls, samples: Any, word: Convention | None) -> _Seen:
         """Return the comparison of some samples."""
         if labels_of_tokens(samples) is None:
+            _refuse_batches(samples)
             return cls()
         if (found := inputs_and_labels(samples)) is None:
             if word is not None:
@@ -181,6 +185,21 @@ def labels_of_tokens(samples: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) and found.dim() == 2 and not found.is_floating_point() else None
 
 
+def _refuse_batches(samples: Any) -> None:
+    """Refuse samples that are batches of one, as a tokenizer gives them that returns tensors.
+
+    Raises:
+        DataError: they are.
+    """
+    if not isinstance(samples, Mapping):
+        return
+    inputs, labels = samples.get("input_ids"), samples.get("labels")
+    if isinstance(inputs, Tensor) and isinstance(labels, Tensor) and inputs.dim() == 3 and inputs.shape == labels.shape:
+        raise DataError(
+            f"a sample has input_ids {list(inputs.shape[1:])}, and a sample is no batch: the row input_ids[0] works, and labels[0] too"
+        )
+
+
 def _same_document(samples: Any, labels: Tensor) -> Tensor:
     """Return whether each token but the last is in one document with the next one, as bool [samples, T - 1]."""
     positions = samples.get("position_ids") if isinstance(samples, Mapping) else None
@@ -201,12 +220,48 @@ def with_next_labels(samples: Any) -> Any:
     return samples[0], moved, *samples[2:]
 
 
+def check_samples(
+    samples: Any, indices: Sequence[int] | npt.NDArray[np.int64], found: Convention, word: Convention | None
+) -> None:
+    """Refuse samples whose labels contradict the convention that has been found in others, or that the word says.
+
+    Raises:
+        DataError: one does.
+    """
+    both = inputs_and_labels(samples)
+    if both is None or both[1].device.type != "cpu":  # a look at what a device holds would wait for it
+        return
+    inputs, labels = both
+    counts, same_document = labels != _NOT_COUNTED, _same_document(samples, labels)
+    has_next = counts[:, :-1] & same_document
+    are_own = ~(counts & (labels != inputs)).any(1)
+    are_next = ~(has_next & (labels[:, :-1] != inputs[:, 1:])).any(1)
+    if found == "aligned":
+        are_bad = ~are_own if word is None else are_next & ~are_own & (has_next.sum(1) >= _SHOWN)
+    else:
+        are_bad = ~are_next if word is None else are_own & ~are_next & (counts.sum(1) >= _SHOWN)
+    if not bool(are_bad.any()):
+        return
+    row = int(are_bad.nonzero()[0])
+    here = "the input_ids at their own place" if are_own[row] else "the next tokens" if are_next[row] else "neither"
+    known = f"data.labels is {word!r}" if word else f"those of other samples are {_MEANT[found]}"
+    raise DataError(
+        f"the labels of sample {indices[row]} are {here}, and {known}: samples of one kind work, and so does data.labels, which says "
+        "what they are"
+    )
+
+
+_MEANT: Mapping[Convention, str] = {"aligned": "the input_ids at their own place", "next": "the next tokens"}
+
+
 @dataclass(frozen=True, eq=False, slots=True)
-class NextLabelBatch:
-    """A batch of a step whose aligned labels are moved when its samples are read."""
+class LabelBatch:
+    """A batch of a step whose labels are checked, and moved where they are aligned, when its samples are read."""
 
     batch: Any
     """The batch that the caller of a run has given, as `Batch` is one."""
+    found: Convention = "aligned"
+    word: Convention | None = None
 
     @property
     def step(self) -> int:
@@ -219,7 +274,9 @@ class NextLabelBatch:
 
     def samples(self, indices: npt.NDArray[np.int64] | Sequence[int]) -> Any:
         """Return the samples of the given indices, with labels of the next token."""
-        return with_next_labels(self.batch.samples(indices))
+        given = self.batch.samples(indices)
+        check_samples(given, indices, self.found, self.word)
+        return with_next_labels(given) if self.found == "aligned" else given
 
     def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
         """Begin to read a data rank's micro-batches before `samples` is asked for them."""

@@ -17,11 +17,22 @@ from typing import Any, BinaryIO
 
 from samestep.datasets.columns import Origin, stamps
 from samestep.datasets.conversations import no_document, wanted_columns
-from samestep.datasets.files import PACKED_ENDS, encoding_of, existing, files_at, head_of, lines_as, opened, read_lines
+from samestep.datasets.files import (
+    PACKED_ENDS,
+    encoding_of,
+    existing,
+    files_at,
+    head_of,
+    lines_as,
+    opened,
+    read_lines,
+    without_held_out,
+)
 from samestep.errors import DataError, first_line
 
 ROWS_AT_ONCE = 256
 """Rows of a Parquet file that are in memory together."""
+_LINES = (".jsonl", ".ndjson")
 _UNPACKED = 4
 """About how many bytes a packed one stands for."""
 _HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
@@ -44,7 +55,7 @@ class DocumentRows:
 
 
 def jsonl_rows(path: str) -> DocumentRows:
-    """Return the lines of a file, or of a folder's `*.jsonl` files in the order of their names, without blank lines.
+    """Return the lines of a file, or of a folder's `*.jsonl` files, without blank lines; where there are none, of its `*.json` files.
 
     A file that is one JSON array gives its elements.
 
@@ -52,7 +63,12 @@ def jsonl_rows(path: str) -> DocumentRows:
         DataError: nothing is there; reading a line that is not JSON.
     """
     source = f"jsonl:{path}" if path else "jsonl:"
-    files = files_at(existing(path, source), source, "*.jsonl")
+    place = existing(path, source)
+    try:
+        files = files_at(place, source, *_LINES)
+    except DataError:
+        files = files_at(place, source, *_LINES, ".json")
+    files = without_held_out(files, place)
 
     def read() -> Iterator[Row]:
         for file in files:
@@ -174,13 +190,14 @@ def _without_halves(value: Any) -> Any:
 
 
 def parquet_rows(path: str, text_field: str) -> DocumentRows:
-    """Return the rows of a Parquet file, or of a folder's `*.parquet` files in the order of their names.
+    """Return the rows of a Parquet file, or of a folder's `*.parquet` files in the order of their names, without those held out.
 
     Raises:
         DataError: nothing is there, the library is missing, or reading a file that is no Parquet file or damaged.
     """
     source = f"parquet:{path}" if path else "parquet:"
-    files = files_at(existing(path, source), source, "*.parquet")
+    place = existing(path, source)
+    files = without_held_out(files_at(place, source, ".parquet", ".pq"), place)
     try:
         from pyarrow import parquet  # noqa: PLC0415 - an extra
     except ModuleNotFoundError:
@@ -192,7 +209,11 @@ def parquet_rows(path: str, text_field: str) -> DocumentRows:
                 table = parquet.ParquetFile(file, page_checksum_verification=True)
                 length, names = table.metadata.num_rows, table.schema_arrow.names
             except Exception as error:  # the library raises what its parts raise
+                with opened(file) as content:
+                    head_of(file, content)  # names what it is, where that is known
                 raise DataError(f"{file} is not a Parquet file: {first_line(error)}") from None
+            if twice := next((name for name in wanted_columns(names, text_field) if names.count(name) > 1), None):
+                raise DataError(f"{file} row 0: the file has two columns {twice!r}: one of each name works")
             columns = [_leaf(table.schema_arrow, name) for name in wanted_columns(names, text_field)]
             if length and not columns:
                 raise DataError(f"{file} row 0: {no_document(names, text_field)}")

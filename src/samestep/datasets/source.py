@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from samestep.datasets.batch import Dataset
 from samestep.datasets.columns import Origin, Shards
 from samestep.datasets.digits import digits_part
-from samestep.datasets.documents import packed_part
+from samestep.datasets.documents import PackedDocuments, packed_part
 from samestep.datasets.function import function_part
 from samestep.datasets.images import ImageFolder, class_names, images_part
 from samestep.datasets.mixture import Mixture
 from samestep.datasets.rows import hf_rows, jsonl_rows, parquet_rows
 from samestep.datasets.split import Split
 from samestep.datasets.text import stdlib, text_tokens, tokens_of, topics
+from samestep.datasets.token_files import looked_at
 from samestep.datasets.tokenizers import open_tokenizer, tokenizer_key
-from samestep.datasets.tokens import TokenStream, read_tokens, stream_part
+from samestep.datasets.tokens import TokenStream, stream_part, tokens_part
 from samestep.errors import DataError, did_you_mean
 from samestep.job import Job
 from samestep.job_tables import HELD_OUT
@@ -71,7 +72,7 @@ def open_dataset(job: Job, split: Split = "train", classes: Sequence[str] | None
         case "text:":
             return stream_part(text_tokens(rest, open_tokenizer(job), tokenizer_key(job)), data, split)
         case "tokens:":
-            return stream_part(read_tokens(rest, data), data, split)
+            return tokens_part(rest, data, split)
         case "jsonl:" | "parquet:" | "hf:":
             rows = jsonl_rows(rest) if word == "jsonl" else _TABLES[word](rest, data.text_field)
             return packed_part(rows, open_tokenizer(job), tokenizer_key(job), data, split)
@@ -140,18 +141,39 @@ class TokenRange:
 
 
 def token_ranges(dataset: Dataset, count: int) -> list[TokenRange]:
-    """Return the ranges of up to `count` tokens of each file of token ids that a dataset reads; none of other datasets."""
+    """Return the range of the tokens in each file of token ids that a dataset reads, and none of other datasets.
+
+    Of a file of more than about `count` tokens the beginning, the end and blocks between them are looked at.
+    """
     if isinstance(dataset, Mixture):
         return [found for part in dataset.parts for found in token_ranges(part, count)]
     if not isinstance(dataset, TokenStream):
         return []
     tokens = dataset.tokens
-    seen = [array[:count] for array in (tokens.arrays if isinstance(tokens, Shards) else (tokens,)) if len(array)]
-    files = [getattr(array, "filename", None) for array in seen]  # numpy's mapped arrays know theirs
-    return [
-        TokenRange(int(array.min()), int(array.max()), Path(file) if file else None)
-        for array, file in zip(seen, files, strict=True)
-    ]
+    arrays = [array for array in (tokens.arrays if isinstance(tokens, Shards) else (tokens,)) if len(array)]
+    files = [getattr(array, "filename", None) for array in arrays]  # numpy's mapped arrays know theirs
+    found = []
+    for array, file in zip(arrays, files, strict=True):
+        blocks = [(int(block.min()), int(block.max())) for _, block in looked_at(array, count // 2, count // 512)]
+        least, most = min(one for one, _ in blocks), max(one for _, one in blocks)
+        found.append(TokenRange(least, most, Path(file) if file else None))
+    return found
+
+
+def of_words(dataset: Dataset, words: int | None) -> Dataset:
+    """Return a dataset that refuses, where they are read, tokens of files for which a model of so many words has no embedding."""
+    if words is None:
+        return dataset
+    if isinstance(dataset, Mixture):
+        return replace(dataset, parts=tuple(of_words(part, words) for part in dataset.parts))
+    return replace(dataset, words=words) if isinstance(dataset, TokenStream) else dataset
+
+
+def remarks_on(dataset: Dataset) -> tuple[str, ...]:
+    """Return what a user should read about the sources of a dataset."""
+    if isinstance(dataset, Mixture):
+        return tuple(remark for part in dataset.parts for remark in remarks_on(part))
+    return dataset.remarks if isinstance(dataset, PackedDocuments) else ()
 
 
 def classes_of(dataset: Dataset) -> tuple[str, ...]:

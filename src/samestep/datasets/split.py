@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Literal
 
 from samestep.errors import DataError, did_you_mean
 
 Split = Literal["train", "held_out"]
 TRAINED_WORDS = {"train", "training"}
-HELD_OUT_WORDS = {"val", "valid", "validation", "test", "testing", "dev", "eval", "evaluation"}
+HELD_OUT_WORDS = {"val", "valid", "validation", "test", "testing", "dev", "eval", "evaluation", "heldout", "holdout"}
 """Words in the names of files and folders that, by convention, hold a part of a data set."""
+_PART_OF_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 
@@ -27,6 +30,11 @@ def part_of(length: int, held_out: float, split: Split) -> range:
     if not held_out:
         raise DataError("data.held_out = 0 holds nothing out, so there is nothing to evaluate; 0.1 works")
     return range(cut, length)
+
+
+def words_of(path: Path) -> set[str]:
+    """Return the words in the names of a path: those that humps, digits and signs divide."""
+    return {word.lower() for word in _PART_OF_WORD.findall(path.with_suffix("").as_posix())}
 
 
 def named(split: Split, source: str) -> str:

@@ -38,7 +38,7 @@ WHOLE_BYTES = 2**26
 _BLOCK_BYTES, _NUM_BLOCKS = 2**16, 256
 _MOST_SAMPLES, _MOST_SECONDS = 256, 0.5
 _OF_FILES = ("text", "tokens", "jsonl", "parquet", "hf", "images")
-_SUFFIXES = {"jsonl": (".jsonl", ".json"), "parquet": (".parquet",)}
+_SUFFIXES = {"jsonl": (".jsonl", ".json", ".ndjson"), "parquet": (".parquet", ".pq")}
 
 
 def of_job(job: Job, dataset: Dataset) -> Stamp:
@@ -113,7 +113,7 @@ def _files_at(word: str, place: Path) -> list[Path]:
     return [
         file
         for file in files
-        if not file.name.startswith(".") and any(suffix in file.name for suffix in known) and file.is_file()
+        if not file.name.startswith(".") and any(suffix in file.name.lower() for suffix in known) and file.is_file()
     ]
 
 

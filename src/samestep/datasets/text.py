@@ -17,7 +17,8 @@ from typing import Any
 import numpy.typing as npt
 
 from samestep.datasets.columns import Origin, Piece, columns, stamps
-from samestep.datasets.files import existing, files_at, sorted_files, texts_of
+from samestep.datasets.files import existing, files_at, sorted_files, texts_of, without_held_out
+from samestep.datasets.split import HELD_OUT_WORDS, TRAINED_WORDS, words_of
 from samestep.datasets.tokenizers import Tokenizer, encode_array, token_dtype
 
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
@@ -45,11 +46,16 @@ def stdlib() -> Iterator[str]:
 def text_tokens(path: str, tokenizer: Tokenizer, tokenizer_key: tuple[str, ...]) -> npt.NDArray[Any]:
     """Return the tokens of a text file, or of all files below a folder in the order of their names.
 
+    Where every name says a part of a data set, those of validation and test data are left out.
+
     Raises:
         DataError: nothing is there, or a file is not UTF-8.
     """
     source = f"text:{path}" if path else "text:"
-    files = files_at(existing(path, source), source)
+    place = existing(path, source)
+    files = files_at(place, source)
+    if all(words_of(file.relative_to(place)) & (TRAINED_WORDS | HELD_OUT_WORDS) for file in files if file != place):
+        files = without_held_out(files, place)
     origin = Origin(source, sum(file.stat().st_size for file in files), ("text", *stamps(files), *tokenizer_key))
     return tokens_of((texts_of(file) for file in files), tokenizer, origin)
 

@@ -1,17 +1,20 @@
 """One file of token ids, mapped into memory: plain numbers, or numbers behind a head that says what they are.
 
-    *.npy              numpy's own: the head names dtype, byte order and shape
-    *.bin with *.idx   Megatron's: the index names the dtype, and the place and length of each sequence
+    *.npy              numpy's own: the head names dtype, byte order and shape, of one dimension or of rows
+    *.bin with *.idx   Megatron's or fairseq's: the index names the dtype, and the place and length of each sequence
     a head of 1 KiB    llm.c's, which modded-nanogpt has too: 256 int32, the first three a number of the format, its version, and how
                        many tokens follow
     anything else      plain numbers of `data.dtype` in this machine's byte order, as nanoGPT writes them
 
-Plain numbers say nothing of themselves. Where they look like those of another width or byte order, they are refused: ids are small, so
-of two 32-bit ids that are read as four 16-bit ones every second is 0.
+Plain numbers say nothing of themselves. Where they look like those of another width or byte order, or like floating-point numbers, they
+are refused: ids are small, so of two 32-bit ids that are read as four 16-bit ones every second is 0. Of a large file the beginning, the
+end and blocks between them are looked at, at places that a seed draws.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +30,27 @@ Array = npt.NDArray[Any]
 _NPY = b"\x93NUMPY"
 _INDEX, _OLD_INDEX = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
 _INDEX_HEAD_BYTES = 34
-_INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2", 9: "<u4", 10: "<u8"}
+"""The dtypes by their code; Megatron's end with 8."""
+_SHORT_INDEX_HEAD_BYTES = 26
+"""The head of fairseq's index, which has the sequences alone and no documents."""
 _HEAD_BYTES = 1024
 _HEADS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """The dtypes of tokens behind a head of llm.c, by the number of its format and its version."""
 _MOST_VERSIONS = 1024
 _FEWEST_BYTES_OF_TEXT = 64
-_OTHER_FORMATS = {
-    b"\x1f\x8b\x08": "compressed with gzip", b"\x28\xb5\x2f\xfd": "compressed with zstd", b"PK\x03\x04": "a zip archive",
-    b"PAR1": "a Parquet file", b"\x89HDF\r\n": "an HDF5 file", b"ARROW1": "an Arrow file",
-    b"\x80\x02}": "a pickle", b"\x80\x04\x95": "a pickle", b"LITPKDS": "a chunk of litgpt's packed data",
-    _INDEX: "an index of Megatron's, whose name ends with .idx", _OLD_INDEX: "an index of an older form",
-}  # fmt: skip
+_OTHER_FORMATS = tuple((re.compile(mark, re.DOTALL), form) for mark, form in (
+    (rb"\x1f\x8b\x08", "compressed with gzip"), (rb"\x28\xb5\x2f\xfd", "compressed with zstd"), (rb"PK\x03\x04", "a zip archive"),
+    (rb"PAR1", "a Parquet file"), (rb"\x89HDF\r\n", "an HDF5 file"), (rb"ARROW1", "an Arrow file"), (rb".{257}ustar", "a tar archive"),
+    (rb"\x80[\x02\x03][\]}(c]", "a pickle"), (rb"\x80[\x04\x05]\x95", "a pickle"), (rb"GGUF", "a GGUF file"),
+    (rb".{4}\0{4}\{\"", "a safetensors file"), (rb"LITPKDS", "a chunk of litgpt's packed data"),
+    (rb"version https://git-lfs", "a pointer of Git LFS, for which `git lfs pull` fetches the file itself"),
+    (rb"MMIDIDX\0\0", "an index of Megatron's, whose name ends with .idx"), (rb"TNTIDX\0\0", "an index of an older form"),
+))  # fmt: skip
 _WIDTHS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "int64"}
 _LOOKED_AT_BYTES = 2**18
+_BLOCK_BYTES, _NUM_BLOCKS = 2**16, 256
+"""The size and number of the blocks of a file that are looked at besides its beginning."""
 _FEWEST, _MOSTLY = 16, 0.5
 """The number of tokens from which zeros between them are no chance, and the fraction of them that are not 0 themselves."""
 _MOST_HIGH, _LARGE = 15, 4096
@@ -73,13 +83,18 @@ def read_token_file(place: Path, dtype: str) -> Array:
     except OSError as error:
         raise DataError(f"tokens:{place} cannot be read: {error.strerror}") from None
     if not size_bytes:
-        raise DataError(f"tokens:{place} is empty")
+        raise DataError(f"tokens:{place} is empty: a file with tokens works, or a folder without the empty one")
     if place.suffix == ".npy" or head.startswith(_NPY):
         return _read_npy(place)
-    if (form := next((form for mark, form in _OTHER_FORMATS.items() if head.startswith(mark)), "")) != "":
+    if (form := _other_format(head, size_bytes)) != "":
         raise DataError(f"tokens:{place} is {form}: a file of plain numbers works, and so does a .npy file")
     if _is_headed(head):
         return _read_behind_head(place, size_bytes, head)
+    if (width := _unknown_head(head, size_bytes)) != "":
+        raise DataError(
+            f"tokens:{place} has a head of {_HEAD_BYTES} bytes, of which no form is known: without the head, as `tail -c +{_HEAD_BYTES + 1}` "
+            f"writes it, it works with data.dtype = {width!r}"
+        )
     if _is_headed(head, ">"):
         raise DataError(
             f"tokens:{place} has a head of llm.c's in the other byte order: a .npy file names its own and works"
@@ -103,6 +118,26 @@ def _is_headed(head: bytes, order: str = "<") -> bool:
     return 0 <= version < _MOST_VERSIONS and any(number == known for known, _ in _HEADS)
 
 
+def _unknown_head(head: bytes, size_bytes: int) -> str:
+    """Return the dtype of tokens behind a head of llm.c's shape and an unknown number; empty where there is no such head."""
+    numbers = np.frombuffer(head, "<i4") if len(head) == _HEAD_BYTES else np.zeros(4, "<i4")
+    number, version, count = numbers[:3].tolist()
+    if number <= 0 or not 0 <= version < _MOST_VERSIONS or count < 1 or numbers[3:].any():
+        return ""
+    rest = size_bytes - _HEAD_BYTES
+    return next((dtype for width, dtype in ((2, "uint16"), (4, "uint32")) if rest == count * width), "")
+
+
+def _other_format(head: bytes, size_bytes: int) -> str:
+    """Return what a file is whose first bytes belong to another format; empty for numbers."""
+    if form := next((form for mark, form in _OTHER_FORMATS if mark.match(head)), ""):
+        return form
+    # A chunk of litdata names the number of its items, and where each begins and the last one ends.
+    items = int.from_bytes(head[:4], "little")
+    first, last = (int.from_bytes(head[at : at + 4], "little") for at in (4, 4 * items + 4))
+    return "a chunk of litdata" if 0 < items < 200 and first == 4 * items + 8 and last == size_bytes else ""
+
+
 def _is_text(head: bytes) -> bool:
     """Return whether a file begins like text in UTF-8: without the control characters that numbers have among them."""
     whole = head[: max(head.rfind(b" "), head.rfind(b"\n"))]
@@ -115,19 +150,26 @@ def _is_text(head: bytes) -> bool:
 
 
 def _read_npy(place: Path) -> Array:
+    """Return a file's array, of one dimension or of two; of two it is the rows of an array in C's order."""
     try:
         tokens = np.lib.format.open_memmap(place, mode="r")
     except Exception as error:  # a damaged head is a Python literal, of which numpy raises what its parser does
         reason = " ".join(str(error).split())[:120] or type(error).__name__
-        raise DataError(f"tokens:{place} is not a .npy array that can be mapped: {reason}") from None
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        works = "; numpy.save(file, tokens.reshape(-1)) makes one dimension" * (tokens.ndim > 1)
+        works = "; plain numbers of data.dtype work in a file whose name ends with .bin" * ("magic string" in reason)
+        raise DataError(f"tokens:{place} is not a .npy array that can be mapped: {reason}{works}") from None
+    if tokens.ndim not in (1, 2) or tokens.dtype.kind not in "iu":
+        works = {"f": "; numpy.save(file, tokens.astype('int64')) makes whole ones"}.get(tokens.dtype.kind, "")
+        works += "; numpy.save(file, tokens.reshape(-1)) makes one dimension" * (tokens.ndim != 1)
         raise DataError(
-            f"tokens:{place} is {tokens.dtype} {list(tokens.shape)}; whole numbers in one dimension work{works}"
+            f"tokens:{place} is {tokens.dtype} {list(tokens.shape)}; whole numbers in one dimension, or in rows, work{works}"
         )
-    if not len(tokens):
-        raise DataError(f"tokens:{place} is empty")
-    return tokens
+    if not tokens.size:
+        raise DataError(f"tokens:{place} is empty: a file with tokens works, or a folder without the empty one")
+    if (end := int(tokens.offset) + tokens.nbytes) != place.stat().st_size:
+        raise DataError(
+            f"tokens:{place} has {place.stat().st_size:,} bytes, and its array ends at {end:,}: one array in a file works"
+        )
+    return np.ascontiguousarray(tokens) if tokens.ndim == 2 and not tokens.flags.c_contiguous else tokens
 
 
 def _read_behind_head(place: Path, size_bytes: int, head: bytes) -> Array:
@@ -138,7 +180,8 @@ def _read_behind_head(place: Path, size_bytes: int, head: bytes) -> Array:
     number, version, count = np.frombuffer(head[:12], "<i4").tolist()
     if (number, version) not in _HEADS:
         raise DataError(
-            f"tokens:{place} has a head of llm.c's format {number} in version {version}, which is not known"
+            f"tokens:{place} has a head of llm.c's format {number} in version {version}, which is not known: without the head, as "
+            f"`tail -c +{_HEAD_BYTES + 1}` writes it, it works as plain numbers"
         )
     dtype = np.dtype(_HEADS[number, version])
     if count < 1 or size_bytes != _HEAD_BYTES + count * dtype.itemsize:
@@ -207,47 +250,110 @@ def _sequences(index: Path) -> tuple[np.dtype[Any], Array, Array]:
         raise DataError(
             f"tokens:{index} is of version {version} with numbers of kind {code}: version 1 with whole numbers works"
         )
-    expected = _INDEX_HEAD_BYTES + 12 * sequences + 8 * documents
+    first = _INDEX_HEAD_BYTES
+    if size_bytes == _SHORT_INDEX_HEAD_BYTES + 12 * sequences:
+        first, documents = _SHORT_INDEX_HEAD_BYTES, 0
+    expected = first + 12 * sequences + 8 * documents
     if size_bytes not in (expected, expected + sequences):  # the modes of sequences stand last, where there are any
         raise DataError(
             f"tokens:{index} says that it has {sequences:,} sequences and {documents:,} documents, which are {expected:,} bytes, and it "
             f"has {size_bytes:,}: copy it again"
         )
-    lengths = np.fromfile(index, "<i4", sequences, offset=_INDEX_HEAD_BYTES).astype(np.int64)
-    pointers = np.fromfile(index, "<i8", sequences, offset=_INDEX_HEAD_BYTES + 4 * sequences)
-    begins = np.fromfile(index, "<i8", documents, offset=_INDEX_HEAD_BYTES + 12 * sequences)
+    lengths = np.fromfile(index, "<i4", sequences, offset=first).astype(np.int64)
+    pointers = np.fromfile(index, "<i8", sequences, offset=first + 4 * sequences)
+    begins = np.fromfile(index, "<i8", documents, offset=first + 12 * sequences)
     if documents and (begins[0] != 0 or begins[-1] != sequences or (np.diff(begins) < 0).any()):
-        raise DataError(f"tokens:{index} is damaged: its documents do not divide its {sequences:,} sequences")
+        raise DataError(
+            f"tokens:{index} is damaged: its documents do not divide its {sequences:,} sequences; copy it again"
+        )
     return np.dtype(_INDEX_DTYPES[code]), lengths, pointers
 
 
 # -- plain numbers ---------------------------------------------------------------------------------
 
 
+def looked_at(tokens: Array, first: int, block: int) -> Iterator[tuple[int, Array]]:
+    """Yield `first` tokens of the beginning, and blocks at places that a seed draws and at the end, each with its place.
+
+    Of a file that is not much larger all is yielded.
+    """
+    first, block = max(1, first), max(1, block)
+    yield 0, tokens[:first]
+    last = len(tokens) - block
+    if last <= first:
+        behind = min(first, len(tokens) - len(tokens) // 4)  # the end of a small file is looked at by itself
+        if behind < len(tokens):
+            yield behind, tokens[behind:]
+        return
+    drawn = np.random.default_rng(len(tokens)).integers(first, last, _NUM_BLOCKS)
+    for place in sorted({last, *drawn.tolist()}):
+        yield place, tokens[place : place + block]
+
+
 def _refuse_other_width(place: Path, tokens: Array) -> None:
-    """Refuse numbers that look like wider ones, or like those of the other byte order.
+    """Refuse numbers that look like wider ones, like those of the other byte order, or like floating-point numbers.
 
     Raises:
         DataError: they do.
     """
     width = tokens.dtype.itemsize
-    seen = tokens[: _LOOKED_AT_BYTES // width].view(f"u{width}")
-    if width == 1 and seen[:2].tobytes() in (b"\xff\xfe", b"\xfe\xff"):
+    if width == 1 and tokens[:2].tobytes() in (b"\xff\xfe", b"\xfe\xff"):
         return  # text in UTF-16, of which every second byte is 0
-    whole = f"numbers that are {tokens.dtype} indeed work as a .npy file, which names its dtype"
+    for first, block in looked_at(tokens, _LOOKED_AT_BYTES // width, _BLOCK_BYTES // width):
+        if not _may_be_other(block.view(f"u{width}")):
+            continue
+        for shift in range(min(8 // width, len(block))):  # files of several widths may have been joined at any place
+            if (found := _other_form(block[shift:].view(f"u{width}"))) != "":
+                behind = f" from token {first:,} on" * (first > 0)
+                raise DataError(
+                    f"tokens:{place} looks like {found.format(given=tokens.dtype, at=behind)}, and numbers that are {tokens.dtype} "
+                    "indeed work as a .npy file, which names its dtype"
+                )
+
+
+def _may_be_other(seen: Array) -> bool:
+    """Return whether a block is worth a closer look: half of it is small, or its first numbers are what only another form has."""
+    head = seen[: 8 * _FEWEST]
+    is_other = any(_float_dtype(head[shift:]) != "" for shift in range(4)) or (
+        seen.dtype.itemsize > 1 and not (head % 256).any()
+    )
+    return bool(len(seen)) and (is_other or bool((np.minimum(seen, seen.byteswap()) <= _MOST_HIGH).mean() > 0.4))
+
+
+def _other_form(seen: Array) -> str:
+    """Return what unsigned numbers look like and what would work, with places for their dtype and where they begin; else empty."""
+    width = seen.dtype.itemsize
+    if (number := _float_dtype(seen)) != "":
+        return f"{number}{{at}}, and ids are whole numbers: numpy.fromfile(file, {number!r}).astype('uint32').tofile(file) makes them, which data.dtype = 'uint32' reads"
     for wider in (8, 4, 2):
         if _are_parts(seen, wider):
-            raise DataError(
-                f"tokens:{place} looks like {_WIDTHS[wider]}: of every {wider // width} numbers of {tokens.dtype} only the first is large; "
-                f"data.dtype = {_WIDTHS[wider]!r} works, and {whole}"
+            return (
+                f"{_WIDTHS[wider]}{{at}}: of every {wider // width} numbers of {{given}} only the first is large; "
+                f"data.dtype = {_WIDTHS[wider]!r} works"
             )
         if _are_parts(seen[: len(seen) * width // wider * wider // width][::-1].byteswap(), wider) or (
             wider == width > 1 and _are_swapped(seen)
         ):
-            raise DataError(
-                f"tokens:{place} looks like numbers of {8 * wider} bits in the other byte order: read as {tokens.dtype} they are 0 or "
-                f"multiples of 256; as a .npy file, which names its byte order, they work, and {whole}"
+            return (
+                f"numbers of {8 * wider} bits in the other byte order{{at}}: read as {{given}} they are 0 or multiples of 256; "
+                "as a .npy file, which names its byte order, they work"
             )
+    return ""
+
+
+def _float_dtype(seen: Array) -> str:
+    """Return the floating-point dtype in which nearly all bytes of numbers are small whole ones; empty where there is none."""
+    width = seen.dtype.itemsize
+    for dtype in ("float64", "float32"):
+        several = max(1, np.dtype(dtype).itemsize // width)
+        if width == 1 or len(seen) < several * _FEWEST:
+            continue
+        numbers = seen[: len(seen) // several * several].view(dtype)
+        with np.errstate(invalid="ignore"):
+            are_whole = (numbers == np.floor(numbers)) & (numbers >= 0) & (numbers < 2**31)
+        if are_whole.all() and (numbers >= 1).mean() > _MOSTLY and numbers.max() > 1:
+            return dtype
+    return ""
 
 
 def _are_parts(seen: Array, wider: int) -> bool:

@@ -237,7 +237,9 @@ def open_tokenizer(job: Job) -> Tokenizer:
         raise DataError(f"tokenizer {name!r} needs the library tokenizers: pip install 'samestep[hf]'") from None
     try:
         core = Core.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises nothing narrower, and of a panic no Exception at all
         raise DataError(f"{file} is not a tokenizer: {first_line(error)}") from None
     core.no_truncation()  # a saved maximum length would cut documents short, padding would add tokens
     core.no_padding()

@@ -7,11 +7,13 @@ twice.
     tokens:FILE       one file; a file with an index beside it, or the prefix that both have, is one of Megatron's
     tokens:FOLDER     its files *.bin and *.npy as one stream, in the order of their names; where some are named as training data,
                       those that are named as validation or test data are left out
+
+The rows of an array of two dimensions follow one another, as files do; rows that are one token longer than T are the samples. A token
+that is negative, or has no embedding, is refused where a sample with it is read.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,8 +24,8 @@ import torch
 from torch import Tensor
 
 from samestep.datasets.columns import Shards
-from samestep.datasets.files import existing, files_at
-from samestep.datasets.split import HELD_OUT_WORDS, TRAINED_WORDS, Split, named, part_of
+from samestep.datasets.files import existing, files_at, without_held_out
+from samestep.datasets.split import Split, named, part_of
 from samestep.datasets.token_files import index_at, read_indexed, read_token_file
 from samestep.errors import DataError
 from samestep.job_tables import Convention, DataTable
@@ -39,9 +41,17 @@ class TokenStream:
 
     tokens: npt.NDArray[Any] | Shards
     sequence_length: int
+    stride: int = 0
+    """The number of tokens from one sample to the next; 0 stands for the sequence length."""
+    words: int | None = None
+    """The number of tokens for which the model has embeddings, if it is known."""
 
     def __len__(self) -> int:
-        return max(0, len(self.tokens) - 1) // self.sequence_length
+        return max(0, len(self.tokens) - 1 - self.sequence_length + self._stride) // self._stride
+
+    @property
+    def _stride(self) -> int:
+        return self.stride or self.sequence_length
 
     def __getitem__(self, index: int, /) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
@@ -49,47 +59,93 @@ class TokenStream:
         return {name: tensor[0] for name, tensor in self.read(np.array([index])).items()}
 
     def read(self, indices: npt.NDArray[np.int64]) -> dict[str, Tensor]:
-        """Return `input_ids` and `labels`, both int64 [len(indices), sequence_length]."""
-        places = indices[:, None] * self.sequence_length + np.arange(self.sequence_length + 1)
-        windows = torch.from_numpy(self.tokens[places].astype(np.int64))
+        """Return `input_ids` and `labels`, both int64 [len(indices), sequence_length].
+
+        Raises:
+            DataError: a token has no embedding.
+        """
+        places = indices[:, None] * self._stride + np.arange(self.sequence_length + 1)
+        ids = self.tokens[places].astype(np.int64)
+        if ids.size and (ids.min() < 0 or (self.words is not None and ids.max() >= self.words)):
+            raise self._refusal(places, ids)
+        windows = torch.from_numpy(ids)
         return {"input_ids": windows[:, :-1].contiguous(), "labels": windows[:, 1:].contiguous()}
 
+    def _refusal(self, places: npt.NDArray[np.int64], ids: npt.NDArray[np.int64]) -> DataError:
+        """Return the error for the first of some tokens without an embedding."""
+        are_bad, most = ids < 0, ""
+        if self.words is not None:
+            are_bad |= ids >= self.words
+            most = f" to {self.words - 1}, for which the model has embeddings,"
+        return DataError(
+            f"{_named_place(self.tokens, int(places[are_bad].min()))}: ids from 0{most} work, and so does another data.dtype if it is wrong"
+        )
 
-def stream_part(tokens: npt.NDArray[Any] | Shards, data: DataTable, split: Split) -> TokenStream:
-    """Return the dataset of one part of a stream of tokens.
+
+def _named_place(tokens: npt.NDArray[Any] | Shards, index: int) -> str:
+    """Return the file and the place of a token, and its id, as text."""
+    array, at = tokens.found(index) if isinstance(tokens, Shards) else (tokens, index)
+    whole = array
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    if (file := getattr(whole, "filename", None)) is None:
+        return f"token {index} of the data is {array[at]}"
+    place = (array.ctypes.data - whole.ctypes.data) // array.itemsize + at
+    return f"{file} has the token id {array[at]} at token {place}"
+
+
+def stream_part(
+    tokens: npt.NDArray[Any] | Shards, data: DataTable, split: Split, *, are_samples: bool = False
+) -> TokenStream:
+    """Return the dataset of one part of a stream of tokens; with `are_samples` its samples have no token in common.
 
     Raises:
         DataError: the part is too short for one sample.
     """
-    part = part_of(len(tokens), data.held_out, split)
-    stream = TokenStream(tokens[part.start : part.stop], data.sequence_length)
+    each = data.sequence_length + 1 if are_samples else 1
+    part = part_of(len(tokens) // each, data.held_out, split)
+    stream = TokenStream(
+        tokens[part.start * each : part.stop * each], data.sequence_length, stride=each if are_samples else 0
+    )
     if len(stream):
         return stream
     works = f"data.sequence_length = {len(part) - 1} works" if len(part) > 1 else "more data is needed"
     raise DataError(
-        f"{named(split, data.source)} has {len(part)} of {len(tokens)} tokens; data.sequence_length = "
+        f"{named(split, data.source)} has {len(part) * each} of {len(tokens)} tokens; data.sequence_length = "
         f"{data.sequence_length} needs {data.sequence_length + 1}; {works}"
     )
 
 
-def read_tokens(path: str, data: DataTable) -> npt.NDArray[Any] | Shards:
-    """Return a file of token ids, or a folder of them as one stream, mapped into memory.
+def tokens_part(path: str, data: DataTable, split: Split) -> TokenStream:
+    """Return one part of a file of token ids, or of a folder of them as one stream, mapped into memory.
 
     Raises:
-        DataError: a file is missing, empty, damaged, or not whole numbers in one dimension.
+        DataError: a file is missing, empty, damaged, or not whole numbers; or the part is too short for one sample.
     """
+    arrays = _arrays(path, data)
+    are_samples = all(array.shape[1:] == (data.sequence_length + 1,) for array in arrays)
+    flat = [array.reshape(-1) for array in arrays]
+    return stream_part(flat[0] if len(flat) == 1 else Shards(flat), data, split, are_samples=are_samples)
+
+
+def _arrays(path: str, data: DataTable) -> list[npt.NDArray[Any]]:
+    """Return the arrays of a file or of a folder's files, in order."""
     source = f"tokens:{path}" if path else "tokens:"
     if (index := index_at(path)) is not None:
-        return read_indexed(index)
+        return _of_index(index)
     place = existing(path, source)
     if not place.is_dir():
-        return read_token_file(place, data.dtype)
+        return [read_token_file(place, data.dtype)]
     arrays: list[npt.NDArray[Any]] = []
     for file in _files_of_stream(place, source):
         indexed = index_at(str(file))
-        read = read_indexed(indexed) if indexed is not None else read_token_file(file, data.dtype)
-        arrays += read.arrays if isinstance(read, Shards) else [read]
-    return Shards(arrays)
+        arrays += _of_index(indexed) if indexed is not None else [read_token_file(file, data.dtype)]
+    return arrays
+
+
+def _of_index(index: Path) -> list[npt.NDArray[Any]]:
+    read = read_indexed(index)
+    return list(read.arrays) if isinstance(read, Shards) else [read]
 
 
 def _files_of_stream(folder: Path, source: str) -> list[Path]:
@@ -106,11 +162,4 @@ def _files_of_stream(folder: Path, source: str) -> list[Path]:
         raise DataError(
             f"{source}: the folder holds no .bin and no .npy file; a file of another name works by its own path"
         )
-    words = {file: _words_of(file.relative_to(folder)) for file in found}
-    if any(TRAINED_WORDS & one for one in words.values()):
-        found = [file for file in found if TRAINED_WORDS & words[file] or not HELD_OUT_WORDS & words[file]]
-    return found
-
-
-def _words_of(path: Path) -> set[str]:
-    return set(re.split(r"[^a-z]+", path.with_suffix("").as_posix().lower()))
+    return without_held_out(found, folder)

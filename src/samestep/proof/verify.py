@@ -193,7 +193,7 @@ def _given(
         name,
     )
     traced = traced_for(source, layout, job, example)
-    check_labels(traced.module, source.loss, job, data, example)
+    check_labels(traced.module, source.loss, job, data)
     return dataclasses.replace(source, prepared=traced), data, example
 
 

@@ -15,10 +15,9 @@ from samestep.building.loss import cross_entropy
 from samestep.building.own_loss import moves_labels
 from samestep.datasets.labels import (
     LOOKED_AT,
-    NextLabelBatch,
+    LabelBatch,
     convention_of,
     convention_of_samples,
-    labels_of_tokens,
 )
 from samestep.job import Job
 from samestep.job_tables import Convention
@@ -29,18 +28,18 @@ _KEPT = 8
 """Datasets whose convention is kept: those that a run trains on and evaluates."""
 
 
-def check_labels(module: nn.Module, loss: Loss, job: Job, dataset: Any, example: Any) -> None:
+def check_labels(module: nn.Module, loss: Loss, job: Job, dataset: Any) -> None:
     """Refuse a dataset that does not show which token its labels are, before a process starts.
 
     Raises:
         DataError: it does not, or its labels contradict `data.labels`.
     """
-    if loss is cross_entropy and labels_of_tokens(example) is not None and moves_labels(module):
+    if loss is cross_entropy and moves_labels(module):
         convention_of(dataset, job.data.labels)
 
 
 class NextLabels:
-    """The datasets of a run whose labels are aligned."""
+    """The datasets of a run, and which token the labels of each are."""
 
     def __init__(self, loss: Loss, job: Job) -> None:
         self._is_cross_entropy, self._word = loss is cross_entropy, job.data.labels
@@ -48,16 +47,18 @@ class NextLabels:
         self._found: deque[tuple[Any, Convention]] = deque(maxlen=_KEPT)
 
     def of(self, batch: StepBatch, module: nn.Module) -> StepBatch:
-        """Return the batch with labels of the next token: itself, unless its dataset has aligned labels.
+        """Return the batch with labels of the next token: itself, if its dataset says that it has them.
 
         Raises:
             DataError: the samples do not show which token their labels are, or contradict `data.labels`.
         """
         if self._moves is None:
             self._moves = self._is_cross_entropy and moves_labels(module)
-        if not self._moves or isinstance(batch, NextLabelBatch):
+        if not self._moves or isinstance(batch, LabelBatch):
             return batch
-        return NextLabelBatch(batch) if self._convention(batch) == "aligned" else batch
+        if getattr(getattr(batch, "dataset", None), "label_convention", None) is not None and self._word != "aligned":
+            return batch
+        return LabelBatch(batch, self._convention(batch), self._word)
 
     def _convention(self, batch: StepBatch) -> Convention:
         dataset = getattr(batch, "dataset", None)

@@ -372,7 +372,7 @@ def _ended(
     _say_shown(screen, run, proven, waived, tried)
     took, loss = run.steps_taken, metrics.last_loss
     origin = checked.first_weights.origin if checked.first_weights else ""
-    known = (proven, waived, tried, workload.remarks, origin, run.changes)
+    known = (proven, waived, tried, (*workload.remarks, *workload.data_remarks), origin, run.changes)
     held_out = losses.get(run.job.judge or "")
     summary = Summary(folder, took, loss, held_out, accuracy, stopped, *known, held_out_losses=losses)
     write_whole(folder / "summary.json", summary.to_json() + "\n")
@@ -390,8 +390,8 @@ def _say_start(screen: Screen, checked: Checked, run: Run) -> None:
         screen.say(change)
     if checked.first_weights is not None:
         screen.say(f"starts from the weights of {checked.first_weights.origin}")
-    for remark in workload.remarks:
-        screen.say(f"{job.model.source}: {remark}")
+    for remark in (*(f"{job.model.source}: {one}" for one in workload.remarks), *workload.data_remarks):
+        screen.say(remark)
     if first == checked.until:
         screen.say(f"step {first} was the last step: nothing is left to train")
     elif job.run.compile != "none":

@@ -26,10 +26,12 @@ from samestep.datasets import (
     example_of,
     kind_of,
     of_held_out,
+    of_words,
     open_dataset,
     open_held_out,
     open_tokenizer,
     other_readings,
+    remarks_on,
     sample_indices,
     stamps,
     token_ranges,
@@ -47,7 +49,7 @@ from samestep.runtime.run import Run
 from samestep.tracing.traced_model import TracedModel
 
 _TOKENS_LOOKED_AT = 2**24
-"""The number of tokens whose largest id is compared with the vocabulary; a whole file may be larger than memory."""
+"""About the number of tokens of a file whose largest id is compared with the vocabulary at once; steps look at those that they read."""
 
 
 class Workload:
@@ -67,11 +69,14 @@ class Workload:
         source = Source(model_source(job), loss_of(job), optimizer, job.model.source)
         prepared = prepared_for(source, job, self.example, layout)
         _check_fit(job, prepared.module, self.dataset, self.example)
-        check_labels(prepared.module, source.loss, job, self.dataset, self.example)
+        check_labels(prepared.module, source.loss, job, self.dataset)
         for name in job.data.held_out_sets.keys() & self.held_out:
             _check_set(job, name, self.dataset, self.held_out[name])
             _check_fit(of_held_out(job, name), prepared.module, self.held_out[name], self.example)
-            check_labels(prepared.module, source.loss, job, self.held_out[name], self.example)
+            check_labels(prepared.module, source.loss, job, self.held_out[name])
+        words = _num_words(prepared.module)
+        self.dataset = of_words(self.dataset, words)
+        self.held_out = {name: of_words(held_out, words) for name, held_out in self.held_out.items()}
         check_groups(job.optimizer, [param.name for param in prepared.spec.params if param.trainable])
         names = (job.optimizer.name, *(group.name or "" for group in job.optimizer.groups))
         if not any(
@@ -120,6 +125,12 @@ class Workload:
         assert self.source.prepared is not None
         stored = self.source.prepared.blueprint.stored
         return stored.remarks() if stored else ()
+
+    @property
+    def data_remarks(self) -> tuple[str, ...]:
+        """The remarks that a user should read about the data, each with its file."""
+        parts = (self.dataset, *self.held_out.values())
+        return tuple(dict.fromkeys(remark for part in parts for remark in remarks_on(part)))
 
 
 def evaluated_weights(run: Run) -> AbstractContextManager[None]:
@@ -181,8 +192,8 @@ def _check_set(job: Job, name: str, dataset: Dataset, held_out: Dataset) -> None
 def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any) -> None:
     """Refuse token ids and lengths for which a transformers model has no embeddings, and classes for which it has no outputs."""
     facts = facts_of(model)
-    words, positions = facts.setting(model, facts.vocabulary_field), facts.setting(model, facts.positions_field)
-    if isinstance(words, int):
+    words, positions = _num_words(model), facts.setting(model, facts.positions_field)
+    if words is not None:
         _check_tokens(job, facts.vocabulary_field, words, dataset)
     classes, labels = classes_of(dataset), facts.setting(model, facts.classes_field)
     if isinstance(labels, int) and len(classes) > labels:
@@ -196,6 +207,13 @@ def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any)
             f"samples of {length} tokens are longer than model.config.{facts.positions_field} = {positions}; "
             f"data.sequence_length = {positions} works, or {facts.positions_field} = {length}"
         )
+
+
+def _num_words(model: torch.nn.Module) -> int | None:
+    """Return the number of tokens for which a transformers model has embeddings; None for other models."""
+    facts = facts_of(model)
+    words = facts.setting(model, facts.vocabulary_field)
+    return words if isinstance(words, int) else None
 
 
 def _check_tokens(job: Job, field: str, words: int, dataset: Dataset) -> None:

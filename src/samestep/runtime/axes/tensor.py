@@ -23,7 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts
-from samestep.building.loss import IGNORED_LABEL, at_least_float32, prediction_of, target_of, with_prediction
+from samestep.building.loss import (
+    IGNORED_LABEL,
+    at_least_float32,
+    class_numbers,
+    prediction_of,
+    target_of,
+    with_prediction,
+)
 from samestep.models.param_spec import Cut
 from samestep.models.spec import is_below
 from samestep.program.program import Program
@@ -335,7 +342,8 @@ def cut_loss(mesh: Mesh, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
     Collective over `tp`: every rank of the group calls it; if one does not, the others wait until the time limit.
     """
-    logits, labels = prediction_of(outputs), target_of(batch)
+    logits = prediction_of(outputs)
+    labels = class_numbers(target_of(batch), logits)
     total = cut_cross_entropy(at_least_float32(logits).flatten(0, -2), labels.flatten(), mesh.groups["tp"])
     return total, (labels != IGNORED_LABEL).sum()
 
