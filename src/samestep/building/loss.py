@@ -31,11 +31,11 @@ def loss_of(job: Job) -> LossFunction:
     Raises:
         JobError: there is no loss of this name.
     """
-    return named_loss(job.train.loss)
+    return named_loss(job.train.loss, job.run.folder)
 
 
-def named_loss(name: str) -> LossFunction:
-    """Return the loss that a word of the key `train.loss` names.
+def named_loss(name: str, folder: str | None = None) -> LossFunction:
+    """Return the loss that a word of the key `train.loss` names; a module is looked for in `folder` too.
 
     Raises:
         JobError: there is no loss of this name.
@@ -47,7 +47,7 @@ def named_loss(name: str) -> LossFunction:
         raise JobError(
             f"train.loss = {name!r} is none of {', '.join(losses)}{did_you_mean(name, losses)}, nor module:function"
         )
-    return checked(imported(name, "train.loss", JobError))
+    return checked(imported(name, "train.loss", JobError, folder))
 
 
 def checked(loss: LossFunction) -> LossFunction:

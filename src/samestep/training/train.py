@@ -498,5 +498,5 @@ def _warn(checked: Checked, place: RankInfo | None, meeting: Meeting | None) -> 
 
 def _write_head(checked: Checked) -> None:
     """Write the resolved job and the layout into the run folder."""
-    write_whole(checked.folder / run_folder.JOB, checked.job.to_toml())
+    write_whole(checked.folder / run_folder.JOB, checked.job.to_toml(with_folder=True))
     write_whole(checked.folder / "layout.txt", f"{checked.layout}\n")

@@ -62,7 +62,7 @@ class Workload:
         self.dataset = open_dataset(job, "train")
         self.held_out = open_held_out(job)
         optimizer = optimizer_of(job)
-        learning_rate_factor(job.schedule, job.train.steps)(job.schedule.warmup_steps)
+        learning_rate_factor(job)(job.schedule.warmup_steps)
         self.example = example_of(self.dataset)
         source = Source(model_source(job), loss_of(job), optimizer, job.model.source)
         prepared = prepared_for(source, job, self.example, layout)
@@ -200,7 +200,7 @@ def _check_fit(job: Job, model: torch.nn.Module, dataset: Dataset, example: Any)
 
 def _check_tokens(job: Job, field: str, words: int, dataset: Dataset) -> None:
     """Refuse token ids that have none of the `words` embeddings of a model; `field` is that of its configuration."""
-    works = field if job.model.folder is None else "model.resize_embeddings"
+    works = field if job.model_folder is None else "model.resize_embeddings"
     if job.data.is_text:
         if (known := open_tokenizer(job).vocab_size) > words:
             raise ModelError(

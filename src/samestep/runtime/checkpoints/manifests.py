@@ -144,7 +144,7 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> tuple[str,
         )
     if reason := rules.refusal(manifest["job"]):
         raise CheckpointError(f"{folder} {reason}")
-    if (source := job.model.folder) and digest_of(source) != manifest.get("folder"):
+    if (source := job.model_folder) and digest_of(source) != manifest.get("folder"):
         raise CheckpointError(
             f"the configuration or the tensors in {source}, from which the run started, are others since {folder} was "
             "written: resume with what stood there"
