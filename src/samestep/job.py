@@ -62,6 +62,10 @@ class Job(Table):
         Raises:
             JobError: all mistakes in the tables, one a line.
         """
+        if not callable(source):
+            raise JobError(
+                f"a job is made of tables by their names, and {shown(source)} has none: Job(train={{...}}) works, and Job(**tables)"
+            )
         try:
             super().__init__(**tables)
         except ValidationError as error:
@@ -244,6 +248,10 @@ def load(path: str | Path, settings: Sequence[str] = ()) -> Job:
     Raises:
         JobError: the file cannot be read, or the job has mistakes; each is named with its file, its key and the rule.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise JobError(f"{shown(path)} is no path of a job file; samestep.load('job.toml') works")
+    if isinstance(settings, str):
+        raise JobError(f"settings = {settings!r} is one setting, and a list is read: settings = [{settings!r}] works")
     path = Path(path)
     tables = _read(path)
     folder, run = path.parent.resolve(), tables.setdefault("run", {})

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from samestep import calls
 from samestep.job import Job
 from samestep.models import catalog
 from samestep.models.analysis import StateSpec
@@ -205,6 +206,7 @@ def _crossing(one: Crossing) -> str:
     return f"{size}{dtype}{'' if one.takes_gradient else ', without a gradient'}"
 
 
+@calls.checked
 def inspect(job: Job) -> Inspection:
     """Return what is known of the model of a job: of a preset its shape, of other models all that their trace shows.
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from samestep import calls
 from samestep.building.pretrained_form import unread_tokenizer
 from samestep.datasets import Dataset, batches
 from samestep.errors import JobError, OutOfMemoryError, RunError, WorkerError
@@ -100,6 +101,7 @@ class Summary:
         return cls(**{**values, "folder": Path(record["folder"])})
 
 
+@calls.checked
 def train(
     job: Job,
     *,
