@@ -455,7 +455,7 @@ class RunTable(Table):
     report: tuple[str, ...] = ()
     """Receivers of each step besides the run folder: `wandb`, `mlflow`, or `module:function` of (StepReport)."""
     log_every: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
-    """Steps between logged steps; by default every step is logged, and about 40 are printed."""
+    """Steps between logged steps; by default every step is logged, and 40 to 80 of them are printed."""
     profile: str = ""
     """Steps that are profiled, as `FIRST:LAST`: torch's trace of every rank, and on GPUs the history of its memory."""
 

@@ -152,8 +152,8 @@ class Inspection:
         else:
             yield "samples: apart, in dimension 0 of the batch"
         if spec.length:
-            places = ", ".join(f"{dim} of {place}" for place, dim in spec.slices)
-            where = f" in the arguments of blocks, along dimension {places}" if places else ""
+            places = ", ".join(f"{_argument(place)} along dimension {dim}" for place, dim in spec.slices)
+            where = f" in the arguments of blocks: {places}" if places else ""
             sliced = f"cp is refused, {spec.slice_refusal}" if spec.slice_refusal else f"cp slices them{where}"
             yield f"tokens: {spec.length} a sample; {sliced}"
             if spec.sequence_refusal:
@@ -185,6 +185,15 @@ _WEIGHT_HEAD = ("weight", "shape", "number", "under tp")
 def _without_names(row: tuple[LayerSpec, int, str]) -> tuple[object, ...]:
     layer, *rest = row
     return layer.is_block, layer.forward_flops, layer.saved_elements, *rest
+
+
+def _argument(place: str) -> str:
+    """Return a place among the arguments of a block, positional ones and those with names, for a reader."""
+    found = re.fullmatch(r"\[([01])\]\[([^]]*)\](.*)", place, re.DOTALL)
+    if found is None:
+        return place
+    word = f"argument {int(found[2]) + 1}" if found[1] == "0" else found[2].strip("'")
+    return word + found[3]
 
 
 def _shown(cell: Any) -> str:

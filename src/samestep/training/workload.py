@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from samestep.building.families import facts_of
-from samestep.building.loss import loss_of, right_answers, target_of
+from samestep.building.loss import IGNORED_LABEL, loss_of, right_answers, target_of
 from samestep.building.model import model_source
 from samestep.building.optimizer import check_groups, learning_rate_factor, optimizer_of
 from samestep.datasets import (
@@ -108,10 +108,11 @@ class Workload:
 
     @property
     def counted(self) -> str:
-        """The word on the screen for what the loss counts: tokens, or the images or other samples that have one label each."""
+        """The word on the screen for what the loss counts: tokens, those whose labels are not masked where some are, or the images or
+        other samples that have one label each."""
         leaves = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, torch.Tensor)]
         if any(leaf.dim() > 1 and not leaf.is_floating_point() for leaf in leaves):
-            return "tok"
+            return "counted tok" if any(_is_masked(leaf) for leaf in leaves) else "tok"
         return "images" if any(leaf.dim() == 4 for leaf in leaves) else "samples"
 
     @property
@@ -120,6 +121,11 @@ class Workload:
         assert self.source.prepared is not None
         stored = self.source.prepared.blueprint.stored
         return stored.remarks() if stored else ()
+
+
+def _is_masked(leaf: torch.Tensor) -> bool:
+    """Return whether some elements are labels that the loss leaves out."""
+    return not leaf.is_floating_point() and not leaf.is_meta and bool((leaf == IGNORED_LABEL).any())
 
 
 def evaluated_weights(run: Run) -> AbstractContextManager[None]:
