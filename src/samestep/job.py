@@ -137,7 +137,7 @@ class Job(Table):
 
     def place_of(self, path: str) -> Path:
         """Return where a path of the job is: in `run.folder`, or where there is none of this name, in the working directory."""
-        given = Path(path).expanduser()
+        given = Path(os.path.expanduser(path))
         if not path or self.run.folder is None or Path(self.run.folder) == Path.cwd():
             return given
         near = Path(self.run.folder) / given  # of an absolute path the path itself
@@ -256,7 +256,7 @@ def load(path: str | Path, settings: Sequence[str] = ()) -> Job:
     tables = _read(path)
     folder, run = path.parent.resolve(), tables.setdefault("run", {})
     if isinstance(run, dict) and isinstance(given := run.setdefault("folder", str(folder)), str):
-        run["folder"] = str(folder / Path(given).expanduser())
+        run["folder"] = str(folder / Path(os.path.expanduser(given)))
     return _checked(path, tables, [_from_here(setting, folder) for setting in settings])
 
 

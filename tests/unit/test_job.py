@@ -322,6 +322,8 @@ def two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, 
         ("data.source=text:only_here.txt", "d"),
         ("data.source=text:only_own.txt", ""),
         ("data.source=text:no.txt", ""),
+        ("data.source=text:~nobody_of_this_name/no.txt", ""),
+        ("data.source=jsonl:~nobody_of_this_name", ""),
     ],
 )
 def test_paths_are_relative_to_the_job_file_and_those_of_settings_to_the_working_directory(

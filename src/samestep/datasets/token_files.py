@@ -12,6 +12,7 @@ of two 32-bit ids that are read as four 16-bit ones every second is 0.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ _MOST_HIGH, _LARGE = 15, 4096
 
 def index_at(path: str) -> Path | None:
     """Return Megatron's index of a path: of an index, of the file beside it, or of the prefix that both have; None without one."""
-    place = Path(path).expanduser()
+    place = Path(os.path.expanduser(path))
     if place.suffix == ".idx" and place.is_file():
         return place
     if place.suffix == ".bin" and place.is_file():
