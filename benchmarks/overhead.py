@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import json
 import math
@@ -646,6 +647,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all values")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
     words = parser.parse_args()
+    if missing := [name for name in ("accelerate", "lightning_fabric") if importlib.util.find_spec(name) is None]:
+        parser.error(
+            f"{' and '.join(missing)} missing, with which samestep is compared: pip install 'samestep[bench]' works"
+        )
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     circumstances = describe()
     console.print(circumstances)

@@ -122,6 +122,7 @@ def shown(value: object) -> str:
     """Return a value as an error shows it: of a long one the beginning."""
     try:
         text = repr(value)
+        text = " ".join(text.split()) if "\n" in text else text
     except ValueError:  # Python writes no number of more than 4,300 digits
         return "a number of thousands of digits"
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

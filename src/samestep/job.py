@@ -7,6 +7,8 @@ their keys and ranges, are in `job_tables`; here are the rules between them.
 
 from __future__ import annotations
 
+import glob
+import os
 import re
 import tomllib
 from collections.abc import Callable, Sequence
@@ -34,6 +36,10 @@ from samestep.job_tables import (
 )
 from samestep.layout import Layout
 
+_KEYS_OF_SOURCES = ("data.source", "data.held_out_sets.", "model.source")
+_WORDS_OF_PATHS = ("text", "tokens", "jsonl", "parquet", "hf", "images")
+"""The words of sources after which a path stands."""
+
 
 class Job(Table):
     """One whole training run: the tables of a job file."""
@@ -56,6 +62,10 @@ class Job(Table):
         Raises:
             JobError: all mistakes in the tables, one a line.
         """
+        if not callable(source):
+            raise JobError(
+                f"a job is made of tables by their names, and {shown(source)} has none: Job(train={{...}}) works, and Job(**tables)"
+            )
         try:
             super().__init__(**tables)
         except ValidationError as error:
@@ -114,6 +124,24 @@ class Job(Table):
                 'source = "mixture" and a table [data.mixture] with a line such as "text:PATH" = 0.5 for each source work'
             )
         return self
+
+    @property
+    def model_folder(self) -> Path | None:
+        """Folder of a pretrained model, which a separator in its name or its config.json tells from a family; else None."""
+        name = self.model.source.removeprefix("hf:")
+        if not name or name == self.model.source:
+            return None
+        place = self.place_of(name)
+        is_path = any(mark in name for mark in "/\\") or name in (".", "..") or (place / "config.json").is_file()
+        return place if is_path else None
+
+    def place_of(self, path: str) -> Path:
+        """Return where a path of the job is: in `run.folder`, or where there is none of this name, in the working directory."""
+        given = Path(os.path.expanduser(path))
+        if not path or self.run.folder is None or Path(self.run.folder) == Path.cwd():
+            return given
+        near = Path(self.run.folder) / given  # of an absolute path the path itself
+        return given if not _exists(near) and _exists(given) else near
 
     @property
     def evaluated_sets(self) -> tuple[str, ...]:
@@ -202,21 +230,39 @@ class Job(Table):
             raise JobError(f"stages={stages!r} is one name, and a list is read: stages=[{stages!r}] works")
         return self.model_copy(update={"model": self.model.model_copy(update={"stages": tuple(stages)})})
 
-    def to_toml(self) -> str:
-        """Return the resolved job as TOML: every key with its value, so that the file alone repeats the run."""
-        return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
+    def to_toml(self, *, with_folder: bool = False) -> str:
+        """Return the resolved job as TOML: every key with its value, so that the file alone repeats the run.
+
+        A file that is not written to the folder of the job file needs `run.folder` too, which `with_folder` adds.
+        """
+        left_out = None if with_folder else {"run": {"folder"}}
+        return tomli_w.dumps(_without_none(self.model_dump(mode="json", exclude=left_out)))
 
 
-def load(path: str | Path, settings: Sequence[str] = (), without: Sequence[str] = ()) -> Job:
-    """Return the job of a file, `without` some keys such as `data.source`, and with `settings` such as
-    `train.steps=50`.
+def load(path: str | Path, settings: Sequence[str] = ()) -> Job:
+    """Return the job of a file, with `settings` such as `train.steps=50`.
+
+    Paths and modules in the file are looked for in its folder, and then in the working directory; paths in settings only in the
+    working directory.
 
     Raises:
         JobError: the file cannot be read, or the job has mistakes; each is named with its file, its key and the rule.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise JobError(f"{shown(path)} is no path of a job file; samestep.load('job.toml') works")
+    if isinstance(settings, str):
+        raise JobError(f"settings = {settings!r} is one setting, and a list is read: settings = [{settings!r}] works")
     path = Path(path)
+    tables = _read(path)
+    folder, run = path.parent.resolve(), tables.setdefault("run", {})
+    if isinstance(run, dict) and isinstance(given := run.setdefault("folder", str(folder)), str):
+        run["folder"] = str(folder / Path(os.path.expanduser(given)))
+    return _checked(path, tables, [_from_here(setting, folder) for setting in settings])
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte-order mark
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte-order mark
     except FileNotFoundError:
         near = [
             str(p) for p in (*path.parent.glob("*.toml"), *path.parent.glob("jobs/*.toml")) if p.stem != "pyproject"
@@ -226,14 +272,17 @@ def load(path: str | Path, settings: Sequence[str] = (), without: Sequence[str] 
     except IsADirectoryError:
         of_run = f", as {path / 'job.toml'}; `--out {path} --resume` resumes this run"
         raise JobError(f"{path} is a folder; a job is a TOML file{of_run * (path / 'job.toml').exists()}") from None
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error.strerror or error}") from None
     except (
         ValueError,
         RecursionError,
     ) as error:  # not TOML, not text, a number of over 4,300 digits, too many brackets
         raise JobError(f"{path} is not TOML: {error}") from None
-    for key in without:
-        table, _, name = key.partition(".")
-        tables.get(table, {}).pop(name, None)
+
+
+def _checked(path: Path, tables: dict[str, Any], settings: Sequence[str]) -> Job:
+    """Return the job of a file's tables with settings; a mistake is named with the file or the setting that it is in."""
     for setting in settings:
         _set(tables, setting)
 
@@ -260,9 +309,30 @@ def default(settings: Sequence[str] = ()) -> Job:
         without += ["data.sequence_length", "train.global_batch", "numerics.precision"]
     with resources.as_file(resources.files("samestep") / "default_job.toml") as path:
         steps = given.get("train.steps", "")
-        if steps.isdecimal() and len(steps) < 10 and int(steps) < load(path).schedule.warmup_steps:
+        tables = _read(path)
+        if steps.isdecimal() and len(steps) < 10 and int(steps) < tables["schedule"]["warmup_steps"]:
             without.append("schedule.warmup_steps")  # a run shorter than the default job's warm-up has none
-        return load(path, settings, without)
+        for key in without:
+            table, _, name = key.partition(".")
+            tables.get(table, {}).pop(name, None)
+        return _checked(path, tables, settings)
+
+
+def _from_here(setting: str, folder: Path) -> str:
+    """Return a setting whose path is absolute where the job's folder has a file of this name, which is another one."""
+    key, equals, text = setting.partition("=")
+    word, mark, path = text.strip().strip("\"'").rpartition(":")
+    is_path = word in _WORDS_OF_PATHS if key.strip().startswith(_KEYS_OF_SOURCES) else key.strip() == "data.tokenizer"
+    if not (equals and is_path and path) or path == "bytes" or folder == Path.cwd():
+        return setting
+    is_name = word == "hf" and "/" not in path and not _exists(Path(path))  # of a family
+    return setting if is_name or not _exists(folder / path) else f"{key}={word}{mark}{Path.cwd() / path}"
+
+
+def _exists(path: Path) -> bool:
+    """Return whether there is a file or a folder, or files of which the path is a prefix."""
+    parent = path.parent
+    return os.path.exists(path) or (os.path.isdir(parent) and any(parent.glob(f"{glob.escape(path.name)}.*")))
 
 
 def _set(tables: dict[str, Any], setting: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -163,14 +162,6 @@ class ModelTable(Table):
     def preset(self) -> str | None:
         """Name of the preset; None where the model is a module."""
         return self.source.removeprefix(PRESET) if self.source.startswith(PRESET) else None
-
-    @property
-    def folder(self) -> Path | None:
-        """Folder of a pretrained model, which a separator in its name or its config.json tells from a family; else None."""
-        name = self.source.removeprefix("hf:")
-        path = Path(name).expanduser()
-        is_path = any(mark in name for mark in "/\\") or name in (".", "..") or (path / "config.json").is_file()
-        return path if name and name != self.source and is_path else None
 
     @property
     def takes_tokens(self) -> bool:
@@ -439,6 +430,8 @@ class RunTable(Table):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Kind of device; auto takes GPUs if there are any."""
+    folder: str | None = None
+    """Folder in which paths and modules of the job are looked for before the working directory: that of the job file."""
     ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] | None = None
     """Number of worker processes; by default the layout's ranks, and without a layout all GPUs or 2."""
     threads: Annotated[int, Field(ge=1, le=MOST_THREADS)] = 1
@@ -462,7 +455,7 @@ class RunTable(Table):
     report: tuple[str, ...] = ()
     """Receivers of each step besides the run folder: `wandb`, `mlflow`, or `module:function` of (StepReport)."""
     log_every: Annotated[int, Field(ge=1, le=MOST_STEPS)] | None = None
-    """Steps between logged steps; by default every step is logged, and about 40 are printed."""
+    """Steps between logged steps; by default every step is logged, and 40 to 80 of them are printed."""
     profile: str = ""
     """Steps that are profiled, as `FIRST:LAST`: torch's trace of every rank, and on GPUs the history of its memory."""
 
@@ -486,6 +479,15 @@ class RunTable(Table):
         if text and int(text.partition(":")[2]) < int(text.partition(":")[0]):
             raise ValueError(f"{text!r} ends before it begins: FIRST:LAST works, such as 10:12")
         return text
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the settings are equal, wherever the job file is."""
+        if not isinstance(other, RunTable):
+            return NotImplemented
+        return self.model_dump(exclude={"folder"}) == other.model_dump(exclude={"folder"})
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json(exclude={"folder"}))
 
     @property
     def profiled_steps(self) -> range:

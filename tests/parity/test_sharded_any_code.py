@@ -162,6 +162,35 @@ def scale_data(run: Run) -> None:
         weight.data.mul_(0.5).add_(torch.ones(weight.shape, dtype=torch.float64), alpha=0.1)
 
 
+@torch.no_grad()
+def write_by_other_operations(run: Run) -> None:
+    for weight in run.model.parameters():
+        weight.sub_(weight.mean(0))
+        weight.div_(weight.norm() + 1.0)
+        weight.masked_fill_(torch.arange(weight.numel()).view(weight.shape) % 5 == 0, 0.1)
+        weight.clamp_(-0.5, 0.5)
+        if weight.dim() == 2:
+            weight.renorm_(2, 0, 1.0)
+            weight.index_fill_(0, torch.tensor([0]), 0.2)
+            weight.tril_()
+            weight[:, 0].fill_(0.3)
+
+
+@torch.no_grad()
+def write_a_row(run: Run) -> None:
+    run.model.first.weight[0].mul_(0.5)
+
+
+@torch.no_grad()
+def set_a_row(run: Run) -> None:
+    run.model.first.weight[1] = 0.5
+
+
+@torch.no_grad()
+def clear_rows(run: Run) -> None:
+    run.model.first.weight[2:5].zero_()
+
+
 def copy_out(run: Run) -> None:
     copy.deepcopy(run.model)
 
@@ -201,9 +230,17 @@ def test_a_backward_of_the_model_s_own_may_use_weights_that_it_was_given() -> No
     prove("Equation", LAYOUTS)
 
 
-@pytest.mark.parametrize("write", [copy_in, load_in, scale_data])
+@pytest.mark.parametrize("write", [copy_in, load_in, scale_data, write_by_other_operations])
 def test_a_loop_may_write_whole_tensors_into_weights(write: Callable[[Run], None]) -> None:
     prove("Odd", ["dp=2 zero=3", "dp=2 zero=2 offload"], write)
+
+
+@pytest.mark.parametrize("write", [write_a_row, set_a_row, clear_rows])
+def test_a_write_that_would_be_lost_is_refused_in_one_line(write: Callable[[Run], None]) -> None:
+    with pytest.raises(
+        LayoutError, match=r"a write into a part .* would be lost: whole = weight.full_tensor\(\), .*copy_"
+    ):
+        pool(2).run(observe, "Odd", ["dp=2 zero=3"], write)
 
 
 @pytest.mark.parametrize("copies", [copy_out, average])

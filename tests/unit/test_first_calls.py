@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.datasets import read_samples
-from samestep.errors import CheckpointError, DataError, LayoutError
+from samestep.errors import CheckpointError, DataError, InputError, LayoutError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
@@ -201,3 +201,59 @@ def test_a_job_without_printed_samples_is_sampled_from(tmp_path: Path) -> None:
     assert len(samestep.sample(tmp_path / "run", "abc", temperature=0.0)) > 3
     with pytest.raises(DataError, match=r"tokens = 0: a sample has 1 token or more"):
         samestep.sample(tmp_path / "run", "abc", tokens=0)
+
+
+def _parallelized(**given: Any) -> Run:
+    made = {
+        "model": Model,
+        "loss": "mse",
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+        "job": JOB,
+    } | given
+    return samestep.parallelize(made.pop("model"), made.pop("loss"), made.pop("optimizer"), **made)
+
+
+def _stepped(**given: Any) -> Any:
+    return _parallelized(**given).step(next(samestep.batches(Points(), JOB)))
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: _parallelized(layout="dp=2"), r"has 2 ranks, but 1 process runs: start 2, as samestep\.launch"),
+        (lambda: _parallelized(layout="tp=2 pp=2"), "has 4 ranks, but 1 process runs"),
+        (lambda: _parallelized(layout={"dp": 1}), 'is a dict: one line of text works, such as layout="dp=2 tp=2"'),
+        (lambda: _parallelized(layout=None), "is nothing: one line of text works"),
+        (lambda: samestep.Layout.parse(3), "3 is no line of text"),  # type: ignore[arg-type]
+        (lambda: _parallelized(job={"train": {}}), r"is a dict, and a samestep\.Job is taken"),
+        (lambda: samestep.train("job.toml"), r"is a str, and a samestep\.Job is taken: .*samestep\.load"),
+        (lambda: samestep.batches(JOB, Points()), r"a samestep\.Job is taken"),
+        (lambda: samestep.batches(Points(), JOB, -1), "steps are counted from 0"),
+        (lambda: Job({"train": {"steps": 3}}), r"Job\(train=\{\.\.\.\}\) works"),  # type: ignore[arg-type]
+        (lambda: samestep.load(None), "is no path of a job file"),  # type: ignore[arg-type]
+        (lambda: samestep.load("job.toml", "train.steps=3"), "is one setting, and a list is read"),
+        (lambda: samestep.plan(Job(), "2"), "a whole number works, such as devices=2"),  # type: ignore[arg-type]
+        (lambda: samestep.latest(None), "the path of a file or a folder works"),  # type: ignore[arg-type]
+        (lambda: samestep.launch(None, ranks=1), "a function works"),  # type: ignore[arg-type]
+        (lambda: _parallelized(model=nn.Linear), "missing a required argument: 'in_features'"),
+        (lambda: _parallelized(model=[Model()]), "is a list: a function that builds an nn.Module works"),
+        (lambda: _parallelized(optimizer="adamw"), "is a str: a function of the parameters works"),
+        (lambda: _parallelized(optimizer=lambda: None), "one argument, a list of parameters"),
+        (lambda: _stepped(loss=lambda o, b: (o.sum(), -1)), "returned .* a int.; .sum, count. works"),
+        (lambda: _stepped(loss=lambda o, b: (o.sum() * 1j, 1)), "of complex numbers"),
+        (lambda: _parallelized().evaluate(Points), r"the class Points: a data set works, such as Points\(\)"),
+        (lambda: _parallelized().evaluate(Points(), lambda o, b: o.mean()), "the measure .* returned a tensor"),
+        (lambda: _parallelized().evaluate(Points(), lambda o: o), "two arguments"),
+        (lambda: _parallelized().load(3), "is an int: the path of a file or a folder works"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_in_one_line(call: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says) as refused:
+        call()
+    assert "\n" not in str(refused.value)
+
+
+def test_arguments_of_their_kind_are_taken(tmp_path: Path) -> None:
+    for given in ({}, {"layout": Layout()}, {"model": Model()}):
+        assert _stepped(**given).loss > 0
+    assert samestep.latest(tmp_path / "none") is None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import samestep
 from samestep import cli
 from samestep.job import Job
+from samestep.training import inspection
 from tests.folders import SIZES
 
 LLAMA = {"source": "hf:llama", "config": {**SIZES, "vocab_size": 260, "num_hidden_layers": 3}}
@@ -71,3 +72,16 @@ def test_the_command_writes_the_tables_of_a_preset(capsys: pytest.CaptureFixture
     assert "whole: ep divides its 8 experts" in {row["tp"] for row in written["params"]}
     assert written["experts"][0].startswith("experts: 32 modules of 8 (")
     assert "under tp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("[0][0]", "argument 1"),
+        ("[0][2]", "argument 3"),
+        ("[1]['position_embeddings'][0]", "position_embeddings[0]"),
+        ("x", "x"),
+    ],
+)
+def test_arguments_of_blocks_are_named_for_readers(place: str, said: str) -> None:
+    assert inspection._argument(place) == said

@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 import samestep
 from samestep import Job, JobError, job_tables, load
 from samestep import job as jobs
+from samestep.building.loss import loss_of
+from samestep.datasets import open_dataset
 from samestep.simulation.simulate import simulate
+from tests import small
 
 DEFAULT = Path(str(resources.files("samestep") / "default_job.toml"))
 
@@ -292,3 +295,88 @@ def test_a_short_run_of_the_default_job_has_no_warm_up() -> None:
     assert jobs.default(["train.steps=8", "schedule.warmup_steps=3"]).schedule.warmup_steps == 3
     with pytest.raises(JobError, match=r"at most 8 works, and so do more steps"):
         jobs.default(["train.steps=8", "schedule.warmup_steps=9"])
+
+
+@pytest.fixture
+def two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A folder with a job file, a text and a module, and another one, in which the process is."""
+    own, here = tmp_path / "own", tmp_path / "here"
+    for folder, letter in ((own, "a"), (here, "b")):
+        (folder / "texts").mkdir(parents=True)
+        (folder / "texts" / "one.txt").write_text(letter * 600)
+    (own / "only_own.txt").write_text("c" * 600)
+    (here / "only_here.txt").write_text("d" * 600)
+    (own / f"own_{own.parent.name}.py").write_text("def loss(outputs, batch):\n    return outputs.sum(), 1\n")
+    _file(own, "[data]\nsource = 'text:texts/one.txt'\nsequence_length = 16")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    return own, here
+
+
+@pytest.mark.parametrize(
+    ("setting", "letter"),
+    [
+        ("", "a"),
+        ("data.source=text:texts/one.txt", "b"),
+        ("data.source='text:texts'", "b"),
+        ("data.source=text:only_here.txt", "d"),
+        ("data.source=text:only_own.txt", ""),
+        ("data.source=text:no.txt", ""),
+        ("data.source=text:~nobody_of_this_name/no.txt", ""),
+        ("data.source=jsonl:~nobody_of_this_name", ""),
+    ],
+)
+def test_paths_are_relative_to_the_job_file_and_those_of_settings_to_the_working_directory(
+    setting: str, letter: str, two_folders: tuple[Path, Path]
+) -> None:
+    job = load("../own/job.toml", [setting] if setting else [])
+    if letter:
+        assert set(open_dataset(job)[0]["input_ids"].tolist()) == {ord(letter)}
+        return
+    with pytest.raises(samestep.DataError, match="there is no"):
+        open_dataset(job)
+
+
+@pytest.mark.parametrize(
+    ("source", "letter"), [("text:only_own.txt", "c"), ("text:only_here.txt", "d"), ("text:{here}/texts", "b")]
+)
+def test_a_path_in_a_job_file_is_found_in_both_folders_and_absolute(
+    source: str, letter: str, two_folders: tuple[Path, Path]
+) -> None:
+    own, here = two_folders
+    job = load(_file(own, f"[data]\nsource = '{source.format(here=here)}'\nsequence_length = 16"))
+    assert set(open_dataset(job)[0]["input_ids"].tolist()) == {ord(letter)}
+    assert job == Job(data={"source": source.format(here=here), "sequence_length": 16})
+
+
+def test_modules_are_found_beside_the_job_file_and_hide_no_installed_ones(two_folders: tuple[Path, Path]) -> None:
+    own, _ = two_folders
+    word = f"own_{own.parent.name}:loss"
+    (own / "colorsys.py").write_text("raise SystemError('the wrong one')")
+    assert loss_of(load(_file(own, f"[train]\nloss = '{word}'"))) is not None
+    with pytest.raises(JobError, match=rf"neither in {own} nor in "):
+        loss_of(load(_file(own, "[train]\nloss = 'no_such_module:loss'")))
+    with pytest.raises(JobError, match="there is no module 'own_"):
+        loss_of(Job(train={"loss": f"own_{own.parent.name}_again:loss"}))
+
+
+def test_a_run_is_resumed_and_evaluated_from_another_folder(
+    two_folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, here = two_folders
+    words = small.settings(train__steps=2, train__global_batch=4, train__evaluate_samples=4)
+    words = [word for word in words if word != "--set"]
+    monkeypatch.chdir(own)
+    settings = [part for word in words for part in ("--set", word)]
+    assert small.main("train", "job.toml", *settings, "--out", "run", "--layout", "dp=1") == 0
+    monkeypatch.chdir(here)
+    more = ["--set", "train.steps=2"]
+    assert small.main("train", "../own/job.toml", *settings, *more, "--resume", "--out", own / "run") == 0
+    capsys.readouterr()
+    assert small.main("evaluate", own / "run") == 0
+    assert "held-out loss" in capsys.readouterr().out
+    # A run that was started before there was such a key goes on where it was started.
+    job = own / "run" / "job.toml"
+    job.write_text("\n".join(line for line in job.read_text().splitlines() if not line.startswith("folder")))
+    monkeypatch.chdir(own)
+    assert small.main("train", "--resume", "--out", "run") == 0

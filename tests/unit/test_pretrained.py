@@ -277,7 +277,7 @@ def test_a_folder_is_told_from_a_family(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ModelError, match=r"there is no folder nowhere/llama"):
         made(Path("nowhere/llama"))
     (tmp_path / "gpt2").mkdir()  # without a config.json, such as a Python package
-    assert Job(model={"source": "hf:gpt2"}).model.folder is None
+    assert Job(model={"source": "hf:gpt2"}).model_folder is None
     saved(tmp_path / "llama", "llama")
     with pytest.raises(ModelError, match=r"hf:\./llama is the folder"):
         made(Path("llama"))

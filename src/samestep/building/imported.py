@@ -13,11 +13,12 @@ from typing import Any, cast
 
 import xxhash
 
+from samestep.datasets.module_search import looked_in, make_importable
 from samestep.errors import InputError, did_you_mean
 
 
-def imported(source: str, key: str, error: type[InputError]) -> Callable[..., Any]:
-    """Return the function `module:function`, looked for in the working directory too; `key` is the job's key.
+def imported(source: str, key: str, error: type[InputError], folder: str | None = None) -> Callable[..., Any]:
+    """Return the function `module:function`, looked for in a job's folder and in the working directory too; `key` is the job's.
 
     Raises:
         error: the text has another form, the import fails, or there is no such function.
@@ -25,10 +26,7 @@ def imported(source: str, key: str, error: type[InputError]) -> Callable[..., An
     module_name, colon, name = source.partition(":")
     if not colon or not module_name or not name:
         raise error(f"{key} = {source!r} is not of the form module:function")
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
-    importlib.invalidate_caches()
+    make_importable(module_name, folder)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
@@ -37,7 +35,7 @@ def imported(source: str, key: str, error: type[InputError]) -> Callable[..., An
         stem = module_name.removesuffix(".py").replace("/", ".")
         works = f": {stem}:{name} works" if stem != module_name and Path(module_name).exists() else ""
         raise error(
-            f"{key}: there is no module {module_name!r}, neither in {here} nor among the installed ones{works}"
+            f"{key}: there is no module {module_name!r}, neither in {looked_in(folder)} nor among the installed ones{works}"
         ) from None
     except Exception as failed:
         raise error(f"{key}: importing {module_name} failed: {type(failed).__name__}: {failed}") from failed

@@ -31,11 +31,11 @@ def loss_of(job: Job) -> LossFunction:
     Raises:
         JobError: there is no loss of this name.
     """
-    return named_loss(job.train.loss)
+    return named_loss(job.train.loss, job.run.folder)
 
 
-def named_loss(name: str) -> LossFunction:
-    """Return the loss that a word of the key `train.loss` names.
+def named_loss(name: str, folder: str | None = None) -> LossFunction:
+    """Return the loss that a word of the key `train.loss` names; a module is looked for in `folder` too.
 
     Raises:
         JobError: there is no loss of this name.
@@ -47,11 +47,11 @@ def named_loss(name: str) -> LossFunction:
         raise JobError(
             f"train.loss = {name!r} is none of {', '.join(losses)}{did_you_mean(name, losses)}, nor module:function"
         )
-    return checked(imported(name, "train.loss", JobError))
+    return checked(imported(name, "train.loss", JobError, folder))
 
 
-def checked(loss: LossFunction) -> LossFunction:
-    """Return the loss, whose results must be a sum that is one number as a tensor, and a count.
+def checked(loss: LossFunction, word: str = "loss") -> LossFunction:
+    """Return the loss, whose results must be a sum that is one number as a tensor, and a count; `word` is its name in errors.
 
     Raises:
         JobError: the returned function: it fails, or the result is something else, such as a mean.
@@ -62,7 +62,7 @@ def checked(loss: LossFunction) -> LossFunction:
     @functools.wraps(loss)
     def called(outputs: Any, batch: Any) -> tuple[Tensor, Tensor | int]:
         try:
-            with failures_of(f"the loss {name}, a function (outputs, batch) -> (sum, count),", JobError):
+            with failures_of(f"the {word} {name}, a function (outputs, batch) -> (sum, count),", JobError):
                 result = loss(outputs, batch)
         except JobError as error:
             if isinstance(error.__cause__, torch.OutOfMemoryError):
@@ -70,10 +70,10 @@ def checked(loss: LossFunction) -> LossFunction:
             raise
         if isinstance(result, (tuple, list)) and len(result) == 2:
             total, count = result
-            if isinstance(total, Tensor) and total.numel() == 1 and _is_number(count):
+            if isinstance(total, Tensor) and total.numel() == 1 and not total.is_complex() and _is_number(count):
                 return total.reshape(()), torch.as_tensor(count, device=total.device).reshape(())
         raise JobError(
-            f"the loss {name} returned {_shown(result)}; (sum, count) works: a "
+            f"the {word} {name} returned {_shown(result)}; (sum, count) works: a "
             "tensor of one number, and the number of tokens or samples that it sums over"
         )
 
@@ -81,7 +81,11 @@ def checked(loss: LossFunction) -> LossFunction:
 
 
 def _is_number(value: Any) -> bool:
-    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float | np.number)
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float | np.number) and bool(
+        value >= 0
+    )  # of a tensor the host would wait for its device
 
 
 def _shown(value: Any) -> str:
@@ -89,7 +93,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_shown, value))})"
     if isinstance(value, Tensor):
-        return f"a tensor {list(value.shape)}"
+        return f"a tensor {list(value.shape)}{' of complex numbers' * value.is_complex()}"
     return "None" if value is None else f"a {type(value).__name__}"
 
 

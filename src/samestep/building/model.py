@@ -60,7 +60,7 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
         ModelError: transformers, the family, a field, the module or the function does not exist.
     """
     source, config, adaptation = job.model.source, job.model.config, Adaptation(job.model.freeze, job.model.lora)
-    if job.model.folder is not None:
+    if job.model_folder is not None:
         tokens = functools.partial(_num_tokens, job) if job.model.resize_embeddings is not None else None
         return pretrained_source(_folder_of(job), config, job.model.task, adaptation, tokens)
     if job.model.resize_embeddings is not None:
@@ -78,7 +78,7 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
         raise ModelError(
             f"model.source = {source!r} is not of the form module:function, hf:FAMILY or hf:PATH{near_family(source)}"
         )
-    function = imported(source, "model.source", ModelError)
+    function = imported(source, "model.source", ModelError, job.run.folder)
     try:
         inspect.signature(function).bind(**config)
     except TypeError as error:
@@ -109,7 +109,7 @@ def configuration_of(job: Job) -> Any:
     Raises:
         ModelError: the family, the folder or a field does not exist.
     """
-    if job.model.folder is not None:
+    if job.model_folder is not None:
         return folder_config(_folder_of(job), job.model.config, job.model.task)
     if job.model.source.startswith("hf:"):
         return family_config(job.model.source.removeprefix("hf:"), job.model.config, job.model.task)
@@ -122,7 +122,7 @@ def _folder_of(job: Job) -> Path:
     Raises:
         ModelError: it has the name of a family, without a separator; or transformers is not installed.
     """
-    folder, name = job.model.folder, job.model.source.removeprefix("hf:")
+    folder, name = job.model_folder, job.model.source.removeprefix("hf:")
     assert folder is not None
     check_installed(job.model.source)
     if "/" not in name and is_family(name):

@@ -16,7 +16,7 @@ from samestep.building.combined_optimizer import CombinedOptimizer
 from samestep.building.imported import imported
 from samestep.errors import JobError, did_you_mean, failures_of
 from samestep.job import Job
-from samestep.job_tables import OptimizerTable, ScheduleTable, matches
+from samestep.job_tables import OptimizerTable, matches
 
 # -- the optimizer ---------------------------------------------------------------------------------
 
@@ -34,11 +34,14 @@ def optimizer_of(job: Job) -> Callable[[list[tuple[str, Tensor]]], Optimizer]:
     Raises:
         JobError: torch.optim has no such class, or the class no such option; the returned function: a value is wrong.
     """
-    table = job.optimizer
+    table, folder = job.optimizer, job.run.folder
     if ":" in table.name:
-        return functools.partial(_from_function, imported(table.name, "optimizer.name", JobError), table.name)
+        return functools.partial(_from_function, imported(table.name, "optimizer.name", JobError, folder), table.name)
+    for index, group in enumerate(table.groups):
+        if group.name is not None and ":" in group.name:
+            imported(group.name, f"optimizer.groups.{index}.name", JobError, folder)
     _check_settings(table, _optimizer_class(table.name, "optimizer.name"))
-    return functools.partial(_make_optimizer, table)
+    return functools.partial(_make_optimizer, table, folder)
 
 
 def _check_settings(table: OptimizerTable, kind: type[Optimizer]) -> None:
@@ -51,7 +54,6 @@ def _check_settings(table: OptimizerTable, kind: type[Optimizer]) -> None:
     for index, group in enumerate(table.groups):
         own = f"optimizer.groups.{index}"
         if group.name is not None and ":" in group.name:
-            imported(group.name, f"{own}.name", JobError)
             continue
         of_group = kind if group.name is None else _optimizer_class(group.name, f"{own}.name")
         decay = table.weight_decay if group.weight_decay is None else group.weight_decay
@@ -92,7 +94,7 @@ def _from_function(function: Callable[..., Any], source: str, named: list[tuple[
     raise JobError(f"optimizer: {source} returned a {type(optimizer).__name__}, not a torch optimizer")
 
 
-def _make_optimizer(table: OptimizerTable, named: list[tuple[str, Tensor]]) -> Optimizer:
+def _make_optimizer(table: OptimizerTable, folder: str | None, named: list[tuple[str, Tensor]]) -> Optimizer:
     """Return the optimizer over the parameters, in groups with weight decay and without, and in those of the job.
 
     Groups that name a class or a function have an optimizer of that class, or the function's, with none of the job's options.
@@ -105,14 +107,14 @@ def _make_optimizer(table: OptimizerTable, named: list[tuple[str, Tensor]]) -> O
         number = table.group_number(name)
         own = (number and table.groups[number - 1].name) or ""
         members.setdefault(own if ":" in own else own.lower(), []).append((name, tensor))
-    made = [_member_of(own, table, members.get(own, [])) for own in sorted(members) or [""]]
+    made = [_member_of(own, table, folder, members.get(own, [])) for own in sorted(members) or [""]]
     return made[0] if len(made) == 1 else CombinedOptimizer(made)
 
 
-def _member_of(own: str, table: OptimizerTable, named: list[tuple[str, Tensor]]) -> Optimizer:
+def _member_of(own: str, table: OptimizerTable, folder: str | None, named: list[tuple[str, Tensor]]) -> Optimizer:
     """Return the optimizer of one class, or of a function, over its parameters; "" is the job's own class."""
     if ":" in own:
-        return _from_function(imported(own, "optimizer.groups", JobError), own, named)
+        return _from_function(imported(own, "optimizer.groups", JobError, folder), own, named)
     kind = _optimizer_class(own or table.name, "optimizer.name")
     accepted = inspect.signature(kind).parameters
     options = _options({} if own else table.options)
@@ -192,18 +194,19 @@ def _can_fuse(kind: type[Optimizer], tensors: Sequence[Tensor]) -> bool:
     return all(type(tensor) in (Tensor, nn.Parameter) and tensor.dtype in dtypes for tensor in tensors)
 
 
-def learning_rate_factor(schedule: ScheduleTable, num_steps: int) -> Callable[[int], float]:
+def learning_rate_factor(job: Job) -> Callable[[int], float]:
     """Return a function from the step, from 0, to the factor on the learning rate: up to 1, then down to final_ratio.
 
-    Step `warmup_steps` has the whole learning rate, step `num_steps - 1` and all later ones the last. With f the fraction of the
+    Step `warmup_steps` has the whole learning rate, step `train.steps - 1` and all later ones the last. With f the fraction of the
     decay that is left, the learning rate is proportional to f (linear), f^power (polynomial) or (1 - cos(pi f)) / 2 (cosine); wsd,
     by Hu et al. 2024 (arXiv:2404.06395), is constant up to the last `decay_steps`, and linear in them.
 
     Raises:
         JobError: the job's function cannot be imported; the returned function: it fails, or returns no factor.
     """
+    schedule, num_steps = job.schedule, job.train.steps
     warmup, last = schedule.warmup_steps, num_steps - 1
-    own = imported(schedule.name, "schedule.name", JobError) if ":" in schedule.name else None
+    own = imported(schedule.name, "schedule.name", JobError, job.run.folder) if ":" in schedule.name else None
     first = last - schedule.decay_steps if schedule.name == "wsd" else warmup
 
     def factor(step: int) -> float:

@@ -107,7 +107,9 @@ class PretrainedForm:
         """
         if self.job.model.lora is not None:
             model = self.job.model
-            adapters.configuration(self.module, self.job.model.lora, model.folder, model.task).save_pretrained(folder)
+            adapters.configuration(self.module, self.job.model.lora, self.job.model_folder, model.task).save_pretrained(
+                folder
+            )
             return
         config: Any = copy.deepcopy(self.module.config)
         families.allow_cache(config)
@@ -200,7 +202,7 @@ def _conversions(module: nn.Module) -> list[Any]:
 
 def unread_tokenizer(job: Job) -> Path | None:
     """Return the folder of the model's own tokenizer where the job encodes its text as bytes instead."""
-    folder = job.model.folder
+    folder = job.model_folder
     if folder is None or job.data.tokenizer != "bytes" or not job.data.is_text:
         return None
     return folder if any(True for _ in folder.glob("tokenizer*")) else None
@@ -208,10 +210,10 @@ def unread_tokenizer(job: Job) -> Path | None:
 
 def _beside(job: Job) -> Iterator[Path]:
     """Yield the files that are copied: of the tokenizer's folder, or else of the folder that the run started from."""
-    source = job.model.folder
+    source = job.model_folder
     tokens = source if job.data.tokenizer == "bytes" and not job.data.is_text else None
     if job.data.tokenizer != "bytes":
-        tokens = Path(job.data.tokenizer).expanduser()
+        tokens = job.place_of(job.data.tokenizer)
     if tokens is not None:
         yield from sorted({path for pattern in _OF_TOKENIZERS for path in tokens.glob(pattern) if path.is_file()})
     if source is not None and (source / GENERATION).is_file():

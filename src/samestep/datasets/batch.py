@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from samestep import calls
 from samestep.datasets.order import Integers, draw_key, sample_indices
 from samestep.datasets.read_ahead import ReadAhead, Wanted
 from samestep.errors import DataError, ModelError, failures_of
@@ -199,6 +200,8 @@ def evaluated_batch(given: Any, method: str) -> Any:
     """
     if hasattr(given, "shares") or isinstance(given, _VALUES):
         return checked_batch(given, method)
+    if isinstance(given, type):
+        raise DataError(f"{method} was given the class {given.__name__}: a data set works, such as {given.__name__}()")
     check_map_style(given, f"{method} was given")
     if not len(given):
         raise DataError(f"{method} was given a data set without samples; one sample is the least that works")
@@ -209,6 +212,7 @@ _VALUES = (dict, list, tuple, str, bytes, Tensor, np.ndarray, type(None))
 """What a loader of torch yields, which holds the values of samples and not their indices."""
 
 
+@calls.checked
 def batches(dataset: Dataset, job: Job, first_step: int = 0) -> BatchStream:
     """Yield the batches of steps `first_step` to `job.train.steps - 1`; nothing is read from the dataset.
 
@@ -221,6 +225,8 @@ def batches(dataset: Dataset, job: Job, first_step: int = 0) -> BatchStream:
     check_map_style(dataset, "the dataset is")
     if len(dataset) < 1:
         raise DataError("the dataset has no samples; one sample is the least that works")
+    if first_step < 0:
+        raise DataError(f"first_step = {first_step}: steps are counted from 0, and run.steps_taken goes on with a run")
     return BatchStream(dataset, job, first_step)
 
 

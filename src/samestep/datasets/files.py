@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import importlib
 import io
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,7 +56,7 @@ def existing(path: str, source: str) -> Path:
     Raises:
         DataError: there is none; the text names the nearest names in that folder.
     """
-    place = Path(path).expanduser()
+    place = Path(os.path.expanduser(path))
     if path and place.exists():
         return place
     if not path:

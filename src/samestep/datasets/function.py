@@ -7,8 +7,6 @@ tuples of tensors, arrays and numbers.
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from samestep.datasets.batch import Dataset, SampleDraw, check_map_style, read_samples
+from samestep.datasets.module_search import looked_in, make_importable
 from samestep.datasets.split import Split, named, part_of
 from samestep.errors import DataError, did_you_mean, failures_of
 from samestep.job_tables import DataTable
@@ -44,15 +43,15 @@ class DatasetSlice:
         return read_samples(self.dataset, indices + self.part.start, draw)
 
 
-def function_part(data: DataTable, split: Split) -> DatasetSlice:
-    """Return one part of the dataset that the user's function returns.
+def function_part(data: DataTable, split: Split, folder: str | None = None) -> DatasetSlice:
+    """Return one part of the dataset that the user's function returns; its module is looked for in `folder` too.
 
     Raises:
         DataError: there is no such function, or it returns no map-style dataset.
     """
     source = data.source
     with failures_of(f"data.source: {source}", DataError):
-        dataset = _function(source)()
+        dataset = _function(source, folder)()
     check_map_style(dataset, f"{source} returned")
     part = DatasetSlice(dataset, part_of(len(dataset), data.held_out, split))
     if not len(part):
@@ -60,19 +59,18 @@ def function_part(data: DataTable, split: Split) -> DatasetSlice:
     return part
 
 
-def _function(source: str) -> Any:
+def _function(source: str, folder: str | None) -> Any:
     """Import and return the function that `module:function` names."""
     name, _, attribute = source.partition(":")
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does; it stays there for imports that the function makes later
-    importlib.invalidate_caches()
+    make_importable(name, folder)
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module exists but imports one that does not: the error names it
-        raise DataError(f"{source}: there is no module {name!r} in {here} or among the installed ones") from None
+        raise DataError(
+            f"{source}: there is no module {name!r}, neither in {looked_in(folder)} nor among the installed ones"
+        ) from None
     function = getattr(module, attribute, None)
     if callable(function):
         return function

@@ -55,6 +55,7 @@ def open_dataset(job: Job, split: Split = "train", classes: Sequence[str] | None
     """
     data = job.data
     word, colon, rest = data.source.partition(":")
+    rest = str(job.place_of(rest)) if rest and f"{word}:PATH" in SOURCES else rest
     match f"{word}{colon}":
         case "mixture":
             classes = classes if classes is not None else _classes(job)
@@ -77,7 +78,7 @@ def open_dataset(job: Job, split: Split = "train", classes: Sequence[str] | None
             rows = jsonl_rows(rest) if word == "jsonl" else _TABLES[word](rest, data.text_field)
             return packed_part(rows, open_tokenizer(job), tokenizer_key(job), data, split)
     if re.fullmatch(r"[\w.]+:\w+", data.source):
-        return function_part(data, split)
+        return function_part(data, split, job.run.folder)
     words = {name.partition(":")[0]: name for name in SOURCES if name != "module:function"}
     meant = f" (did you mean {words[word]}?)" if word in words else did_you_mean(word, words)
     raise DataError(
@@ -106,7 +107,7 @@ def open_held_out(job: Job) -> dict[str, Dataset]:
 def _classes(job: Job) -> tuple[str, ...] | None:
     """Return the names of the classes in the images that a job trains on, in order; None where it trains on none."""
     sources = [
-        source.removeprefix("images:")
+        str(job.place_of(source.removeprefix("images:")))
         for source in job.data.mixture or (job.data.source,)
         if source.startswith("images:")
     ]

@@ -46,9 +46,9 @@ def of_job(job: Job, dataset: Dataset) -> Stamp:
     data = job.data
     each = dataset.parts if isinstance(dataset, Mixture) else (dataset,)
     parts = dict(zip(data.mixture or (data.source,), each, strict=True))
-    found = [_of_source(source, part, job.train.seed) for source, part in parts.items()]
+    found = [_of_source(source, part, job) for source, part in parts.items()]
     if data.is_text and data.tokenizer != "bytes":
-        folder = Path(data.tokenizer).expanduser()
+        folder = job.place_of(data.tokenizer)
         files = sorted(file for file in folder.iterdir() if file.is_file())
         found.append({"kind": "tokenizer", "name": data.tokenizer, **_of_files(files, folder)})
     return found
@@ -92,14 +92,14 @@ def _other_files(before: dict[str, Any], after: dict[str, Any]) -> str:
 # -- one source ------------------------------------------------------------------------------------
 
 
-def _of_source(source: str, dataset: Dataset, seed: int) -> dict[str, Any]:
+def _of_source(source: str, dataset: Dataset, job: Job) -> dict[str, Any]:
     word, _, path = source.partition(":")
     if word in _OF_FILES:
-        place = Path(path).expanduser()
+        place = job.place_of(path)
         return {"kind": word, "name": source, **_of_files(_files_at(word, place), place)}
     if word in ("topics", "stdlib"):
         return {"kind": word, "name": source, **_of_texts(topics() if word == "topics" else stdlib())}
-    return {"kind": "samples", "name": source, **_of_samples(dataset, seed)}
+    return {"kind": "samples", "name": source, **_of_samples(dataset, job.train.seed)}
 
 
 def _files_at(word: str, place: Path) -> list[Path]:

@@ -13,6 +13,7 @@ end and blocks between them are looked at, at places that a seed draws.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,7 +60,7 @@ _MOST_HIGH, _LARGE = 15, 4096
 
 def index_at(path: str) -> Path | None:
     """Return Megatron's index of a path: of an index, of the file beside it, or of the prefix that both have; None without one."""
-    place = Path(path).expanduser()
+    place = Path(os.path.expanduser(path))
     if place.suffix == ".idx" and place.is_file():
         return place
     if place.suffix == ".bin" and place.is_file():

@@ -225,7 +225,7 @@ def open_tokenizer(job: Job) -> Tokenizer:
     name = job.data.tokenizer
     if name == "bytes":
         return ByteTokenizer()
-    folder = existing(name, f"tokenizer {name!r} is neither 'bytes' nor a folder")
+    folder = existing(str(job.place_of(name)), f"tokenizer {name!r} is neither 'bytes' nor a folder")
     if not folder.is_dir():
         raise DataError(f"tokenizer {name!r} is a file; give the folder it is in: {folder.parent}")
     file = folder / "tokenizer.json"
@@ -264,7 +264,7 @@ def tokenizer_key(job: Job) -> tuple[str, ...]:
     """Return what names the tokenizer of a job: its files as they are now, and the library that reads them."""
     if job.data.tokenizer == "bytes":
         return ("bytes",)
-    folder = Path(job.data.tokenizer).expanduser()
+    folder = job.place_of(job.data.tokenizer)
     versions = [f"{name} {metadata.version(name)}" for name in ("tokenizers", "transformers") if _is_installed(name)]
     return (*versions, *stamps(sorted(file for file in folder.iterdir() if file.is_file())))
 

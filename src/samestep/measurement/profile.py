@@ -20,7 +20,7 @@ from typing import Any, overload
 import tomli_w
 import torch
 
-from samestep import hardware
+from samestep import calls, hardware
 from samestep.errors import InputError
 from samestep.hardware import Hardware
 from samestep.job import Job
@@ -46,6 +46,7 @@ def measure(*, out: str | Path | None = None, ranks: int | None = None, device: 
 def measure(job: Job, *, layouts: Iterable[Layout | str]) -> StepTimes: ...
 
 
+@calls.checked
 def measure(
     job: Job | None = None,
     *,

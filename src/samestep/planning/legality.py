@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from samestep import calls
 from samestep.errors import InputError, LayoutError
 from samestep.job import Job
 from samestep.layout import Layout, check_degree
@@ -135,6 +136,7 @@ def row_of(model: ModelSpec, job: Job, layout: Layout) -> Row:
     return Row(layout, memory=at_rest(program), sent=_sent(program))
 
 
+@calls.checked
 def layouts(job: Job, devices: int, *, switches: bool = False) -> tuple[Row, ...]:
     """Try every layout that a job may have on a number of devices; what is refused stands there with its reason.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from samestep import calls
 from samestep.errors import InputError
 from samestep.hardware import Hardware, resolve_hardware
 from samestep.job import Job
@@ -26,6 +27,7 @@ MOST_ROWS = 50
 """Layouts that a plan ranks at most: each of them, and many that might be among them, are played."""
 
 
+@calls.checked
 def plan(
     job: Job,
     devices: int,

@@ -163,7 +163,10 @@ class Plan:
     @cached_property
     def digests(self) -> dict[str, str]:
         """The digests of the job and the hardware, which tell this plan from those of others."""
-        texts = {"job": self.job.model_dump_json(), "hardware": json.dumps(asdict(self.hardware), sort_keys=True)}
+        texts = {
+            "job": self.job.model_dump_json(exclude={"run": {"folder"}}),
+            "hardware": json.dumps(asdict(self.hardware), sort_keys=True),
+        }
         return {name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}
 
     @cached_property

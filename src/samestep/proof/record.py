@@ -112,8 +112,8 @@ def key_of(job: Job, layout: Layout) -> str:
     if colon and kind in ("text", "tokens", "jsonl", "hf"):
         data["source"] = kind
     data["tokenizer"] = Path(job.data.tokenizer).name
-    if job.model.folder is not None:  # a proof holds wherever the folder lies
-        tables["model"]["source"] = digest_of(job.model.folder)
+    if job.model_folder is not None:  # a proof holds wherever the folder lies
+        tables["model"]["source"] = digest_of(job.model_folder)
     versions = {name: _version(name) for name in _VERSIONS}
     files = sorted(xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in _files_of(job))
     compiled = job.run.compile_backend if job.run.compile != "none" else ""

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep import calls
 from samestep.building.families import facts_named, family_of
 from samestep.building.loss import loss_of, named_loss
 from samestep.building.model import configuration_of, model_source
@@ -54,6 +55,7 @@ from samestep.runtime.processes.join import RankInfo
 Precision = Literal["job", "float64"]
 
 
+@calls.checked
 def verify(
     job: Job | None = None,
     *,

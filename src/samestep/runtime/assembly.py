@@ -408,7 +408,7 @@ def _updated(decided: _Decided, mesh: meshes.Mesh, store: WeightStore) -> Weight
         averages=WeightAverages(job.train.ema) if job.train.ema is not None else None,
         follows_schedule=job.schedule.name != "constant" or job.schedule.warmup_steps > 0,
     )
-    return Weights(store=store, updater=updater, lr_factor=learning_rate_factor(job.schedule, job.train.steps))
+    return Weights(store=store, updater=updater, lr_factor=learning_rate_factor(job))
 
 
 def _pending(model: nn.Module, program: Program, mesh: meshes.Mesh) -> Callable[[], AbstractContextManager[None]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from samestep.building.loss import as_number
+from samestep.building.loss import as_number, checked
 from samestep.errors import ModelError
 from samestep.runtime import microbatches
 from samestep.runtime.assembly import Assembly, set_modes
@@ -42,6 +42,7 @@ def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | No
     size = parallel.batch_norms.evaluated_at_once(parallel.program.step.microbatch_samples * dp)
     everything = batch.shares(0, 1, 1)[0]
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    used = assembly.objective.loss if measure is None else checked(measure, "measure")
     with _forward_only(assembly):
         for start in range(0, max(1, len(everything)), size):
             part = everything[start : start + size]
@@ -53,7 +54,7 @@ def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | No
             if outputs is not None:
                 if measure is not None:
                     outputs = tensor.whole_logits(outputs, parallel.program, mesh)
-                loss_sum, count = (measure or assembly.objective.loss)(outputs, parallel.slicing.part(samples))
+                loss_sum, count = used(outputs, parallel.slicing.part(samples))
                 totals += torch.stack([as_number(loss_sum, totals), as_number(count, totals)]) * weight
     if mesh.size("world") > 1:
         dist.all_reduce(totals)

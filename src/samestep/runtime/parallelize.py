@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep import calls
 from samestep.building.loss import named_loss
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.preparation import Loss, Source
-from samestep.runtime.processes import join
+from samestep.runtime.processes import join, mesh
 from samestep.runtime.run import Run
 
 
+@calls.checked
 def parallelize(
     model: Callable[[], nn.Module] | nn.Module,
     loss: Loss | str,
@@ -52,6 +54,7 @@ def parallelize(
     where = Layout.parse(layout) if isinstance(layout, str) else layout
     if layout == "":
         where = Layout(dp_replicate=place.world_size)
+    mesh.check_world(where)
     loss = named_loss(loss) if isinstance(loss, str) else loss
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from samestep import calls
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.datasets.batch import Dataset, checked_batch, evaluated_batch
 from samestep.job import Job
@@ -155,6 +156,7 @@ class Run:
         self.assembly.weights.store.settle()
         self._own.adopt(change)
 
+    @calls.checked
     def save(self, folder: str | Path) -> Path:
         """Write a checkpoint below `folder`, named by the steps taken, and return its folder.
 
@@ -172,6 +174,7 @@ class Run:
             return checkpoint.copied(self, self._load_from, Path(folder))
         return checkpoint.save(self, Path(folder), self.job.checkpoint.keep)
 
+    @calls.checked
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write the model as a new folder that transformers' `from_pretrained` loads as it is, and return it.
 
@@ -189,6 +192,7 @@ class Run:
         checkpoint.save_pretrained(self, form, Path(folder))
         return Path(folder)
 
+    @calls.checked
     def load(self, folder: str | Path) -> None:
         """Continue from a checkpoint that any layout has saved; of a folder of checkpoints, from the newest.
 
@@ -271,6 +275,7 @@ class Run:
         """
         return self._stepper.forward_backward(self.labelled(batch))
 
+    @calls.checked
     def evaluate(self, batch: StepBatch | Dataset, measure: Loss | None = None) -> tuple[float, float]:
         """Return the sum of the loss over a batch, and the tokens or samples it counts, without gradients.
 

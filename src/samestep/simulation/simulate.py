@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from samestep import calls
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware, resolve_hardware
 from samestep.job import Job
@@ -14,6 +15,7 @@ from samestep.program.update_rules import states_per_param
 from samestep.simulation.prediction import Prediction, predict
 
 
+@calls.checked
 def simulate(
     job: Job,
     layout: Layout | str | None = None,

@@ -41,11 +41,10 @@ class DryRun:
     """The chosen layout and the reason for it, as text; empty where the layout was given."""
 
     def to_text(self) -> str:
-        """Return the text for a terminal: the job as TOML, the layout, and a line for each rank."""
+        """Return the text for a terminal: the layout, a line for each rank, and the job as TOML."""
         count, size, ranks = self.num_microbatches, self.microbatch_samples, len(self.ranks)
         lines = [self.why] if self.why else []
         lines += [
-            self.job.to_toml(),
             f'layout "{self.layout}": {ranks} rank{"s" * (ranks > 1)}, {count} micro-batch{"es" * (count > 1)} '
             f"of at most {size} sample{'s' * (size > 1)}",
         ]
@@ -55,7 +54,7 @@ class DryRun:
                 f"rank {rank}: weights {held.weights:,} B, gradients {held.gradients:,} B, "
                 f"optimizer {held.optimizer:,} B; samples of step 1: {' '.join(map(str, share.samples)) or 'none'}"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, "", self.job.to_toml()])
 
 
 def dry_run(

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from samestep import calls
 from samestep.building.initial_values import Blueprint
 from samestep.building.merging import Merged
 from samestep.building.model import blueprint_of
@@ -42,6 +43,7 @@ class Exported:
         return f"{self.folder}: the weights after step {self.step}, {self.size_bytes:,} bytes, from {self.checkpoint}"
 
 
+@calls.checked
 def export(
     run: str | Path | None,
     out: str | Path,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class FirstWeights:
         Raises:
             CheckpointError: there are none, they are damaged, or they are those of another model; it names the first that differs.
         """
-        path = Path(path).expanduser()
+        path = Path(os.path.expanduser(path))
         if (path / weight_files.CONFIG).is_file():
             return cls._of_folder(path, job)
         if (path / torch_checkpoint.NAME).is_file():

@@ -8,7 +8,6 @@ that they started before (`train` notes its words, each with the file of its mod
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from samestep.datasets import module_search
 from samestep.datasets.source import SOURCES
 from samestep.errors import CheckpointError
 from samestep.job import Job
@@ -40,7 +40,7 @@ def note(job: Job) -> None:
     Where the home folder cannot be written, nothing is noted, and `--allow code` is needed later.
     """
     for word in code_of(job):
-        if file := _file_of(word):
+        if file := _file_of(word, job.run.folder):
             place = _noted(word, file)
             with contextlib.suppress(OSError, RuntimeError):
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def refuse(job: Job, origin: Path, own: Job | None = None) -> None:
     """
     said = code_of(own) if own is not None else ()
     for word in code_of(job):
-        if word not in said and not _is_noted(word):
+        if word not in said and not _is_noted(word, job.run.folder):
             raise CheckpointError(
                 f"{origin} names the function {word}, which no run of yours has named: --allow {ALLOW} runs it, "
                 f"if you trust who wrote this folder"
@@ -83,8 +83,8 @@ def _code_in(value: Any, keys: tuple[str, ...]) -> Iterator[str]:
             yield from _code_in(held, keys)
 
 
-def _is_noted(word: str) -> bool:
-    file = _file_of(word)
+def _is_noted(word: str, folder: str | None) -> bool:
+    file = _file_of(word, folder)
     try:
         return bool(file) and _noted(word, file).is_file()
     except (OSError, RuntimeError):
@@ -95,16 +95,14 @@ def _noted(word: str, file: str) -> Path:
     return Path.home() / ".cache" / "samestep" / "code" / xxhash.xxh3_128_hexdigest(f"{word}\n{file}".encode())
 
 
-def _file_of(word: str) -> str:
+def _file_of(word: str, folder: str | None) -> str:
     """Return the file of the outermost package of a function, without running it; empty where there is none."""
     root = word.partition(":")[0].partition(".")[0]
     if root in sys.modules:
         found = getattr(sys.modules[root], "__file__", None)
         return str(Path(found).resolve()) if found else ""
-    here = str(Path.cwd())
     with contextlib.suppress(ImportError, ValueError, AttributeError):
-        importlib.invalidate_caches()
-        spec = importlib.machinery.PathFinder.find_spec(root, [here, *sys.path])
+        spec = module_search.spec_of(root, folder)
         if spec is not None and spec.origin:
             return str(Path(spec.origin).resolve())
     return ""

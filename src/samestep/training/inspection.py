@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from samestep import calls
 from samestep.job import Job
 from samestep.models import catalog
 from samestep.models.analysis import StateSpec
@@ -151,8 +152,8 @@ class Inspection:
         else:
             yield "samples: apart, in dimension 0 of the batch"
         if spec.length:
-            places = ", ".join(f"{dim} of {place}" for place, dim in spec.slices)
-            where = f" in the arguments of blocks, along dimension {places}" if places else ""
+            places = ", ".join(f"{_argument(place)} along dimension {dim}" for place, dim in spec.slices)
+            where = f" in the arguments of blocks: {places}" if places else ""
             sliced = f"cp is refused, {spec.slice_refusal}" if spec.slice_refusal else f"cp slices them{where}"
             yield f"tokens: {spec.length} a sample; {sliced}"
             if spec.sequence_refusal:
@@ -186,6 +187,15 @@ def _without_names(row: tuple[LayerSpec, int, str]) -> tuple[object, ...]:
     return layer.is_block, layer.forward_flops, layer.saved_elements, *rest
 
 
+def _argument(place: str) -> str:
+    """Return a place among the arguments of a block, positional ones and those with names, for a reader."""
+    found = re.fullmatch(r"\[([01])\]\[([^]]*)\](.*)", place, re.DOTALL)
+    if found is None:
+        return place
+    word = f"argument {int(found[2]) + 1}" if found[1] == "0" else found[2].strip("'")
+    return word + found[3]
+
+
 def _shown(cell: Any) -> str:
     if isinstance(cell, list):
         return " x ".join(map(str, cell)) or "a number"
@@ -205,6 +215,7 @@ def _crossing(one: Crossing) -> str:
     return f"{size}{dtype}{'' if one.takes_gradient else ', without a gradient'}"
 
 
+@calls.checked
 def inspect(job: Job) -> Inspection:
     """Return what is known of the model of a job: of a preset its shape, of other models all that their trace shows.
 

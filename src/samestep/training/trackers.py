@@ -47,7 +47,7 @@ def check(job: Job) -> None:
     """
     for word in job.run.report:
         if word not in SERVICES:
-            _function_of(word)
+            _function_of(word, job.run.folder)
         elif importlib.util.find_spec(word) is None:
             raise JobError(f'run.report = "{word}": {word} is not installed here; pip install {word} works')
 
@@ -63,7 +63,7 @@ def opened(job: Job, folder: Path, first_step: int) -> list[Tracker]:
         trackers.append(_TensorBoard(folder / "tensorboard", first_step))
     for word in job.run.report:
         try:
-            trackers.append(_STARTS[word](job, folder) if word in _STARTS else _Function(word))
+            trackers.append(_STARTS[word](job, folder) if word in _STARTS else _Function(word, job.run.folder))
         except SamestepError:
             raise
         except Exception as error:  # no account, no network, a folder that cannot be written
@@ -71,8 +71,8 @@ def opened(job: Job, folder: Path, first_step: int) -> list[Tracker]:
     return trackers
 
 
-def _function_of(word: str) -> Callable[..., Any]:
-    return imported(word, "run.report", JobError)
+def _function_of(word: str, folder: str | None) -> Callable[..., Any]:
+    return imported(word, "run.report", JobError, folder)
 
 
 class _TensorBoard:
@@ -147,8 +147,8 @@ _STARTS: Mapping[str, Callable[[Job, Path], Tracker]] = {"wandb": _Wandb, "mlflo
 class _Function:
     """A function of the user's, called with each report."""
 
-    def __init__(self, source: str) -> None:
-        self._source, self._function = source, _function_of(source)
+    def __init__(self, source: str, folder: str | None) -> None:
+        self._source, self._function = source, _function_of(source, folder)
 
     def add(self, report: StepReport, scalars: Mapping[str, float]) -> None:
         with failures_of(f'step {report.step}: run.report = "{self._source}"', JobError):

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from samestep import calls
 from samestep.building.pretrained_form import unread_tokenizer
 from samestep.datasets import Dataset, batches
 from samestep.errors import JobError, OutOfMemoryError, RunError, WorkerError
@@ -100,6 +101,7 @@ class Summary:
         return cls(**{**values, "folder": Path(record["folder"])})
 
 
+@calls.checked
 def train(
     job: Job,
     *,
@@ -498,5 +500,5 @@ def _warn(checked: Checked, place: RankInfo | None, meeting: Meeting | None) -> 
 
 def _write_head(checked: Checked) -> None:
     """Write the resolved job and the layout into the run folder."""
-    write_whole(checked.folder / run_folder.JOB, checked.job.to_toml())
+    write_whole(checked.folder / run_folder.JOB, checked.job.to_toml(with_folder=True))
     write_whole(checked.folder / "layout.txt", f"{checked.layout}\n")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from samestep import calls
 from samestep.building.families import facts_of, quiet
 from samestep.building.initial_values import fill_rest
 from samestep.building.model import blueprint_of
@@ -109,6 +110,7 @@ class Evaluation:
         return f"{self.checkpoint}: {losses} over {self.samples} samples, after step {self.step}"
 
 
+@calls.checked
 def evaluate(
     run: str | Path | None = None, *, samples: int | None = None, ema: bool = False, allow_code: bool = False
 ) -> Evaluation:
@@ -134,6 +136,7 @@ def evaluate(
     return Evaluation(stored.checkpoint, stored.manifest["step"], losses[judge], samples, losses, judge)
 
 
+@calls.checked
 def sample(
     run: str | Path | None = None,
     prompt: str = "",

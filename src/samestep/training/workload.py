@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from samestep.building.families import facts_of
-from samestep.building.loss import loss_of, right_answers, target_of
+from samestep.building.loss import IGNORED_LABEL, loss_of, right_answers, target_of
 from samestep.building.model import model_source
 from samestep.building.optimizer import check_groups, learning_rate_factor, optimizer_of
 from samestep.datasets import (
@@ -64,7 +64,7 @@ class Workload:
         self.dataset = open_dataset(job, "train")
         self.held_out = open_held_out(job)
         optimizer = optimizer_of(job)
-        learning_rate_factor(job.schedule, job.train.steps)(job.schedule.warmup_steps)
+        learning_rate_factor(job)(job.schedule.warmup_steps)
         self.example = example_of(self.dataset)
         source = Source(model_source(job), loss_of(job), optimizer, job.model.source)
         prepared = prepared_for(source, job, self.example, layout)
@@ -113,10 +113,11 @@ class Workload:
 
     @property
     def counted(self) -> str:
-        """The word on the screen for what the loss counts: tokens, or the images or other samples that have one label each."""
+        """The word on the screen for what the loss counts: tokens, those whose labels are not masked where some are, or the images or
+        other samples that have one label each."""
         leaves = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, torch.Tensor)]
         if any(leaf.dim() > 1 and not leaf.is_floating_point() for leaf in leaves):
-            return "tok"
+            return "counted tok" if any(_is_masked(leaf) for leaf in leaves) else "tok"
         return "images" if any(leaf.dim() == 4 for leaf in leaves) else "samples"
 
     @property
@@ -131,6 +132,11 @@ class Workload:
         """The remarks that a user should read about the data, each with its file."""
         parts = (self.dataset, *self.held_out.values())
         return tuple(dict.fromkeys(remark for part in parts for remark in remarks_on(part)))
+
+
+def _is_masked(leaf: torch.Tensor) -> bool:
+    """Return whether some elements are labels that the loss leaves out."""
+    return not leaf.is_floating_point() and not leaf.is_meta and bool((leaf == IGNORED_LABEL).any())
 
 
 def evaluated_weights(run: Run) -> AbstractContextManager[None]:
@@ -218,7 +224,7 @@ def _num_words(model: torch.nn.Module) -> int | None:
 
 def _check_tokens(job: Job, field: str, words: int, dataset: Dataset) -> None:
     """Refuse token ids that have none of the `words` embeddings of a model; `field` is that of its configuration."""
-    works = field if job.model.folder is None else "model.resize_embeddings"
+    works = field if job.model_folder is None else "model.resize_embeddings"
     if job.data.is_text:
         if (known := open_tokenizer(job).vocab_size) > words:
             raise ModelError(

@@ -387,7 +387,7 @@ def _head(run: PreparedRun) -> dict[str, Any]:
         "spikes": run.spikes.count,
         "loss_scale": [scale.scale, scale.steps_since] if scale.is_dynamic else None,
         "job": run.job.model_dump(mode="json"),
-        "folder": digest_of(folder) if (folder := run.job.model.folder) else "",
+        "folder": digest_of(folder) if (folder := run.job.model_folder) else "",
         "nominal_count": run.assembly.objective.nominal_count if scale.is_dynamic else None,
         "shapes": _shapes(run),
         "frozen": {param.name: list(param.shape) for param in run.assembly.model.spec.params},

@@ -16,7 +16,7 @@ import xxhash
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
-from samestep import rules
+from samestep import calls, rules
 from samestep.errors import CheckpointError, shown
 from samestep.job import Job
 from samestep.job_tables import MayChange
@@ -40,6 +40,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
+@calls.checked
 def latest(folder: str | Path) -> Path | None:
     """Return the newest checkpoint below `folder`, whole or damaged; None where there is none.
 
@@ -144,7 +145,7 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> tuple[str,
         )
     if reason := rules.refusal(manifest["job"]):
         raise CheckpointError(f"{folder} {reason}")
-    if (source := job.model.folder) and digest_of(source) != manifest.get("folder"):
+    if (source := job.model_folder) and digest_of(source) != manifest.get("folder"):
         raise CheckpointError(
             f"the configuration or the tensors in {source}, from which the run started, are others since {folder} was "
             "written: resume with what stood there"

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from samestep import schedules
 from samestep.errors import LayoutError
+from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
 from samestep.runtime.ledger import LINK, OWN_GROUPS
@@ -72,6 +73,21 @@ class Mesh:
         )
 
 
+def check_world(layout: Layout) -> None:
+    """Refuse a layout that does not have as many ranks as there are processes.
+
+    Raises:
+        LayoutError: it has more or fewer.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if layout.world_size != world_size:
+        raise LayoutError(
+            f"layout {str(layout)!r} has {layout.world_size} ranks, but {world_size} "
+            f"{'process runs' if world_size == 1 else 'processes run'}: start {layout.world_size}, as samestep.launch(main, "
+            f"ranks={layout.world_size}) does, or use a layout whose degrees multiply to {world_size}, as dp={world_size}"
+        )
+
+
 def build(program: Program, device: torch.device, timeout_s: float) -> Mesh:
     """Make the process groups of every axis of `program`, whose calls may take `timeout_s`.
 
@@ -81,14 +97,8 @@ def build(program: Program, device: torch.device, timeout_s: float) -> Mesh:
         LayoutError: the layout does not have as many ranks as there are processes.
     """
     layout = program.step.layout
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    check_world(layout)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if layout.world_size != world_size:
-        raise LayoutError(
-            f"layout {str(layout)!r} has {layout.world_size} ranks, but {world_size} "
-            f"{'process runs' if world_size == 1 else 'processes run'}: start {layout.world_size}, "
-            f"or use a layout whose degrees multiply to {world_size}, as dp={world_size}"
-        )
     ranks = program.step.ranks
     groups: dict[str, dist.ProcessGroup] = {}
     links: dict[str, dist.ProcessGroup] = {}

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from samestep import errors
+from samestep import calls, errors
 from samestep.errors import JobError, SamestepError, WorkerError
 from samestep.runtime.processes import exit_status
 from samestep.runtime.processes.distant_workers import Away, DistantWorkers
@@ -77,6 +77,7 @@ def oversubscribed(ranks: int, threads: int = 1) -> str | None:
     )
 
 
+@calls.checked
 def launch(
     main: Callable[..., T],
     args: tuple[Any, ...] = (),

@@ -16,20 +16,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from samestep.errors import LayoutError
 from samestep.runtime.axes.sharded.param_slots import ParamSlots
 
 _aten = torch.ops.aten
 _WRITES = (
     _aten.copy_.default, _aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor,
     _aten.lerp_.Scalar, _aten.lerp_.Tensor, _aten.addcmul_.default, _aten.addcdiv_.default,
+    _aten.zero_.default, _aten.fill_.Scalar, _aten.clamp_.default,
 )  # fmt: skip
 """Operations that write, element by element, into their first argument."""
+_WHOLE_WRITES = (
+    _aten.fill_.Tensor, _aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor, _aten.index_fill_.int_Scalar, _aten.index_copy_.default,
+    _aten.index_add_.default, _aten.scatter_.value, _aten.scatter_.src, _aten.renorm_.default, _aten.cumsum_.default,
+    _aten.tril_.default, _aten.triu_.default,
+)  # fmt: skip
+"""Operations that write into their first argument as a whole, of which DTensor has no rule for rows."""
 
 
 def allow() -> None:
     """Let these operations meet sharded weights and whole tensors in this process."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers.update(dict.fromkeys(_WRITES, _write))
+    handlers.update(dict.fromkeys(_WRITES, _write) | dict.fromkeys(_WHOLE_WRITES, _write_whole))
 
 
 def take_single_numbers(slots: dict[str, ParamSlots], names: set[str]) -> None:
@@ -59,17 +67,55 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in others]
         return op(
             target,
-            *(one.view(target.shape) if one is not other else one for one, other in zip(whole, others, strict=True)),
+            *(
+                one.view(target.shape) if one is not other and one.numel() == target.numel() else one
+                for one, other in zip(whole, others, strict=True)
+            ),
             **kwargs,
         )
+    _refuse_lost(target)
     op(target._local_tensor, *(_rows_of(one, target) for one in others), **kwargs)
     return target
+
+
+def _write_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on a whole weight, and write the rows of this rank.
+
+    Collective over the ranks that share a weight: if one does not call it, the others wait until the time limit.
+    """
+    target, *others = (one.full_tensor() if isinstance(one, DTensor) else one for one in args)
+    written = args[0]
+    if not isinstance(written, DTensor):
+        return op(target, *others, **kwargs)
+    _refuse_lost(written)
+    op(target, *others, **kwargs)
+    written._local_tensor.copy_(_rows_of(target, written))
+    return written
+
+
+def _refuse_lost(target: DTensor) -> None:
+    """Refuse a write into a part of a weight, such as `weight[0]`, that was gathered and is no part of the weight any more.
+
+    Raises:
+        LayoutError: it is one.
+    """
+    whole = target._base if target._is_view() else None
+    if not isinstance(whole, DTensor):
+        return
+    own, part = whole._local_tensor.untyped_storage(), target._local_tensor.untyped_storage()
+    if own.data_ptr() != part.data_ptr():
+        raise LayoutError(
+            f"a write into a part {list(target.shape)} of a weight {list(whole.shape)}, whose rows the ranks share under zero=2|3, "
+            "would be lost: whole = weight.full_tensor(), a write into that, and weight.copy_(whole) within torch.no_grad() work"
+        )
 
 
 def _rows_of(value: Any, target: DTensor) -> Any:
     """Return the rows of a whole tensor that a rank has of a weight; numbers as they are."""
     if not isinstance(value, Tensor) or (not value.dim() and target.numel() != 1):
-        return value
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor) and value.shape != target.shape:
+        value = value.full_tensor()
     if isinstance(value, DTensor):
         return value.redistribute(target.device_mesh, target.placements)._local_tensor
     rows = value.expand(target.shape)

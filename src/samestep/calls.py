@@ -1,0 +1,128 @@
+"""What a person's own call of a public function gives: arguments of another kind are refused in one line, with what works."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import os
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from samestep.errors import InputError, JobError, LayoutError, ModelError, shown
+from samestep.job import Job
+from samestep.layout import Layout
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that refuses an argument of another kind than its name says, such as a dict for `job`.
+
+    Raises:
+        InputError: the returned function: an argument is of another kind.
+    """
+    signature = inspect.signature(function)
+    known = {name: _KINDS[name] for name in signature.parameters if name in _KINDS}
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        given = dict(zip(signature.parameters, args, strict=False)) | kwargs
+        for name, check in known.items():
+            if name in given and (given[name] is not None or signature.parameters[name].default is not None):
+                check(name, given[name])
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _job(name: str, value: Any) -> None:
+    if not isinstance(value, Job):
+        raise JobError(
+            f"{name} = {shown(value)} is {_kind(value)}, and a samestep.Job is taken: samestep.Job(train={{...}}) makes one of "
+            "tables, samestep.load(path) reads one from a file"
+        )
+
+
+def _layout(name: str, value: Any) -> None:
+    if not isinstance(value, (str, Layout)):
+        raise LayoutError(
+            f'{name} = {shown(value)} is {_kind(value)}: one line of text works, such as {name}="dp=2 tp=2"'
+        )
+
+
+def _count(name: str, value: Any) -> None:
+    try:
+        operator.index(value)
+    except TypeError:
+        raise InputError(f"{name} = {shown(value)} is {_kind(value)}: a whole number works, such as {name}=2") from None
+
+
+def _path(name: str, value: Any) -> None:
+    if not isinstance(value, (str, os.PathLike)):
+        raise InputError(f"{name} = {shown(value)} is {_kind(value)}: the path of a file or a folder works")
+
+
+def _model(name: str, value: Any) -> None:
+    if not callable(value):
+        raise ModelError(
+            f"{name} = {shown(value)} is {_kind(value)}: a function that builds an nn.Module works, or a module"
+        )
+    if not hasattr(value, "named_parameters") or isinstance(value, type):
+        _takes(name, value, (), "nothing: a lambda that calls it with its arguments works", ModelError)
+
+
+def _optimizer(name: str, value: Any) -> None:
+    if hasattr(value, "param_groups"):
+        return
+    works = "lambda params: torch.optim.AdamW(params, lr=1e-3)"
+    if not callable(value):
+        raise JobError(
+            f"{name} = {shown(value)} is {_kind(value)}: a function of the parameters works, such as {works}"
+        )
+    _takes(name, value, ([],), f"one argument, a list of parameters: {works} works", JobError)
+
+
+def _measure(name: str, value: Any) -> None:
+    works = "a function of (outputs, batch) -> (sum, count)"
+    if not callable(value):
+        raise JobError(f"{name} = {shown(value)} is {_kind(value)}: {works} works")
+    _takes(name, value, (None, None), f"two arguments: {works} works", JobError)
+
+
+def _main(name: str, value: Any) -> None:
+    if not callable(value):
+        raise InputError(f"{name} = {shown(value)} is {_kind(value)}: a function works, which every rank calls")
+
+
+def _takes(name: str, function: Any, args: tuple[Any, ...], what: str, error: type[InputError]) -> None:
+    """Refuse a function that cannot be called with these arguments.
+
+    Raises:
+        error: it cannot.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # code in C need not have one
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as failed:
+        word = getattr(function, "__qualname__", type(function).__name__)
+        raise error(f"{name} = {word} cannot be called as it will be ({failed}), with {what}") from None
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    word = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+    return word if isinstance(value, type) else f"{'an' if word[0].lower() in 'aeiou' else 'a'} {word}"
+
+
+_KINDS: dict[str, Callable[[str, Any], None]] = {
+    "job": _job, "layout": _layout, "model": _model, "optimizer": _optimizer, "measure": _measure, "main": _main,
+    "devices": _count, "steps": _count, "ranks": _count, "top": _count, "samples": _count, "tokens": _count, "first_step": _count,
+    "run": _path, "out": _path, "path": _path, "folder": _path, "init_from": _path,
+}  # fmt: skip
+"""The arguments that public functions share, by name, and the function that refuses another kind of value."""
