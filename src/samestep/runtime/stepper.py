@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.runtime import kept_state
-from samestep.runtime.assembly import Assembly, Weights, set_modes
+from samestep.runtime.assembly import Assembly, Weights, copy_modes
 from samestep.runtime.guards import nonfinite, watched_steps
 from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
@@ -167,7 +167,10 @@ class Stepper:
         model, weights = self.held.model, self.held.weights
         began = time.perf_counter()
         forget_peak(self.place.device)
-        set_modes(model.training_modes)
+        for _, replica in self._own.each():
+            if replica.model is not model:
+                copy_modes(model.module, replica.model.module)
+        self.refusals.compare(self._outside.evaluated())
         if reason := self._outside.refusal(self.held):
             self.refusals.add("state", f"step {batch.step + 1}: {reason}")
         self._trials.try_data(self.held, batch)

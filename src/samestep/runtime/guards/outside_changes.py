@@ -5,6 +5,9 @@ sets a number in it or writes into a weight changes nothing of the run, where a 
 frozen when the layout was planned has no gradient in it; what the loop freezes of the run's own module afterwards, it may thaw
 again (`used_weights.py`). Values that the instance takes from the run itself, to evaluate
 it, are no change.
+
+Modules that the loop puts into evaluation mode stay in it, on all ranks alike. One that was in evaluation mode from the start, such
+as a frozen batch norm, was planned so.
 """
 
 from __future__ import annotations
@@ -32,6 +35,13 @@ class OutsideChanges:
     def __init__(self, given: object, held: Assembly) -> None:
         frozen = {param.name for param in held.model.spec.params if not param.trainable}
         self._frozen = [(name, param) for name, param in held.model.module.named_parameters() if name in frozen]
+        modes = held.model.training_modes
+        self._trained = [(path, part) for path, part in held.model.module.named_modules() if modes.get(part)]
+        self._evaluated = [
+            (path, part)
+            for path, part in held.model.module.named_modules()
+            if modes.get(part) is False and _reads_mode(part)
+        ]
         module = given if isinstance(given, nn.Module) else nn.Module()
         self._flags = [(name, param, param.requires_grad) for name, param in module.named_parameters()]
         self._tensors = dict([*module.named_parameters(), *module.named_buffers()])
@@ -52,6 +62,12 @@ class OutsideChanges:
                     f"{name} was frozen when the run was made, and asks for a gradient now, which no part of the layout "
                     "computes: to build it trainable, and to freeze it in run.model until then, works"
                 )
+        for path, part in self._evaluated:
+            if part.training:
+                return (
+                    f"{path} was in evaluation mode when the run was made, and so is planned in the layout, and it is in training "
+                    f"mode now: to build it in training mode, and to put it into evaluation mode in run.model until then, works"
+                )
         for name, param, flag in self._flags:
             if param.requires_grad is not flag:
                 return _unseen(name, "trained" if param.requires_grad else "frozen")
@@ -59,6 +75,10 @@ class OutsideChanges:
             if number.holder.get(number.key) != number.value:
                 return _unseen(number.name, f"set to {number.holder.get(number.key)!r}")
         return _unseen(written, "written") if written else ""
+
+    def evaluated(self) -> frozenset[str]:
+        """Return the paths of the modules that the loop has put into evaluation mode."""
+        return frozenset(path for path, part in self._trained if not part.training)
 
     def _written(self, held: Assembly) -> str:
         """Return which tensor of the instance was written since the last call, and not with the run's own values or averages."""
@@ -71,6 +91,12 @@ class OutsideChanges:
 
     def _present_versions(self) -> dict[str, int]:
         return {name: 0 if tensor.is_inference() else tensor._version for name, tensor in self._tensors.items()}
+
+
+def _reads_mode(module: nn.Module) -> bool:
+    """Return whether the forward of a module's class acts by its mode, as that of a batch norm or a dropout does."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is None or "training" in code.co_names
 
 
 def _unseen(name: str, what: str) -> str:
