@@ -12,21 +12,35 @@ as a frozen batch norm, was planned so.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from samestep.errors import ModelError
+from samestep.runtime import parameter_hooks
 from samestep.runtime.assembly import Assembly
+from samestep.runtime.guards import given_optimizer
 
 _SINGLE = (bool, int, float, str)
+_SOME = 16
+"""The number of elements of a tensor of the instance that are compared."""
 
 
-class _Number(NamedTuple):
+class _Fact(NamedTuple):
+    """Something about the given instance or optimizer that a loop may change, as it was before the first step."""
+
     name: str
-    holder: dict[str, Any]
-    key: str
+    what: str
+    """What was done to it where it is another."""
+    read: Callable[[], Any]
     value: Any
+
+    @classmethod
+    def of(cls, name: str, what: str, read: Callable[[], Any]) -> _Fact:
+        return cls(name, what, read, read())
 
 
 class OutsideChanges:
@@ -43,15 +57,19 @@ class OutsideChanges:
             if modes.get(part) is False and _reads_mode(part)
         ]
         module = given if isinstance(given, nn.Module) else nn.Module()
-        self._flags = [(name, param, param.requires_grad) for name, param in module.named_parameters()]
         self._tensors = dict([*module.named_parameters(), *module.named_buffers()])
         self._versions = self._present_versions()
-        self._numbers = [
-            _Number(f"{path}.{key}".lstrip("."), vars(part), key, value)
-            for path, part in module.named_modules()
-            for key, value in vars(part).items()
-            if type(value) in _SINGLE and key != "training"
+        self._some = self._some_elements()
+        self._num_steps = 0
+        self._facts = [*_facts_of(module)]
+        self._is_copy = False
+        """Whether the loop loads the instance with what the run has trained, to evaluate it as it likes."""
+        self._of_optimizer = [
+            (type(held.weights.updater.given).__name__, *watched)
+            for watched in given_optimizer.watch(held.weights.updater.given)
         ]
+        if isinstance(given, nn.Module):
+            _refuse_forwards(given, self)
 
     def refusal(self, held: Assembly) -> str:
         """Return why the next step would not be that of a plain loop; empty if nothing shows it."""
@@ -62,19 +80,23 @@ class OutsideChanges:
                     f"{name} was frozen when the run was made, and asks for a gradient now, which no part of the layout "
                     "computes: to build it trainable, and to freeze it in run.model until then, works"
                 )
+        if reason := parameter_hooks.later_refusal(held.model.module, held.parallel.program):
+            return reason
         for path, part in self._evaluated:
             if part.training:
                 return (
                     f"{path} was in evaluation mode when the run was made, and so is planned in the layout, and it is in training "
                     f"mode now: to build it in training mode, and to put it into evaluation mode in run.model until then, works"
                 )
-        for name, param, flag in self._flags:
-            if param.requires_grad is not flag:
-                return _unseen(name, "trained" if param.requires_grad else "frozen")
-        for number in self._numbers:
-            if number.holder.get(number.key) != number.value:
-                return _unseen(number.name, f"set to {number.holder.get(number.key)!r}")
-        return _unseen(written, "written") if written else ""
+        for fact in () if self._is_copy else self._facts:
+            if (now := fact.read()) != fact.value:
+                return _unseen(fact.name, fact.what.format(now))
+        if written:
+            return _unseen(written, "written")
+        for kind, what, read, value in self._of_optimizer:
+            if read() != value:
+                return f"the {kind} instance that was given {what}"
+        return ""
 
     def evaluated(self) -> frozenset[str]:
         """Return the paths of the modules that the loop has put into evaluation mode."""
@@ -82,15 +104,129 @@ class OutsideChanges:
 
     def _written(self, held: Assembly) -> str:
         """Return which tensor of the instance was written since the last call, and not with the run's own values or averages."""
-        now = self._present_versions()
-        names = [name for name, version in now.items() if version != self._versions[name]]
-        self._versions = now
+        now, some = self._present_versions(), self._some
+        self._num_steps += 1
+        if not self._num_steps & (self._num_steps - 1):  # steps 1, 2, 4, 8, ...
+            some = self._some_elements()
+        names = [
+            name for name, version in now.items() if version != self._versions[name] or some[name] != self._some[name]
+        ]
+        if names:
+            self._versions, self._some = now, self._some_elements()
         if not names or held.weights.updater.averages is not None:
             return ""
-        return _other_value({name: self._tensors[name] for name in names}, held)
+        other = _other_value({name: self._tensors[name] for name in names}, held)
+        self._is_copy |= not other
+        return other
 
-    def _present_versions(self) -> dict[str, int]:
-        return {name: 0 if tensor.is_inference() else tensor._version for name, tensor in self._tensors.items()}
+    @property
+    def is_stale(self) -> bool:
+        """Whether the instance has no values of the last step."""
+        return not self._is_copy and self._present_versions() == self._versions
+
+    def _some_elements(self) -> dict[str, list[float]]:
+        """Return a few elements of each tensor, in which writes through `.data` show, that no version counts."""
+        return {
+            name: []
+            if tensor.is_meta
+            else tensor.detach().flatten()[:: max(1, tensor.numel() // _SOME)].double().tolist()
+            for name, tensor in self._tensors.items()
+        }
+
+    def _present_versions(self) -> dict[str, tuple[int, int]]:
+        return {
+            name: (0 if tensor.is_inference() else tensor._version, tensor.data_ptr() if not tensor.is_meta else 0)
+            for name, tensor in self._tensors.items()
+        }
+
+
+class _StaleForward:
+    """A hook of the given instance that refuses its forward while a run trains other weights; copies of the instance have none."""
+
+    def __init__(self, instance: nn.Module, changes: OutsideChanges) -> None:
+        self._instance, self._changes = weakref.ref(instance), weakref.ref(changes)
+
+    def __deepcopy__(self, _: Any) -> _StaleForward:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        changes = self._changes()
+        if module is self._instance() and changes is not None and changes.is_stale:
+            raise ModelError(
+                f"the forward of the {type(module).__name__} instance that was given would use its first weights, since the run "
+                "trains a model of its own: run.model, run.outputs and run.evaluate work, and so does "
+                "instance.load_state_dict(run.state_dict(on_every_rank=True))"
+            )
+
+
+def _no_hook() -> Callable[..., None]:
+    """Return a hook that does nothing, for an instance that is read from a file."""
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _refuse_forwards(instance: nn.Module, changes: OutsideChanges) -> None:
+    for key, hook in list(instance._forward_pre_hooks.items()):
+        if isinstance(hook, _StaleForward):
+            del instance._forward_pre_hooks[key]
+    instance.register_forward_pre_hook(_StaleForward(instance, changes))
+
+
+def _facts_of(module: nn.Module) -> Iterator[_Fact]:
+    """Yield what a loop may change of each part of a module, besides the values of its tensors."""
+    for path, part in module.named_modules():
+        own = vars(part)
+        name = path or type(part).__name__
+        yield _Fact.of(name, "given other parts", lambda part=part: [*map(id, part._modules.values())])
+        yield _Fact.of(name, "given other tensors", lambda part=part: _tensors_of(part))
+        yield _Fact.of(name, "given another forward", lambda own=own: id(own.get("forward")))
+        yield _Fact.of(name, "given hooks", lambda part=part: _hooks_of(part))
+        done = "evaluation" if part.training else "training"
+        yield _Fact.of(name, f"put into {done} mode", lambda part=part: part.training)
+        for key, value in own.items():
+            if key.startswith("_") or key == "training" or isinstance(value, nn.Module):
+                continue
+            where = f"{path}.{key}".lstrip(".")
+            if type(value) in _SINGLE:
+                yield _Fact.of(where, "set to {!r}", lambda own=own, key=key: own.get(key))
+            elif _content(value) is not None:
+                yield _Fact.of(where, "changed", lambda own=own, key=key: _content(own.get(key)))
+    for name, param in module.named_parameters():
+        done = "frozen" if param.requires_grad else "trained"
+        yield _Fact.of(name, done, lambda param=param: param.requires_grad)
+        yield _Fact.of(name, "given hooks on its gradient", lambda param=param: _gradient_hooks(param))
+
+
+def _tensors_of(part: nn.Module) -> list[tuple[str, int]]:
+    return [(key, id(held)) for own in (part._parameters, part._buffers) for key, held in own.items()]
+
+
+def _hooks_of(part: nn.Module) -> list[int]:
+    kinds = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+    return [key for own in kinds for key, hook in own.items() if not isinstance(hook, _StaleForward)]
+
+
+def _gradient_hooks(param: Tensor) -> list[int]:
+    kinds = (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None))
+    return [key for own in kinds for key in own or ()]
+
+
+def _content(value: Any) -> Any:
+    """Return what may change in a tensor, a collection of numbers, or an object that holds some; None of anything else."""
+    if isinstance(value, Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    if isinstance(value, list | tuple | set):
+        return [one for one in value if type(one) in _SINGLE]
+    held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    if not isinstance(held, dict) or isinstance(value, type) or callable(value):
+        return None
+    return {key: one for key, one in held.items() if type(one) in _SINGLE}
 
 
 def _reads_mode(module: nn.Module) -> bool:
