@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from samestep.errors import ModelError
 from samestep.runtime import parameter_hooks
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.guards import given_optimizer
+from samestep.runtime.optimizers import given_optimizer
 
 _SINGLE = (bool, int, float, str)
 _SOME = 16

@@ -17,7 +17,7 @@ from samestep.errors import ModelError
 _OWN = "run.updater.optimizer.state is what it holds, and run.save and run.load keep it"
 
 
-class _NoState(defaultdict[Any, Any]):
+class NoState(defaultdict[Any, Any]):
     """A state that says where the run's own is."""
 
     def __init__(self, kind: str) -> None:
@@ -44,8 +44,8 @@ def watch(optimizer: Optimizer | None) -> list[tuple[str, Callable[[], Any], Any
     if optimizer is None:
         return []
     kind, number = type(optimizer).__name__, len(optimizer.param_groups)
-    if not isinstance(optimizer.state, _NoState):
-        optimizer.state = _NoState(kind)
+    if not isinstance(optimizer.state, NoState):
+        optimizer.state = NoState(kind)
 
     def members() -> list[list[int]]:
         return [[*map(id, group["params"])] for group in optimizer.param_groups[:number]]
