@@ -145,6 +145,19 @@ def whole_of(parts: list[HeldTensor]) -> dict[str, Tensor]:
     return found
 
 
+def without_noise(name: str, tensor: Tensor, job: Job) -> Tensor:
+    """Return a tensor without the biases of keys, under Adafactor.
+
+    A softmax does not change where all scores of a query do, so the gradient of such a bias is 0. What is computed is the rounding
+    of its sums, about 1e-21 here, and Adafactor divides it by itself, or by 2e-16 where that is larger: one rounding becomes 1e-8
+    in the weight. The other two thirds of the tensor, queries and values, are compared, and so is every other tensor.
+    """
+    if job.optimizer.name != "adafactor" or "attn.c_attn.bias" not in name or tensor.numel() % 3:
+        return tensor  # a count of steps among them
+    queries, _, values = tensor.chunk(3)
+    return torch.cat([queries, values])
+
+
 def take(seed: int, folder: Path) -> str:
     """Walk the path of a seed, and return it as text; empty where the draw has none.
 
@@ -174,8 +187,9 @@ def take(seed: int, folder: Path) -> str:
         assert one == pytest.approx(other, rel=LIMIT), text
     assert whole.keys() == wanted.keys(), text
     for name, tensor in whole.items():
-        apart = float((tensor - wanted[name]).abs().max()) if tensor.numel() else 0.0
-        assert apart <= LIMIT * max(1e-3, float(wanted[name].abs().max())), (text, name, apart)
+        given, right = (without_noise(name, one, job) for one in (tensor, wanted[name]))
+        apart = float((given - right).abs().max()) if given.numel() else 0.0
+        assert apart <= LIMIT * max(1e-3, float(right.abs().max())), (text, name, apart)
     shutil.rmtree(folder)
     return text
 
