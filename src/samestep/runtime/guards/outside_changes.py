@@ -24,6 +24,7 @@ from samestep.runtime import parameter_hooks
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.optimizers import given_optimizer
 
+_TRAINED = "trained"
 _SINGLE = (bool, int, float, str)
 _SOME = 16
 """The number of elements of a tensor of the instance that are compared."""
@@ -74,12 +75,13 @@ class OutsideChanges:
     def refusal(self, held: Assembly) -> str:
         """Return why the next step would not be that of a plain loop; empty if nothing shows it."""
         written = self._written(held)
-        for name, param in self._frozen:
-            if param.requires_grad:
-                return (
-                    f"{name} was frozen when the run was made, and asks for a gradient now, which no part of the layout "
-                    "computes: to build it trainable, and to freeze it in run.model until then, works"
-                )
+        thawed = [(name, param) for name, param in self._frozen if param.requires_grad]
+        for _, param in thawed:
+            param.requires_grad_(
+                False
+            )  # the step is refused at its end, on all ranks, and gathers nothing for its gradient
+        if thawed:
+            return _thawed(thawed[0][0])
         if reason := parameter_hooks.later_refusal(held.model.module, held.parallel.program):
             return reason
         for path, part in self._evaluated:
@@ -90,6 +92,8 @@ class OutsideChanges:
                 )
         for fact in () if self._is_copy else self._facts:
             if (now := fact.read()) != fact.value:
+                if fact.what == _TRAINED:
+                    return _thawed(fact.name)
                 return _unseen(fact.name, fact.what.format(now))
         if written:
             return _unseen(written, "written")
@@ -198,7 +202,7 @@ def _facts_of(module: nn.Module) -> Iterator[_Fact]:
             elif _content(value) is not None:
                 yield _Fact.of(where, "changed", lambda own=own, key=key: _content(own.get(key)))
     for name, param in module.named_parameters():
-        done = "frozen" if param.requires_grad else "trained"
+        done = "frozen" if param.requires_grad else _TRAINED
         yield _Fact.of(name, done, lambda param=param: param.requires_grad)
         yield _Fact.of(name, "given hooks on its gradient", lambda param=param: _gradient_hooks(param))
 
@@ -233,6 +237,13 @@ def _reads_mode(module: nn.Module) -> bool:
     """Return whether the forward of a module's class acts by its mode, as that of a batch norm or a dropout does."""
     code = getattr(type(module).forward, "__code__", None)
     return code is None or "training" in code.co_names
+
+
+def _thawed(name: str) -> str:
+    return (
+        f"{name} was frozen when the run was made, and asks for a gradient now, which no part of the layout computes: to build it "
+        "trainable, and to freeze it in run.model until then, works"
+    )
 
 
 def _unseen(name: str, what: str) -> str:
