@@ -12,6 +12,7 @@ as a frozen batch norm, was planned so.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ from samestep.runtime.optimizers import given_optimizer
 
 _TRAINED = "trained"
 _SINGLE = (bool, int, float, str)
+_MANY = 1000
+"""The most items of a collection that are compared in every step."""
 _SOME = 16
 """The number of elements of a tensor of the instance that are compared."""
 
@@ -187,24 +190,42 @@ def _facts_of(module: nn.Module) -> Iterator[_Fact]:
     for path, part in module.named_modules():
         own = vars(part)
         name = path or type(part).__name__
-        yield _Fact.of(name, "given other parts", lambda part=part: [*map(id, part._modules.values())])
-        yield _Fact.of(name, "given other tensors", lambda part=part: _tensors_of(part))
-        yield _Fact.of(name, "given another forward", lambda own=own: id(own.get("forward")))
-        yield _Fact.of(name, "given hooks", lambda part=part: _hooks_of(part))
-        done = "evaluation" if part.training else "training"
-        yield _Fact.of(name, f"put into {done} mode", lambda part=part: part.training)
+        for what, read in (
+            ("given other parts", _parts_of),
+            ("given other tensors", _tensors_of),
+            ("given another forward", _forward_of),
+            ("given hooks", _hooks_of),
+            ("put into evaluation mode" if part.training else "put into training mode", _mode_of),
+        ):
+            yield _Fact.of(name, what, functools.partial(read, part))
         for key, value in own.items():
             if key.startswith("_") or key == "training" or isinstance(value, nn.Module):
                 continue
             where = f"{path}.{key}".lstrip(".")
             if type(value) in _SINGLE:
-                yield _Fact.of(where, "set to {!r}", lambda own=own, key=key: own.get(key))
-            elif _content(value) is not None:
-                yield _Fact.of(where, "changed", lambda own=own, key=key: _content(own.get(key)))
+                yield _Fact.of(where, "set to {!r}", functools.partial(own.get, key))
+            elif _content(own, key) is not None:
+                yield _Fact.of(where, "changed", functools.partial(_content, own, key))
     for name, param in module.named_parameters():
         done = "frozen" if param.requires_grad else _TRAINED
-        yield _Fact.of(name, done, lambda param=param: param.requires_grad)
-        yield _Fact.of(name, "given hooks on its gradient", lambda param=param: _gradient_hooks(param))
+        yield _Fact.of(name, done, functools.partial(_is_trained, param))
+        yield _Fact.of(name, "given hooks on its gradient", functools.partial(_gradient_hooks, param))
+
+
+def _parts_of(part: nn.Module) -> list[int]:
+    return [*map(id, part._modules.values())]
+
+
+def _forward_of(part: nn.Module) -> int:
+    return id(vars(part).get("forward"))
+
+
+def _mode_of(part: nn.Module) -> bool:
+    return part.training
+
+
+def _is_trained(param: Tensor) -> bool:
+    return param.requires_grad
 
 
 def _tensors_of(part: nn.Module) -> list[tuple[str, int]]:
@@ -221,14 +242,15 @@ def _gradient_hooks(param: Tensor) -> list[int]:
     return [key for own in kinds for key in own or ()]
 
 
-def _content(value: Any) -> Any:
-    """Return what may change in a tensor, a collection of numbers, or an object that holds some; None of anything else."""
+def _content(own: dict[str, Any], key: str) -> Any:
+    """Return what may change in an attribute: of a tensor, a collection of numbers, or an object that holds some; else None."""
+    value = own.get(key)
     if isinstance(value, Tensor):
         return id(value), 0 if value.is_inference() else value._version
     if isinstance(value, list | tuple | set):
-        return [one for one in value if type(one) in _SINGLE]
+        return [one for one in value if type(one) in _SINGLE] if len(value) <= _MANY else None
     held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    if not isinstance(held, dict) or isinstance(value, type) or callable(value):
+    if not isinstance(held, dict) or len(held) > _MANY or isinstance(value, type) or callable(value):
         return None
     return {key: one for key, one in held.items() if type(one) in _SINGLE}
 

@@ -194,13 +194,13 @@ class Updater:
         rate."""
         theirs = _options(self.given)
         assert self.optimizer is not None
-        for whose, groups, number in (
+        for whose, held, number in (
             ("optimizer that was given", theirs, len(self._given_options)),
             ("run's optimizer", self.optimizer.param_groups, len(self.first_lr)),
         ):
-            if len(groups) != number:
+            if len(held) != number:
                 raise ModelError(
-                    f"the {whose} has {len(groups)} groups, and had {number} when the run was made: "
+                    f"the {whose} has {len(held)} groups, and had {number} when the run was made: "
                     "groups of all weights from the start, some with lr = 0, work"
                 )
         groups = self.optimizer.param_groups if theirs else ()
