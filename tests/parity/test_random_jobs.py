@@ -150,10 +150,13 @@ def without_noise(name: str, tensor: Tensor, job: Job) -> Tensor:
 
     A softmax does not change where all scores of a query do, so the gradient of such a bias is 0. What is computed is the rounding
     of its sums, about 1e-21 here, and Adafactor divides it by itself, or by 2e-16 where that is larger: one rounding becomes 1e-8
-    in the weight. The other two thirds of the tensor, queries and values, are compared, and so is every other tensor.
+    in the weight. The other two thirds of the tensor, queries and values, are compared, and so is every other tensor, but for what
+    a code has lost of this one: its scale is that of a block in which keys may stand.
     """
     if job.optimizer.name != "adafactor" or "attn.c_attn.bias" not in name or tensor.numel() % 3:
         return tensor  # a count of steps among them
+    if name.startswith("lost"):
+        return tensor.new_zeros(1)
     queries, _, values = tensor.chunk(3)
     return torch.cat([queries, values])
 

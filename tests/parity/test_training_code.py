@@ -78,7 +78,13 @@ REFUSED = {
         "features caught by a hook": r"the loss reaches b.\w+ of the model by another way",
         "gradient penalty in the loss": r"the loss reaches \w.\w+ of the model by another way",
     },
+    "dp=1 pp=2": {
+        "part swapped later": r"another module was put in the place of b",
+        "part taken out later": r"another module was put in the place of b",
+        "given instance with another part": r"Net of the model instance .* was given other parts",
+    },
     "dp=2 zero=3": {
+        "part swapped later": r"another module was put in the place of b",
         "teacher with other data": r"teacher.a.weight was given another tensor",
         "halving hook later": r"a hook was registered on the gradient of b.weight in run.model, and under zero=3",
         "step that clips": r"does not treat every weight by itself",

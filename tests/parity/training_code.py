@@ -237,6 +237,14 @@ def all_trained(module: nn.Module, _: Optimizer | None) -> None:
     module.train()
 
 
+def swapped(module: nn.Module, _: Optimizer | None) -> None:
+    module.b = nn.Linear(8, 8, dtype=torch.float64)
+
+
+def taken_out(module: nn.Module, _: Optimizer | None) -> None:
+    module.b = nn.Identity()
+
+
 def noise_later(module: nn.Module, _: Optimizer | None) -> None:
     weight: Any = module.b.weight  # type: ignore[union-attr]
     if not weight._backward_hooks:
@@ -406,6 +414,8 @@ CASES: dict[str, Case] = {
     "norm put into evaluation in turn": Case(of(LiveNorm), each=in_turn),
     "evaluated, and never train() again": Case(of(LiveNorm), each=evaluated),
     "norm built in evaluation, and trained": Case(of(FrozenInstance), each=all_trained),
+    "part swapped later": Case(of(Net), each=swapped),
+    "part taken out later": Case(of(Net), each=taken_out),
     "clamping hook later": Case(of(Net), each=noise_later),
     "halving hook later": Case(of(Net), each=halve_later),
     "given instance evaluated": Case(given(), each=changing(lambda net: net(torch.zeros(1, 6)))),
