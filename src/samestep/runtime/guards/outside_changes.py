@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,14 +37,20 @@ class _Fact(NamedTuple):
     """Something about the given instance or optimizer that a loop may change, as it was before the first step."""
 
     name: str
-    what: str
-    """What was done to it where it is another."""
+    what: Sequence[str]
+    """What was done to it where it is another; where several values are read, for each of them."""
     read: Callable[[], Any]
     value: Any
 
     @classmethod
-    def of(cls, name: str, what: str, read: Callable[[], Any]) -> _Fact:
-        return cls(name, what, read, read())
+    def of(cls, name: str, what: str | Sequence[str], read: Callable[[], Any]) -> _Fact:
+        return cls(name, (what,) if isinstance(what, str) else what, read, read())
+
+    def change(self, now: Any) -> str:
+        """Return what was done to it, which is another `now`."""
+        if len(self.what) == 1:
+            return self.what[0].format(now)
+        return next(what for what, one, before in zip(self.what, now, self.value, strict=True) if one != before)
 
 
 class OutsideChanges:
@@ -95,9 +101,8 @@ class OutsideChanges:
                 )
         for fact in () if self._is_copy else self._facts:
             if (now := fact.read()) != fact.value:
-                if fact.what == _TRAINED:
-                    return _thawed(fact.name)
-                return _unseen(fact.name, fact.what.format(now))
+                what = fact.change(now)
+                return _thawed(fact.name) if what == _TRAINED else _unseen(fact.name, what)
         if written:
             return _unseen(written, "written")
         for kind, what, read, value in self._of_optimizer:
@@ -187,24 +192,20 @@ def _refuse_forwards(instance: nn.Module, changes: OutsideChanges) -> None:
 
 def _facts_of(module: nn.Module) -> Iterator[_Fact]:
     """Yield what a loop may change of each part of a module, besides the values of its tensors."""
+    seen = set[int]()
     for path, part in module.named_modules():
         own = vars(part)
         name = path or type(part).__name__
-        for what, read in (
-            ("given other parts", _parts_of),
-            ("given other tensors", _tensors_of),
-            ("given another forward", _forward_of),
-            ("given hooks", _hooks_of),
-            ("put into evaluation mode" if part.training else "put into training mode", _mode_of),
-        ):
-            yield _Fact.of(name, what, functools.partial(read, part))
+        mode = f"put into {'evaluation' if part.training else 'training'} mode"
+        yield _Fact.of(name, (*_OF_PARTS, mode), functools.partial(_made_of, part))
         for key, value in own.items():
             if key.startswith("_") or key == "training" or isinstance(value, nn.Module):
                 continue
             where = f"{path}.{key}".lstrip(".")
             if type(value) in _SINGLE:
                 yield _Fact.of(where, "set to {!r}", functools.partial(own.get, key))
-            elif _content(own, key) is not None:
+            elif id(value) not in seen and _content(own, key) is not None:
+                seen.add(id(value))  # a configuration is an attribute of many modules
                 yield _Fact.of(where, "changed", functools.partial(_content, own, key))
     for name, param in module.named_parameters():
         done = "frozen" if param.requires_grad else _TRAINED
@@ -212,24 +213,17 @@ def _facts_of(module: nn.Module) -> Iterator[_Fact]:
         yield _Fact.of(name, "given hooks on its gradient", functools.partial(_gradient_hooks, param))
 
 
-def _parts_of(part: nn.Module) -> list[int]:
-    return [*map(id, part._modules.values())]
+_OF_PARTS = ("given other parts", "given other tensors", "given other tensors", "given another forward", "given hooks")
 
 
-def _forward_of(part: nn.Module) -> int:
-    return id(vars(part).get("forward"))
-
-
-def _mode_of(part: nn.Module) -> bool:
-    return part.training
+def _made_of(part: nn.Module) -> tuple[Any, ...]:
+    """Return what a module is made of, and its mode, in the order of `_OF_PARTS`."""
+    modules, params, buffers = ([*map(id, own.values())] for own in (part._modules, part._parameters, part._buffers))
+    return modules, params, buffers, id(vars(part).get("forward")), _hooks_of(part), part.training
 
 
 def _is_trained(param: Tensor) -> bool:
     return param.requires_grad
-
-
-def _tensors_of(part: nn.Module) -> list[tuple[str, int]]:
-    return [(key, id(held)) for own in (part._parameters, part._buffers) for key, held in own.items()]
 
 
 def _hooks_of(part: nn.Module) -> list[int]:
