@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -32,7 +33,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.tracing.dependence import dimension_maps
 from tests.laboratory import TOLERANCE
-from tests.parity.training_code import CASES
+from tests.parity.training_code import CASES, sgd, summed
 from tests.pool import pool
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -230,6 +231,33 @@ def _evaluated_on_a_rank(rank: int, world: int) -> str:
     return ""
 
 
+REPLICAS = JOB.model_copy(
+    update={"numerics": JOB.numerics.model_copy(update={"replicas": 2, "exchange_every": 2})},
+)
+CHANGES: dict[str, Callable[[Run], object]] = {
+    "a.weight": lambda run: run.model.a.weight.data.mul_(0.5),
+    "b.weight": lambda run: run.model.b.requires_grad_(False),
+    "Net": lambda run: run.model.register_forward_hook(lambda module, x, y: 0.5 * y),
+    "group 0 of the optimizer": lambda run: run.updater.optimizer.param_groups[0].update(lr=0.01),  # type: ignore[union-attr]
+}
+
+
+def _changed_replica(rank: int, world: int, name: str) -> str:
+    """Take steps of two replicas on one rank or two, with a change between; return the refusal."""
+    source = Source(CASES["step that clips"].made()[0], summed, optimizer_source(sgd), "model")
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    run = Run(source, Layout.parse(f"dp={world}"), REPLICAS, place)
+    try:
+        for batch in batches(CASES["step that clips"].data(), REPLICAS):
+            run.step(batch)
+            if batch.step == 1:
+                run.evaluate(batch)
+                CHANGES[name](run)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 def _is_equal(found: list[float] | str, expected: list[float]) -> bool:
     return not isinstance(found, str) and all(
         abs(one - other) <= TOLERANCE * max(1.0, abs(other)) for one, other in zip(found, expected, strict=True)
@@ -259,6 +287,18 @@ def test_without_its_guard_each_would_be_wrong(layout: str) -> None:
 def test_a_part_in_evaluation_on_one_rank_alone_is_named_on_all() -> None:
     for refusal in pool(2).run(_evaluated_on_a_rank):
         assert refusal.startswith("dropout is in evaluation mode on some ranks and in training mode on others"), refusal
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_one_of_several_replicas_of_a_rank_is_refused(name: str) -> None:
+    assert (
+        f"step 3: the loop has changed {name} of run.model, which is the first of the 2 replicas"
+        in _changed_replica(0, 1, name)
+    )
+
+
+def test_a_change_of_every_replica_is_not_refused() -> None:
+    assert pool(2).run(_changed_replica, "group 0 of the optimizer") == ["", ""]
 
 
 def test_a_given_instance_may_be_loaded_with_what_the_run_has_trained() -> None:

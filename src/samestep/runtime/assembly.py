@@ -459,11 +459,10 @@ def store_of(layout: Layout) -> Callable[[nn.Module, Program, meshes.Mesh, Mater
 
 def copy_modes(source: nn.Module, target: nn.Module) -> None:
     """Put each module of a model into the mode, training or evaluation, of that of an equal model."""
-    for theirs, mine in zip(source.modules(), target.modules(), strict=True):
-        if (
-            mine.training is not theirs.training
-        ):  # to set an attribute of a module takes ten times as long as to read it
-            mine.training = theirs.training
+    modes = {path: part.training for path, part in source.named_modules()}
+    for path, part in target.named_modules():
+        if part.training is not modes.get(path, part.training):  # to set one takes ten times as long as to read it
+            part.training = modes[path]
 
 
 def _recompute_contexts(

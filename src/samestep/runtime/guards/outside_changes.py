@@ -152,6 +152,47 @@ class OutsideChanges:
         }
 
 
+class LoopChanges:
+    """What a loop changes between two steps of the first of several replicas that one rank trains, which `run.model` is."""
+
+    def __init__(self, held: Assembly, number: int) -> None:
+        """Note the state behind a step."""
+        self._held, self._number = held, number
+        self._before = self._present()
+
+    def refusal(self) -> str:
+        """Return why the next step would not be that of one rank for each replica; empty if nothing shows it."""
+        now = self._present()
+        name = next((name for name in {**self._before, **now} if now.get(name) != self._before.get(name)), "")
+        return name and (
+            f"the loop has changed {name} of run.model, which is the first of the {self._number} replicas that this rank trains "
+            f"(numerics.replicas): a data rank for each replica works"
+        )
+
+    def _present(self) -> dict[str, Any]:
+        module, optimizer = self._held.model.module, self._held.weights.updater.optimizer
+        found: dict[str, Any] = {}
+        for path, part in module.named_modules():
+            found[path or type(part).__name__] = _made_of(part)[:-1]  # modes are those of all replicas
+        for fact in _facts_of(module):
+            found.setdefault(fact.name, fact.value)
+        for name, param in module.named_parameters():
+            found[name] = _is_trained(param), _gradient_hooks(param), _some_of(param)
+        for name, buffer in module.named_buffers():
+            found[name] = _some_of(buffer)
+        for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+            found[f"group {index} of the optimizer"] = {
+                key: float(value) if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+        for index, state in enumerate(optimizer.state.values() if optimizer is not None else ()):
+            found[f"state {index} of the optimizer"] = {
+                key: _some_of(value) if isinstance(value, Tensor) else value for key, value in state.items()
+            }
+        return found
+
+
 class _StaleForward:
     """A hook of the given instance that refuses its forward while a run trains other weights; copies of the instance have none."""
 
@@ -220,6 +261,13 @@ def _made_of(part: nn.Module) -> tuple[Any, ...]:
     """Return what a module is made of, and its mode, in the order of `_OF_PARTS`."""
     modules, params, buffers = ([*map(id, own.values())] for own in (part._modules, part._parameters, part._buffers))
     return modules, params, buffers, id(vars(part).get("forward")), _hooks_of(part), part.training
+
+
+def _some_of(tensor: Tensor) -> list[float]:
+    if tensor.is_meta:
+        return []
+    some: list[float] = tensor.detach().flatten()[:: max(1, tensor.numel() // _SOME)].double().tolist()
+    return some
 
 
 def _is_trained(param: Tensor) -> bool:
