@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from samestep.building.adapters import insert
+from samestep.job_tables import LoraTable
+
 VOCABULARY, LENGTH = 61, 12
 
 
@@ -198,6 +201,15 @@ class Tokens:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"input_ids": self.input_ids[index], "labels": self.labels[index]}
+
+
+class PackedTokens(Tokens):
+    """Documents that begin and end within samples, and across slices; one of one token."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        first, second = 1 + index % 4, 8
+        runs = (first, second - first, LENGTH - second)
+        return {**super().__getitem__(index), "position_ids": torch.cat([torch.arange(run) for run in runs])}
 
 
 class Attentive(nn.Module):
@@ -547,7 +559,19 @@ def trained_in(model: str, *patterns: str) -> nn.Module:
     return module
 
 
+def with_adapters(model: str, *targets: str) -> nn.Module:
+    """A model of which only adapters of low rank are trained."""
+    return insert(MODELS[model](), LoraTable(targets=targets, r=3, alpha=6.0))
+
+
 MODELS |= {
+    "deep_llama_with_adapters": functools.partial(
+        with_adapters, "deep_llama", "q_proj", "v_proj", "o_proj", "down_proj"
+    ),
+    "deep_llama_behind_a_frozen_front": functools.partial(
+        trained_in, "deep_llama", "*layers.2.*", "*layers.3.*", "model.norm.weight", "lm_head.*"
+    ),
+    "deep_gpt2_behind_a_frozen_front": functools.partial(trained_in, "deep_gpt2", "*h.1.*", "*h.3.*", "*ln_f.*"),
     "mixtral_behind_a_frozen_front": functools.partial(
         trained_in, "mixtral", "*layers.1.*", "*norm.weight", "lm_head.*"
     ),

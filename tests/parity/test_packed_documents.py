@@ -36,16 +36,8 @@ from tests.laboratory import (
     source_of,
 )
 from tests.models import DEEP, LENGTH, MODELS, Tokens, hf
+from tests.models import PackedTokens as Packed
 from tests.pool import pool
-
-
-class Packed(Tokens):
-    """Documents that begin and end within samples, and across slices; one of one token."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        first, second = 1 + index % 4, 8
-        runs = (first, second - first, LENGTH - second)
-        return {**super().__getitem__(index), "position_ids": torch.cat([torch.arange(run) for run in runs])}
 
 
 def observed(rank: int, world: int, model: str, layout: str, job: Job) -> Observed:

@@ -191,6 +191,30 @@ def clear_rows(run: Run) -> None:
     run.model.first.weight[2:5].zero_()
 
 
+@torch.no_grad()
+def draw_in(run: Run) -> None:
+    torch.manual_seed(5 + run.steps_taken)
+    for weight in run.model.parameters():
+        nn.init.normal_(weight, std=0.5) if weight.dim() > 1 else nn.init.uniform_(weight, -0.1, 0.1)
+
+
+@torch.no_grad()
+def add_noise(run: Run) -> None:
+    torch.manual_seed(5 + run.steps_taken)
+    for weight in run.model.parameters():
+        weight.add_(torch.randn_like(weight), alpha=0.01).sub_(torch.rand_like(weight), alpha=0.01)
+
+
+@torch.no_grad()
+def set_norms(run: Run) -> None:
+    """Give each weight a norm of its own, and all of them a factor that follows from a number of all."""
+    weights = [weight for weight in run.model.parameters() if weight.dim() > 1]
+    total = sum(float(weight.abs().sum()) for weight in weights)
+    for weight in weights:
+        weight.mul_(1.5 / weight.norm())
+        weight.mul_(1.0 / (1.0 + 1e-3 * total))
+
+
 def copy_out(run: Run) -> None:
     copy.deepcopy(run.model)
 
@@ -230,7 +254,9 @@ def test_a_backward_of_the_model_s_own_may_use_weights_that_it_was_given() -> No
     prove("Equation", LAYOUTS)
 
 
-@pytest.mark.parametrize("write", [copy_in, load_in, scale_data, write_by_other_operations])
+@pytest.mark.parametrize(
+    "write", [copy_in, load_in, scale_data, write_by_other_operations, draw_in, add_noise, set_norms]
+)
 def test_a_loop_may_write_whole_tensors_into_weights(write: Callable[[Run], None]) -> None:
     prove("Odd", ["dp=2 zero=3", "dp=2 zero=2 offload"], write)
 

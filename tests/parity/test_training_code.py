@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -32,16 +33,18 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.tracing.dependence import dimension_maps
 from tests.laboratory import TOLERANCE
-from tests.parity.training_code import CASES
+from tests.parity.training_code import CASES, sgd, summed
 from tests.pool import pool
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 JOB = Job(train={"global_batch": 4, "steps": 4, "seed": 3}, numerics={"precision": "float64"}, run={"device": "cpu"})
 
 EQUAL = {
-    "dp=2": ("chosen and rejected in one batch", "names in the loss", "norm kept in evaluation by train", "teacher with other data", "decay of the given optimizer", "momentum by a schedule", "step that clips", "hook that clips", "Lookahead"),
+    "dp=2": ("chosen and rejected in one batch", "names in the loss", "norm kept in evaluation by train", "teacher with other data", "decay of the given optimizer", "momentum by a schedule", "step that clips", "hook that clips", "Lookahead", "parts put into evaluation", "norm put into evaluation in turn", "evaluated, and never train() again", "halving hook later"),
+    "dp=1 tp=2": ("parts put into evaluation", "evaluated, and never train() again", "halving hook later"),
+    "dp=1": ("parts put into evaluation", "clamping hook later"),
     "dp=1 microbatch=2": ("chosen and rejected in one batch", "weights of two tasks", "names in the loss"),
-    "dp=2 zero=3": ("decay of the given optimizer", "momentum by a schedule", "Lookahead"),
+    "dp=2 zero=3": ("norm put into evaluation in turn", "decay of the given optimizer", "momentum by a schedule", "Lookahead"),
 }  # fmt: skip
 REFUSED = {
     "dp=1": {
@@ -52,8 +55,20 @@ REFUSED = {
         "number of the given instance": r"scale of the model instance .* was set to 2.0",
         "given instance clamped": r"a.weight of the model instance .* was written",
         "group added to the given optimizer": r"has 2 groups, and had 1",
+        "norm built in evaluation, and trained": r"norm was in evaluation mode when the run was made",
+        "given instance evaluated": r"the forward of the Net instance that was given would use its first weights",
+        "given instance put into evaluation": r"b of the model instance .* was put into evaluation mode",
+        "given instance with another part": r"Net of the model instance .* was given other parts",
+        "given instance with a hook": r"b of the model instance .* was given hooks",
+        "given instance with a hook on a gradient": r"a.weight of the model instance .* was given hooks on its gradient",
+        "given instance shrunk by data": r"a.weight of the model instance .* was written",
+        "momenta of the given optimizer cleared": r"the SGD instance that was given has no state",
+        "given optimizer loaded": r"the SGD instance that was given has no state",
+        "given optimizer with a hook": r"the SGD instance that was given was given step hooks",
+        "given optimizer with fewer weights": r"the SGD instance that was given was given other parameters",
     },
     "dp=2": {
+        "clamping hook later": r"a hook on the gradient of b.weight is not linear",
         "features caught by a hook": r"the loss reaches b.weight of the model by another way",
         "gradient penalty in the loss": r"the loss reaches \w.weight of the model by another way",
         "forward that returns a mean of some labels": r"influence each other by nll_loss_forward.* from the logits works in every layout",
@@ -64,8 +79,15 @@ REFUSED = {
         "features caught by a hook": r"the loss reaches b.\w+ of the model by another way",
         "gradient penalty in the loss": r"the loss reaches \w.\w+ of the model by another way",
     },
+    "dp=1 pp=2": {
+        "part swapped later": r"another module was put in the place of b",
+        "part taken out later": r"another module was put in the place of b",
+        "given instance with another part": r"Net of the model instance .* was given other parts",
+    },
     "dp=2 zero=3": {
+        "part swapped later": r"another module was put in the place of b",
         "teacher with other data": r"teacher.a.weight was given another tensor",
+        "halving hook later": r"a hook was registered on the gradient of b.weight in run.model, and under zero=3",
         "step that clips": r"does not treat every weight by itself",
         "hook that clips": r"does not treat every weight by itself",
     },
@@ -194,6 +216,48 @@ def _on_ranks(layout: str, names: tuple[str, ...], *, guarded: bool = True) -> d
     return pool(world).run(_losses, layout, names, guarded)[0]
 
 
+def _evaluated_on_a_rank(rank: int, world: int) -> str:
+    """Take steps of a run whose loop puts a part into evaluation mode on one rank alone; return the refusal."""
+    model, loss, optimizer = CASES["parts put into evaluation"].made()
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    run = Run(Source(model, loss, optimizer_source(optimizer), "model"), Layout.parse("dp=2"), JOB, place)
+    try:
+        for batch in batches(CASES["parts put into evaluation"].data(), JOB):
+            run.step(batch)
+            if rank == 1:
+                run.model.dropout.eval()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+REPLICAS = JOB.model_copy(
+    update={"numerics": JOB.numerics.model_copy(update={"replicas": 2, "exchange_every": 2})},
+)
+CHANGES: dict[str, Callable[[Run], object]] = {
+    "a.weight": lambda run: run.model.a.weight.data.mul_(0.5),
+    "b.weight": lambda run: run.model.b.requires_grad_(False),
+    "Net": lambda run: run.model.register_forward_hook(lambda module, x, y: 0.5 * y),
+    "group 0 of the optimizer": lambda run: run.updater.optimizer.param_groups[0].update(lr=0.01),  # type: ignore[union-attr]
+}
+
+
+def _changed_replica(rank: int, world: int, name: str) -> str:
+    """Take steps of two replicas on one rank or two, with a change between; return the refusal."""
+    source = Source(CASES["step that clips"].made()[0], summed, optimizer_source(sgd), "model")
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    run = Run(source, Layout.parse(f"dp={world}"), REPLICAS, place)
+    try:
+        for batch in batches(CASES["step that clips"].data(), REPLICAS):
+            run.step(batch)
+            if batch.step == 1:
+                run.evaluate(batch)
+                CHANGES[name](run)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 def _is_equal(found: list[float] | str, expected: list[float]) -> bool:
     return not isinstance(found, str) and all(
         abs(one - other) <= TOLERANCE * max(1.0, abs(other)) for one, other in zip(found, expected, strict=True)
@@ -220,6 +284,23 @@ def test_without_its_guard_each_would_be_wrong(layout: str) -> None:
         assert not _is_equal(found, _plain(name)), name
 
 
+def test_a_part_in_evaluation_on_one_rank_alone_is_named_on_all() -> None:
+    for refusal in pool(2).run(_evaluated_on_a_rank):
+        assert refusal.startswith("dropout is in evaluation mode on some ranks and in training mode on others"), refusal
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_one_of_several_replicas_of_a_rank_is_refused(name: str) -> None:
+    assert (
+        f"step 3: the loop has changed {name} of run.model, which is the first of the 2 replicas"
+        in _changed_replica(0, 1, name)
+    )
+
+
+def test_a_change_of_every_replica_is_not_refused() -> None:
+    assert pool(2).run(_changed_replica, "group 0 of the optimizer") == ["", ""]
+
+
 def test_a_given_instance_may_be_loaded_with_what_the_run_has_trained() -> None:
     torch.manual_seed(7)
     net, loss, optimizer = CASES["given instance clamped"].made()
@@ -228,3 +309,5 @@ def test_a_given_instance_may_be_loaded_with_what_the_run_has_trained() -> None:
     for batch in batches(CASES["given instance clamped"].data(), JOB):
         run.step(batch)
         net.load_state_dict(run.state_dict())
+        net.eval()
+        net(torch.zeros(1, 6))

@@ -147,9 +147,9 @@ def test_a_weight_that_comes_into_use_where_tp_cuts_it_is_named() -> None:
         assert "tp=1 works" in found
 
 
-def thawed(rank: int, world: int, layout: str) -> str:
+def thawed(rank: int, world: int, layout: str, frozen: str) -> str:
     """Thaw what was frozen when the run was made."""
-    run = run_of(rank, world, "switched", layout, job(), OPTIMIZERS["adamw"], frozen="blocks.0.")
+    run = run_of(rank, world, "switched", layout, job(), OPTIMIZERS["adamw"], frozen=frozen)
     try:
         list(taken(run, turns("none", 0)))
     except UnprovenError as error:
@@ -157,8 +157,9 @@ def thawed(rank: int, world: int, layout: str) -> str:
     return ""
 
 
-def test_what_is_thawed_must_have_been_built_trainable() -> None:
-    for layout in ("dp=1", "dp=2 zero=3"):
-        for found in on_ranks(layout, thawed, layout):
-            assert "blocks.0.up.weight was frozen when the run was made" in str(found)
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=3", "tp=2", "pp=2"])
+def test_what_is_thawed_must_have_been_built_trainable(layout: str) -> None:
+    for frozen, name in (("blocks.0.", "blocks.0.up.weight"), ("first.", "first.weight")):
+        for found in on_ranks(layout, thawed, layout, frozen):
+            assert f"{name} was frozen when the run was made" in str(found)
             assert "to build it trainable, and to freeze it in run.model until then, works" in str(found)

@@ -193,6 +193,69 @@ class FrozenNorm(Net):
         return self.c(torch.tanh(self.norm(self.a(x))))
 
 
+class LiveNorm(Net):
+    """A batch norm and a dropout, which the loop puts into evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.dropout.p = 0.0
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(self.dropout(torch.tanh(self.norm(self.a(x)))))
+
+
+def still(module: nn.Module, _: Optimizer | None) -> None:
+    module.norm.eval()  # type: ignore[union-attr]
+    module.dropout.p = 0.5  # type: ignore[union-attr,assignment]
+    module.dropout.eval()  # type: ignore[union-attr]
+
+
+def in_turn(module: nn.Module, _: Optimizer | None) -> None:
+    norm: Any = module.norm
+    norm.train(not norm.training)
+
+
+def evaluated(module: nn.Module, _: Optimizer | None) -> None:
+    """Evaluate without a word of train() afterwards, as scripts forget it."""
+    module.eval()
+
+
+class FrozenInstance(Net):
+    """A batch norm that was put into evaluation mode where it was built, so that `train` of the whole would end it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.norm.eval()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(torch.tanh(self.norm(self.a(x))))
+
+
+def all_trained(module: nn.Module, _: Optimizer | None) -> None:
+    module.train()
+
+
+def swapped(module: nn.Module, _: Optimizer | None) -> None:
+    module.b = nn.Linear(8, 8, dtype=torch.float64)
+
+
+def taken_out(module: nn.Module, _: Optimizer | None) -> None:
+    module.b = nn.Identity()
+
+
+def noise_later(module: nn.Module, _: Optimizer | None) -> None:
+    weight: Any = module.b.weight  # type: ignore[union-attr]
+    if not weight._backward_hooks:
+        weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+def halve_later(module: nn.Module, _: Optimizer | None) -> None:
+    weight: Any = module.b.weight  # type: ignore[union-attr]
+    weight.register_hook(lambda gradient: 0.5 * gradient)
+
+
 class FollowedNet(nn.Module):
     """A teacher that the loop lets follow."""
 
@@ -242,6 +305,15 @@ def changing(change: Callable[[Any], object]) -> Each:
 def clamp(net: Any) -> None:
     with torch.no_grad():
         net.a.weight.clamp_(-0.1, 0.1)
+
+
+def of_optimizer(change: Callable[[Any], object]) -> Each:
+    return lambda module, optimizer: (change(_given["optimizer"]), None)[1]
+
+
+def shrink(net: Any) -> None:
+    for param in net.parameters():
+        param.data.mul_(0.5)
 
 
 def decay(module: nn.Module, _: Optimizer | None) -> None:
@@ -338,6 +410,32 @@ CASES: dict[str, Case] = {
     "decay of the given optimizer": Case(given(), each=decay),
     "group added to the given optimizer": Case(given(), each=add_group),
     "momentum by a schedule": Case(given(cycled), each=cycle),
+    "parts put into evaluation": Case(of(LiveNorm), each=still),
+    "norm put into evaluation in turn": Case(of(LiveNorm), each=in_turn),
+    "evaluated, and never train() again": Case(of(LiveNorm), each=evaluated),
+    "norm built in evaluation, and trained": Case(of(FrozenInstance), each=all_trained),
+    "part swapped later": Case(of(Net), each=swapped),
+    "part taken out later": Case(of(Net), each=taken_out),
+    "clamping hook later": Case(of(Net), each=noise_later),
+    "halving hook later": Case(of(Net), each=halve_later),
+    "given instance evaluated": Case(given(), each=changing(lambda net: net(torch.zeros(1, 6)))),
+    "given instance put into evaluation": Case(given(), each=changing(lambda net: net.b.eval())),
+    "given instance with another part": Case(given(), each=changing(lambda net: setattr(net, "b", nn.Identity()))),
+    "given instance with a hook": Case(
+        given(), each=changing(lambda net: net.b.register_forward_hook(lambda module, x, y: 0.5 * y))
+    ),
+    "given instance with a hook on a gradient": Case(
+        given(), each=changing(lambda net: net.a.weight.register_hook(lambda gradient: 0.5 * gradient))
+    ),
+    "given instance shrunk by data": Case(given(), each=changing(shrink)),
+    "momenta of the given optimizer cleared": Case(given(), each=of_optimizer(lambda own: own.state.clear())),
+    "given optimizer loaded": Case(given(), each=of_optimizer(lambda own: own.load_state_dict(own.state_dict()))),
+    "given optimizer with a hook": Case(
+        given(), each=of_optimizer(lambda own: own.register_step_pre_hook(lambda *_: None))
+    ),
+    "given optimizer with fewer weights": Case(
+        given(), each=of_optimizer(lambda own: own.param_groups[0]["params"].pop())
+    ),
     "step that clips": Case(of(Net, optimizer=clipped_in_step)),
     "hook that clips": Case(of(Net, optimizer=clipped_by_a_hook)),
     "Lookahead": Case(of(Net, optimizer=looking_ahead)),

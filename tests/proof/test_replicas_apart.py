@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from samestep.building.loss import mse
 from samestep.job import Job
 from samestep.proof.verdict import Cause
 from samestep.proof.verify import verify
 from samestep.runtime.local_replicas import LocalReplicas
+from tests.parity.unused_weights import OPTIMIZERS, WIDTH, Experts, Pairs
 
 NIGHTLY = pytest.mark.nightly
 CONFIG = {
@@ -18,6 +21,17 @@ CONFIG = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
+
+
+class Shifted(nn.Module):
+    """One row of a trained table for all samples, which each replica trains apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head, self.table = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4), nn.Embedding(1, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.first(x) + self.table(torch.zeros(1, dtype=torch.long, device=x.device)))
 
 
 def job(codec: str, **exchanges: float) -> Job:
@@ -47,6 +61,26 @@ def test_parts_that_are_exchanged_while_steps_go_on_are_proven(layout: str, code
     verdict = verify(job(codec, exchange_parts=2, exchange_delay=1), layout=layout, steps=4, precision="float64")
     assert verdict.proven, verdict.to_text()
     assert "plain torch" in {check.what for check in verdict.checks}
+
+
+@pytest.mark.parametrize("model", [Shifted, Experts])
+def test_outputs_without_a_row_for_each_sample_are_those_of_their_replica(model: type[nn.Module]) -> None:
+    """A forward of a replica has other outputs for all samples than that of another, and other rows that values pick."""
+    small = Job(
+        train={"global_batch": 8, "evaluate_samples": 0, "seed": 1},
+        numerics={"replicas": 2, "exchange_every": 2},
+        run={"device": "cpu"},
+    )
+    verdict = verify(
+        small,
+        layout="dp=2",
+        model=model,
+        loss=mse,
+        optimizer=OPTIMIZERS["adamw"],
+        dataset=Pairs(),
+        precision="float64",
+    )
+    assert verdict.proven, verdict.to_text()
 
 
 def test_replicas_that_keep_too_much_of_their_own_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,8 @@ GIVEN = ": "
 MASKED = 1e30
 """The magnitude of what stands for minus infinity: masks hold the lowest number of a dtype, whose square overflows."""
 ALL_SAMPLES = -1
-"""The sample index of an output that a module computes once for all samples, such as rotary angles."""
+"""The sample index of an output that a module computes once for all samples, such as rotary angles; of replica N that is trained
+apart -1 - N."""
 
 
 @dataclass(slots=True)
@@ -205,6 +206,11 @@ class ObservedRun(StepObserver):
         self._calls: dict[str, int] = {}
         self._called: Mapping[str, int] = {}
         """How often other stages have called each module before."""
+        self._replicas: dict[int, int] = {}
+        """The replica that trains on each sample, where replicas are trained apart."""
+        self._picked: set[tuple[str, int]] = set()
+        """The calls of modules whose output had another number of rows than samples in some forward: values pick its rows, so
+        that their number may be that of the samples by chance."""
         # What a run would refuse for want of a proof is what a proof is for: it is measured.
         allow = (*job.run.allow, "loss", "state")
         measured = job.model_copy(update={"run": job.run.model_copy(update={"allow": allow})})
@@ -233,9 +239,15 @@ class ObservedRun(StepObserver):
                 hook = functools.partial(self._note_given, path)
                 model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
 
-    def begin(self) -> None:
+    def begin(self, batch: Batch) -> None:
         """Clear the records of the previous step; called before each step."""
         self.shares, self.noted = [], {}
+        parts = batch.shares(0, 1, self.run.job.numerics.replicas) if self.run.replicas is not None else []
+        self._replicas = {sample: number for number, part in enumerate(parts) for sample in part}
+
+    def whole_outputs(self, noted: Mapping[tuple[str, int, int], Output]) -> dict[tuple[str, int, int], Output]:
+        """Return the outputs of a step without those of which values pick the rows."""
+        return {key: output for key, output in noted.items() if key[:2] not in self._picked}
 
     @contextmanager
     def running(self, task: Task, samples: Indices) -> Iterator[None]:
@@ -295,8 +307,12 @@ class ObservedRun(StepObserver):
 
     def _project(self, path: str, call: int, found: Tensor) -> None:
         """Record a tensor's projection and norm for each sample."""
-        samples = self._samples if self._samples and len(found) == len(self._samples) else [ALL_SAMPLES]
-        if found.dim() < 2 or len(found) != len(samples):
+        if found.dim() < 2 or not self._samples:
+            return
+        for_all = ALL_SAMPLES - self._replicas.get(self._samples[0], 0)
+        samples = self._samples if len(found) == len(self._samples) else [for_all]
+        if len(found) != len(samples):
+            self._picked.add((path, call))
             return
         parts = torch.view_as_real(found.detach()) if found.is_complex() else found.detach()
         rows = parts.reshape(len(found), -1).double()
@@ -346,9 +362,11 @@ def observe(observed: ObservedRun, dataset: Dataset) -> Observation:
     )
     watched = _DigestingDataset(dataset)
     for batch in batches(watched, run.job):
-        observed.begin()
+        observed.begin(batch)
         watched.digests = {}
         seen.steps.append(_one_step(observed, batch, watched))
+    for step in seen.steps:
+        step.outputs = observed.whole_outputs(step.outputs)
     seen.compiled = tuple(run.assembly.model.compiled.summary())
     seen.buffers = held_buffers(run)
     last = Batch(run.steps_taken, batch.indices, dataset)

@@ -110,7 +110,7 @@ class PreparedModel:
     master_dtype: torch.dtype
     """Dtype of master weights and gradients, and of a batch's floating tensors."""
     training_modes: Mapping[nn.Module, bool]
-    """Whether each module trains: a batch norm that was built frozen stays frozen."""
+    """Whether each module trained when it was prepared: a batch norm that was built frozen does not."""
     compiled: CompiledBlocks
     running_buffers: Sequence[Tensor]
     """Running statistics, which a skipped step restores."""
@@ -457,11 +457,12 @@ def store_of(layout: Layout) -> Callable[[nn.Module, Program, meshes.Mesh, Mater
     return Sharded
 
 
-def set_modes(modes: Mapping[nn.Module, bool]) -> None:
-    """Set each module to training or evaluation, without its children."""
-    for module, training in modes.items():
-        if module.training is not training:  # to set an attribute of a module takes ten times as long as to read it
-            module.training = training
+def copy_modes(source: nn.Module, target: nn.Module) -> None:
+    """Put each module of a model into the mode, training or evaluation, of that of an equal model."""
+    modes = {path: part.training for path, part in source.named_modules()}
+    for path, part in target.named_modules():
+        if part.training is not modes.get(path, part.training):  # to set one takes ten times as long as to read it
+            part.training = modes[path]
 
 
 def _recompute_contexts(

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from samestep.building.loss import as_number, checked
 from samestep.errors import ModelError
 from samestep.runtime import microbatches
-from samestep.runtime.assembly import Assembly, set_modes
+from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision, tensor
 from samestep.runtime.forward_only import forward_only
 from samestep.runtime.microbatches import StepBatch
@@ -118,9 +118,12 @@ def _forward_only(assembly: Assembly) -> Iterator[None]:
     module = assembly.model.module
     modes = {part: part.training for part in module.modules()}
     module.eval()
-    with torch.no_grad(), precision.raised_islands(assembly.parallel.program):
-        yield
-    set_modes(modes)
+    try:
+        with torch.no_grad(), precision.raised_islands(assembly.parallel.program):
+            yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
     assembly.weights.store.end_forward_only()
 
 

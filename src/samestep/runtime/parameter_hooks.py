@@ -9,16 +9,17 @@ element alike. Both are tried on real values before the first step:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.building.initial_values import Blueprint
 from samestep.building.parameter_marks import ParameterMarks, gradient_function, with_values
 from samestep.errors import LayoutError, ModelError
 from samestep.program.program import Program
-from samestep.runtime import placement
+from samestep.runtime import kept_state, placement
 from samestep.runtime.processes.mesh import Mesh
 
 GradientHooks = Mapping[str, Callable[[Tensor], Tensor]]
@@ -89,6 +90,61 @@ def _check_linear(name: str, function: Callable[[Tensor], Tensor], value: Tensor
             "of the gradient in the optimizer's step"
         )
     return first, one
+
+
+def later_refusal(model: nn.Module, program: Program) -> str:
+    """Return why a hook that a loop has registered on a parameter of a run's module is refused; empty if it acts as in a plain loop.
+
+    Where one forward takes the whole batch and ranks hold whole weights, it does.
+    """
+    layout = program.step.layout
+    word = f"zero={layout.zero}" if layout.num_shards > 1 and layout.zero >= 2 else ""
+    divides = kept_state.splits(layout, program.step.num_microbatches)
+    is_cut = layout.tp > 1 or layout.ep > 1
+    for name, param in model.named_parameters() if word or divides or is_cut else ():
+        marks = _own_hooks(param)
+        if not (marks.hooks or marks.late_hooks):
+            continue
+        if word:
+            return (
+                f"a hook was registered on the gradient of {name} in run.model, and under {word} the gradient is that of a gathered "
+                "weight, which the hook does not see: a hook that the build function registers works, and so does zero=1"
+            )
+        value = param.detach()
+        function = gradient_function(marks, value)
+        try:
+            if divides:
+                _check_linear(name, function, value)
+        except ModelError as error:
+            return str(error)
+        if is_cut and not _is_by_elements(function, value):
+            return (
+                f"a hook on the gradient of {name} does not treat every element alike, and a rank may hold a part of the weight: "
+                "tp=1 (and ep=1) works"
+            )
+    return ""
+
+
+def _is_by_elements(function: Callable[[Tensor], Tensor], value: Tensor) -> bool:
+    """Return whether what hooks make of half of the elements of a gradient is the same whatever the other half is."""
+    generator = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value) for _ in range(2))
+    kept = (torch.arange(value.numel(), device=value.device) % 2).view(value.shape).bool()
+    with torch.no_grad():
+        results = [function(gradient) for gradient in (one, torch.where(kept, one, other))]
+    return torch.allclose(results[0][kept], results[1][kept], rtol=1e-6, atol=1e-9)
+
+
+def _own_hooks(param: Tensor) -> ParameterMarks:
+    """Return the hooks of a parameter that are not samestep's own."""
+    kinds = (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None))
+    hooks, late = (tuple(hook for hook in (kind or {}).values() if not _is_ours(hook)) for kind in kinds)
+    return ParameterMarks({}, hooks, late)
+
+
+def _is_ours(hook: Callable[..., object]) -> bool:
+    made = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(made, "__module__", "")).startswith("samestep.")
 
 
 def _check_part(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from samestep.program.program import Program
 from samestep.runtime import kept_state
 from samestep.runtime.axes.late_weights import StandIn
+from samestep.runtime.axes.stand_ins import LayerStandIn
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,6 @@ class ReplacedWeights:
     def of(cls, model: nn.Module, known: Sequence[str], program: Program) -> ReplacedWeights:
         """Take the places of a filled model."""
         owners = [(f"{path}." if path else "", owner) for path, owner in model.named_modules()]
-        has_stand_ins = program.step.layout.pp > 1
         weights = [
             _Place(owner._parameters, key, param, owner, f"{path}{key}")
             for path, owner in owners
@@ -70,7 +70,7 @@ class ReplacedWeights:
             _Place(owner._modules, key, child, owner, f"{path}{key}")
             for path, owner in owners
             for key, child in owner._modules.items()
-            if child is not None and not has_stand_ins
+            if child is not None
         ]
         first: dict[int, str] = {}
         names = {
@@ -198,9 +198,8 @@ class ReplacedWeights:
 
 def _changed(places: list[_Place]) -> list[_Place]:
     changed = [place for place in places if place.items.get(place.key) is not place.held]
-    return [
-        place for place in changed if not isinstance(place.items.get(place.key), StandIn)
-    ]  # whose weight is to arrive
+    # Stand-ins are of weights that are to arrive, and of modules of other stages.
+    return [place for place in changed if not isinstance(place.items.get(place.key), StandIn | LayerStandIn)]
 
 
 def _new_weight(name: str) -> str:

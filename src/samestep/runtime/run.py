@@ -28,6 +28,7 @@ from samestep.runtime import evaluation, whole_state
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.guards import deterministic
+from samestep.runtime.guards.outside_changes import LoopChanges
 from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.local_replicas import LocalReplicas
@@ -92,6 +93,7 @@ class Run:
     @steps_taken.setter
     def steps_taken(self, number: int) -> None:
         self._stepper.steps_taken = number
+        self._stepper.loop_changes = None  # a load, which changes weights too
 
     @property
     def spikes(self) -> SpikeWatch:
@@ -265,7 +267,13 @@ class Run:
             raise
         if self.replicas is not None:
             self.replicas.exchange(self.steps_taken)
+        self._note_changes()
         return report
+
+    def _note_changes(self) -> None:
+        """Note the state of the first replica, where this rank trains several: what it is at the next step a loop has changed."""
+        if self.replicas is not None and len(self.replicas.assemblies) > 1:
+            self._stepper.loop_changes = LoopChanges(self._own.current, len(self.replicas.assemblies))
 
     def forward_backward(self, batch: StepBatch) -> Tensor:
         """Run the forwards and backwards of the program; return this rank's loss sum and count, float64 [2].

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.runtime import kept_state
-from samestep.runtime.assembly import Assembly, Weights, set_modes
+from samestep.runtime.assembly import Assembly, Weights, copy_modes
 from samestep.runtime.guards import nonfinite, watched_steps
 from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
-from samestep.runtime.guards.outside_changes import OutsideChanges
+from samestep.runtime.guards.outside_changes import LoopChanges, OutsideChanges
 from samestep.runtime.guards.refusals import REFUSED, Refusals
 from samestep.runtime.guards.skipped_steps import MASKED, SkippedSteps
 from samestep.runtime.guards.step_trials import StepTrials
@@ -60,6 +60,8 @@ class Stepper:
         self.spikes = SpikeWatch(self.job.numerics)
         """The losses of the last steps, by which a spike is told."""
         self.refusals = Refusals(self.job.run)
+        self.loop_changes: LoopChanges | None = None
+        """What the loop changes of the first replica, where this rank trains several."""
         self._skipped = SkippedSteps(self.job.numerics)
         self._num_taken = 0
         self._num_updates = 0
@@ -167,8 +169,12 @@ class Stepper:
         model, weights = self.held.model, self.held.weights
         began = time.perf_counter()
         forget_peak(self.place.device)
-        set_modes(model.training_modes)
-        if reason := self._outside.refusal(self.held):
+        for _, replica in self._own.each():
+            if replica.model is not model:
+                copy_modes(model.module, replica.model.module)
+        self.refusals.compare(self._outside.evaluated())
+        reason = self.loop_changes.refusal() if self.loop_changes is not None else ""
+        if reason := reason or self._outside.refusal(self.held):
             self.refusals.add("state", f"step {batch.step + 1}: {reason}")
         self._trials.try_data(self.held, batch)
         running = nonfinite.saved(model.running_buffers)

@@ -293,8 +293,10 @@ class Flows:
     def follow(self, model: nn.Module) -> None:
         """Put the copy into the modes (training or evaluation) of the model."""
         self._is_training = model.training
-        for mine, theirs in zip(self._module.modules(), model.modules(), strict=True):
-            mine.training = theirs.training
+        theirs = dict(model.named_modules())
+        for path, mine in self._module.named_modules():
+            if path in theirs:  # a loop may have taken it out
+                mine.training = theirs[path].training
 
     def known(self, shapes: Hashable) -> Flow | None:
         """Return the flow of samples of these shapes, if it has been recorded."""

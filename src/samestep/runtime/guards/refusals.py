@@ -26,6 +26,7 @@ class Refusals:
         self._settings = settings
         self._num_reported = 0
         self._pending: tuple[str, Waiver] | None = None
+        self._evaluated = self._agreed = frozenset[str]()
 
     def add(self, waiver: Waiver, reason: str) -> None:
         """Keep a reason to refuse the step, or only remark on it where `run.allow` waives it."""
@@ -33,6 +34,10 @@ class Refusals:
             self.remark(self._settings.waived(waiver, reason))
         elif self._pending is None:
             self._pending = (reason, waiver)
+
+    def compare(self, evaluated: frozenset[str]) -> None:
+        """Note the modules that this rank's loop has put into evaluation mode, which must be those of all ranks."""
+        self._evaluated = evaluated
 
     def remark(self, text: str) -> None:
         """Keep a remark, once."""
@@ -47,8 +52,8 @@ class Refusals:
 
     @property
     def is_pending(self) -> bool:
-        """Whether this rank has a reason."""
-        return self._pending is not None
+        """Whether this rank has a reason, or other modules in evaluation mode than the ranks have compared last."""
+        return self._pending is not None or self._evaluated != self._agreed
 
     def raise_own(self) -> None:
         """Raise this rank's reason, if it has one, where no collective of the step follows.
@@ -68,6 +73,14 @@ class Refusals:
             UnprovenError: some rank refuses the step.
         """
         with outside_step():
-            found = [reason for reason in gather_values(self._pending, world_size) if reason is not None]
+            everyone = gather_values((self._pending, sorted(self._evaluated)), world_size)
+        self._agreed = self._evaluated
+        found = [reason for reason, _ in everyone if reason is not None]
         if found:
             raise UnprovenError(*found[0])
+        if other := frozenset[str]().union(*(set(one) ^ set(everyone[0][1]) for _, one in everyone)):
+            raise UnprovenError(
+                f"{min(other)} is in evaluation mode on some ranks and in training mode on others: a loop that calls eval() and "
+                "train() of run.model on all ranks alike works",
+                "state",
+            )

@@ -20,6 +20,7 @@ from samestep.errors import LayoutError, ModelError
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.update_rules import parts_of
+from samestep.runtime.optimizers.given_optimizer import NoState
 from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.step_code import optimizers_in
 from samestep.runtime.optimizers.update_rule import (
@@ -94,7 +95,8 @@ def optimizer_source(
     if not isinstance(optimizer, Optimizer):
         return functools.partial(_of_function, optimizer)
     # Adagrad has state from the start, with step 0.
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+    is_known = isinstance(optimizer.state, NoState)  # of a run that was made before
+    if not is_known and any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ModelError("the optimizer has stepped already: give one that has not, or a function of the parameters")
     kind = type(optimizer).__name__
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:

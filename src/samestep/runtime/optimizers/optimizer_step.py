@@ -193,12 +193,16 @@ class Updater:
         """Take over what was changed in the groups of the given instance, as the momentum that a scheduler changes with the
         rate."""
         theirs = _options(self.given)
-        if len(theirs) != len(self._given_options):
-            raise ModelError(
-                f"the optimizer that was given has {len(theirs)} groups, and had {len(self._given_options)} when the run was made: "
-                "groups of all weights from the start, some with lr = 0, work"
-            )
         assert self.optimizer is not None
+        for whose, held, number in (
+            ("optimizer that was given", theirs, len(self._given_options)),
+            ("run's optimizer", self.optimizer.param_groups, len(self.first_lr)),
+        ):
+            if len(held) != number:
+                raise ModelError(
+                    f"the {whose} has {len(held)} groups, and had {number} when the run was made: "
+                    "groups of all weights from the start, some with lr = 0, work"
+                )
         groups = self.optimizer.param_groups if theirs else ()
         for group, now, before in zip(groups, theirs, self._given_options, strict=True):
             group.update({key: value for key, value in now.items() if key in group and value != before.get(key)})

@@ -4,6 +4,9 @@
         for mine, other in zip(run.model.parameters(), weights): mine.copy_(other)          # whole tensors, alike on all ranks
     run.model.load_state_dict(torch.load("weights.pt"))
 
+    nn.init.normal_(run.model.head.weight); p.add_(torch.randn_like(p))        # the numbers that one device draws
+    float(run.model.head.weight.norm())                                         # the number of the whole weight
+
 DTensor takes whole tensors beside its own for a mistake; here they are what a loop on one device has. A weight that is written
 into a whole tensor is gathered.
 """
@@ -34,10 +37,22 @@ _WHOLE_WRITES = (
 """Operations that write into their first argument as a whole, of which DTensor has no rule for rows."""
 
 
+_FILLS = (
+    _aten.normal_.default, _aten.uniform_.default, _aten.exponential_.default, _aten.log_normal_.default, _aten.cauchy_.default,
+    _aten.geometric_.default, _aten.bernoulli_.float,
+)  # fmt: skip
+"""Operations that draw every element of their first argument."""
+_DRAWN_LIKE = (_aten.randn_like.default, _aten.rand_like.default)
+"""Operations that draw a tensor of the shape of their first argument."""
+
+
 def allow() -> None:
-    """Let these operations meet sharded weights and whole tensors in this process."""
+    """Let these operations take sharded weights and whole tensors in this process."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.update(dict.fromkeys(_WRITES, _write) | dict.fromkeys(_WHOLE_WRITES, _write_whole))
+    handlers.update(dict.fromkeys(_FILLS, _fill))
+    handlers.update(dict.fromkeys(_DRAWN_LIKE, _drawn_like))
+    handlers[_aten._local_scalar_dense.default] = _number
 
 
 def take_single_numbers(slots: dict[str, ParamSlots], names: set[str]) -> None:
@@ -110,14 +125,46 @@ def _refuse_lost(target: DTensor) -> None:
         )
 
 
+def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw the numbers of the whole tensor, as one device does from the same generator, and keep the rows of this rank."""
+    target, *others = args
+    if not isinstance(target, DTensor):
+        return op(*args, **kwargs)
+    _refuse_lost(target)
+    whole = op(torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device), *others, **kwargs)
+    target._local_tensor.copy_(_rows_of(whole, target))
+    return target
+
+
+def _drawn_like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw a whole tensor of the shape of a sharded one, and return the rows of this rank as a sharded tensor."""
+    like = args[0]
+    whole = op(torch.empty(like.shape, dtype=like.dtype, device=like._local_tensor.device), **kwargs)
+    local = _rows_of(whole, like).contiguous()
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the number that the whole of a tensor is.
+
+    Collective over the ranks that share it where they hold summands: if one does not call it, the others wait until the time
+    limit.
+    """
+    return op(args[0].full_tensor())
+
+
 def _rows_of(value: Any, target: DTensor) -> Any:
     """Return the rows of a whole tensor that a rank has of a weight; numbers as they are."""
-    if not isinstance(value, Tensor) or (not value.dim() and target.numel() != 1):
+    if not isinstance(value, Tensor):
+        return value
+    if not value.dim() and target.numel() != 1:
         return value.full_tensor() if isinstance(value, DTensor) else value
-    if isinstance(value, DTensor) and value.shape != target.shape:
-        value = value.full_tensor()
-    if isinstance(value, DTensor):
+    if isinstance(value, DTensor) and value.shape == target.shape:
         return value.redistribute(target.device_mesh, target.placements)._local_tensor
+    if isinstance(value, DTensor):  # as a norm of the weight
+        value = value.full_tensor()
     rows = value.expand(target.shape)
     for axis, placement in enumerate(target.placements):
         if placement.is_shard():

@@ -1,0 +1,70 @@
+"""The optimizer instance that a user gave, which takes no step: a run builds one of its own like it.
+
+The options of its groups are followed, so that schedulers act. Its state stays empty, so what a loop reads of it, or does to it,
+is refused: momenta that are set to zero, `state_dict` and `load_state_dict`, hooks, other parameters in a group.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from samestep.errors import ModelError
+
+_OWN = "run.updater.optimizer.state is what it holds, and run.save and run.load keep it"
+
+
+class NoState(defaultdict[Any, Any]):
+    """A state that says where the run's own is."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(dict)
+        self._kind = kind
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ModelError(
+            f"the {self._kind} instance that was given has no state, since the run updates by one of its own: {_OWN}"
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __contains__ = __missing__ = __reduce__ = _refuse
+    __reduce_ex__ = __deepcopy__ = __copy__ = _refuse
+    items = keys = values = get = pop = clear = update = setdefault = popitem = copy = _refuse
+
+    def __len__(self) -> int:
+        return 0
+
+
+def watch(optimizer: Optimizer | None) -> list[tuple[str, Callable[[], Any], Any]]:
+    """Put a state that refuses to be read into the given optimizer; return what else a loop may do to it, with a function that
+    reads it and what that returned before.
+    """
+    if optimizer is None:
+        return []
+    kind, number = type(optimizer).__name__, len(optimizer.param_groups)
+    if not isinstance(optimizer.state, NoState):
+        optimizer.state = NoState(kind)
+
+    def members() -> list[list[int]]:
+        return [[*map(id, group["params"])] for group in optimizer.param_groups[:number]]
+
+    return [
+        (
+            f"was given another state, which the run does not use: {_OWN}",
+            lambda: id(optimizer.state),
+            id(optimizer.state),
+        ),
+        (
+            "was given step hooks, which the run does not call: to register them in a function of the parameters works",
+            lambda: bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks),
+            False,  # as it was when the run was made
+        ),
+        (
+            "was given other parameters in a group, and the run updates those that it had: lr = 0 and requires_grad_(False) in "
+            "run.model work",
+            members,
+            members(),
+        ),
+    ]
