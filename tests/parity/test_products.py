@@ -6,6 +6,8 @@ accumulation, reductions, uneven micro-batches, models, precisions. Losses, norm
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from samestep.layout import Layout
@@ -17,9 +19,10 @@ PAIRS, TRIPLES = (2, 4), (3, 8)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    chosen = covering.rows(*PAIRS, alone=("model",))
+    chosen: list[Any] = [*covering.rows(*PAIRS, alone=("model",))]
     if metafunc.config.getoption("--every-layout"):
-        chosen += tuple(row for row in covering.rows(*TRIPLES) if row not in chosen)
+        more = [row for row in covering.rows(*TRIPLES) if row not in chosen]
+        chosen += [pytest.param(*row, marks=pytest.mark.nightly) for row in more]
     metafunc.parametrize(("layout", "model", "precision"), chosen)
 
 
