@@ -40,7 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-layout", action="store_true", help="run the nightly combinations too")
-    parser.addoption("--shard", action="store_true", help="run a part of the nightly combinations alone: tests/shard.py")
+    parser.addoption(
+        "--shard", action="store_true", help="run a part of the nightly combinations alone: tests/shard.py"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

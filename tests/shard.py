@@ -31,7 +31,9 @@ def commit() -> int:
 
 def selected(nodeids: list[str], number: int) -> list[int]:
     """Return the positions of a shard's tests in the order in which the commit of that number runs them, whole files at a time."""
-    mine = [index for index, nodeid in enumerate(nodeids) if zlib.crc32(nodeid.encode()) % NUM_SHARDS == number % NUM_SHARDS]
+    mine = [
+        index for index, nodeid in enumerate(nodeids) if zlib.crc32(nodeid.encode()) % NUM_SHARDS == number % NUM_SHARDS
+    ]
     files = list(dict.fromkeys(nodeids[index].partition("::")[0] for index in mine))
     first = number // NUM_SHARDS % max(1, len(files))
     turn = {file: place for place, file in enumerate(files[first:] + files[:first])}
