@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 
 from samestep.runtime.processes import join
-from tests import audit, shard, time_limit
+from tests import audit, laboratory, shard, time_limit
 from tests import pool as pools
 from tests.progress import Progress
 
@@ -55,8 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = left
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Let no collection of garbage look through what is imported by now, nor copy its pages on the ranks that are forked."""
+    laboratory.note_ahead(session.items)
     gc.collect()
     gc.freeze()
 

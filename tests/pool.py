@@ -86,8 +86,11 @@ class Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
+        from tests.laboratory import trace_ahead
+
         if self.inherits:
             warm_up()
+            trace_ahead()
         self.inherited = traced.known()
         context: Any = multiprocessing.get_context("fork" if self.inherits else "spawn")
         self.folder = tempfile.mkdtemp(prefix="samestep-pool-")

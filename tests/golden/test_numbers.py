@@ -142,7 +142,9 @@ def test_tables_of_layouts_are_what_they_were(words: str) -> None:
     assert layouts(words) == known("layouts")[words]
 
 
-@pytest.mark.parametrize("words", [pytest.param(words, marks=[pytest.mark.nightly] * (words == LONG)) for words in PRINTED])
+@pytest.mark.parametrize(
+    "words", [pytest.param(words, marks=[pytest.mark.nightly] * (words == LONG)) for words in PRINTED]
+)
 def test_what_is_printed_is_what_it_was(words: str) -> None:
     parts = re.split(r"\n(?=\$ samestep )", (FOLDER / "printed.txt").read_text())
     assert printed(words) == parts[PRINTED.index(words)]
