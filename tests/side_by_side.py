@@ -1,6 +1,6 @@
 """`make test`: the parity tests in one session of pytest and all others in another beside it, for the two cores of a CI.
 
-Lines of progress are printed as they come, and what else a session says when it has ended.
+Lines of progress are printed as they come, and what else a session says when it has ended. Both get the options of the command line.
 """
 
 from __future__ import annotations

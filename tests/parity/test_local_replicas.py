@@ -4,9 +4,9 @@ torch loop of local SGD and DiLoCo does.
 
 from __future__ import annotations
 
-import itertools
 import copy
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
