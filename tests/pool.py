@@ -71,7 +71,10 @@ class Pool:
 
     def used_s(self) -> float:
         """Return the seconds of processor time that the ranks have used, by the clocks that Linux has of processes."""
-        return sum(time.clock_gettime(~process.pid << 3 | 2) for process in self.processes)
+        try:
+            return sum(time.clock_gettime(~process.pid << 3 | 2) for process in self.processes)
+        except OSError:  # a rank has ended
+            return math.nan
 
     def close(self) -> None:
         """Kill the ranks; the next job starts new ones."""
@@ -175,7 +178,7 @@ def close_busy() -> None:
     if before:
         time.sleep(_IDLE_S)
     for made, used_s in before.items():
-        if made.used_s() - used_s > _IDLE_S / 10:
+        if not made.used_s() - used_s < _IDLE_S / 10:
             made.close()
 
 
