@@ -232,11 +232,15 @@ def follow(
             each(run)
     seen.weights = [(p.name, *_place(run, p), p.master().cpu().clone()) for p in run.updater.pieces]
     seen.picks = bool(run.program.step.model.picks_at)
-    seen.index = run.assembly.parallel.mesh.index("tp")
+    seen.cuts, seen.index = cuts_of(run)
+    return seen
+
+
+def cuts_of(run: Run) -> tuple[Cuts, int]:
+    """Return how the weights are cut over tp, and the rank's position there."""
     uncut = {member.name for owners in run.program.owners if owners.is_cut for member in owners.members}
     cut = [p for p in run.program.step.model.params if p.cut and run.layout.tp > 1 and p.name not in uncut]
-    seen.cuts = {p.name: (p.cut, p.shape) for p in cut}
-    return seen
+    return {p.name: (p.cut, p.shape) for p in cut}, run.assembly.parallel.mesh.index("tp")
 
 
 def _place(run: Run, piece: Piece) -> tuple[int, int]:
