@@ -14,13 +14,15 @@ import torch
 from hypothesis import settings
 
 from samestep.runtime.processes import join
-from tests import audit, time_limit
+from tests import audit, laboratory, shard, time_limit
 from tests import pool as pools
 from tests.progress import Progress
 
 torch.set_num_threads(1)
 settings.register_profile("samestep", deadline=None)  # no test asserts on the clock
 settings.load_profile("samestep")
+gc.set_threshold(700, 10, 1000)
+"""Old objects are looked through seldom: those of torch and of the traced models, which stay, took a tenth of a session's time."""
 
 
 @pytest.hookimpl(trylast=True)  # once there is a reporter
@@ -31,21 +33,31 @@ def pytest_configure(config: pytest.Config) -> None:
     reporter = config.pluginmanager.getplugin("terminalreporter")
     if reporter is not None and config.get_verbosity() < 0:
         config.pluginmanager.register(Progress(reporter))
+    if config.getoption("--shard"):
+        config.option.every_layout = True
+        config.pluginmanager.register(shard.Limit())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-layout", action="store_true", help="run the nightly combinations too")
+    parser.addoption(
+        "--shard", action="store_true", help="run a part of the nightly combinations alone: tests/shard.py"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the nightly combinations out, and the tests for an accelerator where there is none."""
+    """Leave the nightly combinations out, or all but a shard of them, and the tests for an accelerator where there is none."""
     left = [item for item in items if _runs(config, item)]
+    if config.getoption("--shard"):
+        nightly = [item for item in left if item.get_closest_marker("nightly")]
+        left = [nightly[index] for index in shard.selected([item.nodeid for item in nightly], shard.commit())]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(left)])
     items[:] = left
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Let no collection of garbage look through what is imported by now, nor copy its pages on the ranks that are forked."""
+    laboratory.note_ahead(session.items)
     gc.collect()
     gc.freeze()
 
@@ -60,6 +72,12 @@ def _runs(config: pytest.Config, item: pytest.Item) -> bool:
 def _no_pool_is_left() -> Iterator[None]:
     yield
     pools.close_all()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_idle_rank_is_busy() -> Iterator[None]:
+    yield
+    pools.close_busy()
 
 
 @pytest.fixture(autouse=True)

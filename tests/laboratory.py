@@ -6,9 +6,10 @@ norms, each rank's runs of every gradient and weight. `whole` puts the runs of a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,27 @@ def source_of(model: str, layout: Layout, job: Job, dataset: type[Dataset] = Tok
     example = next(batches(dataset(), job)).samples([0])
     known = traced.prepared((model, dataset), source, job, example, layout, for_any=True)
     return replace(source, prepared=known)
+
+
+_ahead: dict[tuple[str, str], None] = {}
+"""Each model and layout that the tests of the session name together, until they are traced."""
+
+
+def note_ahead(items: Iterable[pytest.Item]) -> None:
+    """Note the models and layouts of tests that will run."""
+    for item in items:
+        given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        words = [value for value in given if isinstance(value, str)]
+        layouts = [word for word in words if "=" in word]
+        _ahead.update(dict.fromkeys(itertools.product((word for word in words if word in MODELS), layouts)))
+
+
+def trace_ahead() -> None:
+    """Trace what is noted, once, before ranks are forked: they would be forked again after each model that is new to them."""
+    while _ahead:
+        (model, layout), _ = _ahead.popitem()
+        with contextlib.suppress(Exception):  # the test that asks for it finds it out itself
+            source_of(model, Layout.parse(layout), clipped())
 
 
 def make_run(rank: int, world: int, model: str, layout: str | Layout, job: Job, dataset: type[Dataset] = Tokens) -> Run:
@@ -210,11 +232,15 @@ def follow(
             each(run)
     seen.weights = [(p.name, *_place(run, p), p.master().cpu().clone()) for p in run.updater.pieces]
     seen.picks = bool(run.program.step.model.picks_at)
-    seen.index = run.assembly.parallel.mesh.index("tp")
+    seen.cuts, seen.index = cuts_of(run)
+    return seen
+
+
+def cuts_of(run: Run) -> tuple[Cuts, int]:
+    """Return how the weights are cut over tp, and the rank's position there."""
     uncut = {member.name for owners in run.program.owners if owners.is_cut for member in owners.members}
     cut = [p for p in run.program.step.model.params if p.cut and run.layout.tp > 1 and p.name not in uncut]
-    seen.cuts = {p.name: (p.cut, p.shape) for p in cut}
-    return seen
+    return {p.name: (p.cut, p.shape) for p in cut}, run.assembly.parallel.mesh.index("tp")
 
 
 def _place(run: Run, piece: Piece) -> tuple[int, int]:

@@ -2,9 +2,9 @@
 
 `pool(2).run(function, *args)` calls `function(rank, world, *args)` on every rank and returns the results by rank. The
 function stands at the top level of a module. The ranks joined one gloo group on the loopback interface when the pool
-was first used. A job that fails may leave its peers inside a collective, so after it the pool is killed, and built
-again for the next job; so it is when the pytest process has traced more of the job's model meanwhile, for its ranks to
-inherit. A job that hangs ends with its test's time limit (`tests/time_limit.py`).
+was first used. A job that fails may leave its peers inside a collective, so after it the pool is killed, unless every rank
+has raised the same refusal, and built again for the next job; so it is when the pytest process has traced more of the job's model meanwhile,
+for its ranks to inherit. A job that hangs ends with its test's time limit (`tests/time_limit.py`).
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class Pool:
         """Traced models that the ranks have."""
         self.inherits = device == "cpu" or not real_gpu.is_asked()
         """Whether the ranks are forked."""
+        self._refusal_of_all: BaseException | None = None
+        """What every rank has raised alike, so that none is left inside a collective."""
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return what `function(rank, world, *args)` returns on every rank, or raise what one of them raised first."""
@@ -62,9 +64,17 @@ class Pool:
             for pipe in self.pipes:
                 pipe.send_bytes(job)
             return self._collect()
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            if error is not self._refusal_of_all:
+                self.close()
             raise
+
+    def used_s(self) -> float:
+        """Return the seconds of processor time that the ranks have used, by the clocks that Linux has of processes."""
+        try:
+            return sum(time.clock_gettime(~process.pid << 3 | 2) for process in self.processes)
+        except OSError:  # a rank has ended
+            return math.nan
 
     def close(self) -> None:
         """Kill the ranks; the next job starts new ones."""
@@ -79,8 +89,11 @@ class Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
+        from tests.laboratory import trace_ahead
+
         if self.inherits:
             warm_up()
+            trace_ahead()
         self.inherited = traced.known()
         context: Any = multiprocessing.get_context("fork" if self.inherits else "spawn")
         self.folder = tempfile.mkdtemp(prefix="samestep-pool-")
@@ -119,7 +132,11 @@ class Pool:
                 deadline = min(deadline, time.monotonic() + (ECHO_GRACE_S if _is_echo(value[1]) else 0.1))
         if failures:
             causes = [failure for failure in failures.values() if not _is_echo(failure[1])]
-            raise min(causes or list(failures.values()), key=lambda failure: failure[0])[1]
+            first = min(causes or list(failures.values()), key=lambda failure: failure[0])[1]
+            raised = {(type(error), str(error)) for _, error in failures.values()}
+            if len(failures) == self.ranks and len(raised) == 1 and isinstance(first, SamestepError):
+                self._refusal_of_all = first
+            raise first
         return [results[rank] for rank in range(self.ranks)]
 
     def _answer(self, rank: int) -> tuple[bool, Any]:
@@ -140,21 +157,36 @@ def warm_up() -> None:
         observe(0, 1, "llama", "dp=1 recompute=full microbatch=4", clipped(), True)
 
 
-@functools.cache
 def pool(ranks: int, device: str = "cpu") -> Pool:
     """Return the session's pool of so many ranks on a device."""
-    made = Pool(ranks, device)
-    _made.append(made)
-    return made
+    return _pools.setdefault((ranks, device), Pool(ranks, device))
 
 
 def close_all() -> None:
     """Kill every pool of the session."""
-    for made in _made:
+    for made in _pools.values():
         made.close()
 
 
-_made: list[Pool] = []
+def close_busy() -> None:
+    """Kill the pools of which a rank uses its processor while it has no job.
+
+    Where ranks parted within a job, gloo's thread asks for ever after a message that nobody receives, which once took half a core
+    until the session ended.
+    """
+    before = {made: made.used_s() for made in _pools.values() if made.processes}
+    if before:
+        time.sleep(_IDLE_S)
+    for made, used_s in before.items():
+        if not made.used_s() - used_s < _IDLE_S / 10:
+            made.close()
+
+
+_IDLE_S = 0.03
+"""Seconds in which idle ranks use next to none."""
+
+
+_pools: dict[tuple[int, str], Pool] = {}
 
 
 def _is_echo(error: BaseException) -> bool:

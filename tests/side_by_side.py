@@ -1,6 +1,6 @@
 """`make test`: the parity tests in one session of pytest and all others in another beside it, for the two cores of a CI.
 
-Lines of progress are printed as they come, and what else a session says when it has ended.
+Lines of progress are printed as they come, and what else a session says when it has ended. Both get the options of the command line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _printing = threading.Lock()
 
 
 def main() -> int:
-    """Run the sessions; return 0 if every test of both has passed."""
+    """Run the sessions, with the options given; return 0 if every test of both has passed."""
     begin_s = time.monotonic()
     with ThreadPoolExecutor(len(PARTS)) as threads:
         statuses = list(threads.map(_run, PARTS))
@@ -30,7 +30,7 @@ def main() -> int:
 
 def _run(part: tuple[str, ...]) -> int:
     """Run one session to its end; return its exit status."""
-    command = [sys.executable, "-m", "pytest", "-q", *part]
+    command = [sys.executable, "-m", "pytest", "-q", *sys.argv[1:], *part]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as session:
         assert session.stdout is not None
         held: list[str] = []

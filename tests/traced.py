@@ -51,7 +51,7 @@ def prepared(
     key = (key, job.train.loss, job.train.seed)
     kept, is_cut = _KNOWN.get(key), for_any or layout.tp > 1
     if kept is None or (is_cut and kept.spec.cut_refusal == UNEXAMINED):
-        kept = prepare(source, job, example, None if is_cut else Cuts(refusal=UNEXAMINED))
+        _KNOWN[key] = kept = prepare(source, job, example, None if is_cut else Cuts(refusal=UNEXAMINED))
     found = traced_for(replace(source, prepared=kept), layout, job, example)
     _KNOWN[key] = found
     _asked.add(key)

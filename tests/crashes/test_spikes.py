@@ -18,7 +18,7 @@ from samestep.job_tables import NumericsTable
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.loss_spikes import SpikeWatch
 from tests import small
-from tests.laboratory import job_of, largest_error, make_run, on_ranks, whole
+from tests.laboratory import cuts_of, job_of, largest_error, make_run, on_ranks, whole
 from tests.models import Tokens
 
 STEPS, SPIKE, MARK = 14, 11, 7
@@ -66,6 +66,12 @@ def take(
     return [one.skipped for one in reports], weights, [one.note for one in reports], [*run.spikes.losses]
 
 
+def cut(rank: int, world: int, model: str, layout: str, given: Job) -> Any:
+    run = make_run(rank, world, model, layout, given, Spiked)
+    run.prepare(next(batches(Spiked(), given)).samples([0]))
+    return cuts_of(run)
+
+
 @functools.cache
 def never_seen() -> Any:
     """The run that leaves the samples of the spike out."""
@@ -82,7 +88,9 @@ def test_a_spike_is_as_if_never_seen_in_every_layout(layout: str) -> None:
         assert [bool(note) for note in notes] == skipped
         assert "is a spike" in notes[SPIKE]
         assert notes[SPIKE].endswith("the mean of the last 10 steps")
-    error, name = largest_error(whole([weights for _, weights, _, _ in ranks]), whole([never_seen()[1]]))
+    cuts, indices = zip(*on_ranks(layout, cut, "plain", job()), strict=True)
+    trained = whole([weights for _, weights, _, _ in ranks], cuts[0], list(indices))
+    error, name = largest_error(trained, whole([never_seen()[1]]))
     assert error <= 1e-9, name
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from samestep.runtime.ledger import Ledger
 from samestep.runtime.run import Run
 from samestep.strategies import program_of
 from samestep.training.saving import Saver
+from tests.covering import daily
 from tests.laboratory import (
     TOLERANCE,
     Observed,
@@ -193,16 +195,16 @@ STREAMED = {"exchange_parts": 3, "exchange_delay": 2}
 """With an exchange every 6 steps: one of three parts every second step, each used two steps later."""
 
 
-@pytest.mark.parametrize("codec", ["none", "int8", pytest.param("powersgd", marks=NIGHTLY)])
+WHILE_STEPS_GO_ON = ("dp=2", "dp_replicate=2 dp_shard=2 zero=1", "dp=2 pp=2 microbatch=1")
+ELSEWHERE = ("dp_replicate=2 dp_shard=2 zero=3", "dp=2 tp=2", "dp=2 cp=2")
+
+
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "codec"),
     [
-        "dp=2",
-        "dp_replicate=2 dp_shard=2 zero=1",
-        pytest.param("dp_replicate=2 dp_shard=2 zero=3", marks=NIGHTLY),
-        pytest.param("dp=2 tp=2", marks=NIGHTLY),
-        "dp=2 pp=2 microbatch=1",
-        pytest.param("dp=2 cp=2", marks=NIGHTLY),
+        *daily(itertools.product(WHILE_STEPS_GO_ON, ("none", "int8"))),
+        *(pytest.param(layout, "powersgd", marks=NIGHTLY) for layout in WHILE_STEPS_GO_ON),
+        *(pytest.param(*row, marks=NIGHTLY) for row in itertools.product(ELSEWHERE, ("none", "int8", "powersgd"))),
     ],
 )
 def test_parts_are_exchanged_while_steps_go_on(layout: str, codec: str) -> None:

@@ -327,10 +327,11 @@ LAYOUTS = [
 
 
 def prove(case: Case, layouts: list[str]) -> None:
+    expected = alone(case)  # whose trace the ranks inherit
     ranks = pool(Layout.parse(layouts[0]).world_size).run(observe, case, layouts)
     for index, layout in enumerate(layouts):
         seen = [rank[index] for rank in ranks]
-        assert_same(seen, alone(case), TOLERANCE)
+        assert_same(seen, expected, TOLERANCE)
         assert_ledger(seen, layout)
 
 

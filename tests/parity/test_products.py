@@ -6,30 +6,23 @@ accumulation, reductions, uneven micro-batches, models, precisions. Losses, norm
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from samestep.layout import Layout
 from tests import covering, rounding
-from tests.laboratory import clipped, prove, source_of
+from tests.laboratory import clipped, prove
 
 PAIRS, TRIPLES = (2, 4), (3, 8)
 """Features at once, and ranks that a layout may have."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    chosen = covering.rows(*PAIRS, alone=("model",))
+    chosen: list[Any] = [*covering.rows(*PAIRS, alone=("model",))]
     if metafunc.config.getoption("--every-layout"):
-        chosen += tuple(row for row in covering.rows(*TRIPLES) if row not in chosen)
+        more = [row for row in covering.rows(*TRIPLES) if row not in chosen]
+        chosen += [pytest.param(*row, marks=pytest.mark.nightly) for row in more]
     metafunc.parametrize(("layout", "model", "precision"), chosen)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _traced(request: pytest.FixtureRequest) -> None:
-    """Trace every model for its layouts before the first rank is forked, which inherits them."""
-    for item in request.session.items:
-        if item.path == request.path and isinstance(item, pytest.Function):
-            given = item.callspec.params
-            source_of(given["model"], Layout.parse(given["layout"]), clipped())
 
 
 def test_features_compose(layout: str, model: str, precision: str) -> None:

@@ -248,11 +248,24 @@ class Recurrent(Blocks):
         return self.head(self.lstm(self.embed(input_ids).transpose(0, 1))[0].transpose(0, 1))
 
 
+ON_AXES = (
+    "dp=2 recompute=full", "pp=2 microbatch=4", "pp=2 microbatch=2 schedule=zero-bubble",
+    "tp=2", "cp=2", "dp=2 zero=3 recompute=full microbatch=2",
+)  # fmt: skip
 EQUAL = [
     *(Autoencoder, Diffusion, StochasticDepth, MaskedParts, NoisyWeights, Choices, Distributions, Behind, TwoViews),
     OneOrder,
     BetaAndGamma,
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced() -> None:
+    """Trace the models before ranks are forked, which inherit the traces."""
+    for build in (*EQUAL, Recurrent, OtherRows, OwnGenerator, Seeded, Binomial, Net):
+        source(build, Layout(), data_of(build))
+    for words in ON_AXES:
+        source(NoisyBlocks, Layout.parse(words), Even(True), loss=cross_entropy)
 
 
 @pytest.mark.parametrize("build", EQUAL)
@@ -266,17 +279,7 @@ def test_torchs_layers_drop_the_elements_of_their_samples(build: type[nn.Module]
     assert_equal(build, *SPLIT)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "dp=2 recompute=full",
-        "pp=2 microbatch=4",
-        "pp=2 microbatch=2 schedule=zero-bubble",
-        "tp=2",
-        "cp=2",
-        "dp=2 zero=3 recompute=full microbatch=2",
-    ],
-)
+@pytest.mark.parametrize("layout", ON_AXES)
 def test_blocks_draw_the_same_on_every_axis(layout: str) -> None:
     assert_equal(NoisyBlocks, layout, loss=cross_entropy, dataset=Even(True))
 

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.errors import LayoutError, UnprovenError
+from samestep.layout import Layout
 from tests.covering import daily
-from tests.laboratory import job_of, prove
+from tests.laboratory import job_of, prove, source_of
 from tests.models import MODELS, VOCABULARY
 
 WIDTH = 8
@@ -182,6 +183,15 @@ COUPLED = {
 }  # fmt: skip
 MODELS |= {f"between {part.__name__}": lambda part=part: Language(part) for part in (*EQUAL, *COUPLED)}
 LAYOUTS = ["dp=2", "dp=1 microbatch=1", "dp=2 zero=3 microbatch=2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced(request: pytest.FixtureRequest) -> None:
+    """Trace every model before ranks are forked, which inherit the traces."""
+    for item in request.session.items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.path == request.path and "part" in given:
+            source_of(f"between {given['part'].__name__}", Layout.parse(given.get("layout", "dp=1")), job_of())
 
 
 @pytest.mark.parametrize(("layout", "part"), daily(itertools.product(LAYOUTS, EQUAL)))

@@ -209,13 +209,15 @@ class Outcome:
 
 def outcome(case: Reproduction, layout: str) -> Outcome:
     """Return what a layout makes of a case."""
+    world = Layout.parse(layout).world_size
     try:
         expected = _expected(case)
-        world = Layout.parse(layout).world_size
         if case.is_traced_once:
             _source(case, Layout.parse(layout))
         found = pool(world).run(carry_out, case.name, layout) if world > 1 else [carry_out(0, 1, case.name, layout)]
     except InputError as error:
+        if world > 1:
+            pool(world).close()  # what a refused run has changed in a user's code is no start for another case
         return Outcome(REFUSED, str(error))
     except Exception as error:
         return Outcome("failed", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")

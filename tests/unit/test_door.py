@@ -53,11 +53,11 @@ def test_a_profile_is_shown_as_a_file_to_begin_with(capsys: pytest.CaptureFixtur
 
 def test_many_layouts_are_a_screenful(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["layouts", "--set", "model.source=preset:gpt2", "--devices"]
-    assert main(*words, "96") == 0
+    assert main(*words, "24") == 0
     shown = capsys.readouterr().out.splitlines()[1:]  # behind what the preset is planned with
     assert len(shown) <= 40
     assert re.match(r"\d+ of [\d,]+ layouts are legal, of which the first 20", shown[0])
-    assert main(*words, "96", "--whole") == 0
+    assert main(*words, "24", "--whole") == 0
     whole = capsys.readouterr().out.splitlines()[1:]
     legal, every = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+", shown[0])[:2])
     assert len(whole) == every + 1

@@ -1,10 +1,16 @@
-"""Collections leave out what there is behind the first step of a training, and afterwards nothing stays left out."""
+"""Collections leave out what there is behind the first step of a training, and afterwards nothing stays left out.
+
+Each case runs in an interpreter of its own, since a collection of what a session of tests holds takes a second.
+"""
 
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -18,17 +24,19 @@ class Loop:
         self.me = self
 
 
-@pytest.fixture(autouse=True)
-def nothing_frozen() -> Iterator[None]:
-    was_frozen = gc.get_freeze_count() > 0  # the tests' own process
-    gc.unfreeze()
-    yield
-    gc.unfreeze()
-    if was_frozen:
-        gc.freeze()
+def in_new_interpreter(case: Callable[..., None], *words: str) -> None:
+    code = f"from {case.__module__} import {case.__name__} as case; case(*{words!r})"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
 
 
-def test_objects_are_frozen_once_behind_the_first_step_and_freed_at_the_end() -> None:
+def freezes_once() -> None:
     counts, held = [], Loop()
     freed = weakref.ref(held)
     for step in frozen_behind_first(range(3)):
@@ -44,8 +52,7 @@ def test_objects_are_frozen_once_behind_the_first_step_and_freed_at_the_end() ->
     assert freed() is None
 
 
-@pytest.mark.parametrize("ends", ["break", "error", "one step"])
-def test_however_a_training_ends_nothing_stays_frozen(ends: str) -> None:
+def ends_with_nothing_frozen(ends: str) -> None:
     try:
         for step in frozen_behind_first(range(1 if ends == "one step" else 9)):
             if step == 2 and ends == "break":
@@ -58,8 +65,21 @@ def test_however_a_training_ends_nothing_stays_frozen(ends: str) -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_what_somebody_else_has_frozen_stays() -> None:
+def leaves_what_is_frozen() -> None:
     gc.freeze()
     count = gc.get_freeze_count()
     assert len([*frozen_behind_first(range(3))]) == 3
     assert gc.get_freeze_count() >= count - 100 > 0  # what has no more references is freed at once
+
+
+def test_objects_are_frozen_once_behind_the_first_step_and_freed_at_the_end() -> None:
+    in_new_interpreter(freezes_once)
+
+
+@pytest.mark.parametrize("ends", ["break", "error", "one step"])
+def test_however_a_training_ends_nothing_stays_frozen(ends: str) -> None:
+    in_new_interpreter(ends_with_nothing_frozen, ends)
+
+
+def test_what_somebody_else_has_frozen_stays() -> None:
+    in_new_interpreter(leaves_what_is_frozen)
