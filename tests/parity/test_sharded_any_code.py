@@ -196,6 +196,7 @@ def draw_in(run: Run) -> None:
     torch.manual_seed(5 + run.steps_taken)
     for weight in run.model.parameters():
         nn.init.normal_(weight, std=0.5) if weight.dim() > 1 else nn.init.uniform_(weight, -0.1, 0.1)
+    nn.init.eye_(run.model.first.weight)
 
 
 @torch.no_grad()

@@ -53,6 +53,7 @@ def allow() -> None:
     handlers.update(dict.fromkeys(_FILLS, _fill))
     handlers.update(dict.fromkeys(_DRAWN_LIKE, _drawn_like))
     handlers[_aten._local_scalar_dense.default] = _number
+    handlers[_aten.eye.m_out] = _identity
 
 
 def take_single_numbers(slots: dict[str, ParamSlots], names: set[str]) -> None:
@@ -132,6 +133,15 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return op(*args, **kwargs)
     _refuse_lost(target)
     whole = op(torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device), *others, **kwargs)
+    target._local_tensor.copy_(_rows_of(whole, target))
+    return target
+
+
+def _identity(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write the rows of this rank of an identity matrix, as `nn.init.eye_` does."""
+    target = kwargs["out"]
+    _refuse_lost(target)
+    whole = op(*args, out=torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device))
     target._local_tensor.copy_(_rows_of(whole, target))
     return target
 
