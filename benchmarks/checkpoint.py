@@ -39,7 +39,7 @@ from torch import nn
 
 import samestep
 from samestep.output import durable_files
-from samestep.runtime.checkpoints import tensor_file
+from samestep.runtime.checkpoints import writer
 from samestep.training.saving import Saver
 
 ROWS = Path(__file__).parent / "rows" / "checkpoint.json"
@@ -222,7 +222,7 @@ def hashing(turns: int) -> tuple[float, float]:
         for number in range(2 * turns):
             path = Path(folder, "file")
             durable_files.xxhash = (kept, plain)[number % 2]
-            times[number % 2].append(_timed(lambda path=path: tensor_file.write(path, tensors)))
+            times[number % 2].append(_timed(lambda path=path: writer.write(path, tensors)))
             path.unlink()
     durable_files.xxhash = kept
     return statistics.median(times[0]), statistics.median(times[1])

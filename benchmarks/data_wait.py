@@ -29,8 +29,8 @@ from samestep.building.loss import cross_entropy, loss_of
 from samestep.building.model import model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import open_dataset
+from samestep.examination.examine import Source
 from samestep.output.text_table import aligned
-from samestep.runtime.preparation import Source
 from samestep.runtime.processes import join
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport

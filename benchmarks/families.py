@@ -61,6 +61,7 @@ from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import InputError
+from samestep.examination.examine import Source, prepare, with_new_blueprint, with_slices
 from samestep.job import Job
 from samestep.job_tables import Task
 from samestep.layout import Layout
@@ -68,7 +69,6 @@ from samestep.output.text_table import aligned
 from samestep.proof import sides
 from samestep.proof.sides import Subject
 from samestep.runtime.assembly import store_of
-from samestep.runtime.preparation import Source, prepare, with_new_blueprint, with_slices
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.workers import run_workers
 

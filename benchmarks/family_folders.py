@@ -19,11 +19,11 @@ from samestep.building.loss import cross_entropy
 from samestep.building.model import model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
+from samestep.examination.examine import Source, prepare
 from samestep.job import Job
 from samestep.job_tables import Task
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import checkpoint, pretrained_folder
-from samestep.runtime.preparation import Source, prepare
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 

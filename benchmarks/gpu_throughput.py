@@ -29,14 +29,14 @@ from samestep import Job, Layout, hardware
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
+from samestep.examination.examine import Source, prepare, with_new_blueprint
 from samestep.models.spec import ModelSpec
 from samestep.program.update_rules import states_per_param
-from samestep.runtime.preparation import Source, prepare, with_new_blueprint
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.simulation.prediction import predict
+from samestep.training.metrics import speed_of
 from samestep.training.out_of_memory import is_shortage
-from samestep.training.speed import speed_of
 
 AGREE = 0.02
 """The largest difference of two contestants' losses, relative: a few roundings of bf16."""

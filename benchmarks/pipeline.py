@@ -44,7 +44,7 @@ from samestep import Job, Layout, schedules
 from samestep.datasets import batches
 from samestep.program.bodies import Task
 from samestep.program.program import Program
-from samestep.runtime.axes.pipeline import Stage
+from samestep.runtime.axes.pipeline.stage import Stage
 from samestep.runtime.processes.join import LOOPBACK, RankInfo
 from samestep.runtime.processes.worker import die_with_parent
 from samestep.runtime.run import Run

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samestep import Job, Layout, launch
 from samestep import job as jobs
-from samestep.building import plain_calls
+from samestep.building import drawn_rows
 from samestep.building.model import call_model
 from samestep.building.optimizer import learning_rate_factor
 from samestep.datasets import Batch, batches
@@ -71,7 +71,7 @@ class Hook:
 
     def __init__(self, ours: Ours, rank: int | None) -> None:
         job, source = ours.job, ours.work.source
-        model = plain_calls.call(source.model, job.train.seed)
+        model = drawn_rows.call(source.model, job.train.seed)
         model.load_state_dict(ours.run.model.state_dict())
         self._index = ours.run.place.rank
         self._first_lr, self._factor = job.optimizer.lr, learning_rate_factor(job.schedule, job.train.steps)

@@ -47,7 +47,7 @@ COPIES = "transformers_modules"
 
 _BY_SUBPROCESS = ("subprocess.Popen", "os.posix_spawn")  # the latter too from Python 3.13 on
 MAY = {
-    "building/imported.py": ("exec", "import"), "datasets/function.py": ("exec", "import"),
+    "building/imported.py": ("exec", "import"), "datasets/source.py": ("exec", "import"),
     "runtime/processes/local_workers.py": ("exec", "import"), "models/catalog.py": _BY_SUBPROCESS, "training/ssh.py": _BY_SUBPROCESS,
 }  # fmt: skip
 """What files of samestep may do: run the user's own module, which the job names, import modules that they name themselves,

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Dataset, batches
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.param_spec import Cut
@@ -29,10 +30,9 @@ from samestep.program.program import LedgerRow
 from samestep.runtime.axes.tensor import joined
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.ledger import Ledger
-from samestep.runtime.optimizers.pieces import Piece
-from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from samestep.runtime.weights.pieces import Piece
 from tests import traced
 from tests.device import real_gpu
 from tests.models import MODELS, Tokens

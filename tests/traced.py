@@ -16,12 +16,13 @@ import pytest
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from samestep.examination import examine
+from samestep.examination.examine import UNEXAMINED, Source, prepare
+from samestep.examination.traced_model import TracedModel
+from samestep.independence.tensor_plan import Cuts
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import preparation
-from samestep.runtime.preparation import UNEXAMINED, Source, prepare, traced_for
-from samestep.tracing.tensor_plan import Cuts
-from samestep.tracing.traced_model import TracedModel
+from samestep.runtime.assembly import traced_for
 from samestep.training import workload
 
 _KNOWN: dict[Hashable, TracedModel] = {}
@@ -75,5 +76,5 @@ def families_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workload, "prepare", once)
-        patch.setattr(preparation, "prepare", once)
+        patch.setattr(examine, "prepare", once)
         yield

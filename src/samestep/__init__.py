@@ -42,15 +42,15 @@ from samestep.layout import Layout
 if TYPE_CHECKING:
     __version__: str
     from samestep.datasets import batches
+    from samestep.independence.row_rules import independent
     from samestep.measurement.profile import measure
     from samestep.planning.legality import layouts
     from samestep.planning.plan import plan
     from samestep.proof.verify import verify
     from samestep.runtime.checkpoints.manifests import latest
-    from samestep.runtime.parallelize import parallelize
     from samestep.runtime.processes.workers import launch
+    from samestep.runtime.run import parallelize
     from samestep.simulation.simulate import simulate
-    from samestep.tracing.dependence.dependence_rules import independent
     from samestep.training.export import export
     from samestep.training.inspection import inspect
     from samestep.training.train import train
@@ -61,12 +61,12 @@ _LAZY = {
     "evaluate": ("samestep.training.trained", "evaluate"),
     "export": ("samestep.training.export", "export"),
     "inspect": ("samestep.training.inspection", "inspect"),
-    "independent": ("samestep.tracing.dependence.dependence_rules", "independent"),
+    "independent": ("samestep.independence.row_rules", "independent"),
     "latest": ("samestep.runtime.checkpoints.manifests", "latest"),
     "launch": ("samestep.runtime.processes.workers", "launch"),
     "layouts": ("samestep.planning.legality", "layouts"),
     "measure": ("samestep.measurement.profile", "measure"),
-    "parallelize": ("samestep.runtime.parallelize", "parallelize"),
+    "parallelize": ("samestep.runtime.run", "parallelize"),
     "plan": ("samestep.planning.plan", "plan"),
     "sample": ("samestep.training.trained", "sample"),
     "simulate": ("samestep.simulation.simulate", "simulate"),

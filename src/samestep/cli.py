@@ -137,7 +137,7 @@ def _train(words: Namespace) -> int:
     given |= {"resume": words.resume, "auto_resume": words.auto_resume, "init_from": words.init_from}
     given["allow_code"] = "code" in words.allow
     if words.dry_run:
-        from samestep.training.dry_run import dry_run
+        from samestep.training.check import dry_run
 
         nodes = words.nodes or "1"
         num_hosts = int(nodes) if nodes.isdecimal() else len(nodes.split(","))
@@ -213,8 +213,7 @@ def _export(words: Namespace) -> None:
 
 
 def _sample(words: Namespace) -> None:
-    from samestep.training.sampling import printable
-    from samestep.training.trained import sample
+    from samestep.training.trained import printable, sample
 
     keys = ("chat", "tokens", "temperature", "seed", "ema")
     given = {key: getattr(words, key) for key in keys} | {"allow_code": "code" in words.allow}

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.errors import LayoutError, NonFiniteError, WorkerError
-from samestep.runtime.processes import memory_kills, worker, workers
+from samestep.runtime.processes import local_workers, worker, workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.workers import run_workers
 
@@ -194,7 +194,7 @@ def test_a_kill_for_lack_of_memory_has_evidence() -> None:
 
 
 def test_kills_are_counted_in_the_control_group_or_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_kills, "_kernel_log", lambda: "Out of memory: Killed process 123 (python)")
-    assert memory_kills.evidence(123, memory_kills.count()) == " (out of memory: the kernel's log names the process)"
-    assert memory_kills.evidence(12, memory_kills.count()) == ""
-    assert memory_kills.evidence(12, memory_kills.count() - 1).endswith("has counted such a kill since the start)")
+    monkeypatch.setattr(local_workers, "_kernel_log", lambda: "Out of memory: Killed process 123 (python)")
+    assert local_workers.evidence(123, local_workers.count()) == " (out of memory: the kernel's log names the process)"
+    assert local_workers.evidence(12, local_workers.count()) == ""
+    assert local_workers.evidence(12, local_workers.count() - 1).endswith("has counted such a kill since the start)")

@@ -17,7 +17,7 @@ from samestep.errors import JobError, SaveError
 from samestep.output import durable_files
 from samestep.runtime.checkpoints import manifests
 from samestep.runtime.interpreter import Interpreter
-from samestep.training import restarts, run_folder
+from samestep.training import elastic, run_folder
 from tests import small
 
 pytestmark = pytest.mark.usefixtures("stop_signals")
@@ -192,8 +192,8 @@ def test_a_failed_worker_is_started_again_until_its_error_comes_twice(
     keys = {"checkpoint.every": 2, "checkpoint.keep": 9}
     assert small.train("--layout", "dp=2", "--out", whole, **keys) == 0
     pauses: list[float] = []
-    monkeypatch.setattr(restarts.time, "sleep", pauses.append)
-    monkeypatch.setattr(restarts.restarting, "__defaults__", (pauses.append,))
+    monkeypatch.setattr(elastic.time, "sleep", pauses.append)
+    monkeypatch.setattr(elastic.restarting, "__defaults__", (pauses.append,))
     monkeypatch.setattr(Interpreter, "_backward", _fails_at(4, times))
     times.write_bytes(b"..")
     capfd.readouterr()
@@ -216,7 +216,7 @@ def test_a_restart_of_a_run_with_first_weights_keeps_what_it_has_learned(
     words: list[str | Path] = ["--ranks", "1", "--init-from", tmp_path / "first"]
     keys = {"checkpoint.every": 2, "run.restarts": 1}
     assert small.train(*words, "--out", whole, **keys) == 0
-    monkeypatch.setattr(restarts.restarting, "__defaults__", (lambda pause_s: None,))
+    monkeypatch.setattr(elastic.restarting, "__defaults__", (lambda pause_s: None,))
     monkeypatch.setattr(Interpreter, "_backward", _fails_at(4, times))
     times.write_bytes(b".")
     assert small.train(*words, "--out", run, **keys) == 0
@@ -247,7 +247,7 @@ def test_a_worker_that_fails_wherever_it_starts_is_left_out(
     whole, run = tmp_path / "whole", tmp_path / "run"
     keys = {"checkpoint.every": 2, "run.restarts": 3}
     assert small.train("--ranks", "1", "--out", whole, **keys) == 0
-    monkeypatch.setattr(restarts.restarting, "__defaults__", (lambda pause_s: None,))
+    monkeypatch.setattr(elastic.restarting, "__defaults__", (lambda pause_s: None,))
     monkeypatch.setattr(Interpreter, "_backward", _rank_3_never_comes_far)
     capfd.readouterr()
     assert small.train("--layout", layout, "--ranks", "2:4", "--out", run, **keys) == 0
@@ -258,7 +258,7 @@ def test_a_worker_that_fails_wherever_it_starts_is_left_out(
 def test_where_no_layout_of_fewer_ranks_is_allowed_the_run_says_what_would_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(restarts.restarting, "__defaults__", (lambda pause_s: None,))
+    monkeypatch.setattr(elastic.restarting, "__defaults__", (lambda pause_s: None,))
     monkeypatch.setattr(Interpreter, "_backward", _rank_3_never_comes_far)
     words = ["--layout", "tp=4", "--ranks", "1:4", "--out", str(tmp_path / "run")]
     assert small.train(*words) == 2

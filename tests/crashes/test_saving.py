@@ -18,11 +18,11 @@ from torch import nn
 import samestep
 from samestep.building.loss import named_loss
 from samestep.errors import CheckpointError, InputError, SaveError
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.output import durable_files
-from samestep.runtime.checkpoints import manifests, tensor_file
-from samestep.runtime.preparation import Source
+from samestep.runtime.checkpoints import manifests, writer
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.crashes.failing_calls import FailingCalls, refused
@@ -170,10 +170,10 @@ def test_the_address_of_a_store_is_refused() -> None:
 def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    kinds = [*tensor_file._WORDS]
+    kinds = [*writer._WORDS]
     tensors = {str(kind): torch.arange(6).reshape(2, 3).to(kind) for kind in kinds}
     tensors |= {"none": torch.empty(0, 3), "one": torch.tensor(2.5), "turned": torch.rand(3, 4).t()}
-    digest = tensor_file.write(tmp_path / "file", tensors)
+    digest = writer.write(tmp_path / "file", tensors)
     assert digest == durable_files.digest_of(tmp_path / "file")
     found = load_file(tmp_path / "file")
     assert found.keys() == tensors.keys()

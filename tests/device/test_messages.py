@@ -17,9 +17,8 @@ from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.ranks import Ranks
-from samestep.runtime import plain_data
-from samestep.runtime.axes.stage_messages import Messages
-from samestep.runtime.processes import mesh
+from samestep.runtime.axes.pipeline.stage_messages import Messages
+from samestep.runtime.processes import mesh, plain_data
 from samestep.runtime.processes.messages import broadcast_from, broadcast_value, gather_values
 from tests.device.simulated_cuda import refusal
 from tests.laboratory import clipped, make_run, on_ranks

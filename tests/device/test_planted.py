@@ -14,13 +14,14 @@ from torch import Tensor
 from samestep.datasets import batches
 from samestep.job import Job
 from samestep.runtime import microbatches
-from samestep.runtime.axes import data, tensor
-from samestep.runtime.axes.late_weights import LateWeights
-from samestep.runtime.axes.stage_messages import Messages
+from samestep.runtime.axes import tensor
+from samestep.runtime.axes.pipeline.stage_messages import Messages
 from samestep.runtime.host_copies import batch_to_device
 from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.stepper import Stepper
+from samestep.runtime.weights import replicated
+from samestep.runtime.weights.late_weights import LateWeights
 from tests.device.simulated_cuda import refusal
 from tests.laboratory import clipped, job_of, make_run, observe, on_ranks
 from tests.models import Tokens
@@ -38,7 +39,7 @@ def batch_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def sums_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(data, "_wait", lambda flat: None)
+    patch.setattr(replicated, "_wait", lambda flat: None)
 
 
 def weights_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from samestep.examination import examine
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.proof import verify
 from samestep.proof.sides import Subject
-from samestep.runtime import preparation
 from tests import small
 from tests.device.simulated_cuda import refusal
 
@@ -79,7 +79,7 @@ def test_a_proof_reaches_a_spawned_worker(tmp_path: Path, monkeypatch: pytest.Mo
     source, data, example = verify._given(job, layout, None, None, None, None)
     subject = Subject(source, data, example, job, layout, tmp_path)
     sent, traced_again = pickle.dumps(subject), []
-    monkeypatch.setattr(preparation, "prepare", lambda *given: traced_again.append(given) or source.prepared)
+    monkeypatch.setattr(examine, "prepare", lambda *given: traced_again.append(given) or source.prepared)
     arrived: Subject = pickle.loads(sent)
     assert len(traced_again) == 1
     assert (arrived.job, arrived.layout) == (job, layout)

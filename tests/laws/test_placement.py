@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.runtime.placement import WeightSlice, copy_shared, whole
+from samestep.runtime.weights.placement import WeightSlice, copy_shared, whole
 
 
 @st.composite

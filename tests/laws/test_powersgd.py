@@ -19,7 +19,7 @@ from samestep.models.presets import DECODERS
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.step_time import Bounds
 from samestep.program.codecs import CodedPart, Matrix, is_factored
-from samestep.program.contributions import Contributions
+from samestep.program.exchange_times import Contributions
 from samestep.program.step import StepSpec
 from samestep.runtime.codecs.factored_exchange import FactoredExchange
 from samestep.runtime.codecs.powersgd import SMALLEST_SINE_SQUARED, first_directions, orthonormalise

@@ -22,8 +22,7 @@ from samestep.models.spec import ModelSpec
 from samestep.planning import candidates, ranking, search
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.least_memory import Needs
-from samestep.planning.bounds.overlap import Reduced, longer_s
-from samestep.planning.bounds.step_time import Bounds
+from samestep.planning.bounds.step_time import Bounds, Reduced, longer_s
 from samestep.planning.nearest_layout import distance, nearest
 from samestep.planning.search import Plan, plan
 from samestep.program.step import StepSpec

@@ -13,9 +13,9 @@ from samestep.layout import Layout
 from samestep.models import presets
 from samestep.program.ops import BYTES_OF
 from samestep.program.program import LedgerRow
-from samestep.runtime.axes.data import Replicated
 from samestep.runtime.codecs.exchange import CodedExchange
 from samestep.runtime.codecs.factored_exchange import FactoredExchange
+from samestep.runtime.weights.replicated import Replicated
 from samestep.simulation.memory import at_rest
 from samestep.strategies import program_of
 from tests.laboratory import Observed, job_of, make_run, observe, on_ranks

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from samestep.datasets import batches
 from samestep.job import Job
 from samestep.program.ops import Op
-from samestep.runtime.axes.data import Replicated
-from samestep.runtime.axes.stage_messages import Messages
+from samestep.runtime.axes.pipeline.stage_messages import Messages
+from samestep.runtime.weights.replicated import Replicated
 from samestep.schedules import Action
 from samestep.simulation.memory import at_rest
 from tests.laboratory import combinations, job_of, make_run, on_ranks, prove_ledger

@@ -15,13 +15,13 @@ from samestep.building.initial_values import blueprint
 from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.ops import BYTES_OF
 from samestep.program.update_rules import states_per_param, with_whole_updates
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.optimizers.optimizer_source import check_optimizer
-from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.simulation.memory import at_rest

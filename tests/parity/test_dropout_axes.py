@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import LayoutError, UnprovenError
-from samestep.runtime.randomness import mode as dropout
-from samestep.runtime.randomness.masks import MaskSlice
+from samestep.randomness import mode as dropout
+from samestep.randomness.masks import MaskSlice
 from tests.covering import daily
 from tests.laboratory import TOLERANCE, Observed, assert_same, clipped, combinations, observe, prove, reference
 from tests.models import MODELS, Attentive

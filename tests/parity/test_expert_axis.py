@@ -15,8 +15,8 @@ from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import LayoutError
+from samestep.examination.examine import Source, prepare, with_slices
 from samestep.layout import Layout
-from samestep.runtime.preparation import Source, prepare, with_slices
 from samestep.strategies import program_of
 from tests.covering import daily
 from tests.laboratory import clipped, combinations, job_of, make_run, observe, prove, prove_ledger, reference

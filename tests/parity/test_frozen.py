@@ -15,9 +15,9 @@ from samestep.building.model import model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import JobError
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.simulation.memory import at_rest

@@ -24,10 +24,10 @@ from samestep.datasets import Batch, batches, open_dataset
 from samestep.datasets.labels import LabelBatch, convention_of, with_next_labels
 from samestep.datasets.mixture import Mixture
 from samestep.errors import DataError, JobError
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.axes.precision import RaiseIslands
-from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import small

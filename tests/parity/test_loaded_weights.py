@@ -19,15 +19,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from samestep import job as jobs
-from samestep.building import plain_calls
+from samestep.building import drawn_rows
 from samestep.building.initial_values import Blueprint, blueprint, fill_rest
 from samestep.building.loss import cross_entropy
 from samestep.datasets import batches, open_dataset
 from samestep.errors import ModelError, UnprovenError
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.job_tables import RunTable
 from samestep.layout import Layout
-from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import small, traced
@@ -252,7 +252,7 @@ def test_the_calls_change_no_random_state():
 
 
 def test_a_large_model_without_files_is_not_called_plainly(monkeypatch):
-    monkeypatch.setattr(plain_calls, "SMALL_BYTES", 8)
+    monkeypatch.setattr(drawn_rows, "SMALL_BYTES", 8)
     calls = []
 
     def build() -> nn.Module:
@@ -266,7 +266,7 @@ def test_a_large_model_without_files_is_not_called_plainly(monkeypatch):
 
 
 def test_a_model_that_does_not_fit_is_made_by_the_tape_alone(monkeypatch):
-    monkeypatch.setattr(plain_calls, "fits", lambda size_bytes: False)
+    monkeypatch.setattr(drawn_rows, "fits", lambda size_bytes: False)
     assert_filled(blueprint(from_pt, SEED), from_pt(), set(dict(Net().named_parameters())))
     with pytest.raises(ModelError, match=r"scale is never given values.*too large"):
         blueprint(unfilled, SEED)

@@ -14,9 +14,9 @@ import samestep
 from samestep.building.imported import loaded_sources
 from samestep.datasets import batches, open_dataset, stamps
 from samestep.errors import DataError, LayoutError, SamestepError, UnprovenError
-from samestep.runtime.processes import agreement
+from samestep.runtime.checkpoints.trained_data import TrainedData
+from samestep.runtime.processes import messages
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.trained_data import TrainedData
 from tests.laboratory import clipped, job_of, make_run
 from tests.models import VOCABULARY, Tokens
 from tests.pool import pool
@@ -132,14 +132,14 @@ def on_two_hosts(rank: int, world: int, kind: str) -> str:
     if rank and kind:
         found["train" if kind == "other" else kind] = "c"
     job = job_of("float64", 4, run={"ranks_per_node": 1})
-    before, agreement.loaded_sources = agreement.loaded_sources, lambda: found
+    before, messages.loaded_sources = messages.loaded_sources, lambda: found
     try:
         run = make_run(rank, world, "llama", "dp=2", job)
         run.prepare({name: one[None] for name, one in Tokens()[0].items()})
     except LayoutError as error:
         return str(error)
     finally:
-        agreement.loaded_sources = before
+        messages.loaded_sources = before
     return ""
 
 

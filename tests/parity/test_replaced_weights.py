@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.errors import UnprovenError
+from samestep.examination.examine import Source
 from samestep.layout import Layout
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
-from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.laboratory import job_of

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from samestep.building.loss import cross_entropy
 from samestep.datasets import batches
 from samestep.errors import UnprovenError
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import checkpoint, manifests
-from samestep.runtime.first_state import digest
-from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from samestep.state.fingerprints import digest
 from tests import traced
 from tests.models import VOCABULARY, Tokens
 from tests.pool import pool

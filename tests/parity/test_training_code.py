@@ -19,19 +19,20 @@ from torch.utils._pytree import tree_map_only
 from samestep.building import model as building
 from samestep.datasets import batches
 from samestep.errors import InputError
+from samestep.examination import examine
+from samestep.examination.examine import Source
+from samestep.independence import dimension_maps
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime import given_instance, preparation
-from samestep.runtime.axes.sharded.store import Sharded
-from samestep.runtime.guards import loss_paths, own_communication
+from samestep.runtime.guards import loss_paths, step_trials
 from samestep.runtime.guards.outside_changes import OutsideChanges
 from samestep.runtime.optimizers import update_rule
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.optimizers.optimizer_step import Updater
-from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.tracing.dependence import dimension_maps
+from samestep.runtime.weights import given_instance
+from samestep.runtime.weights.sharded import Sharded
 from tests.laboratory import TOLERANCE
 from tests.parity.training_code import CASES, sgd, summed
 from tests.pool import pool
@@ -109,10 +110,10 @@ GUARDS: dict[str, tuple[Any, str, Any]] = {
     "features caught by a hook": (loss_paths, "beside_outputs", _nothing),
     "gradient penalty in the loss": (loss_paths, "beside_outputs", _nothing),
     "forward that returns a mean of some labels": (dimension_maps, "_likelihood", None),
-    "loss divided by the ranks": (own_communication, "refused", lambda what: nullcontext()),
-    "forward that asks for its rank": (own_communication, "refused", lambda what: nullcontext()),
+    "loss divided by the ranks": (step_trials, "refused", lambda what: nullcontext()),
+    "forward that asks for its rank": (step_trials, "refused", lambda what: nullcontext()),
     "auxiliary loss of the given instance": (given_instance, "_set_by_forward", _nothing),
-    "norm kept in evaluation by train": (preparation, "set_training", lambda model: model),
+    "norm kept in evaluation by train": (examine, "set_training", lambda model: model),
     "teacher with other data": (Sharded, "take_back", _nothing),
     "layer thawed later": (OutsideChanges, "refusal", _nothing),
     "given instance frozen": (OutsideChanges, "refusal", _nothing),

@@ -22,11 +22,11 @@ from samestep.building.loss import loss_of
 from samestep.building.model import call_model
 from samestep.datasets import batches
 from samestep.errors import LayoutError, ModelError
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.optimizers.optimizer_source import check_optimizer, optimizer_source
-from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import traced

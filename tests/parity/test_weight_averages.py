@@ -20,14 +20,13 @@ from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Batch, batches
 from samestep.errors import CheckpointError, JobError, ModelError
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import checkpoint
-from samestep.runtime.optimizers.pieces import Piece
-from samestep.runtime.optimizers.weight_averages import WeightAverages
-from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from samestep.runtime.weights.pieces import Piece, WeightAverages
 from samestep.simulation.memory import at_rest, saving_host_bytes
 from tests import small, traced
 from tests.laboratory import TOLERANCE, Observed, assert_same, follow, job_of, perturbed

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from samestep.building.loss import mse
 from samestep.datasets import batches
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
-from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport

@@ -15,16 +15,17 @@ from samestep.building.initial_values import Blueprint
 from samestep.building.loss import cross_entropy
 from samestep.datasets import Batch
 from samestep.proof.verdict import Cause
-from samestep.runtime import assembly, placement
-from samestep.runtime.axes.data import Replicated
+from samestep.randomness import mode as dropout
+from samestep.runtime import assembly
 from samestep.runtime.axes.expert import Balance
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.interpreter import Interpreter
-from samestep.runtime.optimizers import optimizer_step
 from samestep.runtime.optimizers.optimizer_step import Updater
-from samestep.runtime.randomness import mode as dropout
 from samestep.runtime.run import Run
 from samestep.runtime.stepper import Stepper
+from samestep.runtime.weights import placement
+from samestep.runtime.weights.pieces import squared_norm
+from samestep.runtime.weights.replicated import Replicated
 from tests.models import Tokens
 from tests.proof.planting import Patch, around, changed, fault, rank, unless
 
@@ -340,7 +341,7 @@ def the_norm_is_that_of_the_shard(patch: Patch) -> None:
 @fault(Cause.CLIP_NORM, "dp=1 tp=2", "attentive", optimizer={"clip_norm": 0.05})
 def the_norm_counts_whole_weights_once_a_tp_rank(patch: Patch) -> None:
     def norm(original: Any, self: Replicated) -> Tensor:
-        return optimizer_step.squared_norm([piece.gradient() for piece in self.pieces], self.mesh.device)
+        return squared_norm([piece.gradient() for piece in self.pieces], self.mesh.device)
 
     around(patch, Replicated, "norm_squared", norm)
 

@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.building.attention import AttentionCall
 from samestep.models.param_spec import ParamSpec
 from samestep.program.bodies import ends_step
 from samestep.program.holding import Holding
 from samestep.program.step import StepSpec
 from samestep.proof.verdict import Cause
-from samestep.runtime.axes import context, pipeline, sequence, tensor
-from samestep.runtime.axes.data import Replicated
+from samestep.runtime.axes import context, sequence, tensor
+from samestep.runtime.axes.pipeline import stage
 from samestep.runtime.axes.weight_gradients import Deferred
 from samestep.runtime.stepper import Stepper
+from samestep.runtime.weights.replicated import Replicated
 from samestep.schedules import Action, TaskKind
-from samestep.tracing.attention import AttentionCall
 from tests.proof.planting import Patch, around, changed, fault, rank, unless
 
 # -- tensor cuts -----------------------------------------------------------------------------------
@@ -144,7 +145,7 @@ def the_embedding_scale_is_applied_on_every_stage(patch: Patch) -> None:
         came: list[Tensor] = original(self, action, *args)
         return [tensor.mul_(12.0) for tensor in came] if action.kind is TaskKind.FORWARD else came
 
-    around(patch, pipeline.Stage, "_received", received)
+    around(patch, stage.Stage, "_received", received)
 
 
 @fault(Cause.PART_SCALE, "dp=1 pp=2 microbatch=4", "deep_llama")
@@ -153,7 +154,7 @@ def gradients_grow_at_the_boundary(patch: Patch) -> None:
         came: list[Tensor] = original(self, action, *args)
         return [tensor.mul_(2.0) for tensor in came] if action.kind is TaskKind.BACKWARD else came
 
-    around(patch, pipeline.Stage, "_received", received)
+    around(patch, stage.Stage, "_received", received)
 
 
 @fault(Cause.TIED, "dp=1 pp=2 microbatch=4", "deep_tied")

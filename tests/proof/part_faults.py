@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.building import chunked_cross_entropy
 from samestep.proof.verdict import Cause
-from samestep.runtime.axes import chunked_loss
+from samestep.randomness import mode as dropout
+from samestep.randomness.masks import MaskSlice
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.optimizers.optimizer_step import Updater
-from samestep.runtime.optimizers.pieces import Piece
-from samestep.runtime.randomness import mode as dropout
-from samestep.runtime.randomness.masks import MaskSlice
 from samestep.runtime.run import Run
 from samestep.runtime.stepper import Stepper
+from samestep.runtime.weights.pieces import Piece
 from tests.models import AdaptedLayer
 from tests.proof.planting import Patch, around, changed, fault, rank
 
@@ -75,7 +75,7 @@ def _scale_chunks(patch: Patch, factor: Callable[[int], float]) -> None:
     def add(original: Any, self: Any, rows: slice, product: Any, logits: Tensor, gradient: Tensor) -> Any:
         return original(self, rows, product, logits, gradient * factor(rows.start // self._head.chunking.tokens))
 
-    around(patch, chunked_loss._Gradients, "add", add)
+    around(patch, chunked_cross_entropy._Gradients, "add", add)
 
 
 # -- a norm that lacks an axis ---------------------------------------------------------------------

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from samestep.building.loss import cross_entropy
 from samestep.datasets import batches
 from samestep.errors import InputError
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
-from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.run import Run

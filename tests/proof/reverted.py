@@ -21,23 +21,24 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import ModelError
+from samestep.examination import examine
+from samestep.independence import cut_proof, dimension_maps, unit_rules
+from samestep.independence.cut_proof import PartialGradients
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.proof import sides, verify
 from samestep.proof.verdict import Cause, Verdict
-from samestep.runtime import assembly, preparation
-from samestep.runtime.axes import data, expert, pipeline, recompute, weight_gradients
-from samestep.runtime.axes.sharded import running_unit
+from samestep.randomness import mode as dropout
+from samestep.runtime import assembly
+from samestep.runtime.axes import expert, recompute, weight_gradients
+from samestep.runtime.axes.pipeline import stage
 from samestep.runtime.checkpoints import checkpoint, other_state
 from samestep.runtime.optimizers import optimizer_source, used_weights
 from samestep.runtime.optimizers.update_rule import UpdateRule
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.randomness import mode as dropout
+from samestep.runtime.weights import fsdp_units, replicated
 from samestep.schedules import Action, TaskKind
 from samestep.tracing import watched_forward
-from samestep.tracing.dependence import dimension_maps
-from samestep.tracing.features import cut_proof, feature_rules
-from samestep.tracing.features.partial_gradients import PartialGradients
 from tests.pool import pool
 from tests.proof.planting import around
 from tests.proof.reproductions import CASES, carry_out, seeded
@@ -92,7 +93,7 @@ def only_the_hidden_state_crosses_a_boundary(patch: Patch) -> None:
                 tensor.detach().zero_()
         return came
 
-    around(patch, pipeline.Stage, "_received", received)
+    around(patch, stage.Stage, "_received", received)
 
 
 @reverted("D1 C", "bf16 stream in float64", PP, Cause.BOUNDARY)
@@ -104,12 +105,12 @@ def a_boundary_is_read_in_another_dtype(patch: Patch) -> None:
                 tensor.copy_(tensor.view(torch.float16))
         return came
 
-    around(patch, pipeline.Stage, "_received", received)
+    around(patch, stage.Stage, "_received", received)
 
 
 @reverted("D2", "weight used twice", "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble", Cause.BACKWARD)
 def a_gradient_is_taken_to_be_whole_after_the_first_backward(patch: Patch) -> None:
-    patch.setattr(data, "is_postponed", lambda *args: False)
+    patch.setattr(replicated, "is_postponed", lambda *args: False)
 
 
 # -- optimizers ------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ def unused_weights_have_gradients_of_zeros(patch: Patch) -> None:
 
 
 def _calls(patch: Patch, call: Callable[[nn.Module, Any], Any]) -> None:
-    patch.setattr(pipeline, "call_model", call)
+    patch.setattr(stage, "call_model", call)
     patch.setattr(watched_forward, "call_model", call)
 
 
@@ -228,7 +229,7 @@ def weights_written_in_a_forward_are_waived(patch: Patch) -> None:
 
 @reverted("A5", "heads counted by another name", "dp=1 tp=2", Cause.FORWARD)
 def heads_are_not_counted_on_a_rank(patch: Patch) -> None:
-    patch.setattr(preparation, "_tried", lambda proof, *rest: (proof, dict.fromkeys(range(1, 9), ())))
+    patch.setattr(examine, "_tried", lambda proof, *rest: (proof, dict.fromkeys(range(1, 9), ())))
 
 
 @reverted("A6", "norm of hidden neurons", "dp=1 tp=2", Cause.FORWARD)
@@ -236,7 +237,7 @@ def a_norm_of_cut_neurons_is_taken_for_whole(patch: Patch) -> None:
     def mapped(original: Any, flow: Any, op: Any, *args: Any) -> Any:
         return None if op.name == "linalg_vector_norm" else original(flow, op, *args)
 
-    around(patch, feature_rules, "_mapped", mapped)
+    around(patch, unit_rules, "_mapped", mapped)
     patch.setattr(cut_proof, "partial_gradients", lambda *args: PartialGradients())
 
 
@@ -264,7 +265,7 @@ def _without(patch: Patch, field: str, **fields: Any) -> None:
         spec = replace(traced.spec, **{field: ""}, **fields)
         return replace(traced, analysis=replace(traced.analysis, spec=spec))
 
-    around(patch, preparation, "with_slices", sliced)
+    around(patch, examine, "with_slices", sliced)
     around(patch, assembly, "with_slices", sliced)
 
 
@@ -407,7 +408,7 @@ def unused_weights_have_zeros_in_their_own_dtype(patch: Patch) -> None:
                 weight._unsharded_param.grad = torch.zeros_like(weight._unsharded_param)
         original(unit, microbatch)
 
-    around(patch, running_unit.RunningUnit, "complete", complete)
+    around(patch, fsdp_units.RunningUnit, "complete", complete)
     unused_weights_have_gradients_of_zeros(patch)
 
 

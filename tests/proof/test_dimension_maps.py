@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from samestep.tracing.dependence.dimension_maps import MAPS, Blocks, operands_of
+from samestep.independence.dimension_maps import MAPS, Blocks, operands_of
 
 aten = torch.ops.aten
 _drawn = torch.Generator().manual_seed(11)

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from samestep.independence.operation_trial import LARGEST, Given, RowsAlong, try_apart, try_sums
+from samestep.independence.row_rules import DECLARED, independent
+from samestep.independence.samples import NUM_SAMPLES, Findings, examine
 from samestep.models.analysis import ExpertModules
-from samestep.tracing.dependence.dependence_rules import DECLARED, independent
-from samestep.tracing.operation_trial import LARGEST, Given, RowsAlong, try_apart, try_sums
-from samestep.tracing.samples import NUM_SAMPLES, Findings, examine
 
 NO_EXPERTS = ExpertModules({}, ())
 Step = Callable[[Tensor], Tensor]

@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from samestep.building import packed_positions, plain_calls
+from samestep.building import drawn_rows, packed_positions
 from samestep.building.initial_values import Blueprint
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Batch
+from samestep.examination.examine import Source, prepare
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.proof import sides, verify
 from samestep.proof.verdict import Cause
 from samestep.runtime import stepper
-from samestep.runtime.axes import pipeline
+from samestep.runtime.axes.pipeline import stage
 from samestep.runtime.optimizers.optimizer_step import Updater
-from samestep.runtime.preparation import Source, prepare
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.stepper import Stepper
 from tests.laboratory import job_of, perturbed
@@ -201,7 +201,7 @@ def a_key_of_the_batch_is_dropped(patch: Patch) -> None:
     def called(original: Any, model: nn.Module, batch: Any) -> Any:
         return original(model, {**batch, "weights": torch.ones_like(batch["weights"])})
 
-    around(patch, pipeline, "call_model", called)
+    around(patch, stage, "call_model", called)
 
 
 def nothing_is_clipped(patch: Patch) -> None:
@@ -255,7 +255,7 @@ def test_code_that_cannot_be_called_plainly_is_said(tmp_path, monkeypatch):
     def call(source: Any, seed: int) -> nn.Module:
         raise RuntimeError("no files\nhere")
 
-    monkeypatch.setattr(plain_calls, "call", call)
+    monkeypatch.setattr(drawn_rows, "call", call)
     _, cause, _ = verdict_of(CLEAN["plain"], tmp_path)
     assert cause is None
     job = verify._proving(CLEAN["plain"].job, 3)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import nn
 
+from samestep.examination.traced_model import TracedModel
 from samestep.program.program import Program
 from samestep.runtime.axes.tensor import copy, reduce
 from samestep.runtime.processes.mesh import Mesh
-from samestep.tracing.traced_model import TracedModel
 from tests.seams.rows_strategy import AXIS
 
 

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from samestep.building import families
-from samestep.building.combined_optimizer import CombinedOptimizer
 from samestep.building.loss import loss_of
 from samestep.building.model import call_model, model_source, why_unfit
-from samestep.building.optimizer import check_groups, learning_rate_factor, optimizer_of
+from samestep.building.optimizer import CombinedOptimizer, check_groups, learning_rate_factor, optimizer_of
 from samestep.errors import JobError, ModelError
 from samestep.job import Job
 from samestep.job_tables import ScheduleTable

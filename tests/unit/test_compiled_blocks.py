@@ -13,9 +13,9 @@ import samestep
 from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.errors import JobError, LayoutError, ModelError
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.strategies import program_of

@@ -16,7 +16,7 @@ import samestep
 from samestep.datasets import Batch
 from samestep.errors import JobError
 from samestep.job import Job
-from samestep.runtime.processes import binding
+from samestep.runtime.processes import this_host
 from samestep.runtime.processes.join import leave
 
 
@@ -78,18 +78,18 @@ def test_an_operation_without_a_deterministic_kernel_is_named() -> None:
 
 def test_a_rank_runs_on_the_cores_near_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
-    assert binding.cores_near(gpu, tmp_path) == set()  # a container without sysfs
-    assert binding.cores_near(SimpleNamespace(), tmp_path) == set()  # a torch that does not tell
+    assert this_host.cores_near(gpu, tmp_path) == set()  # a container without sysfs
+    assert this_host.cores_near(SimpleNamespace(), tmp_path) == set()  # a torch that does not tell
     folder = tmp_path / "0000:1b:00.0"
     folder.mkdir()
     (folder / "local_cpulist").write_text("0-2,8\n")
-    assert binding.cores_near(gpu, tmp_path) == {0, 1, 2, 8}
+    assert this_host.cores_near(gpu, tmp_path) == {0, 1, 2, 8}
     bound: list[set[int]] = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 2, 3})
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: bound.append(cores))
-    binding.bind_near(torch.device("cuda", 0), tmp_path)
-    binding.bind_near(torch.device("cpu"), tmp_path)
+    this_host.bind_near(torch.device("cuda", 0), tmp_path)
+    this_host.bind_near(torch.device("cpu"), tmp_path)
     (folder / "local_cpulist").write_text("16-31\n")  # a launcher has chosen others
-    binding.bind_near(torch.device("cuda", 0), tmp_path)
+    this_host.bind_near(torch.device("cuda", 0), tmp_path)
     assert bound == [{1, 2}]

@@ -283,7 +283,7 @@ def test_sharded_parameters() -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from samestep.runtime.randomness.mode import Draw, DropoutMode
+    from samestep.randomness.mode import Draw, DropoutMode
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

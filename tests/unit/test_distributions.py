@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec
-from samestep.runtime.randomness.gamma import log_gamma_quantile, poisson_quantile
-from samestep.runtime.randomness.mode import Draw, DropoutMode, place_samples
+from samestep.randomness.gamma import log_gamma_quantile, poisson_quantile
+from samestep.randomness.mode import Draw, DropoutMode, place_samples
 
 ROWS, COLUMNS = 64, 2000
 

@@ -17,17 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from samestep.errors import LayoutError, ModelError
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import MaskSpec, ModelSpec
-from samestep.runtime.randomness import dropped_attention
-from samestep.runtime.randomness.masks import MaskSlice, drop_mask, hash_positions, hashed, mix, positions
-from samestep.runtime.randomness.mode import (
-    Draw,
-    DropoutMode,
-    named_modules,
-    recompute_contexts,
-    track_modules,
-)
-from samestep.runtime.randomness.rates import has_dropout
-from samestep.runtime.randomness.replacements import HANDLERS
+from samestep.randomness import dropped_attention
+from samestep.randomness.masks import MaskSlice, drop_mask, has_dropout, hash_positions, hashed, mix, positions
+from samestep.randomness.mode import Draw, DropoutMode, named_modules, recompute_contexts, track_modules
+from samestep.randomness.replacements import HANDLERS
 from tests.models import Call
 
 

@@ -58,7 +58,7 @@ def test_a_convolution_is_no_linear_layer_that_works_token_by_token(monkeypatch:
 
 OWN_WORDS = {
     "config", "args",  # of a job's [model] table, and of any function
-    "column", "row", "qkv", "sum", "gather", "vocab", "whole",  # the styles of tracing/tensor_plan.py
+    "column", "row", "qkv", "sum", "gather", "vocab", "whole",  # the styles of independence/tensor_plan.py
     "norm", "dropout", "identity", "linear", "activation", "position", "depth",  # English
     "query", "key", "value", "output", "dense",  # of attentions in general, and English
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "intermediate",  # of the torch-free Decoder

@@ -23,13 +23,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from samestep.building import plain_calls
+from samestep.building import drawn_rows
 from samestep.errors import JobError
 from samestep.runtime.processes import join as joining
 from samestep.runtime.processes import local_workers, workers
-from samestep.runtime.processes.freed_memory import keep_freed_memory
-from samestep.runtime.processes.interfaces import LOOPBACK
 from samestep.runtime.processes.join import RankInfo, join, leave
+from samestep.runtime.processes.this_host import LOOPBACK, keep_freed_memory
 from samestep.runtime.processes.workers import run_workers
 from tests import audit
 from tests.pool import Pool, pool
@@ -131,7 +130,7 @@ def test_workers_apart_never_meet(tmp_path: Path) -> None:
 
 def _sum_and_unpickle(place: RankInfo, more: float) -> tuple[RankInfo, torch.Tensor, int]:
     unpickled_by_samestep = functools.partial(pickle.loads, b"ctorch.nn\nModule\n(tR.")
-    plain_calls.call(unpickled_by_samestep, 0)
+    drawn_rows.call(unpickled_by_samestep, 0)
     return _sum_of_ranks(place, more)
 
 
@@ -140,7 +139,7 @@ def test_more_threads_are_spawned_and_what_they_load_is_found_as_in_forks() -> N
         place, total, threads = run_workers(_sum_and_unpickle, (1.0,), ranks=1, threads=2, timeout_s=60)
     assert (place.world_size, total.tolist(), threads) == (1, [1.0, 1.0], 2)
     (one,) = audit.by_samestep()
-    assert re.fullmatch(r"building/plain_calls.py:\d+: pickle.find_class .*torch.nn.*", one)
+    assert re.fullmatch(r"building/drawn_rows.py:\d+: pickle.find_class .*torch.nn.*", one)
     assert len(found) == 1
     with pytest.raises(JobError, match="must be able to import main"):
         run_workers(lambda place: None, ranks=1, threads=2)

@@ -8,8 +8,8 @@ import pytest
 from torch.distributed import HashStore
 
 from samestep.errors import JobError, WorkerError
-from samestep.runtime.processes.attempts import agreed_name
 from samestep.runtime.processes.launchers import LaunchInfo, _first_host, _srun_info, _tasks_per_node, launch_info_from
+from samestep.runtime.processes.this_host import agreed_name
 
 
 def test_torchruns_variables() -> None:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from samestep.building.loss import cross_entropy
 from samestep.datasets import Batch
+from samestep.examination.examine import Source, prepare, with_slices
+from samestep.independence import sequence_proof, token_slices
 from samestep.layout import Layout
-from samestep.runtime.preparation import Source, prepare, with_slices
-from samestep.tracing import sequence_proof, slices
 from tests.laboratory import job_of
 from tests.models import AttentiveBlock, Tokens
 
@@ -94,7 +94,7 @@ def refusal(code: Callable[[Any, Tensor], Tensor], block: type[Block] = Block) -
     traced.module.blocks[0].odd.code = functools.partial(code)
     if block is CutBlock:
         return sequence_proof.refuse_slices(traced.module, EXAMPLE, analysis, 2, value_of)[0]
-    return slices.prove(traced.module, EXAMPLE, spec, value_of, analysis.experts, 2).slice_refusal
+    return token_slices.prove(traced.module, EXAMPLE, spec, value_of, analysis.experts, 2).slice_refusal
 
 
 class Divided(torch.autograd.Function):

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from samestep.building.loss import cross_entropy
 from samestep.datasets import Batch
+from samestep.examination.examine import Source, prepare, with_slices
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import from_json, to_json
-from samestep.runtime.preparation import Source, prepare, with_slices
 from tests.laboratory import job_of
 from tests.models import EVEN, MODELS, AttentiveBlock, Tokens, hf
 

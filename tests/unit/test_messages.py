@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import samestep
 from samestep.datasets import read_samples
 from samestep.errors import DataError, LayoutError, ModelError, NonFiniteError
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
-from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.training import run_folder

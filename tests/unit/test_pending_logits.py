@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from samestep.building.chunked_cross_entropy import Chunking
 from samestep.errors import ModelError
-from samestep.runtime.axes.chunked_loss import Chunking
-from samestep.runtime.axes.pending_logits import PendingHead, PendingLogits
+from samestep.tracing.pending_logits import PendingHead, PendingLogits
 
 SAMPLES, TOKENS, WIDTH, CLASSES = 3, 5, 7, 11
 Use = Callable[[Tensor, Tensor, Tensor], Tensor]

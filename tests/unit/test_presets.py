@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from samestep.errors import InputError, ModelError
+from samestep.independence import tensor_plan
 from samestep.job import Job
 from samestep.models import catalog, presets
 from samestep.models.decoder import Decoder
@@ -16,7 +17,6 @@ from samestep.models.decoder_spec import spec
 from samestep.models.presets import preset
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import from_json, to_json
-from samestep.tracing import tensor_plan
 from samestep.tracing.experts import experts_of
 from samestep.tracing.trace import trace
 

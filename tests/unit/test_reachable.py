@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from samestep.tracing.reachable import is_users
-from samestep.tracing.snapshot import preserved
+from samestep.state.reachable import is_users
+from samestep.state.snapshot import preserved
 
 
 class Mode(enum.Enum):

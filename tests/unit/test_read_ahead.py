@@ -15,9 +15,9 @@ from torch import Tensor
 
 from samestep.datasets import Batch, batches, read_ahead, shares
 from samestep.errors import DataError, WorkerError
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests.laboratory import job_of, source_of

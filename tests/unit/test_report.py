@@ -26,8 +26,7 @@ from samestep.models.spec import ModelSpec
 from samestep.output import output_file
 from samestep.runtime.step_report import StepReport
 from samestep.training import trackers
-from samestep.training.metrics import Metrics, Screen, scalars_of
-from samestep.training.speed import Speed, flops_of_sample
+from samestep.training.metrics import Metrics, Screen, Speed, flops_of_sample, scalars_of
 from tests import small
 
 

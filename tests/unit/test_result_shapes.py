@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from samestep.tracing import result_shapes
+from samestep.tracing import meta_tensors
 
 
 class Run(TorchDispatchMode):
@@ -22,7 +22,7 @@ class Run(TorchDispatchMode):
         self.seen: list[tuple[Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outcome = result_shapes.run(func, args, kwargs or {})
+        outcome = meta_tensors.run(func, args, kwargs or {})
         self.seen.append((func, outcome))
         return outcome
 
@@ -63,7 +63,7 @@ def test_results_have_the_form_that_torch_gives(call: Callable[[], Any]) -> None
 
 
 def test_what_is_known_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(result_shapes, "_forms", {})
+    monkeypatch.setattr(meta_tensors, "_forms", {})
     calls: list[Any] = []
 
     class Below(TorchDispatchMode):
@@ -73,7 +73,7 @@ def test_what_is_known_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None
 
     with Run():
         X.exp(), X.exp(), Y.exp()
-    assert len(result_shapes._forms) == 2
+    assert len(meta_tensors._forms) == 2
     with Below(), Run():  # a mode further out sees the operation, not what stands for it
         X.exp()
     assert calls == [torch.ops.aten.exp.default]

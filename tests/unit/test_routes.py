@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from samestep.runtime.expert_routes import RouteMode, Routes
-from samestep.runtime.randomness.mode import Draw, recompute_contexts
+from samestep.randomness.mode import Draw, recompute_contexts
+from samestep.runtime.axes.expert import RouteMode, Routes
 
 EXPERTS, TOKENS = 8, 6
 

@@ -11,12 +11,12 @@ import torch
 from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import Task
-from samestep.runtime.preparation import Source
+from samestep.randomness.mode import Dropout, DropoutState
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.randomness.mode import Dropout, DropoutState
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import Indices, StepObserver, StepScalars
 from samestep.schedules import TaskKind

@@ -1,7 +1,7 @@
 """The names of torch's that samestep uses and torch does not promise: they must be there, and do what is relied on.
 
 `make matrix` runs this file on every torch that it is given, so that a release which moves one of them is named here, and
-not by a run. FSDP2 and DTensor are private to `runtime/axes/sharded`; the others are listed with the file that needs them.
+not by a run. FSDP2 and DTensor are private to `runtime/weights`; the others are listed with the file that needs them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ PUBLIC_OF_FSDP = """
     set_custom_reduce_scatter reshard unshard
 """
 PRIVATE: dict[str, tuple[Any, str]] = {
-    "runtime/compiled_blocks.py, calls that leave a graph": (nn.Module, "_compiled_call_impl _call_impl"),
-    "runtime/compiled_blocks.py, modes": (
+    "runtime/axes/compiled_blocks.py, calls that leave a graph": (nn.Module, "_compiled_call_impl _call_impl"),
+    "runtime/axes/compiled_blocks.py, modes": (
         torch.overrides, "_get_current_function_mode _get_current_function_mode_stack _pop_mode _push_mode",
     ),
-    "runtime/axes/stage_flow.py": (torch.overrides, "_pop_mode_temporarily"),
+    "runtime/axes/pipeline/stage_flow.py": (torch.overrides, "_pop_mode_temporarily"),
     "runtime/axes/recompute.py": (
         importlib.import_module("torch.utils.checkpoint"),
         "_checkpoint_without_reentrant_generator CheckpointFunction noop_context_fn create_selective_checkpoint_contexts",
     ),
     "runtime/ledger.py": (torch._C._profiler, "_RecordFunctionFast"),
-    "runtime/axes/sharded/running_unit.py": (torch._C, "_current_graph_task_id"),
-    "runtime/axes/sharded/store.py": (
+    "runtime/weights/fsdp_units.py": (torch._C, "_current_graph_task_id"),
+    "runtime/weights/sharded.py": (
         importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_api"), "ReduceScatter",
     ),
     "tracing": (importlib.import_module("torch.utils._python_dispatch"), "_disable_current_modes TorchDispatchMode"),
@@ -94,7 +94,7 @@ def test_what_a_model_checkpoints_is_repeated_in_the_modes_of_its_forward(is_ree
 
 
 def sharded(rank: int, world: int) -> tuple[list[str], dict[str, Any]]:
-    """Run one unit as `runtime/axes/sharded` does; return the names that are missing, and what the run has shown."""
+    """Run one unit as `runtime/weights` does; return the names that are missing, and what the run has shown."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 

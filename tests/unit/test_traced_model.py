@@ -12,15 +12,17 @@ from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import LayoutError
+from samestep.examination import examine
+from samestep.examination.examine import Source, prepare, prepared_for, with_new_blueprint, with_slices
+from samestep.independence import sequence_boundaries, tensor_plan, token_slices
 from samestep.layout import Layout
-from samestep.runtime import preparation
-from samestep.runtime.preparation import Source, prepare, prepared_for, traced_for, with_new_blueprint, with_slices
+from samestep.randomness import masks
+from samestep.runtime.assembly import traced_for
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.randomness import rates
 from samestep.runtime.run import Run
 from samestep.simulation.memory import at_rest, during_step
 from samestep.strategies import programs_of
-from samestep.tracing import experts, sequence_boundaries, slices, tensor_plan
+from samestep.tracing import experts
 from tests.laboratory import clipped
 from tests.models import MODELS, Tokens
 from tests.pool import pool
@@ -30,9 +32,9 @@ EXAMINATIONS = [
     (tensor_plan, "cuts_of"),
     (tensor_plan, "shareable_heads"),
     (sequence_boundaries, "_parts"),
-    (slices, "prove"),
-    (rates, "has_dropout"),
-    (preparation, "trace"),
+    (token_slices, "prove"),
+    (masks, "has_dropout"),
+    (examine, "trace"),
 ]
 """Functions that find something out about a model."""
 
@@ -122,6 +124,6 @@ def test_without_tp_a_model_needs_no_proof_of_a_plan(model: str, layouts: list[s
         )  # fmt: skip
         assert ours == theirs
     cut = Layout.parse("tp=2")
-    with pytest.raises(LayoutError, match=preparation.UNEXAMINED):
+    with pytest.raises(LayoutError, match=examine.UNEXAMINED):
         programs_of(lean.prepared.spec, clipped(), cut)  # type: ignore[union-attr]
     assert traced_for(lean, cut, clipped(), example).spec == traced_for(whole, cut, clipped(), example).spec

@@ -19,6 +19,7 @@ from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import LayoutError, ModelError
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
@@ -29,16 +30,10 @@ from samestep.program.step import StepSpec
 from samestep.program.update_rules import UPDATED_WHOLE
 from samestep.runtime.optimizers import update_rule
 from samestep.runtime.optimizers.optimizer_source import OptimizerSource, check_optimizer, optimizer_source
-from samestep.runtime.optimizers.optimizer_step import (
-    LossScale,
-    Piece,
-    Updater,
-    clip_factor,
-    squared_norm,
-)
-from samestep.runtime.preparation import Source
+from samestep.runtime.optimizers.optimizer_step import LossScale, Piece, Updater, clip_factor
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from samestep.runtime.weights.pieces import squared_norm
 from samestep.strategies import whole_update
 from tests.covering import daily
 from tests.laboratory import Runs, job_of, largest_error, perturbed, whole

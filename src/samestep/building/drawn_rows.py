@@ -3,18 +3,40 @@
 A parameter of three dimensions or more, as a stack of experts is, is drawn some rows at a time from one generator. A rank
 that holds some of its rows draws those before them too, and lets them go. On a CPU the numbers are those that one call over
 the whole stack draws; on a GPU, where they would not be, every layout draws the same rows at a time.
+
+A build function called plainly, as a trial of the tape: which of its values are constants, and which are drawn.
+
+The tape (`building/tape.py`) says how each value of a model was made without making any. Whether it says so rightly is
+tried: the function is called twice more, on real tensors and with two seeds.
+
+    equal in both calls       a constant, or loaded from a file: the tape must make it to the bit, else the plain value is kept
+    different                 drawn: the tape must have drawn it too, since its value is a function of (seed, name)
+
+Of a tensor that is drawn in part, as an embedding to which rows were added, the tape and the two calls are three draws of
+one distribution: the tape then agrees with the first call in about as many elements as the second call does.
+
+The calls change no random state, and stay on the host. They take memory and time, so a large model whose tape holds nothing
+from outside, no file and no tensor of the user's, is not tried: its values come from operations that the tape has recorded.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from samestep.building.tape import Tape, drawing
-from samestep.building.tape_entries import Ref, Slice
+from samestep.building.named_tensors import tensors_of
+from samestep.building.surface import is_device, is_move, process_randomness
+from samestep.building.tape import Ref, Slice, Tape, drawing
 
 _aten = torch.ops.aten
 _BY_ELEMENT = frozenset(
@@ -96,3 +118,149 @@ def draw(
             for row in place.keys() & group:
                 made[place[row]] = drawn[row - first]
     return made
+
+
+SMALL_BYTES = 1 << 26
+"""The size up to which every model is tried: two builds of it take less time than the trace that follows."""
+_SHARE_OF_MEMORY = 0.25
+"""The part of the free memory that the ranks of a machine may use for these calls together."""
+_OTHER_SEED = 0x9E3779B9
+_CHANCE = 8.0
+"""Standard deviations between two counts of chance agreements that are no longer taken for chance."""
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainCalls:
+    """The tensors that a build function returned in two plain calls with different seeds."""
+
+    module: nn.Module
+    """The module of the first call, which had the job's own seed."""
+    first: Mapping[str, Tensor]
+    second: Mapping[str, Tensor]
+
+    def differs(self, name: str) -> bool:
+        """Return whether a tensor differs between the calls, so that it was drawn."""
+        return not same_bits(self.first[name], self.second[name])
+
+
+def fits(size_bytes: int) -> bool:
+    """Return whether the host's free memory has room for two plain builds of a model on each rank of this machine."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if torch.cuda.is_available():
+        ranks = min(ranks, torch.cuda.device_count())
+    return 2 * size_bytes * ranks <= _SHARE_OF_MEMORY * psutil.virtual_memory().available
+
+
+def call(source: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Call a build function on real tensors of the host, with the process's generators seeded and put back afterwards.
+
+    Raises:
+        ValueError: it returned something else than a module.
+    """
+    with process_randomness(seed), _uninitialised_is_filled(), _OnHost(), _CPU, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the taped call has shown them already
+        module = source()
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"it returned a {type(module).__name__}")
+    return module
+
+
+def call_twice(source: Callable[[], nn.Module], seed: int) -> PlainCalls:
+    """Call a build function plainly with the job's seed and with another one.
+
+    Raises:
+        ValueError: the calls returned the same module, or modules of different tensors; the text says which.
+    """
+    first = call(source, seed)
+    second = call(source, seed ^ _OTHER_SEED)
+    if first is second:
+        raise ValueError("it returns the same module each time")
+    if name := other_form(first, second):
+        raise ValueError(f"{name} has another shape or is missing from one call to the next")
+    ours, theirs = ({one.name: one.tensor.detach() for one in tensors_of(module)} for module in (first, second))
+    for name, tensor in ours.items():
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device, so it has no values")
+    return PlainCalls(first, ours, theirs)
+
+
+def other_form(one: nn.Module, other: nn.Module) -> str:
+    """Return the name of the first parameter or buffer that two modules do not have alike, tied alike; empty if none."""
+    ours, theirs = _forms(one), _forms(other)
+    return next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), "")
+
+
+def _forms(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Return kind, shape, dtype and first name of each parameter and buffer, and whether it is trained."""
+    found: dict[str, tuple[Any, ...]] = {}
+    first: dict[int, str] = {}
+    for name, kind, tensor in ((one.name, one.kind, one.tensor) for one in tensors_of(module)):
+        tied = first.setdefault(id(tensor), name) if kind == "parameter" else ""
+        if kind != "attribute":
+            found[name] = (kind, tuple(tensor.shape), tensor.dtype, tied, tensor.requires_grad)
+    return found
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype are equal to the bit."""
+    return torch.equal(_bits(one), _bits(other))
+
+
+def is_unfilled(tensor: Tensor) -> bool:
+    """Return whether a tensor of a plain call holds what stands for uninitialised memory, and nothing else."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().all())
+    return bool((tensor == (1 if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max)).all())
+
+
+def agrees_by_chance(taped: Tensor, calls: PlainCalls, name: str) -> bool:
+    """Return whether the tape agrees with the first call in as many elements as the second call does, up to chance."""
+    first = _bits(calls.first[name])
+    expected = int((first == _bits(calls.second[name])).sum())
+    found = int((first == _bits(taped)).sum())
+    return expected - found <= _CHANCE * (expected + found + 1) ** 0.5
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor as integers, so that NaN equals NaN; the last dimension may become longer."""
+    flat = tensor.detach().resolve_conj().resolve_neg().to(_CPU).contiguous().flatten()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).contiguous().flatten()
+    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+
+
+@contextmanager
+def _uninitialised_is_filled() -> Iterator[None]:
+    """Fill uninitialised memory with NaN or the largest integer, so that two calls agree in it."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = fills
+
+
+class _OnHost(TorchFunctionMode):
+    """A function mode that keeps tensors on the host: a process that forks workers must not start a GPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if is_move(func):
+            return args[0]
+        if _is_elsewhere(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if func is Tensor.to:
+            args = (args[0], *(_CPU if is_device(arg) and _is_elsewhere(arg) else arg for arg in args[1:]))
+        return func(*args, **kwargs)
+
+
+def _is_elsewhere(device: Any) -> bool:
+    """Return whether a device is neither the host nor the meta device."""
+    return device is not None and (isinstance(device, int) or torch.device(device).type not in ("cpu", "meta"))

@@ -64,7 +64,7 @@ class FamilyFacts:
             **{style: style for style in ("column", "row", "qkv")},
         }
     )
-    """Styles of such plans, each with the corresponding style of `tracing/tensor_plan.py`, or "whole"."""
+    """Styles of such plans, each with the corresponding style of `independence/tensor_plan.py`, or "whole"."""
     split_style: str = "rowwise_split_input"
     """The style of a row cut whose whole input each rank cuts for itself."""
     tensor_plan: Mapping[str, str] | None = None

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building import drawn_rows, nf4, plain_calls
+from samestep.building import drawn_rows, nf4
 from samestep.building.named_tensors import (
     NamedTensor,
     joined,
@@ -38,8 +38,7 @@ from samestep.building.parameter_marks import ParameterMarks, take_marks, tensor
 from samestep.building.pretrained import PretrainedModel
 from samestep.building.stored_weights import StoredWeights, parts_of
 from samestep.building.surface import Surface, process_randomness, whole_truncated_normal
-from samestep.building.tape import WAY_OUT, Tape, contiguous, replay
-from samestep.building.tape_entries import Ref, Slice
+from samestep.building.tape import WAY_OUT, Ref, Slice, Tape, contiguous, replay
 from samestep.errors import JobError, ModelError, did_you_mean
 
 
@@ -156,7 +155,7 @@ def _refuse(reason: str) -> str:
 def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int, waived: Waived = _refuse) -> Blueprint:
     """Build a model on the meta device, and return it with the tape that makes its tensors.
 
-    A build function is taped, and called plainly too where that fits (`building/plain_calls.py`); of an instance the values are
+    A build function is taped, and called plainly too where that fits (`building/drawn_rows.py`); of an instance the values are
     kept (not copied: do not train it meanwhile). Values that a build function looks at (`.item()`, `if`, `.numpy()`) are
     computed at once, unless they are random. `waived` takes a refusal of values that are made in no known way.
 
@@ -179,12 +178,12 @@ def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int, waived: Wa
     size_bytes = sum(tensor.nbytes for tensor in _distinct(made.module)) if made else 0
     doubtful = made is None or made._tape.holds_other_tensors or any(map(made.is_unmade, made.canonical.values()))
     calls, hindrance = None, "the model is too large to call it plainly"
-    if (doubtful or size_bytes <= plain_calls.SMALL_BYTES) and plain_calls.fits(size_bytes):
+    if (doubtful or size_bytes <= drawn_rows.SMALL_BYTES) and drawn_rows.fits(size_bytes):
         try:
-            calls = plain_calls.call_twice(build, seed)
+            calls = drawn_rows.call_twice(build, seed)
         except Exception as error:
             hindrance = f"the build function cannot be called plainly: {error}"
-    if made is None or (calls and plain_calls.other_form(made.module, calls.module)):
+    if made is None or (calls and drawn_rows.other_form(made.module, calls.module)):
         if isinstance(source, PretrainedModel):
             raise ModelError(f"{source.folder}: its class makes another model on the meta device: {WAY_OUT}")
         return _from_calls(calls, failure, seed)
@@ -263,7 +262,7 @@ def _distinct(module: nn.Module) -> list[Tensor]:
     return list({id(one.tensor): one.tensor for one in tensors_of(module)}.values())
 
 
-def _from_calls(calls: plain_calls.PlainCalls | None, failure: Exception | None, seed: int) -> Blueprint:
+def _from_calls(calls: drawn_rows.PlainCalls | None, failure: Exception | None, seed: int) -> Blueprint:
     """Return the blueprint of a build function that cannot be taped: all its values must be constants.
 
     Raises:
@@ -281,7 +280,7 @@ def _from_calls(calls: plain_calls.PlainCalls | None, failure: Exception | None,
     return _of(calls.module, Tape(), seed, from_instance=True)
 
 
-def _tried(made: Blueprint, calls: plain_calls.PlainCalls | None, hindrance: str, waived: Waived) -> Blueprint:
+def _tried(made: Blueprint, calls: drawn_rows.PlainCalls | None, hindrance: str, waived: Waived) -> Blueprint:
     """Return a blueprint with the plain value of each constant that the tape does not make to the bit.
 
     Raises:
@@ -297,9 +296,9 @@ def _tried(made: Blueprint, calls: plain_calls.PlainCalls | None, hindrance: str
                 refused.append(made.no_values(name, hindrance))
         elif not calls.differs(name):
             first = calls.first[name]
-            if made.is_unmade(name) and plain_calls.is_unfilled(first):
+            if made.is_unmade(name) and drawn_rows.is_unfilled(first):
                 refused.append(f"{name} is never given values (torch.empty): fill it where it is made")
-            elif made.is_unmade(name) or not plain_calls.same_bits(made.materialize(name, torch.device("cpu")), first):
+            elif made.is_unmade(name) or not drawn_rows.same_bits(made.materialize(name, torch.device("cpu")), first):
                 constants[name] = first.clone(memory_format=torch.contiguous_format)
         elif reason := _unlike(made, calls, name):
             refused.append(reason)
@@ -309,7 +308,7 @@ def _tried(made: Blueprint, calls: plain_calls.PlainCalls | None, hindrance: str
     return replace(made, drawn=made.drawn - set(constants), constants=constants, waived=tuple(refused))
 
 
-def _unlike(made: Blueprint, calls: plain_calls.PlainCalls, name: str) -> str:
+def _unlike(made: Blueprint, calls: drawn_rows.PlainCalls, name: str) -> str:
     """Return why the tape does not draw a tensor that differs between two plain calls; empty if it does."""
     if made.is_unmade(name):
         return (
@@ -317,13 +316,13 @@ def _unlike(made: Blueprint, calls: plain_calls.PlainCalls, name: str) -> str:
         )
     taped = made.materialize(name, torch.device("cpu"))
     if name not in made.drawn:
-        if plain_calls.same_bits(taped, calls.first[name]):
+        if drawn_rows.same_bits(taped, calls.first[name]):
             return ""  # numbers of Python or numpy, from the job's seed
         return (
             f"{name} differs between two calls of the build function, and torch did not draw it (a generator without a "
             f"seed, or something that the function uses up): {WAY_OUT}"
         )
-    if plain_calls.agrees_by_chance(taped, calls, name):
+    if drawn_rows.agrees_by_chance(taped, calls, name):
         return ""
     return f"{name} is loaded in part, and the tape draws that part: {WAY_OUT}"
 

@@ -4,7 +4,7 @@
                        hf:PATH          a folder with a configuration and weights (`building/pretrained.py`)
                        module:function  called with model.config as keyword arguments
 
-What is built is then changed as the job says (`building/adaptation.py`): adapters are put in, and weights are frozen.
+What is built is then changed as the job says (`building/adapters.py`): adapters are put in, and weights are frozen.
 
 A module is looked for in the working directory too. What transformers would accept silently, such as a field that no
 configuration has, is an error here. The loss is in `building/loss.py`, the optimizer in `building/optimizer.py`.
@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from samestep.building.adaptation import UNCHANGED, Adaptation
+from samestep.building.adapters import UNCHANGED, Adaptation
 from samestep.building.families import check_installed, family_config, family_source, is_family, near_family
 from samestep.building.imported import imported
 from samestep.building.initial_values import Blueprint, blueprint

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 _RESERVED = frozenset({"_parameters", "_buffers", "_modules"})
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -124,3 +126,20 @@ def unwrapped_name(name: str, prefixes: Mapping[str, str]) -> str:
         owner, _, more = owner.rpartition(".")
         key = f"{more}.{key}"
     return joined(prefixes[owner], key)
+
+
+def cast_floating(batch: Any, dtype: torch.dtype) -> Any:
+    """Return a batch with its floating tensors cast to `dtype`."""
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+
+
+def address(tensor: Tensor) -> int:
+    """Return a number that identifies a tensor's storage while it lives."""
+    return inner_tensor(tensor).untyped_storage()._cdata
+
+
+def inner_tensor(tensor: Tensor) -> Tensor:
+    """Return the tensor that a wrapper of `torch.func` (inside of vmap, grad, jvp) stands for; any other as it is."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor

@@ -1,4 +1,10 @@
-"""The optimizer of a job, and its learning rate at each step."""
+"""The optimizer of a job, and its learning rate at each step.
+
+Optimizers of several classes as one: Muon over matrices, AdamW over the rest.
+
+The members share the groups and the states of the whole, so that whoever sets a learning rate, saves a state, or lets the
+optimizer hold some of its weights for a while, need not know that there are several.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +18,61 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.building.combined_optimizer import CombinedOptimizer
 from samestep.building.imported import imported
 from samestep.errors import JobError, did_you_mean, failures_of
 from samestep.job import Job
 from samestep.job_tables import OptimizerTable, matches
+
+
+class CombinedOptimizer(Optimizer):
+    """An optimizer whose groups are those of its members, and whose step is one step of each."""
+
+    def __init__(self, members: Sequence[Optimizer]) -> None:
+        self.members = tuple(members)
+        super().__init__([group for member in members for group in member.param_groups], {})
+        for member in members:
+            self.state.update(member.state)  # Adagrad has one from the start
+        self._share()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        """Let each member hold its own groups of the whole, and the states of the whole."""
+        first = 0
+        for member in self.members:
+            last = first + len(member.param_groups)
+            member.param_groups = self.param_groups[first:last]
+            member.state = self.state
+            first = last
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Let each member update its weights."""
+        for member in self.members:
+            member.step()
+
+
+def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """Return the optimizers of one class that an optimizer consists of: itself, unless it is a combined one."""
+    return optimizer.members if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
+
+
+def member_over(optimizer: Optimizer, weight: Tensor) -> Optimizer:
+    """Return the one of its members that updates a weight; the optimizer itself if none does."""
+    held = (
+        member
+        for member in members_of(optimizer)
+        if any(param is weight for group in member.param_groups for param in group["params"])
+    )
+    return next(held, optimizer)
+
+
+def class_names(optimizer: Optimizer) -> str:
+    """Return the name of an optimizer's class, or those of its members."""
+    return " and ".join(type(member).__name__ for member in members_of(optimizer))
+
 
 # -- the optimizer ---------------------------------------------------------------------------------
 
@@ -229,3 +285,6 @@ def _own_factor(function: Callable[..., Any], source: str, step: int, num_steps:
     if math.isfinite(found) and found >= 0:
         return found
     raise JobError(f"schedule.name: {source} returned {found} for step {step}; a finite factor of 0 or more works")
+
+
+OptimizerSource = Callable[[list[tuple[str, Tensor]]], Optimizer]

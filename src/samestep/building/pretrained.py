@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from samestep.building import adapters, families
-from samestep.building.adaptation import UNCHANGED, Adaptation
+from samestep.building.adapters import UNCHANGED, Adaptation
 from samestep.building.stored_weights import StoredWeights, stored_weights
 from samestep.errors import ModelError, did_you_mean
 from samestep.job_tables import Task

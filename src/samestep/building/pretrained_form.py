@@ -22,7 +22,7 @@ from samestep.building import adapters, families
 from samestep.building.adapters import Value
 from samestep.building.initial_values import Blueprint
 from samestep.building.merging import Merged
-from samestep.building.weight_conversion import by_kind, converted, loading, transforms_of
+from samestep.building.stored_weights import by_kind, converted, loading, transforms_of
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.models.weight_files import ONE_FILE

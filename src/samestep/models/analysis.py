@@ -1,6 +1,6 @@
 """The `ModelAnalysis`: the findings of one examination of a model, as plain data without torch, equal on every rank.
 
-A trace fills it (`prepare` in `runtime/preparation.py`), and all other code reads it: the modules are not examined twice.
+A trace fills it (`prepare` in `examination/examine.py`), and all other code reads it: the modules are not examined twice.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ModelAnalysis:
     spec: ModelSpec
     """Shape of the model, with its cuts, boundaries and slices."""
     cut_styles: Mapping[str, str]
-    """Style of the tensor cut of each module that is cut, by its path: a style of `tracing/tensor_plan.py`."""
+    """Style of the tensor cut of each module that is cut, by its path: a style of `independence/tensor_plan.py`."""
     gathered: Mapping[str, str]
     """Modules that a plan cuts otherwise, whose outputs are gathered or which stay whole under a tensor cut, and why."""
     copied: frozenset[str]

@@ -17,7 +17,7 @@ from samestep.hardware import Hardware
 from samestep.job import Job
 from samestep.models.spec import ModelSpec
 from samestep.output.byte_sizes import gib
-from samestep.program.contributions import Contributions
+from samestep.program.exchange_times import Contributions
 from samestep.program.ops import TF32
 from samestep.simulation.prediction import Prediction, predict
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from samestep.models.param_spec import ParamSpec
 from samestep.program.codecs import PLAIN, CodedPart, Matrix
-from samestep.program.contributions import Contributions
+from samestep.program.exchange_times import Contributions
 from samestep.program.holding import Holding
 from samestep.program.ops import BYTES_OF, Op, OpKind, Ops
 from samestep.program.state_blocks import LARGEST_BLOCK

@@ -18,8 +18,7 @@ from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
 from samestep.program.bodies import BodyKey, ends_step
 from samestep.program.codecs import CODECS, PLAIN, is_factored
-from samestep.program.contributions import Contributions
-from samestep.program.exchange_times import parts_of
+from samestep.program.exchange_times import Contributions, parts_of
 from samestep.program.holding import SHARDS, WHOLE, Holding
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, REPLICA_SCALARS, STEP_SCALARS, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node

@@ -17,7 +17,7 @@ from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import is_below
 from samestep.program.buckets import padded
 from samestep.program.codecs import CodedPart
-from samestep.program.contributions import Contributions
+from samestep.program.exchange_times import Contributions
 from samestep.program.holding import SHARDS
 from samestep.program.step import StepSpec
 

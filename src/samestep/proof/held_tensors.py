@@ -14,12 +14,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from samestep.runtime import placement
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.checkpoints.other_state import runs_elsewhere
-from samestep.runtime.checkpoints.stored_pieces import slice_of
-from samestep.runtime.optimizers.pieces import Piece
+from samestep.runtime.checkpoints.writer import slice_of
 from samestep.runtime.run import Run
+from samestep.runtime.weights import placement
+from samestep.runtime.weights.pieces import Piece
 
 
 @dataclass(slots=True)

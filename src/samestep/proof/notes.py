@@ -1,6 +1,6 @@
 """What the workers of a proof leave for each other in its folder: NOTE.json, and the tensors that it names in NOTE.safetensors.
 
-The folder lies where temporary files do, so a note is read as plain data (`runtime/plain_data.py`), which runs no code.
+The folder lies where temporary files do, so a note is read as plain data (`runtime/processes/plain_data.py`), which runs no code.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from safetensors import safe_open
 from samestep.proof.held_tensors import HeldTensor
 from samestep.proof.observation import Observation, ObservedStep, Output, PlainSteps
 from samestep.proof.verdict import Check
-from samestep.runtime.checkpoints import tensor_file
-from samestep.runtime.plain_data import Packer, unpacked
+from samestep.runtime.checkpoints import writer
+from samestep.runtime.processes.plain_data import Packer, unpacked
 
 _CLASSES = (Observation, ObservedStep, PlainSteps, HeldTensor, Output, Check)
 
@@ -26,7 +26,7 @@ def write(note: Path, value: Any) -> None:
     record = packer.packed(value)
     for path in (text := note.with_suffix(".json"), tensors := note.with_suffix(".safetensors")):
         path.unlink(missing_ok=True)
-    tensor_file.write(tensors, {name: tensor.cpu() for name, tensor in packer.tensors.items()})
+    writer.write(tensors, {name: tensor.cpu() for name, tensor in packer.tensors.items()})
     text.write_text(json.dumps(record), encoding="utf-8")
 
 

@@ -27,6 +27,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from samestep.datasets import Batch, Dataset, batches
 from samestep.datasets.batch import SampleDraw, read_samples
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import Task
@@ -38,17 +39,16 @@ from samestep.proof.held_tensors import (
     places_of,
     replicas_of,
 )
-from samestep.runtime.axes.pending_logits import PendingLogits
-from samestep.runtime.expert_routes import RouteMode, Routes
+from samestep.randomness.masks import MaskSlice
+from samestep.randomness.mode import Draw
+from samestep.runtime.axes.expert import RouteMode, Routes
 from samestep.runtime.local_replicas import set_weights
-from samestep.runtime.optimizers.pieces import Piece
-from samestep.runtime.preparation import Source
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.randomness.masks import MaskSlice
-from samestep.runtime.randomness.mode import Draw
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
+from samestep.runtime.weights.pieces import Piece
 from samestep.schedules import TaskKind
+from samestep.tracing.pending_logits import PendingLogits
 
 Share = tuple[int, int, tuple[int, ...]]
 """(micro-batch, chunk, indices of the samples that a rank read for it)."""

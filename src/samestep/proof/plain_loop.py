@@ -28,11 +28,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from samestep.building import plain_calls
+from samestep.building import drawn_rows
 from samestep.building.families import facts_of
 from samestep.building.model import call_model
-from samestep.building.named_tensors import copied, map_attributes, tensors_of
+from samestep.building.named_tensors import cast_floating, copied, map_attributes, tensors_of
 from samestep.datasets import Batch, Dataset, batches
+from samestep.examination.examine import Source, set_training
 from samestep.program.codecs import PLAIN
 from samestep.proof import comparison, plain_replicas
 from samestep.proof.comparison import Comparison, Limit
@@ -40,11 +41,10 @@ from samestep.proof.held_tensors import HeldTensor, held_whole
 from samestep.proof.observation import Observation, PlainSteps
 from samestep.proof.plain_contributions import PlainContributions
 from samestep.proof.verdict import Cause
+from samestep.randomness.mode import Draw, DropoutMode, place_samples
 from samestep.runtime.axes import precision
-from samestep.runtime.optimizers.pieces import Piece
-from samestep.runtime.preparation import Source, set_training
-from samestep.runtime.randomness.mode import Draw, DropoutMode, place_samples
 from samestep.runtime.run import Run
+from samestep.runtime.weights.pieces import Piece
 from samestep.tracing.batch_norms import without_own_groups
 
 WHAT = "plain torch"
@@ -99,7 +99,7 @@ def _model(run: Run, source: Source, steps: PlainSteps) -> nn.Module:
     assert source.prepared is not None
     ours, job = source.prepared.blueprint, run.job
     model = (
-        copied(source.model) if isinstance(source.model, nn.Module) else plain_calls.call(source.model, job.train.seed)
+        copied(source.model) if isinstance(source.model, nn.Module) else drawn_rows.call(source.model, job.train.seed)
     )
     for name, tensor in {one.name: one.tensor for one in tensors_of(model)}.items():
         if name not in ours.canonical:
@@ -184,7 +184,7 @@ def _backward(
 def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, indices: Any) -> tuple[Tensor, float]:
     """Return the sum of the loss over samples, and their count: of the whole one at once, unless the job groups samples whose statistics it takes."""
     device = run.place.device
-    moved = precision.cast_floating(tree_map_only(Tensor, lambda tensor: tensor.to(device), samples), torch.float64)
+    moved = cast_floating(tree_map_only(Tensor, lambda tensor: tensor.to(device), samples), torch.float64)
     loss_sums, counts = [], []
     size = run.job.numerics.coupled_samples if run.assembly.model.spec.couples_samples else None
     for start in range(0, len(indices), size or len(indices)):

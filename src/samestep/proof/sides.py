@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from samestep.building.families import facts_of
 from samestep.datasets import Batch, Dataset, batches
 from samestep.errors import CheckpointError
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
@@ -37,13 +38,12 @@ from samestep.proof.comparison import Comparison
 from samestep.proof.evidence import BatchPart, Evidence
 from samestep.proof.observation import Observation, ObservedRun
 from samestep.proof.verdict import Cause, Check
-from samestep.runtime.assembly import Assembly
+from samestep.randomness import masks
+from samestep.runtime.assembly import Assembly, traced_for
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.optimizers.optimizer_source import check_optimizer
-from samestep.runtime.preparation import Source, traced_for
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.randomness import rates
 from samestep.runtime.run import Run
 from samestep.strategies import programs_of
 
@@ -276,7 +276,7 @@ def _evidence(
         comparisons=comparisons,
         layers={param.name: param.layer for param in spec.params},
         aliases=aliases,
-        dropout=lambda path: rates.has_dropout(model.get_submodule(path)),
+        dropout=lambda path: masks.has_dropout(model.get_submodule(path)),
         weighted=lambda path: any(True for _ in model.get_submodule(path).parameters()),
         draws={mask.owner: mask.is_numbers for mask in spec.masks},
         positional=facts_of(model).is_positional,

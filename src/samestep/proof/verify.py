@@ -34,6 +34,7 @@ from samestep.building.model import configuration_of, model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Dataset, example_of, open_dataset
 from samestep.errors import InputError, JobError, ModelError, WorkerError
+from samestep.examination.examine import Loss, Source, with_new_blueprint
 from samestep.job import Job
 from samestep.job_tables import RunTable, ScheduleTable
 from samestep.layout import Layout
@@ -43,11 +44,10 @@ from samestep.planning import legality
 from samestep.proof import notes, record, sides
 from samestep.proof.sides import Subject
 from samestep.proof.verdict import Cause, Check, Verdict
-from samestep.runtime import compiled_blocks
-from samestep.runtime.assembly import store_of
+from samestep.runtime.assembly import store_of, traced_for
+from samestep.runtime.axes import compiled_blocks
 from samestep.runtime.next_labels import check_labels
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
-from samestep.runtime.preparation import Loss, Source, traced_for, with_new_blueprint
 from samestep.runtime.processes import join
 from samestep.runtime.processes import workers as launch
 from samestep.runtime.processes.join import RankInfo

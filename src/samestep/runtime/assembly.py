@@ -1,4 +1,4 @@
-"""Assembly of a run: a traced model (`preparation.py`) is cut, filled with this rank's part, and given a store.
+"""Assembly of a run: a traced model (`examination/examine.py`) is cut, filled with this rank's part, and given a store.
 
 `assemble` lets each axis' twin work on the modules, from the inside out: precision, the cuts of tp, cp and ep, recomputation
 around them, and outermost the store of the weights on the data axes.
@@ -25,33 +25,33 @@ from torch.utils._pytree import tree_leaves
 from samestep.building import nf4
 from samestep.building.initial_values import fill_rest
 from samestep.building.loss import checked, cross_entropy
-from samestep.building.optimizer import learning_rate_factor
+from samestep.building.optimizer import OptimizerSource, learning_rate_factor
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import JobError
+from samestep.examination.examine import Loss, Source, prepared_for, with_slices
+from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
 from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
-from samestep.runtime import given_instance, kept_state, placement
+from samestep.randomness import mode as dropout
+from samestep.randomness.masks import MaskSlice
 from samestep.runtime.axes import (
     batch_norm,
     context,
     exchanging_calls,
     expert,
-    pending_logits,
-    pipeline,
+    forward_state,
     precision,
     recompute,
     tensor,
-    whole_update,
 )
-from samestep.runtime.axes.data import Replicated
-from samestep.runtime.axes.stage_flow import Flows
+from samestep.runtime.axes.compiled_blocks import CompiledBlocks, compile_blocks
+from samestep.runtime.axes.pipeline import stage as pipeline
+from samestep.runtime.axes.pipeline.stage_flow import Flows
 from samestep.runtime.axes.weight_gradients import Deferred
-from samestep.runtime.compiled_blocks import CompiledBlocks, compile_blocks
-from samestep.runtime.first_state import FirstState
 from samestep.runtime.optimizers.optimizer_source import (
     WholeWeights,
     check_optimizer,
@@ -60,20 +60,19 @@ from samestep.runtime.optimizers.optimizer_source import (
 )
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.packed_states import StatePacking
-from samestep.runtime.optimizers.pieces import Piece
-from samestep.runtime.optimizers.update_rule import OptimizerSource
-from samestep.runtime.optimizers.weight_averages import WeightAverages
-from samestep.runtime.parameter_hooks import attributes_of, gradient_hooks
-from samestep.runtime.preparation import Loss, Source, prepared_for, with_slices
-from samestep.runtime.processes import agreement
 from samestep.runtime.processes import mesh as meshes
+from samestep.runtime.processes import messages
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.randomness import mode as dropout
-from samestep.runtime.randomness.masks import MaskSlice
-from samestep.runtime.replaced_weights import ReplacedWeights
-from samestep.runtime.weight_store import Materialize, WeightStore
+from samestep.runtime.weights import given_instance, owning, placement
+from samestep.runtime.weights.parameter_hooks import attributes_of, gradient_hooks
+from samestep.runtime.weights.pieces import Piece, WeightAverages
+from samestep.runtime.weights.replaced_weights import ReplacedWeights
+from samestep.runtime.weights.replicated import Replicated
+from samestep.runtime.weights.weight_store import Materialize, WeightStore
+from samestep.state.fingerprints import FirstState
 from samestep.strategies import program_of
-from samestep.tracing.traced_model import TracedModel
+from samestep.tracing import pending_logits
+from samestep.tracing.checkpointed import Contexts
 
 # Order matters: from the inside out, as in `strategies.STACK`.
 TWINS: tuple[ModuleType, ...] = (tensor, expert)
@@ -195,8 +194,8 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     """
     decided = _decided(source, layout, job, place, example)
     several_hosts = place.ranks_per_node < place.world_size
-    agreement.check(decided.spec, decided.program.step.layout, job, several_hosts=several_hosts)
-    waived = kept_state.check(decided.traced.analysis.states, decided.program, job.run)
+    messages.check(decided.spec, decided.program.step.layout, job, several_hosts=several_hosts)
+    waived = forward_state.check(decided.traced.analysis.states, decided.program, job.run)
     _set_products(job.numerics)
     mesh = meshes.build(decided.program, place.device, job.run.timeout_s)
     plan = decided.traced.blueprint
@@ -303,7 +302,7 @@ def _filled(decided: _Decided, mesh: meshes.Mesh) -> WeightStore:
         return placement.local_part(plan.materialize(name, mesh.device, dtype), cut, holding, mesh)
 
     make = store_of(program.step.layout)
-    store = whole_update.owning(make(model, program, mesh, materialize), program, mesh, spec)
+    store = owning.owning(make(model, program, mesh, materialize), program, mesh, spec)
     _mark(model, decided.whole)
     store.hook_gradients(gradient_hooks(plan, program, mesh))
     fill_rest(plan, mesh.device, torch.float64 if job.numerics.precision == "float64" else None)
@@ -452,7 +451,7 @@ def store_of(layout: Layout) -> Callable[[nn.Module, Program, meshes.Mesh, Mater
     """
     if layout.zero < 2 or layout.num_shards == 1:
         return Replicated
-    from samestep.runtime.axes.sharded.store import Sharded  # noqa: PLC0415
+    from samestep.runtime.weights.sharded import Sharded  # noqa: PLC0415
 
     return Sharded
 
@@ -470,7 +469,7 @@ def _recompute_contexts(
     program: Program,
     slicing: context.Slicing | context.WholeSequences,
     norms: batch_norm.BatchNorms,
-) -> recompute.Contexts:
+) -> Contexts:
     """Return the contexts of a forward and of its recomputation, during which the forward's modes are not active."""
     first, repeated = dropout.recompute_contexts(model)
     records, taken = norms.recompute_contexts()
@@ -485,3 +484,14 @@ def _nominal_count(example: Any, global_batch: int) -> float:
         labels = tree_leaves(example)[-1]
     each = labels.numel() / max(1, labels.shape[0]) if isinstance(labels, Tensor) and labels.dim() else 1.0
     return float(2 ** round(math.log2(max(1.0, global_batch * each))))
+
+
+def traced_for(source: Source, layout: Layout, job: Job, example: Any) -> TracedModel:
+    """Return the model of a source with what a layout needs to know; what is known already is not traced again.
+
+    Raises:
+        LayoutError: the forward of a rank of this layout does not compute its part of the whole model's.
+    """
+    traced = with_slices(prepared_for(source, job, example, layout), layout, example)
+    recorded = pipeline.with_flows(traced, layout, job, example, source.loss)[0].flows
+    return traced if len(recorded) == len(traced.flows) else replace(traced, flows=recorded)

@@ -13,18 +13,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.building.loss import as_number, checked
+from samestep.building.named_tensors import cast_floating
 from samestep.errors import ModelError
+from samestep.examination.examine import Loss
+from samestep.randomness.mode import Draw, DropoutMode
 from samestep.runtime import microbatches
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision, tensor
-from samestep.runtime.forward_only import forward_only
+from samestep.runtime.axes.forward_only import forward_only
+from samestep.runtime.held_assembly import PreparedRun
 from samestep.runtime.microbatches import StepBatch
-from samestep.runtime.optimizers.pieces import Piece
-from samestep.runtime.optimizers.weight_averages import WeightAverages
-from samestep.runtime.preparation import Loss
-from samestep.runtime.prepared_run import PreparedRun
-from samestep.runtime.randomness.mode import Draw, DropoutMode
 from samestep.runtime.step_observer import Indices
+from samestep.runtime.weights.pieces import Piece, WeightAverages
 from samestep.tracing.flow import mapped
 
 
@@ -73,7 +73,7 @@ def outputs_of(assembly: Assembly, samples: Any, seed: int) -> Any:
         moved = tree_map_only(Tensor, lambda leaf: leaf.to(parallel.mesh.device), samples)
         rows = next((len(leaf) for leaf in tree_leaves(moved) if isinstance(leaf, Tensor) and leaf.dim()), 1)
         with _drawing(assembly, seed, range(rows)):
-            outputs = forward(assembly, precision.cast_floating(moved, assembly.model.master_dtype))
+            outputs = forward(assembly, cast_floating(moved, assembly.model.master_dtype))
         if outputs is not None:
             outputs = tensor.whole_logits(outputs, parallel.program, parallel.mesh)
     return parallel.stage.from_last(outputs)

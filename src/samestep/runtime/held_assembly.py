@@ -1,18 +1,28 @@
-"""What one rank holds of a run: its model in the layout, and where replicas are trained apart, each of them in turn."""
+"""What one rank holds of a run: its model in the layout, and where replicas are trained apart, each of them in turn.
+
+What checkpoints read of a run, and set again: its weights and their optimizer, and how far it has come.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
+from torch import nn
+
+from samestep.datasets.stamps import Stamp
 from samestep.errors import LayoutError
+from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly, assemble
 from samestep.runtime.axes import recompute
 from samestep.runtime.local_replicas import LocalReplicas
-from samestep.runtime.preparation import Source
+from samestep.runtime.loss_spikes import SpikeWatch
+from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.processes.join import RankInfo
 
 
@@ -85,3 +95,58 @@ class HeldAssembly:
                 yield number, assembly
         finally:
             self._current = self.replicas.assemblies[0]
+
+
+class NotedData(Protocol):
+    """The data that a run is trained on: a `trained_data.TrainedData`."""
+
+    def stamp(self) -> Stamp:
+        """Return its stamp on rank 0."""
+
+    def resumes_from(self, folder: Path, step: int, stamp: Stamp) -> tuple[str, ...]:
+        """Hold it against the stamp in a checkpoint."""
+
+
+class PreparedRun(Protocol):
+    """A run whose model stands in its layout: a `run.Run` that is prepared."""
+
+    job: Job
+    place: RankInfo
+    steps_taken: int
+    changes: tuple[str, ...]
+    """What resumes have changed of the job and its layout, and after which steps."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the program."""
+
+    @property
+    def data(self) -> NotedData:
+        """The data that the run is trained on."""
+
+    @property
+    def spikes(self) -> SpikeWatch:
+        """The losses of the last steps."""
+
+    @property
+    def replicas(self) -> LocalReplicas | None:
+        """The replicas that this rank trains, where a job trains them apart."""
+
+    @property
+    def assembly(self) -> Assembly:
+        """All parts of the run; its weights are whole."""
+
+    @property
+    def program(self) -> Program:
+        """The program of this rank's pipeline stage."""
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's module, after the layout has cut its weights."""
+
+    @property
+    def updater(self) -> Updater:
+        """The optimizer over the weights that this rank updates."""
+
+    def adopt(self, change: Callable[[Assembly], Assembly]) -> None:
+        """Continue with an assembly derived from this run's own."""

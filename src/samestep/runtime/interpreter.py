@@ -18,6 +18,7 @@ from torch import Tensor
 from samestep.building.loss import as_number, with_graph
 from samestep.job import Job
 from samestep.program.bodies import Task
+from samestep.randomness import mode as dropout
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.expert import NoBalance
@@ -25,7 +26,6 @@ from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import to_device
 from samestep.runtime.microbatches import Microbatches, StepBatch
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.randomness import mode as dropout
 from samestep.runtime.step_observer import StepObserver
 from samestep.schedules import TaskKind
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._profiler import _RecordFunctionFast
 
-from samestep.building.dispatch_mode import DispatchMode
+from samestep.building.torch_seams import DispatchMode
 from samestep.program.program import LedgerRow, ledger_key
 from samestep.program.ranks import BESIDE
 

@@ -39,15 +39,15 @@ import torch
 from torch import Tensor
 
 from samestep.errors import ModelError
+from samestep.examination.examine import Source, prepared_for, with_new_blueprint
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.exchange_times import ExchangeTimes, Phase
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly, assemble
-from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.optimizers.update_rule import is_torchs_own
-from samestep.runtime.preparation import Source, prepared_for, with_new_blueprint
 from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.weights.pieces import Piece
 
 OF_REPLICA = ":"
 """The separator, in the keys of a checkpoint's states, between a replica and what it is of it."""

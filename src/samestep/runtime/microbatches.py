@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from samestep.building.named_tensors import cast_floating
+from samestep.randomness.mode import after_reading
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.host_copies import batch_to_device
-from samestep.runtime.randomness.mode import after_reading
 from samestep.runtime.step_observer import Indices
 
 
@@ -56,7 +57,7 @@ def read(assembly: Assembly, batch: StepBatch, indices: Indices) -> tuple[Any, f
     with torch._C.DisableTorchFunction(), precision.default_outside():
         samples = batch.samples(_never_empty(batch, indices))
     moved = batch_to_device(samples, assembly.parallel.mesh.device)
-    return precision.cast_floating(moved, assembly.model.master_dtype), 1.0 if len(indices) else 0.0
+    return cast_floating(moved, assembly.model.master_dtype), 1.0 if len(indices) else 0.0
 
 
 def _never_empty(batch: StepBatch, indices: Indices) -> Indices:

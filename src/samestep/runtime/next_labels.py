@@ -19,10 +19,10 @@ from samestep.datasets.labels import (
     convention_of,
     convention_of_samples,
 )
+from samestep.examination.examine import Loss
 from samestep.job import Job
 from samestep.job_tables import Convention
 from samestep.runtime.microbatches import StepBatch
-from samestep.runtime.preparation import Loss
 
 _KEPT = 8
 """Datasets whose convention is kept: those that a run trains on and evaluates."""

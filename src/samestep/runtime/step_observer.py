@@ -19,8 +19,8 @@ import numpy as np
 from torch import nn
 
 from samestep.program.bodies import Task
-from samestep.runtime.randomness.masks import MaskSlice
-from samestep.runtime.randomness.mode import Draw, DropoutMode
+from samestep.randomness.masks import MaskSlice
+from samestep.randomness.mode import Draw, DropoutMode
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 """Global indices of samples."""

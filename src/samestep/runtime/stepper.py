@@ -5,8 +5,17 @@ forwards, backwards ─► sums of all ranks ─► update ─► report
                        count, loss, norm², flags: one all_reduce
 ```
 The forwards and backwards are carried out by an `Interpreter`. On a GPU the update is launched before the host has read the
-sums, and decided on the device (`step_sums.py`): the step is then *open* until the host needs to know, at the latest before its
+sums, and decided on the device: the step is then *open* until the host needs to know, at the latest before its
 next one. The checks of watched steps surround a step and see it through its observer.
+
+The sums of a step over all ranks, and what follows from them: on the device at once, on the host when it reads them.
+
+```
+loss, count, norm², flags ─ all_reduce ─┬─► decision on the device: factor on the gradients, and whether to hold back
+                                        └─► copy on its way to the host, which reads it when it closes the step
+```
+On a GPU the update is launched before the host has read the sums. It changes nothing where they are unusual (a number is
+not finite, no token counts, or a rank refuses the step); then the host decides, from the same weights and gradients.
 """
 
 from __future__ import annotations
@@ -16,16 +25,18 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.runtime import kept_state
+from samestep.program.ops import REPLICA_SCALARS
 from samestep.runtime.assembly import Assembly, Weights, copy_modes
-from samestep.runtime.guards import nonfinite, watched_steps
+from samestep.runtime.axes import forward_state
+from samestep.runtime.guards import nonfinite, step_trials
 from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.outside_changes import LoopChanges, OutsideChanges
@@ -42,9 +53,87 @@ from samestep.runtime.optimizers.optimizer_step import clip_factor
 from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes import join
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.step_observer import Indices, StepObserver
+from samestep.runtime.step_observer import Indices, ReplicaScalars, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport, forget_peak, peak_memory_bytes, peak_reserved_bytes
-from samestep.runtime.step_sums import SAVE, WRITTEN, Decision, OpenStep, decide, scalars_of
+
+if TYPE_CHECKING:
+    from samestep.runtime.microbatches import StepBatch
+    from samestep.runtime.step_report import StepReport
+
+
+WRITTEN = 2.0**-22
+"""Added to the stop flag by a rank whose weights a step wrote unseen: all ranks add up to less than 1."""
+
+SAVE = 2.0**-43
+"""Added to the stop flag by a rank that was asked to save: all ranks add up to less than `WRITTEN`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The decisions that follow from a step's sums, as tensors on the device."""
+
+    factor: Tensor
+    """What the gradients are multiplied by: the division by the count, and the clipping (float64 [])."""
+    held_back: Tensor
+    """1 where the update must change nothing, since the host has to decide, else 0 (float32 [])."""
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """A step whose sums the host has not read."""
+
+    batch: StepBatch
+    began_s: float
+    running_buffers: list[tuple[Tensor, Tensor]]
+    """Buffers that the forwards wrote, with their values before the step."""
+    sums: Reading
+    """The summed scalars; 1 where the update was held back on the device; 1 where this rank's weights were written in the step."""
+    numerator: float
+    """The scale of the gradients is this over the count."""
+    lr_factor: float
+    data_wait_s: float
+    report: StepReport | None = None
+    """What the caller holds already, and is completed when the step is closed."""
+
+
+def decide(sums: Tensor, numerator: float, clip_norm: float | None, unused: Tensor | None = None) -> Decision:
+    """Return what follows from the summed scalars (float64); gradients are scaled by the count over `numerator`.
+
+    The update is held back too unless the numbers of weights are 0 exactly where `unused` (bool), which may be None, says so.
+    """
+    loss_sum, count, norm_squared, flags = sums[0], sums[1], sums[2], sums[-1]
+    scale = numerator / count
+    norm = norm_squared.sqrt() * scale
+    factor = scale if clip_norm is None else scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    is_usual = (loss_sum / count).isfinite() & norm.isfinite() & (flags < REFUSED)
+    if unused is not None:
+        is_usual &= ((sums[len(REPLICA_SCALARS) : -1] == 0.0) == unused).all()
+    return Decision(factor, (~is_usual).float())
+
+
+class ReadScalars(NamedTuple):
+    """The scalars that the ranks summed, as the host has read them."""
+
+    agreed: StepScalars
+    is_written: bool
+    """Whether the step wrote weights of a rank unseen."""
+    is_save_wanted: bool
+    uses: list[list[float]]
+    """The number of ranks that gave a gradient to each weight with a number in the scalars, by replica."""
+
+
+def scalars_of(numbers: list[float], num_uses: int = 0) -> ReadScalars:
+    """Return what the ranks summed; each replica has so many numbers of weights."""
+    *sums, flags = numbers
+    fraction, stop = math.modf(flags)
+    save, written = math.modf(fraction / WRITTEN)
+    width = len(REPLICA_SCALARS)
+    parts = [sums[start : start + width + num_uses] for start in range(0, len(sums), width + num_uses)]
+    replicas = tuple(ReplicaScalars(*part[:width]) for part in parts)
+    loss_sum, count, norm_squared = (sum(part[index] for part in parts) for index in range(width))
+    agreed = StepScalars(loss_sum, count, norm_squared, stop, replicas)
+    return ReadScalars(agreed, written > 0.0, save > 0.0, [part[width:] for part in parts])
+
 
 _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
 
@@ -114,10 +203,10 @@ class Stepper:
     def _taken(self, batch: StepBatch) -> StepReport:
         self._num_taken += 1
         every, taken = self.job.train.watch_every, self._num_taken
-        regularly = watched_steps.is_regular(batch.step, every, taken, self.held.parallel.program)
+        regularly = step_trials.is_regular(batch.step, every, taken, self.held.parallel.program)
         if self._own.replicas is not None and len(self._own.replicas.assemblies) > 1:  # the canary knows one model
             return self._step(batch, may_run_ahead=False)
-        if not regularly and not watched_steps.is_early(every, taken, self.held.parallel.program):
+        if not regularly and not step_trials.is_early(every, taken, self.held.parallel.program):
             return self._step(batch)
         self.held.weights.store.settle()  # what is repeated or compared reads any weight
         if self._observer.is_proof:  # which compares more
@@ -337,7 +426,7 @@ class Stepper:
             self.refusals.add("state", f"step {batch.step + 1}: {reason}")
         for name in weights.store.written():
             self.refusals.add(
-                "state", f"step {batch.step + 1}: {kept_state.lost_write(name, f'zero={self._own.layout.zero}')}"
+                "state", f"step {batch.step + 1}: {forward_state.lost_write(name, f'zero={self._own.layout.zero}')}"
             )
         norm_squared = weights.store.norm_squared() + weights.updater.overflow(self.place.device)
         weights.store.take_back()

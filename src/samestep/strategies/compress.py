@@ -11,7 +11,7 @@ all_gather       (N-1)/N of the codes             each rank has all sums; not wh
 as many bytes as a ring's all_reduce of the codes. The ops of buckets are written where gradients are reduced
 (`strategies/data.py`), so that the first is issued while backward still runs, and those of the units of zero=2 and 3 that all
 data ranks shard where these are scattered (`strategies/shard.py`); those of units that replicas have in common here.
-What is computed is in `program/contributions.py`, what bytes there are in `program/codecs.py`.
+What is computed is in `program/exchange_times.py`, what bytes there are in `program/codecs.py`.
 
 Where replicas are trained apart (`numerics.exchange_every`), no step sends gradients between them. The same buffers carry,
 behind every so many updates, what each replica's weights have moved by, as they are or encoded: `Program.exchanges`, of one
@@ -28,8 +28,7 @@ from samestep.layout import Layout
 from samestep.models.param_spec import ParamSpec
 from samestep.program.bodies import UPDATE_BODY
 from samestep.program.codecs import PLAIN, exchange
-from samestep.program.contributions import Contributions
-from samestep.program.exchange_times import Phase
+from samestep.program.exchange_times import Contributions, Phase
 from samestep.program.holding import REPLICAS, SHARDS
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program

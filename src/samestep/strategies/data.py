@@ -26,7 +26,7 @@ from samestep.errors import module_name
 from samestep.program.bodies import UPDATE_BODY, BodyKey, is_backward
 from samestep.program.buckets import Bucket, finish_reductions, make_buckets, start_reductions
 from samestep.program.codecs import PLAIN, exchange
-from samestep.program.contributions import Contributions
+from samestep.program.exchange_times import Contributions
 from samestep.program.holding import REPLICAS
 from samestep.program.ops import REDUCING, Op, OpKind, Ops
 from samestep.program.program import Program

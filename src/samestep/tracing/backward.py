@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map_only
 
-from samestep.building.dispatch_mode import DispatchMode
+from samestep.building.torch_seams import DispatchMode
+from samestep.state.snapshot import preserved_function
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import operands, run_on_meta, tensors_in
-from samestep.tracing.snapshot import preserved_function
 
 
 class WorkingSet(NamedTuple):

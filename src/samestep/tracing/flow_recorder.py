@@ -21,19 +21,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samestep.building.families import FamilyFacts, facts_of
+from samestep.building.torch_seams import is_transformed
 from samestep.models.spec import is_below
-from samestep.tracing.changed_containers import (
+from samestep.tracing.flow import (
     Change,
     Container,
     Contents,
-    changes_of,
-    containers_in,
-    contents_of,
-)
-from samestep.tracing.flow import (
     Event,
     Flow,
     Value,
+    changes_of,
+    containers_in,
+    contents_of,
     made_by,
     makes_event,
     mapped,
@@ -41,7 +40,6 @@ from samestep.tracing.flow import (
     reads_shape_alone,
     tensors_of,
 )
-from samestep.tracing.meta_tensors import is_transformed
 
 _UNSEEN = "code that torch does not show"
 

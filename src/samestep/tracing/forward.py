@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from samestep.building.dispatch_mode import DispatchMode
+from samestep.building.attention import AttentionCall
 from samestep.building.families import facts_of
-from samestep.building.named_tensors import tensors_of
+from samestep.building.named_tensors import address, inner_tensor, tensors_of
+from samestep.building.torch_seams import DispatchMode
 from samestep.errors import ModelError, module_name
 from samestep.models.layer_spec import BatchNormCall, Cutting, Exchange, Factors, Product
 from samestep.tracing import batch_norms
-from samestep.tracing.attention import AttentionCall
 from samestep.tracing.custom_functions import report_module_hooks
 from samestep.tracing.flow import Flow, makes_event
 from samestep.tracing.flow_recorder import FlowRecorder
@@ -38,13 +38,11 @@ from samestep.tracing.meta_tensors import (
     GROUPED_PRODUCTS,
     KnownValues,
     NeedsValuesError,
-    address,
     is_whole,
     operands,
     run_on_meta,
     storage_elements,
     tensors_in,
-    unwrapped,
     values_of,
 )
 from samestep.tracing.operations import LOOKED, Recorder, Region, Visit
@@ -451,7 +449,7 @@ class ForwardTracer(DispatchMode):
         """Return the address of a tensor's storage, its index in the trace's tables, and keep the storage alive."""
         found = address(tensor)
         if found not in self._alive:
-            self._alive[found] = unwrapped(tensor).untyped_storage()
+            self._alive[found] = inner_tensor(tensor).untyped_storage()
             self.sizes[found] = storage_elements(tensor)
         return found
 

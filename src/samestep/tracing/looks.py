@@ -2,7 +2,7 @@
 
 Such a module may run other operations for other values, and a trace shows those of one sample alone. What it computes is still
 the same on all ranks that give it equal tensors. So a tensor cut leaves the weights of a module that looks whole, and shows that
-everything the module is given is whole (`features/cut_proof.py`): then all ranks of `tp` take the same branch and compute the same.
+everything the module is given is whole (`independence/cut_proof.py`): then all ranks of `tp` take the same branch and compute the same.
 """
 
 from __future__ import annotations

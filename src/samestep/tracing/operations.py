@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.building.named_tensors import inner_tensor
 from samestep.models.layer_spec import Product
-from samestep.tracing.meta_tensors import unwrapped, written_by
+from samestep.tracing.meta_tensors import written_by
 
 FEW_ELEMENTS = 64
 """Constants of at most so many elements are recorded with their values."""
@@ -140,7 +141,7 @@ def described(value: Any) -> Any:
 
 def view_of(tensor: Tensor) -> View:
     """Return the description of a tensor."""
-    tensor = unwrapped(tensor)
+    tensor = inner_tensor(tensor)
     if not tensor.is_meta:
         few = tensor.numel() <= FEW_ELEMENTS and tensor.layout is torch.strided
         values = tuple(tensor.detach().flatten().tolist()) if few else None

@@ -39,6 +39,7 @@ from samestep.job import Job
 from samestep.models.layer_spec import HeadSpec, LayerSpec, Product
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, is_below
+from samestep.state.snapshot import GivenWeights, Snapshot
 from samestep.tracing.arranged_layers import Layer, UsesOfWeights, arrange, entered_again
 from samestep.tracing.backward import (
     Backward,
@@ -57,7 +58,6 @@ from samestep.tracing.looks import paths_within
 from samestep.tracing.meta_tensors import DRAWN_ELEMENTS, KNOWN_WEIGHTS, NeedsValuesError, tensors_in
 from samestep.tracing.opened_modules import opened_modules
 from samestep.tracing.operations import Recorder
-from samestep.tracing.snapshot import GivenWeights, Snapshot
 from samestep.tracing.watched_forward import is_outside, watch_forward
 
 

@@ -18,7 +18,7 @@ from samestep.building.pretrained_form import PretrainedForm, is_of_transformers
 from samestep.errors import JobError
 from samestep.job_tables import Precision
 from samestep.output import durable_files
-from samestep.runtime.checkpoints import pretrained_folder, state_file, torch_export
+from samestep.runtime.checkpoints import pretrained_folder, state_file, torch_checkpoint
 from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
 from samestep.training.trained import StoredRun
 
@@ -116,6 +116,6 @@ def _write(
         value = pretrained_folder.values(plan, opened)
         value = merged.values(value) if merged else value
         if form == "dcp":
-            torch_export.write(written.module, value, out, dtype or master)
+            torch_checkpoint.write(written.module, value, out, dtype or master)
         else:
             state_file.write(written.module, value, out, dtype)

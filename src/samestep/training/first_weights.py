@@ -29,8 +29,8 @@ from samestep.models import weight_files
 from samestep.runtime.checkpoints import checkpoint, manifests, pretrained_folder, torch_checkpoint
 from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
 from samestep.runtime.checkpoints.torch_checkpoint import TorchEntry
-from samestep.runtime.placement import whole
 from samestep.runtime.run import Run
+from samestep.runtime.weights.placement import whole
 from samestep.training import foreign_code
 from samestep.training.trained import StoredRun
 

@@ -36,22 +36,20 @@ from samestep.proof.record import ProofRecord
 from samestep.proof.verify import verify
 from samestep.runtime.assembly import store_of
 from samestep.runtime.checkpoints import checkpoint
-from samestep.runtime.processes import join, memory_kills, outside_watch, progress, workers
+from samestep.runtime.processes import hang_watch, join, local_workers, whereabouts, workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.meeting import Meeting, Rendezvous, meet
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
 from samestep.training import evaluations, foreign_code, hosts, out_of_memory, run_folder
 from samestep.training.check import AUTO, Checked, agreed, check
-from samestep.training.elastic import Elasticity
+from samestep.training.elastic import Elasticity, restarting
 from samestep.training.frozen_objects import frozen_behind_first
-from samestep.training.metrics import Metrics, Screen
+from samestep.training.metrics import Metrics, Screen, speed_of
 from samestep.training.profiling import Profiler
-from samestep.training.restarts import restarting
-from samestep.training.sampling import printable, sample_text
 from samestep.training.saving import Saver
-from samestep.training.speed import speed_of
 from samestep.training.trackers import opened
+from samestep.training.trained import printable, sample_text
 from samestep.training.workload import Workload, evaluated_weights, held_out_accuracy, held_out_losses, said
 
 
@@ -216,7 +214,7 @@ def _led(
         if place is not None:
             start = agreed(lambda: secrets.token_hex(8), place)
             try:
-                with outside_watch.watching(place, job.run.hang_s, start):
+                with hang_watch.watching(place, job.run.hang_s, start):
                     return _work(place, checked)
             finally:
                 join.leave()
@@ -254,7 +252,7 @@ def _by_workers(checked: Checked, elastic: Elasticity) -> Summary | None:
         return _stopped_by(summary, workers.last_stop_signal() or signal.SIGTERM)
     except WorkerError as error:
         first, device = str(error).partition("\n")[0], join.resolve_device(run.device)
-        is_shortage = memory_kills.OUT_OF_MEMORY in first
+        is_shortage = local_workers.OUT_OF_MEMORY in first
         # A worker killed by the kernel leaves no report of its own: only the prediction can be shown.
         if is_shortage or ("killed by SIGKILL" in first and out_of_memory.is_too_large(checked, device)):
             raise WorkerError(f"{error}\n{out_of_memory.less_memory(checked, device)}") from None
@@ -292,7 +290,7 @@ def steps_of(run: Run, dataset: Dataset, until: int, profiler: Profiler | None =
         if batch.step >= until:
             return
         with (
-            progress.taking(batch.step + 1, is_first=batch.step == first),
+            whereabouts.taking(batch.step + 1, is_first=batch.step == first),
             profiler.step(batch.step + 1, run) if profiler else contextlib.nullcontext(),
         ):
             report = run.step(batch)
@@ -343,7 +341,7 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
             _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
     evaluated = evaluations.resumed(run, workload, folder, screen.say if screen else lambda text: None)
     _loop(evaluated, until, profiler, screen, metrics)
-    with progress.apart("the evaluation at the end"):
+    with whereabouts.apart("the evaluation at the end"):
         return _ended(evaluated, checked, screen, metrics)
 
 
@@ -440,18 +438,18 @@ def _loop(
     saver = Saver(run, folder / run_folder.CHECKPOINTS, screen.say if screen else lambda text: None)
     with screen.live() if screen else contextlib.nullcontext():
         for report in frozen_behind_first(steps_of(run, workload.dataset, until, profiler)):
-            with progress.apart("an evaluation"):
+            with whereabouts.apart("an evaluation"):
                 losses = evaluated.losses() if evaluated.is_due(report.step) and not report.stop else {}
             if screen is not None and metrics is not None:
                 logged = dataclasses.replace(report, held_out=losses) if losses else report
                 metrics.write(logged, is_last=report.stop or report.step == until)
                 screen.show(logged)
-            with progress.apart("a save of the best weights"):
+            with whereabouts.apart("a save of the best weights"):
                 line = evaluated.add(report.step, losses) if losses else ""
             if screen is not None and line:
                 screen.say(line)
             if run.job.numerics.on_spike == "rollback" and report.spike:
-                with progress.apart("a way back to a checkpoint"):
+                with whereabouts.apart("a way back to a checkpoint"):
                     line = saver.roll_back(report.step)
                 if screen is not None:
                     screen.say(line)
@@ -459,7 +457,7 @@ def _loop(
             if is_last or saver.is_due(report):
                 if metrics is not None:
                     metrics.sync()  # before the checkpoint, which must never be ahead of the log
-                with progress.apart("a save"):
+                with whereabouts.apart("a save"):
                     saver.save(is_last=is_last)
             if is_last:
                 break

@@ -37,16 +37,17 @@ from samestep.datasets import (
     token_ranges,
 )
 from samestep.errors import DataError, LayoutError, ModelError, SamestepError
+from samestep.examination.examine import Loss, Source, prepare, prepared_for, with_slices
+from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
 from samestep.job_tables import HELD_OUT
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import to_json
+from samestep.runtime.assembly import traced_for
 from samestep.runtime.next_labels import check_labels
-from samestep.runtime.preparation import Loss, Source, prepare, prepared_for, traced_for, with_slices
 from samestep.runtime.run import Run
-from samestep.tracing.traced_model import TracedModel
 
 _TOKENS_LOOKED_AT = 2**24
 """About the number of tokens of a file whose largest id is compared with the vocabulary at once; steps look at those that they read."""

@@ -9,13 +9,29 @@ Stage i of p has m micro-batches of f_i + b_i seconds, and starts and ends the l
     T >= m c / p, c = c_1 + ... + c_p, c_i = f_i + b_i    of all layouts with these degrees and this micro-batch
     T >= m c_i + c_1 + ... + c_(i-1)                      with several runs a stage, their first ones
     T >= the schedule, played with f, b and sends         where these do not throw the layout out
-    T >= the same, with the last b of the first run slowed  by the reductions of its own gradients (`planning/bounds/overlap.py`)
+    T >= the same, with the last b of the first run slowed  by the reductions of its own gradients (`planning/bounds/step_time.py`)
 
 Where micro-batches differ by a sample the larger ones, which come first, have an f and a b of their own.
 
 What a stage sends over a data axis is a stream of its own: it takes as long as all of it, and longer than compute by what
 comes before the first forward and behind the last backward. Gradients of a stage's last run are whole first, and their
 reductions come first. Step scalars and update come on top.
+
+Gradients that are reduced beside the last backward of a run of layers: how much longer that takes, at least.
+
+The gradients of a layer are reduced from the end of its backward on, on a stream of their own, and what runs there slows
+compute by the contention c (`simulation/clock.py`). Layers 1 to n, in the order of their backward, take T_k seconds of compute and E_k
+of what compute's own queue sends; their gradients R_k seconds of the stream. Let j be the layer whose gradients the stream
+began with when it last had nothing to do. What came before it ran beside compute or beside E, and all compute behind it
+is slowed, so that whatever j is the run takes longer by no less than the least over j of
+
+    (1 - 1/c) (R_1 + ... + R_(j-1) - E_1 - ... - E_j)   +   (c - 1) (T_(j+1) + ... + T_n)
+
+Where compute waits within the run, each second beside the stream is one more second of the run, which is more than what it
+takes from this. In a bucket that is not full yet some gradients wait for those of later layers: j is then the layer that
+fills it, and from the R before it the seconds of one bucket are left out.
+
+What a stage sends over the data axes, in seconds: of a kind of layer, of the gradients of a run of layers, and of all of it.
 """
 
 from __future__ import annotations
@@ -23,18 +39,89 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
 from samestep.planning.bounds.layer_kinds import Seconds, Sizes, total
-from samestep.planning.bounds.overlap import Reduced, longer_s
 from samestep.planning.bounds.pipeline_time import Bodies, Times, behind_last_backward, play_bodies
-from samestep.planning.bounds.traffic import LayerTraffic, Reductions, Sending
 from samestep.program.buckets import bucket_bytes
 from samestep.program.ops import BYTES_OF, SHARD_AXES, OpKind
 from samestep.program.step import StepSpec
 from samestep.schedules import DEFAULT
 from samestep.simulation.collectives import collective_s, group_of
 from samestep.simulation.cost import UPDATE_PASSES
+
+
+class Reduced(NamedTuple):
+    """The seconds that the last backward of a layer takes: of computing, of sending, and of reducing its gradients."""
+
+    compute_s: float
+    sent_s: float
+    """Seconds of sending in compute's own queue."""
+    reduced_s: float
+    """Least seconds that its gradients take of a stream once they are all there."""
+
+
+def longer_s(layers: Sequence[Reduced], waiting_s: float, contention: float) -> float:
+    """Return how much longer the last backward takes beside the reductions of its own layers.
+
+    Args:
+        layers: in the order of their backward.
+        waiting_s: of the stream, what may wait in a bucket.
+        contention: factor by which a collective slows compute beside it.
+    """
+    slow, slower = 1 - 1 / contention, contention - 1
+    behind_s = sum(layer.compute_s for layer in layers)
+    sent_s, before_s = 0.0, -waiting_s
+    least_s = float("inf")
+    for layer in layers:
+        behind_s -= layer.compute_s
+        sent_s += layer.sent_s
+        least_s = min(least_s, slow * max(0.0, before_s - sent_s) + slower * behind_s)
+        before_s += layer.reduced_s
+    return max(0.0, least_s)
+
+
+class Reductions(NamedTuple):
+    """The reductions of the gradients of a run of layers: when they can start, and how long they take."""
+
+    behind_s: float
+    """Seconds from the start of the run's last backward until its first gradients are whole."""
+    streams_s: tuple[float, ...]
+    """Seconds that they take of each stream."""
+
+
+class Sending(NamedTuple):
+    """Seconds that a stage sends over data axes."""
+
+    first_s: float = 0.0
+    """Before its first forward."""
+    reduced_s: float = 0.0
+    """From when the first gradients are whole."""
+    behind_s: float = 0.0
+    """Behind its last backward."""
+    all_s: float = 0.0
+    """In all, over one axis, or with all that it computes."""
+    update_s: float = 0.0
+    """The update, and what is gathered behind it."""
+    left_s: float = 0.0
+    """What is computed from when the first gradients are whole."""
+    exposed_s: float = 0.0
+    """The part of it that is sent in the queue of compute."""
+    of_runs: tuple[Reductions, ...] = ()
+    beside_s: float = 0.0
+    """The part of `reduced_s` that is issued between the last backwards: the clock lets it slow those behind it."""
+
+
+class LayerTraffic(NamedTuple):
+    """The communication of layers of a kind over an axis along which they are cut: seconds of one layer."""
+
+    kind: int
+    number: int
+    gather_s: float
+    scatter_s: float
+    reads: bool
+    """Their backward reads the weights, so that they are gathered for it."""
 
 
 class Bounds:

@@ -31,11 +31,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from samestep.errors import ModelError
 from samestep.program.program import Program
 from samestep.program.sample_groups import GroupPart, SampleGroups
-from samestep.runtime.axes.recompute import Anew, Contexts
+from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather
 from samestep.strategies.batch_norm import AXIS
 from samestep.tracing.batch_norms import FUNCTIONS, named
+from samestep.tracing.checkpointed import Contexts
 
 # Shapes: N samples of a micro-batch, B rows of the input, R runs of a rank, G groups, C channels.
 

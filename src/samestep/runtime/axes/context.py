@@ -1,7 +1,7 @@
 """Context parallelism on real modules (twin of `strategies/context.py`): sliced blocks, attention on whole sequences.
 
 The model runs its own forward on the whole batch. A hook in front of each block cuts this rank's rows of tokens out of
-its arguments (`tracing/slices.py` has found which arguments have such rows), so embeddings, positions and masks
+its arguments (`independence/token_slices.py` has found which arguments have such rows), so embeddings, positions and masks
 are made before that, of the whole sequence. Within a block a function mode replaces `scaled_dot_product_attention`:
 
     query, key, value   [B, A, T/N, D]  all_to_all ──►  [B, A/N, T, D]   attention with the whole mask
@@ -24,9 +24,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
-from samestep.building.document_mask import DocumentMask
+from samestep.building.attention import AttentionCall, multi_head_attention
 from samestep.building.loss import target_of
+from samestep.building.packed_positions import DocumentMask
 from samestep.errors import LayoutError
+from samestep.independence.token_slices import Reshaping, met_by_slices, reshaped, sequence_dim
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
@@ -35,8 +37,6 @@ from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.strategies.context import sent_heads
-from samestep.tracing.attention import AttentionCall, multi_head_attention
-from samestep.tracing.slices import Reshaping, met_by_slices, reshaped, sequence_dim
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

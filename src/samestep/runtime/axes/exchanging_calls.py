@@ -3,7 +3,7 @@
 Experts exchange rows over `ep`, and batch norm its statistics over data ranks. A rank whose samples pass such a module by, at
 a branch on the data, would leave the others waiting, or answer them with what belongs to the next module. So a rank looks
 whether it has made every call that the program lists before it communicates again: in front of the next exchange, in front
-of the next gather of weights (`sharded/unit_order.py`), and when its forward has ended. What it raises ends the whole run.
+of the next gather of weights (`weights/unit_order.py`), and when its forward has ended. What it raises ends the whole run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from samestep.models.spec import ModelSpec
 from samestep.program.bodies import is_forward, starts_step
 from samestep.program.ops import OpKind
 from samestep.program.program import Program
-from samestep.runtime.forward_only import is_forward_only
+from samestep.runtime.axes.forward_only import is_forward_only
 from samestep.strategies import batch_norm, expert
 
 

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from samestep.building.named_tensors import cast_floating
 from samestep.errors import ModelError
+from samestep.examination.traced_model import TracedModel
 from samestep.program.program import Program
-from samestep.tracing.traced_model import TracedModel
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -71,11 +72,6 @@ def for_loss(outputs: Any) -> Any:
             object.__setattr__(raised, field.name, for_loss(getattr(outputs, field.name)))
         return raised
     return tree_map_only(Tensor, lambda t: t.float() if t.dtype in half else t, outputs)
-
-
-def cast_floating(batch: Any, dtype: torch.dtype) -> Any:
-    """Return a batch with its floating tensors cast to `dtype`."""
-    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
 
 
 def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,21 +28,13 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from samestep.building.transforms import transforms_beside_hooks
+from samestep.building.torch_seams import is_transformed, transforms_beside_hooks
 from samestep.errors import ModelError
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.program.program import Program
-from samestep.tracing.meta_tensors import is_transformed
+from samestep.tracing.checkpointed import ContextFn, Contexts, _Begin, _replaced, _takes_gradient
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-ContextFn = Callable[[], Contexts]
-_Begin = Callable[[ContextFn | None], Iterator[None]]
-_GENERATOR = next(
-    name
-    for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
-    if hasattr(torch_checkpoint, name)
-)
 """What `checkpoint` calls: since torch 2.14 the first one, by keywords; the second one calls it for others."""
 TAKEN = "the model checkpoints its own blocks, which is taken as recompute=full"
 """The remark where `layout_for` returns another layout."""
@@ -116,89 +108,12 @@ def in_our_modes(contexts: ContextFn, *, plainly: bool, detached: bool) -> Itera
         yield
 
 
-@contextmanager
-def _replaced(
-    generator: Callable[[_Begin, ContextFn], Iterator[None]], reentrant: Callable[..., Any]
-) -> Iterator[None]:
-    """Replace the two functions that torch's `checkpoint` calls.
-
-    `generator` is given what begins torch's own with the contexts that it is to enter, and the contexts of the call.
-    """
-    original = getattr(torch_checkpoint, _GENERATOR)
-    function = torch_checkpoint.CheckpointFunction
-    before = vars(function).get("apply")  # of a replacement around this one; torch's own is inherited
-
-    def started(*given: Any, **named: Any) -> Iterator[None]:
-        if "context_fn" in named:
-            return generator(lambda around: original(*given, **{**named, "context_fn": around}), named["context_fn"])
-        return generator(lambda around: original(*given[:2], around, *given[3:], **named), given[2])
-
-    setattr(torch_checkpoint, _GENERATOR, started)
-    function.apply = staticmethod(reentrant)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        setattr(torch_checkpoint, _GENERATOR, original)
-        if before is None:
-            del function.apply
-        else:
-            function.apply = before  # type: ignore[method-assign]
-
-
 def _plain() -> Iterator[None]:
     yield
 
 
 def _given(own: ContextFn) -> ContextFn | None:
     return None if own is torch_checkpoint.noop_context_fn else own
-
-
-def _takes_gradient(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-
-
-@dataclass(slots=True)
-class Checkpointed:
-    """The model's own checkpoints, as a trace has shown them."""
-
-    entered: set[str] = field(default_factory=set)
-    """Paths of the modules that ran inside of one."""
-    detached: bool = False
-    """Whether the inputs of a reentrant one take no gradient, so that torch trains nothing inside."""
-
-
-@contextmanager
-def record_checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
-    """Record the model's own checkpoints, which run plainly inside."""
-    depth = [0]
-    seen = Checkpointed()
-
-    def counted(_begin: _Begin, _own: ContextFn) -> Iterator[None]:
-        depth[0] += 1
-        try:
-            yield
-        finally:
-            depth[0] -= 1
-
-    def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        detached = not _takes_gradient(args)
-        seen.detached |= detached
-        with torch.no_grad() if detached else nullcontext():
-            return checkpoint(function, *args, use_reentrant=False)
-
-    def enter(path: str, module: nn.Module, args: Any) -> None:
-        if depth[0]:
-            seen.entered.add(path)
-
-    handles = [
-        module.register_forward_pre_hook(functools.partial(enter, path)) for path, module in model.named_modules()
-    ]
-    try:
-        with _replaced(counted, reentrant):
-            yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _hides_operations(path: str, block: nn.Module, program: Program) -> bool:

@@ -3,9 +3,9 @@
 Between two boundaries within a block the sequence is cut. A child with tensor-cut modules (attention, MLP) is given
 the whole sequence by `gather`, and its row-cut modules leave a rank its tokens of their sum by `scatter`. Everything
 else in a block must work on each token by itself: norms, dropouts and plain linear layers do, and experts and routers
-where `tracing/dependence/independence.py` has shown it; the residual sums are the block's own code. A part that computes
+where `independence/dependence.py` has shown it; the residual sums are the block's own code. A part that computes
 whole sequences as under tp alone is given them by `_join`, and `_split` leaves a rank its tokens of what it returns.
-`tracing/sequence_boundaries.py` finds all of it on the meta device, in the forward of one sample.
+`independence/sequence_boundaries.py` finds all of it on the meta device, in the forward of one sample.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts
 from samestep.errors import LayoutError
+from samestep.examination.traced_model import TracedModel
+from samestep.independence.sequence_boundaries import state_of, with_first, with_given
 from samestep.models.spec import is_below
 from samestep.program.program import Program
 from samestep.runtime.axes.differentiable import moved, moved_beside
 from samestep.runtime.axes.weight_gradients import Postponed, postpone_weights
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
-from samestep.tracing.sequence_boundaries import state_of, with_first, with_given
-from samestep.tracing.traced_model import TracedModel
 
 # -- carrying it out -------------------------------------------------------------------------------
 

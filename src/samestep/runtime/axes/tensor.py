@@ -1,6 +1,6 @@
 """Tensor parallelism on real modules (twin of `strategies/tensor.py`): hooks around modules that keep their classes.
 
-`tracing/tensor_plan.py` finds which modules a plan cuts, and how. They compute with their own code on their part of the
+`independence/tensor_plan.py` finds which modules a plan cuts, and how. They compute with their own code on their part of the
 weights; `copy` and `reduce` are placed at the boundaries:
 
     column   input through `copy`                      output cut along its last dimension
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samestep.building.chunked_cross_entropy import Chunking
 from samestep.building.families import FamilyFacts
 from samestep.building.loss import (
     IGNORED_LABEL,
@@ -31,17 +32,16 @@ from samestep.building.loss import (
     target_of,
     with_prediction,
 )
+from samestep.examination.traced_model import TracedModel
+from samestep.independence.tensor_plan import is_head
 from samestep.models.param_spec import Cut
 from samestep.models.spec import is_below
 from samestep.program.program import Program
 from samestep.runtime.axes import sequence
-from samestep.runtime.axes.chunked_loss import Chunking
 from samestep.runtime.axes.differentiable import moved, moved_beside
 from samestep.runtime.axes.weight_gradients import postpone_weights
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather
-from samestep.tracing.tensor_plan import is_head
-from samestep.tracing.traced_model import TracedModel
 
 
 def joined(cuts: Sequence[Tensor], cut: Cut) -> Tensor:

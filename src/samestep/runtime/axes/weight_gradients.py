@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts
+from samestep.examination.traced_model import TracedModel
+from samestep.independence.tensor_plan import is_linear
 from samestep.program.program import Program
-from samestep.tracing.tensor_plan import is_linear
-from samestep.tracing.traced_model import TracedModel
 
 
 class _PostponedGradient(NamedTuple):

@@ -34,7 +34,7 @@ from samestep.job import Job
 from samestep.models.weight_files import digest_of
 from samestep.output import durable_files
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.checkpoints import manifests, other_state, pretrained_folder, stored_pieces, writer
+from samestep.runtime.checkpoints import manifests, other_state, pretrained_folder, writer
 from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint, PlainValue
 from samestep.runtime.checkpoints.manifests import (
     FORMAT_VERSION,
@@ -46,13 +46,13 @@ from samestep.runtime.checkpoints.manifests import (
     read_manifest,
 )
 from samestep.runtime.checkpoints.writer import Retention, Share, Writing
+from samestep.runtime.held_assembly import PreparedRun
 from samestep.runtime.local_replicas import OF_REPLICA, OUTER, WEIGHT, LocalReplicas
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.packed_states import SCALE
-from samestep.runtime.optimizers.pieces import Piece
-from samestep.runtime.placement import Runs
-from samestep.runtime.prepared_run import PreparedRun
 from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.weights.pieces import Piece
+from samestep.runtime.weights.placement import Runs
 
 MOVE = f"{OUTER}{OF_REPLICA}move"
 """The key among a weight's states of what replicas have moved it by, where the outer step with it is still to be taken."""
@@ -115,7 +115,7 @@ def begin(run: PreparedRun, folder: Path, retention: Retention, form: Pretrained
     frozen = other_state.changed_frozen(run)
     more, plain = _contents_of(run, frozen)
     tensors |= more
-    part = {"tensors": sorted(tensors), "plain": plain, "cuts": stored_pieces.slices_of(run, frozen), "record": record}
+    part = {"tensors": sorted(tensors), "plain": plain, "cuts": writer.slices_of(run, frozen), "record": record}
     part["frozen"] = sorted({piece.name for piece in frozen})
     who = (run.place.rank, run.layout.world_size)
     share = Share(draft, final, *who, tensors, part, _head(run), retention, number, run.job.run.timeout_s)
@@ -210,14 +210,14 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
         stored = OpenCheckpoint.open(folder, manifest, stack, averaged=averaged)
         updater = run.updater
         for piece in updater.pieces:
-            mine = stored_pieces.slice_of(run, piece).runs(piece.start, piece.stop)
+            mine = writer.slice_of(run, piece).runs(piece.start, piece.stop)
             piece.set_master(stored.read("value", piece.name, mine))
             if run.replicas is None:
                 _load_state(updater, stored, piece, mine)
         if run.replicas is not None:
             _load_replicas(run, run.replicas, stored)
         for lost in run.assembly.weights.store.given_back():
-            mine = stored_pieces.slice_of_part(run, lost.name).runs(lost.start, lost.start + lost.values.numel())
+            mine = writer.slice_of_part(run, lost.name).runs(lost.start, lost.start + lost.values.numel())
             lost.values.copy_(stored.read_lost(lost.key, lost.name, mine, lost.summed))
         for name, directions in run.assembly.weights.store.directions():
             directions.copy_(stored.read_directions(name))
@@ -248,7 +248,7 @@ def set_weights(run: PreparedRun, value: Callable[[str], Tensor | None]) -> None
     def mine(piece: Piece) -> Tensor | None:
         if (found := value(piece.name)) is None:
             return None
-        runs, flat = stored_pieces.slice_of(run, piece).runs(piece.start, piece.stop), found.flatten()
+        runs, flat = writer.slice_of(run, piece).runs(piece.start, piece.stop), found.flatten()
         parts = [flat[start : start + length] for start, length in zip(runs.starts, runs.lengths, strict=True)]
         return torch.cat(parts) if parts else flat[:0]
 
@@ -310,23 +310,23 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
-    elsewhere = stored_pieces.held_elsewhere(run)
+    elsewhere = writer.held_elsewhere(run)
     for index, piece in enumerate(run.updater.pieces):
         if piece.name in elsewhere:
             continue
-        stored = stored_pieces.name_of(run, piece)
+        stored = writer.name_of(run, piece)
         value = piece.master() if run.replicas is None else run.replicas.weights[index]
         is_new = piece.split is not None and run.replicas is None
-        tensors[f"value/{stored}/{piece.start}"] = stored_pieces.copied(value.flatten(), is_new=is_new)
+        tensors[f"value/{stored}/{piece.start}"] = writer.copied(value.flatten(), is_new=is_new)
         if (averages := run.updater.averages) is not None and (average := averages.of(piece)) is not None:
-            tensors[f"average/{stored}/{piece.start}"] = stored_pieces.copied(average.flatten())
+            tensors[f"average/{stored}/{piece.start}"] = writer.copied(average.flatten())
     for piece, states in _states_of(run, elsewhere):
-        stored = stored_pieces.name_of(run, piece)
+        stored = writer.name_of(run, piece)
         for key, value in states.items():
             name = f"state/{stored}/{piece.start}/{key}"
             if isinstance(value, Tensor):
                 is_flat = value.shape == piece.value.shape or key.endswith(SCALE)
-                tensors[name] = stored_pieces.copied(value.flatten() if is_flat else value[None, None])
+                tensors[name] = writer.copied(value.flatten() if is_flat else value[None, None])
             elif isinstance(value, bool | int | float | str | None):
                 plain[name] = value
             else:
@@ -335,22 +335,22 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
                     "a checkpoint holds tensors, numbers and text"
                 )
     tensors |= {
-        f"lost/{stored_pieces.name_of_part(run, lost.name)}/{lost.start}/{lost.key}": stored_pieces.copied(lost.values)
+        f"lost/{writer.name_of_part(run, lost.name)}/{lost.start}/{lost.key}": writer.copied(lost.values)
         for lost in run.assembly.weights.store.given_back()
-        if stored_pieces.encodes_first(run, lost.name)
+        if writer.encodes_first(run, lost.name)
     }
     tensors |= {
-        f"directions/{name}": stored_pieces.copied(directions)
+        f"directions/{name}": writer.copied(directions)
         for name, directions in run.assembly.weights.store.directions()
-        if stored_pieces.encodes_first(run, name) and not stored_pieces.index_of_contributions(run)
+        if writer.encodes_first(run, name) and not writer.index_of_contributions(run)
     }
     for piece in frozen:
         if piece.name not in elsewhere:
-            tensors[f"value/{stored_pieces.name_of(run, piece)}/{piece.start}"] = stored_pieces.copied(
+            tensors[f"value/{writer.name_of(run, piece)}/{piece.start}"] = writer.copied(
                 piece.master().flatten(), is_new=piece.is_packed
             )
     buffers = other_state.kept_buffers(run)
-    return tensors | {f"buffer/{name}": stored_pieces.copied(buffer) for name, buffer in buffers.items()}, plain
+    return tensors | {f"buffer/{name}": writer.copied(buffer) for name, buffer in buffers.items()}, plain
 
 
 def _states_of(run: PreparedRun, elsewhere: Collection[str]) -> Iterator[tuple[Piece, Mapping[str, Any]]]:
@@ -369,7 +369,7 @@ def _states_of(run: PreparedRun, elsewhere: Collection[str]) -> Iterator[tuple[P
     for index, (piece, momentum) in enumerate(zip(run.replicas.pieces, run.replicas.momentum, strict=True)):
         if piece.name not in elsewhere:
             yield piece, {f"{OUTER}{OF_REPLICA}momentum": momentum}
-        if stored_pieces.encodes_first(run, piece.name):
+        if writer.encodes_first(run, piece.name):
             for whose, states in run.replicas.states(index):
                 yield piece, {f"{whose}{OF_REPLICA}{key}": value for key, value in states.items()}
 
@@ -406,7 +406,7 @@ def _load_untrained(run: PreparedRun, assembly: Assembly, stored: OpenCheckpoint
     """Set the frozen weights and the buffers of an assembly that are in a checkpoint."""
     for piece in assembly.weights.store.frozen:
         if piece.name in stored.values:
-            mine = stored_pieces.slice_of(run, piece).runs(piece.start, piece.stop)
+            mine = writer.slice_of(run, piece).runs(piece.start, piece.stop)
             piece.set_master(stored.read("value", piece.name, mine))
     buffers = dict(assembly.model.module.named_buffers())
     for name, file in stored.buffers.items():
@@ -417,7 +417,7 @@ def _load_replicas(run: PreparedRun, replicas: LocalReplicas, stored: OpenCheckp
     """Set the outer weights and their momentum, and the weights and states of each replica of this rank."""
     replicas.forget_exchanges()
     for index, piece in enumerate(replicas.pieces):
-        mine = stored_pieces.slice_of(run, piece).runs(piece.start, piece.stop)
+        mine = writer.slice_of(run, piece).runs(piece.start, piece.stop)
         replicas.weights[index].copy_(stored.read("value", piece.name, mine).view_as(piece.value))
         momentum = stored.read(f"{OUTER}{OF_REPLICA}momentum", piece.name, mine)
         replicas.momentum[index].copy_(momentum.view_as(piece.value))
@@ -434,7 +434,7 @@ def _load_replicas(run: PreparedRun, replicas: LocalReplicas, stored: OpenCheckp
     moved = {step.exchange_part(p.name) for p in step.model.params if MOVE in stored.states.get(p.name, {})}
     for part in sorted(moved):  # the same on all ranks with these weights
         pieces = [replicas.pieces[index] for index in replicas.indices_of(part)]
-        lie = [stored_pieces.slice_of(run, piece).runs(piece.start, piece.stop) for piece in pieces]
+        lie = [writer.slice_of(run, piece).runs(piece.start, piece.stop) for piece in pieces]
         moves = [stored.read(MOVE, piece.name, mine).clone() for piece, mine in zip(pieces, lie, strict=True)]
         replicas.under_way[part], replicas.arrived[part] = True, moves
 

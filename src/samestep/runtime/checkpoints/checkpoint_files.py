@@ -13,8 +13,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from samestep.errors import CheckpointError
-from samestep.runtime.checkpoints.form import weight_of
-from samestep.runtime.placement import Runs, WeightSlice, copy_shared, whole
+from samestep.runtime.checkpoints.manifests import weight_of
+from samestep.runtime.weights.placement import Runs, WeightSlice, copy_shared, whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.building.combined_optimizer import class_names
+from samestep.building.optimizer import class_names
 from samestep.errors import CheckpointError
 from samestep.program.program import Program
-from samestep.runtime.first_state import attributes_of, digest, fingerprint, optimizer_values
-from samestep.runtime.optimizers.pieces import Piece
-from samestep.runtime.plain_data import NotPlainError, Packer, unpacked
-from samestep.runtime.prepared_run import PreparedRun
+from samestep.runtime.held_assembly import PreparedRun
 from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.processes.plain_data import NotPlainError, Packer, unpacked
+from samestep.runtime.weights.pieces import Piece
+from samestep.state.fingerprints import attributes_of, digest, fingerprint, optimizer_values
 
 # -- what changes ----------------------------------------------------------------------------------
 

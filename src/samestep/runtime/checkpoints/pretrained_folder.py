@@ -27,7 +27,7 @@ from samestep.building.pretrained_form import PretrainedForm, SavedGroup
 from samestep.models.weight_files import INDEX
 from samestep.output import durable_files
 from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
-from samestep.runtime.placement import whole
+from samestep.runtime.weights.placement import whole
 
 NAME = "pretrained"
 """The name of the folder in a checkpoint."""

@@ -6,6 +6,16 @@ rank 0                                                                    └─
 ```
 The ranks tell each other by keys of the store, and call no collective, which a thread could not do beside a step. A
 rank that cannot write says so by the same key, and rank 0 removes the draft; one that dies is found by what started it.
+
+The pieces of weights that a rank writes: their names in files, and which elements of the whole weights they are.
+
+Writing a file of tensors in the format of safetensors, piece by piece and hashed on the way.
+
+    8 bytes: length of the head | head: JSON, padded with blanks to 8 bytes | the tensors' bytes, one after another
+    head: {NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
+
+safetensors' own writer gives no digest, so a second pass would have to read the file again. Its readers read these files.
+Source: https://huggingface.co/docs/safetensors, "Format".
 """
 
 from __future__ import annotations
@@ -15,19 +25,136 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from samestep.building.pretrained_form import PretrainedForm
-from samestep.errors import SamestepError
+from samestep.errors import CheckpointError, SamestepError
+from samestep.models.param_spec import ParamSpec
 from samestep.output import durable_files
-from samestep.runtime.checkpoints import manifests, pretrained_folder, tensor_file
+from samestep.runtime.checkpoints import manifests, pretrained_folder
+from samestep.runtime.held_assembly import PreparedRun
+from samestep.runtime.weights.pieces import Piece
+from samestep.runtime.weights.placement import WeightSlice, part_index, part_of, whole
+
+
+def name_of(run: PreparedRun, piece: Piece) -> str:
+    """Return the name of a weight in the files; a part of a weight sharded over tp or ep has a name of its own."""
+    return piece.name if piece.is_uncut else name_of_part(run, piece.name)
+
+
+def name_of_part(run: PreparedRun, name: str) -> str:
+    """Return the name in the files of the part of a weight that tp and ep leave this rank."""
+    holding = run.program.step.holding(spec_of(run, name))
+    if not holding.sharded_over:
+        return name
+    return f"{name}@{part_index(holding, run.assembly.parallel.mesh)}of{holding.num_parts}"
+
+
+def spec_of(run: PreparedRun, name: str) -> ParamSpec:
+    """Return the spec of a weight as the program leaves it to this rank."""
+    return next(param for param in run.program.step.model.params if param.name == name)
+
+
+def slice_of(run: PreparedRun, piece: Piece) -> WeightSlice:
+    """Return the slice of a whole weight in which a piece lies."""
+    uncut = next(param for param in run.assembly.model.spec.params if param.name == piece.name)
+    return whole(uncut.shape) if piece.is_uncut else slice_of_part(run, piece.name)
+
+
+def slice_of_part(run: PreparedRun, name: str) -> WeightSlice:
+    """Return the slice of a whole weight that tp and ep leave this rank."""
+    uncut = next(param for param in run.assembly.model.spec.params if param.name == name)
+    cut = spec_of(run, name)
+    return part_of(uncut, cut, run.program.step.holding(cut), run.assembly.parallel.mesh)
+
+
+def slices_of(run: PreparedRun, frozen: Sequence[Piece]) -> dict[str, list[Any]]:
+    """Return dimension and intervals of each sharded weight's part that this rank writes, by name in the files."""
+    pieces = (*run.updater.pieces, *frozen)
+    names = {name: piece for piece in pieces if (name := name_of(run, piece)) != piece.name}
+    parts = {name: slice_of(run, names[name]) for name in sorted(names)}
+    parts |= {
+        part: slice_of_part(run, lost.name)
+        for lost in run.assembly.weights.store.given_back()
+        if (part := name_of_part(run, lost.name)) != lost.name
+    }
+    return {name: [part.dim, [list(ends) for ends in part.intervals]] for name, part in parts.items()}
+
+
+def held_elsewhere(run: PreparedRun) -> set[str]:
+    """Return the names of weights that another rank writes: the first of all ranks that hold the same part does."""
+    step, mesh = run.program.step, run.assembly.parallel.mesh
+    return {param.name for param in step.model.params if any(map(mesh.index, step.holding(param).copied_over))}
+
+
+def encodes_first(run: PreparedRun, name: str) -> bool:
+    """Return whether this rank is the first of those that encode the same contribution to a weight's gradient."""
+    holding, made = run.program.step.holding(spec_of(run, name)), run.program.step.contributions
+    within = (*holding.replicated_over, *holding.tied_over, *(made.inside if made is not None else ()))
+    return not any(map(run.assembly.parallel.mesh.index, within))
+
+
+def index_of_contributions(run: PreparedRun) -> int:
+    """Return the index of this rank among those between which contributions are encoded."""
+    made = run.program.step.contributions
+    return run.assembly.parallel.mesh.index(made.axis) if made is not None and made.ranks > 1 else 0
+
+
+def copied(tensor: Tensor, *, is_new: bool = False) -> Tensor:
+    """Return a copy on the host, unless nobody else holds a tensor that is there already."""
+    found = tensor.detach().cpu()
+    return (found if is_new else found.clone()).contiguous()
+
+
+_WORDS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def write(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write tensors on the host to a new file, wait until it is on disk, and return its digest.
+
+    Raises:
+        CheckpointError: the format has no such dtype.
+        OSError: the file cannot be written.
+    """
+    # Wide elements first, so that each tensor's bytes are aligned for its own dtype.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    head: dict[str, object] = {}
+    at = 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in _WORDS:
+            raise CheckpointError(f"{name} has dtype {tensor.dtype}, which no file of safetensors holds")
+        head[name] = {
+            "dtype": _WORDS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield len(text).to_bytes(8, "little")
+        yield text
+        for name in names:
+            if tensors[name].numel():
+                yield tensors[name].contiguous().flatten().view(torch.uint8).numpy().data
+
+    return durable_files.write_new(path, pieces())
+
 
 _OF_PARTS = ("file", "tensors", "plain", "cuts", "digest")
 _LONGEST_PAUSE_S = 0.2
@@ -116,7 +243,7 @@ class Writing:
         try:
             try:
                 file = f"rank-{share.rank:04d}.safetensors"
-                digest = tensor_file.write(share.draft / file, share.tensors) if share.tensors else ""
+                digest = write(share.draft / file, share.tensors) if share.tensors else ""
                 self._tell("written", {**share.part, "file": file, "digest": digest})
                 if self.form is not None:
                     self._write_pretrained(self.form)

@@ -1,6 +1,6 @@
 """The exchange of encoded contributions: what a rank sends, sums and gathers of some buffers, and what codes have lost.
 
-With N ranks, each of them with a buffer of N chunks (`program/contributions.py` has the formula):
+With N ranks, each of them with a buffer of N chunks (`program/exchange_times.py` has the formula):
 
 ```
 rank r      G_r + e_r ─ encode ─► [ c_0 | c_1 | ... ] ─ all_to_all ─► chunk r of all ranks ─ decode, sum, + s, encode
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.program.codecs import CODECS, PLAIN, CodedPart
-from samestep.program.contributions import Contributions
+from samestep.program.exchange_times import Contributions
 from samestep.runtime.codecs.codec import codec_of
 from samestep.runtime.codecs.factored_exchange import FactoredExchange
 from samestep.runtime.codecs.rests import SUM, Directions, Rest

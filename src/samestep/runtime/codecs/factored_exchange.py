@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.program.codecs import CodedPart, Matrix
-from samestep.program.contributions import Contributions
+from samestep.program.exchange_times import Contributions
 from samestep.runtime.codecs.powersgd import first_directions, next_directions, orthonormalise
 from samestep.runtime.codecs.rests import Directions, Rest
 

@@ -17,13 +17,19 @@ split, samples may depend on one another; if this one does, the whole micro-batc
 The outputs of a sample alone differ from those in a batch by roundings. How much that may be is measured as `verify`
 does: 8 times the largest deviation of 8 forwards of this sample, in each of which the output of every module with weights is
 off by one rounding. This allowance is measured when a deviation first exceeds what was measured before; mostly one forward is run.
+
+The trial of padding: two samples of different sizes, padded to one, must have the loss that they have alone.
+
+    (sum, count) of [long, short padded]    =    (sum, count) of [long]  +  (sum, count) of [short]
+
+The size to which a sample is padded is that of the longest one that is read with it, which a layout changes.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,14 +42,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.building.loss import as_number
 from samestep.errors import RepeatError, SamestepError, UnprovenError
+from samestep.examination.examine import Loss
 from samestep.job import Job
 from samestep.job_tables import Waiver
 from samestep.program.bodies import Task
+from samestep.randomness import mode as dropout
 from samestep.runtime import evaluation, microbatches
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
-from samestep.runtime.expert_routes import RouteMode, Routes
-from samestep.runtime.guards import padding_trial
+from samestep.runtime.axes.expert import RouteMode, Routes
 from samestep.runtime.guards.deviation import (
     ALLOWANCE_FACTOR,
     PERTURBED_FORWARDS,
@@ -55,18 +62,59 @@ from samestep.runtime.guards.deviation import (
     rows_of,
     samples_dim,
 )
-from samestep.runtime.guards.model_state import ModelState, unmoved_generators, weight_versions
 from samestep.runtime.guards.update_replay import UpdateReplay
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import Microbatches, StepBatch
-from samestep.runtime.preparation import Loss
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.randomness import mode as dropout
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport
 from samestep.schedules import TaskKind
+from samestep.state.snapshot import ModelState, preserved_function, unmoved_generators, weight_versions
 from samestep.tracing.meta_tensors import tensors_in
-from samestep.tracing.snapshot import preserved_function
+
+LossOf = Callable[[Indices, tuple[float, int] | None], Tensor | None]
+"""Returns the sum and the count of the loss of samples that are read together, and None where there is none: on a stage that does
+not end the model, or where the model fails. A relative rounding shakes every module, with a seed of its signs."""
+_TRIED = 4
+"""Of so many samples of each group the sizes are compared."""
+
+
+def of_two_sizes(groups: Iterable[Indices], shapes_of: Callable[[list[int]], list[torch.Size]]) -> Indices | None:
+    """Return two samples that are larger together than one of them alone, of the first of each group; None if there are none.
+
+    `shapes_of` returns the shapes of samples that are read together, without the dimension of the samples.
+    """
+    tried = dict.fromkeys(index for group in groups for index in group[:_TRIED].tolist())
+    sized = sorted((sum(math.prod(shape) for shape in shapes_of([index])), index) for index in tried)
+    (least, small), (most, large) = sized[0], sized[-1]
+    if least == most or shapes_of([small, large]) == shapes_of([small]):
+        return None
+    return np.array([large, small], dtype=np.int64)
+
+
+def misfit(pair: Indices, loss_of: LossOf, largest: Callable[[float], float], allowed: float, *, is_idle: bool) -> str:
+    """Return why the loss of a pair of samples is not the sum of theirs alone; empty if it is, up to roundings.
+
+    Collective over the world: every rank calls it, and one that has no such pair runs as many forwards (`is_idle`); if one does
+    not, the others wait until the time limit. `largest` returns the largest of all ranks' values.
+    """
+    both, one, other = (loss_of(part, None) for part in (pair, pair[:1], pair[1:]))
+    apart = None if one is None or other is None else one + other
+    deviation = largest(0.0 if is_idle or both is None or apart is None else relative_deviation(both, apart))
+    if deviation <= allowed:
+        return ""
+    rounding = allowed / ALLOWANCE_FACTOR
+    shaken = [loss_of(pair, (rounding, seed)) for seed in range(PERTURBED_FORWARDS)]
+    measured = [relative_deviation(both, loss) for loss in shaken if both is not None and loss is not None]
+    if deviation <= ALLOWANCE_FACTOR * max(largest(max(measured, default=0.0)), rounding):
+        return ""
+    return (
+        f"samples {pair[0]} and {pair[1]} have different sizes, and padded to one size their loss and count differ by "
+        f"{deviation:.1e} from the sum of theirs alone: what they are padded with counts, and how long a sample is padded "
+        "depends on the samples that are read with it, which a layout changes; a forward and a loss that mask the padding "
+        "work, samples of one size, and one rank with the whole batch as its micro-batch"
+    )
+
 
 _WRITES = (
     "the forward writes into weights, and the micro-batches of a step run it several times: the whole batch in one forward "
@@ -259,11 +307,11 @@ class Canary(StepObserver):
         watched = self._watched
         assert watched is not None
         everything = watched.batch.shares(0, 1, 1)[0]
-        pair = padding_trial.of_two_sizes((watched.indices, everything), self._shapes)
+        pair = of_two_sizes((watched.indices, everything), self._shapes)
         if not self._largest(float(pair is not None)):
             return None
         sizes = watched.indices[:1].repeat(2) if pair is None else pair  # a rank without runs as many forwards
-        why = padding_trial.misfit(sizes, self._loss_of, self._largest, allowed, is_idle=pair is None)
+        why = misfit(sizes, self._loss_of, self._largest, allowed, is_idle=pair is None)
         return Finding("samples", why) if why else None
 
     def _shapes(self, indices: list[int] | Indices) -> list[torch.Size]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from samestep.runtime.axes.pending_logits import PendingLogits
 from samestep.tracing.meta_tensors import tensors_in
+from samestep.tracing.pending_logits import PendingLogits
 
 PERTURBED_FORWARDS = 8
 """The number of forwards that measure what one rounding of every module's output does."""

@@ -31,10 +31,10 @@ from samestep.program.ops import OpKind
 from samestep.program.program import LedgerRow
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.ledger import Ledger, outside_step
-from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.processes.mesh import Mesh, group_among
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_report import StepReport
+from samestep.runtime.weights.pieces import Piece
 
 TOLERANCE = 1e-3
 """Largest relative difference of redundantly computed weights; a missing reduction soon exceeds it."""

@@ -16,6 +16,8 @@ several rows for each sample (flattened tokens, two views), as many as a mask or
 dimension of that size. What adds up under any of
 these readings is a sum: a coupled loss adds up under none. A loss that gives another value when it is called again, as one
 with a running mean of its own, depends on how often it is called, and does not pass either.
+
+Words in a batch: lists with a text for each sample, such as names of files, beside the tensors that are cut and joined.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,10 +37,54 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.building.loss import IGNORED_LABEL
-from samestep.runtime.axes import pending_logits
-from samestep.runtime.axes.precision import RaiseIslands, cast_floating
-from samestep.runtime.guards import batch_words
-from samestep.tracing.snapshot import preserved_function
+from samestep.building.named_tensors import cast_floating
+from samestep.runtime.axes.precision import RaiseIslands
+from samestep.state.snapshot import preserved_function
+from samestep.tracing import pending_logits
+
+Trees = tuple[Any, Any, Any]
+"""Outputs and batch of the whole, of its first and of its second half."""
+
+
+def of_parts(tree: Any, size: int, taken: int) -> Trees:
+    """Return outputs and batch of `size` samples with the words of the first `taken`, and of the halves of these.
+
+    One sample has no halves: the whole is the sample twice.
+    """
+    half = taken // 2
+    parts = (range(taken), range(half), range(half, taken)) if size > 1 else ([0, 0], [0], [0])
+
+    def of(rows: Sequence[int]) -> Any:
+        return _changed(tree, tree, lambda words, _: [words[row] for row in rows] if len(words) == size else words)
+
+    whole, first, second = map(of, parts)
+    return whole, first, second
+
+
+def join_batches(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
+    """Return the second of two micro-batches of `sizes` samples, with the words of both."""
+
+    def both(words: list[str], others: Any) -> list[str]:
+        return [*others, *words] if (len(others), len(words)) == sizes else words
+
+    return _changed(second, first, both)
+
+
+def _changed(value: Any, beside: Any, change: Callable[[list[str], Any], list[str]]) -> Any:
+    """Return nested tuples, lists and dicts with other words; `beside` is nested alike."""
+    if isinstance(value, dict) and isinstance(beside, dict):
+        if type(value) is not dict:  # a class of a library, which holds tensors alone
+            return value
+        return {key: _changed(item, beside.get(key), change) for key, item in value.items()}
+    if not isinstance(value, tuple | list) or not isinstance(beside, tuple | list):
+        return value
+    if value and all(isinstance(item, str) for item in value):
+        return type(value)(change([*value], beside))
+    if len(value) != len(beside):
+        return value
+    items = [_changed(item, other, change) for item, other in zip(value, beside, strict=True)]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
 
@@ -132,7 +178,7 @@ def _tried(loss: Loss, outputs: Any, batch: Any, size: int, dim: int) -> LossTri
     taken = min(size, _most_samples(leaves, size))
     num_outputs = len(tensors_in(outputs))
     best = LossTrial(judged=False)
-    trees = batch_words.of_parts((outputs, batch), size, taken) if not dim else ((outputs, batch),) * 3
+    trees = of_parts((outputs, batch), size, taken) if not dim else ((outputs, batch),) * 3
     for readings in itertools.islice(_readings(leaves, size, dim, num_outputs), _READINGS):
         parts = _parts_of(leaves, readings, size, taken, num_outputs)
         outcome = _added_up(loss, trees, parts)
@@ -217,7 +263,7 @@ def _readings_of(leaf: Tensor, size: int, dim: int, picked: list[tuple[int, ...]
 # -- evaluating ------------------------------------------------------------------------------------
 
 
-def _added_up(loss: Loss, trees: batch_words.Trees, parts: _Parts) -> LossTrial:
+def _added_up(loss: Loss, trees: Trees, parts: _Parts) -> LossTrial:
     """Evaluate the loss on the whole and on the halves, in float64 if it can be, and compare."""
     error: Exception | None = None
     for raised, graph in ((True, False), (True, True), (False, False), (False, True)):
@@ -256,7 +302,7 @@ def _compared(whole: _Value, halves: list[_Value], raised: bool) -> LossTrial:
 def _moved_too(
     outcome: LossTrial,
     loss: Loss,
-    trees: batch_words.Trees,
+    trees: Trees,
     leaves: list[Tensor],
     readings: tuple[_Reading, ...],
     size: int,
@@ -386,7 +432,7 @@ def joined(
     both = [
         torch.cat(pair).detach() if is_cut else pair[1].detach() for pair, is_cut in zip(pairs, of_samples, strict=True)
     ]
-    outputs, batch = batch_words.joined(first, with_tensors(second, both), sizes)
+    outputs, batch = join_batches(first, with_tensors(second, both), sizes)
     return outputs, batch
 
 

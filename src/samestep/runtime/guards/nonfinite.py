@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from samestep.randomness.mode import named_modules
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.axes.pending_logits import PendingLogits
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.optimizer_step import LARGEST_SUM
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.randomness.mode import named_modules
 from samestep.tracing.meta_tensors import tensors_in
+from samestep.tracing.pending_logits import PendingLogits
 
 LARGEST_FLOAT16 = 65504
 

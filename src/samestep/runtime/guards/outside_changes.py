@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import ModelError
-from samestep.runtime import parameter_hooks
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.optimizers import given_optimizer
+from samestep.runtime.weights import parameter_hooks
 
 _TRAINED = "trained"
 _SINGLE = (bool, int, float, str)

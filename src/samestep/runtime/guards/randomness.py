@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from samestep.tracing.snapshot import Snapshot, state_of_generator
+from samestep.state.snapshot import Snapshot, state_of_generator
 
 _WORDS = 624
 _MT_BYTES = 4 * (_WORDS + 1)

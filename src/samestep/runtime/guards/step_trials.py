@@ -2,26 +2,203 @@
 
 What fails is refused at the end of the step on every rank (`refusals.py`), or only remarked on where the layout splits
 nothing, so that it changes no result. Each trial's own file says what is tried and why.
+
+A data set tried in the first step: a sample must be the same one whenever, and on whichever rank, it is read.
+
+The samples of a step are a function of the seed and the step, and a layout only decides which rank reads which. Three
+mistakes break this, and a few samples of the first batch, read more than once, show each:
+
+    reading draws random numbers, as augmentation in `__getitem__` does    a sample that is read twice is another one
+    samples are views of one buffer                                        a sample that is read alone is another one
+    the data set is divided among the ranks already                        a sample is another one on another rank
+
+Calls of torch.distributed in the user's own forward or loss, which would make the result depend on the number of ranks.
+
+Code that was written for DDP gathers the features of a batch, adds up a count or divides by the number of ranks. Here the
+layout does that: a loss is a sum and a count of its own samples. While what a step relies on is tried, the functions of
+torch.distributed look who calls them.
+
+Which steps are watched: in them a part of the step is done once more (`canary.py`), and ranks compare what they hold (`drift.py`).
+
+step of this process     1  2     4           8                       16 ...      early: a sample alone
+                                           every     2 every     3 every          regular: a weight's update and the ranks too
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from samestep.building.loss import target_of
 from samestep.building.model import call_model
+from samestep.errors import ModelError
+from samestep.examination.examine import Loss
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision, tensor
-from samestep.runtime.guards import data_trial, loss_paths, loss_trial, own_communication, randomness
+from samestep.runtime.guards import loss_paths, loss_trial, randomness
 from samestep.runtime.guards.refusals import Refusals
+from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import StepBatch
-from samestep.runtime.preparation import Loss
+from samestep.runtime.processes.messages import gather_values
+from samestep.state.fingerprints import digest
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+_ALONE = 4
+_TRIED = 8
+"""A data set that flips every other image is found with 255 of 256 chances."""
+
+
+class Reader(Protocol):
+    """A reader of samples: the batch of a step."""
+
+    def samples(self, indices: Sequence[int] | Integers) -> Any:
+        """Read samples into tensors with the batch dimension first."""
+        ...
+
+
+def refusal(batch: Reader, mine: Integers, whole: Integers, world_size: int, *, is_split: bool) -> str:
+    """Read some samples of the first batch more than once; return why the data set is refused, or nothing.
+
+    `mine` are the indices of this rank's share, `whole` those of the global batch.
+
+    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+    """
+    drawn = _drawn(batch, mine[:_TRIED]) if len(mine) else ""
+    if world_size == 1 and not is_split:
+        return drawn
+    tried = whole[:_ALONE]
+    together = tree_leaves(batch.samples(tried))
+    divided = _divided(whole, together, world_size)
+    return drawn or (_shared(batch, tried, together) if is_split else "") or divided
+
+
+def _drawn(batch: Reader, tried: Integers) -> str:
+    """Read samples twice; return why the data set is refused, or nothing."""
+    once, again = tree_leaves(batch.samples(tried)), tree_leaves(batch.samples(tried))
+    pairs = list(zip(once, again, strict=False))
+    rows = [row for row in range(len(tried)) if not all(_same(first, second, row) for first, second in pairs)]
+    if len(once) == len(again) and not rows:
+        return ""
+    return (
+        f"sample {tried[rows[0]] if rows else tried[0]} of the data set is another one when it is read again, so every "
+        "layout would train on other samples, and a resumed run too: random numbers from a generator seeded by the "
+        "index, as np.random.default_rng(index), work, and so do those of the generator that sample(index, generator) is given"
+    )
+
+
+def _shared(batch: Reader, tried: Integers, together: Sequence[Any]) -> str:
+    """Read samples alone that were read together; return why the data set is refused where the batch is split, or nothing.
+
+    Samples that are padded together have other shapes alone, which the canary looks at.
+    """
+    for row, index in enumerate(tried):
+        pairs = list(zip(_tensors(batch.samples(tried[row : row + 1])), _tensors(together), strict=False))
+        alike = all(
+            one.shape[1:] == all_.shape[1:] and len(one) == 1 and len(all_) == len(tried) for one, all_ in pairs
+        )
+        if alike and not all(_same(one, all_[row : row + 1], 0) for one, all_ in pairs):
+            return (
+                f"sample {index} of the data set is another one when it is read alone than with other samples, and a layout "
+                "decides which samples are read together: a sample that is a tensor of its own, and no view of a buffer that "
+                "the next one overwrites, works"
+            )
+    return ""
+
+
+def _divided(whole: Integers, together: Sequence[Any], world_size: int) -> str:
+    """Compare the indices of the global batch, and samples of it, over all ranks; return why the data set is refused."""
+    if world_size == 1:
+        return ""
+    with outside_step():
+        others = gather_values([digest(whole.tolist()), digest(together)], world_size)
+    other = next((rank for rank, theirs in enumerate(others) if theirs != others[0]), None)
+    if other is None:
+        return ""
+    what = "other indices" if others[other][0] != others[0][0] else f"another sample {whole[0]}"
+    return (
+        f"rank {other} reads {what} of the data set than rank 0, so its ranks do not train on the samples of one device: the "
+        "whole data set on every rank works, since a step reads only its rank's share of the batch"
+    )
+
+
+def _tensors(samples: Any) -> list[Tensor]:
+    """Return the tensors of samples; words beside them are one for each sample, so their number changes with that."""
+    return [leaf for leaf in tree_leaves(samples) if isinstance(leaf, Tensor)]
+
+
+def _same(once: Any, again: Any, row: int) -> bool:
+    if not (isinstance(once, Tensor) and isinstance(again, Tensor)):
+        return isinstance(once, Tensor) == isinstance(again, Tensor) and (not isinstance(once, str) or once == again)
+    if once.shape != again.shape or once.dtype != again.dtype:
+        return False
+    if row >= len(once) if once.dim() else True:
+        return torch.equal(once, again)
+    return torch.allclose(once[row], again[row], rtol=0.0, atol=0.0, equal_nan=True)
+
+
+_CALLS = (
+    "get_rank", "get_world_size", "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor",
+    "all_gather_object", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
+    "broadcast_object_list", "barrier", "send", "recv", "isend", "irecv",
+)  # fmt: skip
+_BETWEEN = ("torch.distributed", "torch.autograd", "torch.utils._contextlib", "contextlib", "functools")
+"""Modules that pass a call on."""
+_OURS = ("torch", "samestep")
+
+
+@contextmanager
+def refused(what: str) -> Iterator[None]:
+    """Refuse, inside, calls of torch.distributed by the user's code, which is `what` runs.
+
+    Raises:
+        ModelError: there is one.
+    """
+    before = {name: getattr(dist, name) for name in _CALLS}
+    for name, function in before.items():
+        setattr(dist, name, _watching(function, name, what))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+
+
+def _watching(function: Callable[..., Any], name: str, what: str) -> Callable[..., Any]:
+    def called(*args: Any, **named: Any) -> Any:
+        if _is_called_by_user():
+            raise ModelError(
+                f"{what} calls torch.distributed.{name}, so that the result would depend on the layout: it sees the samples of its "
+                "own micro-batch, and the layout adds up sums and counts, so code without that works"
+            )
+        return function(*args, **named)
+
+    return called
+
+
+def _is_called_by_user() -> bool:
+    """Return whether code of the user's calls, which is run for no sample that is read: data sets have a check of their own."""
+    frame = sys._getframe(2)
+    by_user = False
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if by_user and module.startswith("samestep."):
+            return not module.startswith("samestep.datasets.")
+        if not by_user and not module.startswith(_BETWEEN):
+            if module.partition(".")[0] in _OURS:
+                return False
+            by_user = True
+        frame = frame.f_back  # type: ignore[assignment]
+    return by_user
 
 
 def is_split(program: Program) -> bool:
@@ -53,7 +230,7 @@ class StepTrials:
     def communication(self, what: str) -> AbstractContextManager[None]:
         """Return a context that refuses calls of torch.distributed by the user's code, while the loss is tried."""
         is_watched = self._layout.world_size > 1 and not self.loss_is_tried
-        return own_communication.refused(what) if is_watched else nullcontext()
+        return refused(what) if is_watched else nullcontext()
 
     def settle(self, *, whole: bool = False) -> None:
         """Take the present states of the generators as those before the next call."""
@@ -87,7 +264,7 @@ class StepTrials:
             return
         self._data_is_tried = True
         mine, whole = batch.shares(held.parallel.mesh.index("dp"), self._layout.dp, 1)[0], batch.shares(0, 1, 1)[0]
-        reason = data_trial.refusal(batch, mine, whole, self._layout.world_size, is_split=self._is_split)
+        reason = refusal(batch, mine, whole, self._layout.world_size, is_split=self._is_split)
         if reason:
             self._refusals.add("data", reason)
 
@@ -145,3 +322,21 @@ class StepTrials:
             return
         one = "cp=1 works" if what == "tokens" else "one rank with the whole batch as its micro-batch works"
         self._refusals.add("loss", f"{text}; (sum over {what}, their number) works, and {one}")
+
+
+def is_regular(step: int, every: int, taken: int, program: Program) -> bool:
+    """Return whether a step, counted from 0, is one of `every` so many, or the first of a model with what no rule shows.
+
+    `taken` is the number of steps of this process, with this one.
+    """
+    is_first = taken == 1 and bool(program.step.model.tried)
+    return (every > 0 and (step + 1) % every == 0) or (is_first and is_split(program))
+
+
+def is_early(every: int, taken: int, program: Program) -> bool:
+    """Return whether samples are run again in this step, the first, second, fourth, eighth and so on of this process.
+
+    What code begins to do after a while is found within twice that time, until the regular checks begin; what it does from
+    the beginning, such as divide by the number of samples in a micro-batch, is found whether there are regular checks or not.
+    """
+    return taken & (taken - 1) == 0 and (taken == 1 or taken < every) and is_split(program)

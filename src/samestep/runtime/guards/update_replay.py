@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.building.combined_optimizer import member_over
-from samestep.runtime.guards.model_state import unmoved_generators
+from samestep.building.optimizer import member_over
 from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizer_step import Updater
-from samestep.runtime.optimizers.pieces import Piece
 from samestep.runtime.optimizers.update_rule import has_hooks
+from samestep.runtime.weights.pieces import Piece
+from samestep.state.snapshot import unmoved_generators
 
 ROUNDINGS = 8
 """Roundings by which two updates may differ, in units of the largest weight: kernels for many tensors and for one."""

@@ -16,22 +16,22 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from samestep.building.optimizer import OptimizerSource
 from samestep.errors import LayoutError, ModelError
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.update_rules import parts_of
 from samestep.runtime.optimizers.given_optimizer import NoState
 from samestep.runtime.optimizers.one_process import alone
-from samestep.runtime.optimizers.step_code import optimizers_in
 from samestep.runtime.optimizers.update_rule import (
     TRIED,
-    OptimizerSource,
     is_torchs_own,
     options_by_name,
     put_in_place,
     read_rule,
     skeleton,
 )
+from samestep.state.reachable import optimizers_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,22 +22,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.building.combined_optimizer import members_of
+from samestep.building.optimizer import OptimizerSource, members_of
 from samestep.errors import InputError, ModelError
 from samestep.job_tables import NumericsTable
 from samestep.program.step import update_chunks
 from samestep.runtime import host_copies
-from samestep.runtime.first_state import optimizer_digests
 from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizer_source import ALONE, GivenOptimizer, WholeWeights, built_over, check_step
 from samestep.runtime.optimizers.packed_states import StatePacking
-from samestep.runtime.optimizers.pieces import LiveWeights, Piece
-from samestep.runtime.optimizers.split_masters import SplitMasters
-from samestep.runtime.optimizers.update_rule import TRIED, OptimizerSource, has_hooks, is_torchs_own
+from samestep.runtime.optimizers.update_rule import TRIED, has_hooks, is_torchs_own
 from samestep.runtime.optimizers.used_weights import Unused
-from samestep.runtime.optimizers.weight_averages import WeightAverages
+from samestep.runtime.weights.pieces import LiveWeights, Piece, WeightAverages
+from samestep.runtime.weights.split_masters import SplitMasters
+from samestep.state.fingerprints import optimizer_digests
 
-_ROW = 4096
 LARGEST_SUM = torch.finfo(torch.float16).max / 2
 """The largest sum of gradients under a loss scale: partial sums, some of which cancel, then fit float16 as well."""
 
@@ -474,27 +472,3 @@ def clip_factor(norm: float, limit: float | None) -> float:
     if limit is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, limit / (norm + 1e-6))
-
-
-def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares over all elements of `tensors`, in float64.
-
-    On a CPU torch adds up a norm one element after the other: in float32 the norm of a bucket is off by 1e-4, by an
-    amount that depends on the layout. So rows of a few thousand elements are summed first.
-    """
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    if device.type != "cpu":
-        return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
-    norms: list[Tensor] = []
-    rest: list[Tensor] = []
-    for tensor in tensors:
-        flat = tensor.reshape(-1)
-        whole = flat.numel() - flat.numel() % _ROW
-        if whole:
-            norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
-        if whole < flat.numel():
-            rest.append(flat[whole:])
-    if rest:
-        norms.append(torch.stack(torch._foreach_norm(rest)))
-    return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)

@@ -24,8 +24,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from samestep.runtime.optimizers.pieces import Piece
-from samestep.runtime.placement import WeightSlice
+from samestep.runtime.weights.pieces import Piece
+from samestep.runtime.weights.placement import WeightSlice
 
 SCALE = ".scale"
 """Ends the name of the scales that belong to the codes of a state."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,15 +30,20 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_leaves
 
-from samestep.building.combined_optimizer import CombinedOptimizer, class_names, member_over
-from samestep.building.dispatch_mode import uncompiled
+from samestep.building.optimizer import CombinedOptimizer, OptimizerSource, class_names, member_over
+from samestep.building.torch_seams import uncompiled
 from samestep.errors import ModelError
-from samestep.runtime.optimizers.followed_step import CountsOnHost, Entry, FollowedStep, ReadsNumbersError, UpdateLabel
+from samestep.runtime.optimizers.followed_step import (
+    CountsOnHost,
+    Entry,
+    FollowedStep,
+    ReadsNumbersError,
+    UpdateLabel,
+    march,
+)
 from samestep.runtime.optimizers.one_process import alone
-from samestep.runtime.optimizers.step_code import StepCode, optimizers_in
-from samestep.runtime.optimizers.trial_steps import march
+from samestep.state.reachable import StepCode, optimizers_in
 
-OptimizerSource = Callable[[list[tuple[str, Tensor]]], Optimizer]
 """Builds an optimizer over named tensors: whole weights on one device, pieces of them in a layout."""
 
 TRIED = (ValueError, TypeError, RuntimeError, AssertionError, IndexError, KeyError, AttributeError, ZeroDivisionError)

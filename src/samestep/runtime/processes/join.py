@@ -25,12 +25,9 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 from samestep.errors import JobError, WorkerError
 from samestep.job_tables import NO_MPS
 from samestep.output.temporary_folder import compiler_cache
-from samestep.runtime.processes.attempts import agreed_name
-from samestep.runtime.processes.binding import bind_near
-from samestep.runtime.processes.freed_memory import keep_freed_memory
-from samestep.runtime.processes.interfaces import LOOPBACK, interface_towards
 from samestep.runtime.processes.launchers import LaunchInfo, by_srun, by_torchrun, launch_info_from
 from samestep.runtime.processes.mesh import forget_groups
+from samestep.runtime.processes.this_host import LOOPBACK, agreed_name, bind_near, interface_towards, keep_freed_memory
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAVE_SIGNAL = signal.SIGUSR1

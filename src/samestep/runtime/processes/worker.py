@@ -26,10 +26,10 @@ import torch
 
 from samestep import errors
 from samestep.errors import SamestepError
-from samestep.runtime.processes import progress
-from samestep.runtime.processes.interfaces import LOOPBACK
+from samestep.runtime.processes import whereabouts
 from samestep.runtime.processes.join import become_worker, join, leave
 from samestep.runtime.processes.launchers import LaunchInfo
+from samestep.runtime.processes.this_host import LOOPBACK
 from samestep.runtime.processes.whereabouts import ParentLink, calls_made
 
 
@@ -113,7 +113,7 @@ def run_worker(
         _write_to_files(options.folder, rank)
     faulthandler.enable(file=2)
     torch.set_num_threads(options.threads)
-    progress.begin()
+    whereabouts.begin()
     become_worker(_launch_info_of(options, rank))
     link = ParentLink(pipe)
     try:

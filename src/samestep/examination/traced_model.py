@@ -1,0 +1,42 @@
+"""A model that was built on the meta device and traced once: the input of everything that cuts, fills and runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from samestep.building.families import FamilyFacts
+from samestep.building.initial_values import Blueprint
+from samestep.independence.cut_proof import CutProof
+from samestep.models.analysis import ModelAnalysis
+from samestep.models.spec import ModelSpec
+from samestep.tracing.flow import Flow
+
+
+@dataclass(frozen=True, slots=True)
+class TracedModel:
+    """A model on the meta device, the tape that makes its tensors, and the analysis of its trace.
+
+    One run alone cuts and fills the blueprint's modules; the analysis holds for every copy.
+    """
+
+    blueprint: Blueprint
+    analysis: ModelAnalysis
+    facts: FamilyFacts
+    """Facts about the model's family."""
+    cuts: CutProof
+    """The cuts of a tensor plan, and what is proven of them."""
+    flows: Mapping[Hashable, Flow] = field(default_factory=dict)
+    """The recorded flows of the forward, which stages of a pipeline follow, by dtypes and shapes (`runtime/axes/pipeline/stage_flow.py`)."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, on the meta device."""
+        return self.blueprint.module
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The spec of the model."""
+        return self.analysis.spec

@@ -1,0 +1,496 @@
+"""Proof that a plan of tensor parallelism cuts a model between units that are computed apart, and what a rank needs.
+
+`features.follow` reads the operations of the whole model's forward; `rank_trial` runs the forward of a rank. Where a
+plan leaves a choice, it is tried: the number of weights that are fused in one, and whether the loss gets cut logits.
+
+Where the code behind a cut needs the whole of what it reads (a norm over all heads, a number for each head that the code
+counts itself, heads that are mixed), the modules that it reads become `gather`: their weights stay cut, every rank gets
+their whole output and computes the rest as one device does, so it is equal, with more communication and no less work.
+
+Whole tensors whose gradients are partial under a tensor cut, and where `copy` sums them.
+
+An operation on a whole tensor and a cut one leaves each rank a summand of the whole tensor's gradient. `copy` stands at
+the input of a module: of each one cut by columns, and of whole modules whose output meets what is cut in the code around
+them, as the rotary key of multi-head latent attention does:
+
+    x ─ copy ─ kv_a_proj ─┬─ norm ─ kv_b_proj (cut) ─┬─ heads        all between has partial gradients, so kv_b_proj
+                          └─ rotary key ─────────────┘               needs no copy, and weights there are summed
+
+Between a `copy` and what is cut every gradient must be partial, and before it none.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from samestep.building.families import facts_of
+from samestep.building.loss import prediction_of
+from samestep.errors import InputError
+from samestep.independence.feature_units import MixesError, UnitFlow, UnitRows, WeightCut, met_by
+from samestep.independence.rank_trial import Count, DiffersError, Forward, RankTrial, alike, having
+from samestep.independence.unit_rules import data_in, follow, owners_in
+from samestep.models.spec import is_below
+from samestep.tracing.forward import ForwardTracer, ValueOf
+from samestep.tracing.looks import Looks, tensors_seen_by
+from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
+from samestep.tracing.operations import LOOKED, Operation, Recorder, View, view_of
+from samestep.tracing.trace import containers_of, samples_traced
+from samestep.tracing.watched_forward import watch_forward
+
+COPYING = ("column", "qkv", "gather", "vocab")
+"""Styles of modules whose input is copied; an embedding, cut by vocabulary too, is given tokens without gradients."""
+
+
+@dataclass(slots=True)
+class PartialGradients:
+    """The tensors with partial gradients, and the modules at whose input `copy` stands."""
+
+    storages: set[int] = field(default_factory=set)
+    copied: set[str] = field(default_factory=set)
+    """Whole modules whose input is copied."""
+    uncopied: set[str] = field(default_factory=set)
+    """Modules that are cut by columns, and whose input needs no copy."""
+    operations: set[int] = field(default_factory=set)
+    """Indices of operations that compute a tensor with a partial gradient."""
+
+
+def partial_gradients(operations: list[Operation], entered: Mapping[str, set[int]], flow: UnitFlow) -> PartialGradients:
+    """Return where gradients are partial; `entered` are the storages of modules' inputs, by path.
+
+    Raises:
+        MixesError: a gradient would be partial in one use of a tensor, and whole in another.
+    """
+    search = _Search(operations, entered, flow)
+    for index, op in enumerate(operations):
+        if search.meets(index):
+            for view in op.given:
+                if search.is_whole_data(view, index) and not search.is_copied_input(view, op):
+                    search.add(view.storage, op)
+    search.close()
+    found = search.found
+    found.copied = {path for path in found.copied if not entered[path] & found.storages}
+    for path in sorted(found.copied):
+        search.check_copied(path)
+    found.uncopied = {
+        path
+        for path, style in flow.styles.items()
+        if style in COPYING and path in entered and entered[path] & found.storages
+    }
+    return found
+
+
+def check_whole_gradients(operations: list[Operation], partial: PartialGradients, flow: UnitFlow) -> None:
+    """Check that no gradient is partial in a module whose code looks at values: a branch that is not followed might add a whole one.
+
+    Raises:
+        MixesError: one is.
+    """
+    for index, op in enumerate(operations):
+        path = next((path for path in flow.looking if is_below(op.where, path)), None)
+        seen = [view for view in (*op.given, *op.results) if view.takes_gradient and view.storage in partial.storages]
+        if path is not None and (index in partial.operations or seen):
+            readers = [one for one in operations if any(view in one.given for view in seen)]
+            met = frozenset(name for one in readers for name in met_by(flow, one))
+            raise MixesError(
+                f"shapes or branches at {path} depend on values, and its result meets what tp cuts in the code around it: its "
+                "gradient would be partial"
+            ).at(path, met)
+
+
+class _Search:
+    def __init__(self, operations: list[Operation], entered: Mapping[str, set[int]], flow: UnitFlow) -> None:
+        self.operations, self.entered, self.flow = operations, entered, flow
+        self.found = PartialGradients()
+        self._makers: dict[int, list[int]] = {}
+        self._readers: dict[int, list[int]] = {}
+        self._weights = flow.weights.keys() | flow.from_weights.keys()
+        self._open: list[tuple[int, Operation]] = []
+        self._taking = {view.storage for op in operations for view in op.given if view.takes_gradient}
+        for index, op in enumerate(operations):
+            if op.func == "left":
+                continue
+            for view in op.results:
+                self._makers.setdefault(view.storage, []).append(index)
+            for view in op.given:
+                self._readers.setdefault(view.storage, []).append(index)
+
+    def meets(self, index: int) -> bool:
+        """Return whether an operation has an operand that tp cuts."""
+        op = self.operations[index]
+        return op.func not in ("left", "outputs") and any(
+            isinstance(state, UnitRows) for state in self.flow.history[index][: len(op.given)]
+        )
+
+    def is_whole_data(self, view: View, index: int) -> bool:
+        """Return whether an operand takes a gradient, and is neither a weight nor cut."""
+        op = self.operations[index]
+        state = self.flow.history[index][op.given.index(view)]
+        return view.takes_gradient and view.storage not in self._weights and not isinstance(state, UnitRows)
+
+    def is_copied_input(self, view: View, op: Operation) -> bool:
+        """Return whether a tensor is the input of a module that is cut by columns, whose code runs."""
+        return any(
+            style in COPYING
+            and is_below(op.where, path)
+            and path in self.entered
+            and view.storage in self.entered[path]
+            for path, style in self.flow.styles.items()
+        )
+
+    def add(self, storage: int, op: Operation) -> None:
+        """Add a tensor whose gradient `op` makes partial."""
+        if storage not in self.found.storages:
+            self.found.storages.add(storage)
+            self._open.append((storage, op))
+
+    def check_copied(self, path: str) -> None:
+        """Check that every use of the input of a module behind its `copy` has a partial gradient.
+
+        Raises:
+            MixesError: one has not, or is summed by a `copy` of its own.
+        """
+        for storage, index in [(one, index) for one in self.entered[path] for index in self._readers.get(one, ())]:
+            op = self.operations[index]
+            view = next(view for view in op.given if view.storage == storage)
+            made = [one.storage for one in op.results if one.storage in self._taking]
+            is_partial = self.meets(index) or all(one in self.found.storages for one in made)
+            if is_below(op.where, path) and (not is_partial or self.is_copied_input(view, op)):
+                raise MixesError(
+                    f"{path} computes with its input both what meets what tp cuts and what does not: its gradient would be "
+                    "partial in one use; a module of its own for each works"
+                ).at(path, met_by(self.flow, op))
+
+    def close(self) -> None:
+        """Add everything that must have partial gradients too."""
+        while self._open:
+            storage, meeting = self._open.pop()
+            for index in self._makers.get(storage, ()):
+                self._made_by(index, storage, meeting)
+            for index in self._readers.get(storage, ()):
+                self._read_by(index, meeting)
+
+    def _made_by(self, index: int, storage: int, meeting: Operation) -> None:
+        """Follow a tensor back to what it is made of; `meeting` is the operation that makes its gradient partial."""
+        op = self.operations[index]
+        self.found.operations.add(index)
+        for view in op.given:
+            if not view.takes_gradient or view.storage in self._weights or view.storage == storage:
+                continue
+            if self.meets(index):
+                raise MixesError(
+                    f"{op.where or 'the model'} sums over what tp cuts, and its result meets what tp cuts in the same module: "
+                    "its gradient would be partial"
+                ).at(meeting.where, met_by(self.flow, meeting))
+            if self.is_copied_input(view, op):
+                continue
+            if op.where in self.entered and view.storage in self.entered[op.where]:
+                self.found.copied.add(op.where)
+            else:
+                self.add(view.storage, meeting)
+
+    def _read_by(self, index: int, meeting: Operation) -> None:
+        """Follow a tensor to what is made of it."""
+        op = self.operations[index]
+        if self.meets(index):
+            return
+        if op.func == "outputs":
+            raise MixesError(
+                f"{meeting.where or 'the model'} computes {meeting.name} of a whole tensor and of what tp cuts, and the "
+                "loss gets the whole tensor too: its gradient would be partial in one use alone"
+            ).at(meeting.where, met_by(self.flow, meeting))
+        for view in op.results:
+            if view.storage in self._taking:
+                self.add(view.storage, meeting)
+
+
+FUSED = 3
+"""Style `qkv`: three weights in one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutProof:
+    """The cuts of a plan that are proven to compute what the whole model does."""
+
+    styles: Mapping[str, str]
+    """Cut style of each module, by its path."""
+    cuts: Mapping[str, WeightCut] = field(default_factory=dict)
+    """How each weight is cut, by its name; weights that the plan does not name are those with an element for each unit."""
+    groups: Mapping[str, int] = field(default_factory=dict)
+    """Number of units between which each of these may be cut."""
+    uses: Mapping[str, set[str]] = field(default_factory=dict)
+    """Uses of the trained weights of each module: on a "cut" or "whole" tensor, or "elsewhere" (a cut one, by another)."""
+    copied: frozenset[str] = frozenset()
+    """Modules at whose input `copy` sums a gradient: those cut by columns, and whole ones that lead to what is cut."""
+    cut_storages: frozenset[int] = frozenset()
+    """Storages of the recorded forward that hold a part, or a summand, on each rank."""
+    cuts_logits: bool = False
+    """Whether the loss may get logits that are cut by vocabulary."""
+    tried: tuple[str, ...] = ()
+    """Operations without a rule, and custom backwards, of which a trial has passed."""
+    looking: tuple[str, ...] = ()
+    """Modules that stay whole, because their code looks at values."""
+    degree: int = 1
+    """Degree that was tried with the shapes of a rank."""
+    counts: tuple[Count, ...] = ()
+    """Attributes that are divided on a rank."""
+    refusal: str = ""
+    refused_at: str = ""
+    """Path of the module whose code a refusal is about."""
+    refused: frozenset[str] = frozenset()
+    """Names of the cut weights that it is about."""
+
+    def divided(self, model: nn.Module) -> tuple[tuple[str, str, int], ...]:
+        """Return the path, the attribute and the divisor of every count of a rank of the model."""
+        return tuple((path, one.name, one.divisor) for one in self.counts for path in having(model, self.styles, one))
+
+
+@contextmanager
+def record_ends(
+    model: nn.Module, styles: Mapping[str, str], recorder: Recorder, looking: Collection[str] = ()
+) -> Iterator[None]:
+    """Record where cut modules are left, what modules are given and return whose code looks at values, and the model's outputs,
+    in a forward that runs inside.
+    """
+
+    def enter(path: str, module: nn.Module, args: Any) -> None:
+        if args and isinstance(args[0], Tensor):
+            recorder.entered.setdefault(path, set()).add(view_of(args[0]).storage)
+
+    def leave(path: str, module: nn.Module, args: Any, output: Any) -> None:
+        recorder.record("left", path, (), {}, tuple(tensors_in(output)))
+
+    def look(path: str, module: nn.Module, *held: Any) -> None:
+        recorder.record(LOOKED, path, tensors_seen_by(module, held), {}, ())
+
+    def end(module: nn.Module, args: Any, outputs: Any) -> None:
+        try:
+            prediction = prediction_of(outputs)
+        except InputError:
+            prediction = None
+        recorder.record("outputs", "", (prediction, tuple(tensors_in(outputs))), {}, ())
+
+    with ExitStack() as hooks:
+        for path, style in styles.items():
+            if style != "sum":
+                hooks.enter_context(model.get_submodule(path).register_forward_hook(functools.partial(leave, path)))
+        for path in looking:
+            part, seen = model.get_submodule(path), functools.partial(look, path)
+            hooks.enter_context(part.register_forward_pre_hook(seen, with_kwargs=True))
+            hooks.enter_context(part.register_forward_hook(seen, with_kwargs=True))
+        hooks.enter_context(model.register_forward_hook(end))
+        for path, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, path)))
+        yield
+
+
+def weight_cuts(model: nn.Module, styles: Mapping[str, str], parts: Mapping[str, int]) -> dict[str, WeightCut]:
+    """Return how the weights of the modules of a plan are cut, by their names; `parts` are those of fused weights."""
+    facts, found = facts_of(model), {}
+    for name, param in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        style = styles.get(path)
+        if style in (None, "sum") or (style == "row" and leaf == "bias"):
+            continue
+        module = model.get_submodule(path)
+        across = 0 if (facts.is_transposed(module) and leaf == "weight") or isinstance(module, nn.Embedding) else 1
+        dim = across if style == "row" else 0 if style == "vocab" else (1 - across) * (param.dim() > 1)
+        fused = FUSED if style == "qkv" else parts.get(path, 1)
+        if param.shape[dim] % fused == 0:
+            found[name] = WeightCut(dim, fused)
+    return found
+
+
+def prove(
+    model: nn.Module,
+    styles: Mapping[str, str],
+    whole: Collection[str],
+    recorder: Recorder,
+    cuts_loss: bool,
+    looking: tuple[str, ...] = (),
+) -> CutProof:
+    """Return the proven cuts of a plan, or why they are not proven; a rank's forward is not tried yet.
+
+    `recorder` has recorded a forward of the whole model. Modules in `whole` are in the plan, and every rank has them
+    whole. `cuts_loss` is whether the loss can work on logits that are cut by vocabulary. `looking` are modules whose code looks at
+    values: all that they are given must be whole on every rank, and its gradient too.
+    """
+    heads = [path for path, style in styles.items() if style == "vocab" and _is_linear(model, path)]
+    gathered = {**styles, **dict.fromkeys(heads, "gather")}
+    ways = [dict(styles), gathered] if cuts_loss and heads else [gathered]
+    refusal, where, refused = "", "", frozenset[str]()
+    for way in ways:
+        cuts_logits = way is not gathered
+        try:
+            cuts, flow = _followed(model, way, whole, recorder, looking)
+            partial = partial_gradients(recorder.operations, recorder.entered, flow)
+            check_whole_gradients(recorder.operations, partial, flow)
+        except MixesError as reason:
+            refusal, where, refused = str(reason), reason.where, reason.cut
+            continue
+        if not cuts_logits or _are_logits(flow, model, heads):
+            uses = _uses(recorder.operations, flow, partial)
+            tried = tuple(dict.fromkeys(flow.tried))
+            held = frozenset(
+                one for one, state in flow.states.items() if state == "partial" or isinstance(state, UnitRows)
+            )
+            return CutProof(way, cuts, flow.groups, uses, _copied(flow, partial), held, cuts_logits, tried, looking)
+    return CutProof(styles, looking=looking, refusal=refusal, refused_at=where, refused=refused)
+
+
+def to_gather(model: nn.Module, proof: CutProof) -> frozenset[str]:
+    """Return the modules whose outputs, gathered, may let a refused plan run: between them every rank computes the whole.
+
+    They are those whose parts the refused operation has met, and that are cut below the module whose code runs it, in every
+    block of the same kind. Where these are gathered already, as where code reads their weights, they may stay whole.
+    """
+    cut = {path for path, style in proof.styles.items() if style in ("column", "qkv", "row", "gather")}
+    below = {path for path in cut if path == proof.refused_at or is_below(proof.refused_at, path)}
+    met = {_owner(name) for name in proof.refused} & cut | below
+    above = proof.refused_at
+    while not met and above:
+        met = {path for path in cut if is_below(path, above)}
+        above = _owner(above)
+    kinds = {(_leaf(path), type(model.get_submodule(_owner(path)))) for path in met}
+    found = {path for path in cut if (_leaf(path), type(model.get_submodule(_owner(path)))) in kinds}
+    return frozenset({path for path in found if proof.styles[path] != "gather"} or found)
+
+
+def _copied(flow: UnitFlow, partial: PartialGradients) -> frozenset[str]:
+    by_columns = {path for path, style in flow.styles.items() if style in COPYING}
+    return frozenset(by_columns - partial.uncopied | partial.copied)
+
+
+def _uses(operations: list[Operation], flow: UnitFlow, partial: PartialGradients) -> dict[str, set[str]]:
+    """Return how each module's trained weights are used."""
+    uses: dict[str, set[str]] = {}
+    for index, op in enumerate(operations):
+        owners = owners_in(flow, op) if op.func not in ("left", "outputs") else frozenset()
+        data = data_in(flow, op)
+        if not owners or not data:
+            continue
+        states = dict(zip(op.given, flow.history[index], strict=False))
+        is_cut = index in partial.operations or any(isinstance(states[view], UnitRows) for view in data)
+        for owner in {op.where} & owners or owners:
+            uses.setdefault(owner, set()).add(("cut" if owner == op.where else "elsewhere") if is_cut else "whole")
+    return uses
+
+
+def _is_linear(model: nn.Module, path: str) -> bool:
+    return isinstance(model.get_submodule(path), nn.Linear)
+
+
+def _are_logits(flow: UnitFlow, model: nn.Module, heads: list[str]) -> bool:
+    """Return whether the model's prediction is the head's logits, cut by vocabulary along the last dimension."""
+    found = flow.prediction
+    own = {id(param) for path in heads for param in model.get_submodule(path).parameters()}
+    names = {name for name, param in model.named_parameters() if id(param) in own}
+    return found is not None and found.is_last and found.outer == 1 and found.sources <= names
+
+
+def _followed(
+    model: nn.Module,
+    styles: Mapping[str, str],
+    whole: Collection[str],
+    recorder: Recorder,
+    looking: tuple[str, ...],
+) -> tuple[dict[str, WeightCut], UnitFlow]:
+    """Return the cut of each weight, and where its units are; weights whose output code takes apart are fused ones.
+
+    Raises:
+        MixesError: an operation does not compute each unit by itself.
+    """
+    parts: dict[str, int] = {}
+    while True:
+        cuts = {name: cut for name, cut in weight_cuts(model, styles, parts).items() if _owner(name) not in whole}
+        try:
+            flow = follow(recorder.operations, model, styles, cuts, looking, recorder.branching)
+        except MixesError as reason:
+            fused = {path for path in map(_owner, reason.sources) if styles.get(path) == "column" and path not in parts}
+            if reason.parts < 2 or not fused:
+                raise
+            others = {other for path in fused for other in alike(model, styles, path) if _leaf(other) == _leaf(path)}
+            parts |= dict.fromkeys(others, reason.parts)
+            continue
+        return cuts | {name: WeightCut(dim) for name, dim in flow.like.items()}, flow
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def smallest_degree(proof: CutProof) -> int:
+    """Return the smallest degree that divides the units of all weights but those of a vocabulary; 0 if none does."""
+    sizes = [n for name, n in proof.groups.items() if proof.styles.get(_owner(name)) not in ("vocab", "gather")]
+    common = math.gcd(*sizes) if sizes else math.gcd(*proof.groups.values())
+    return next((degree for degree in range(2, common + 1) if common % degree == 0), 0)
+
+
+def with_degree(
+    proof: CutProof,
+    model: nn.Module,
+    shared: Mapping[str, int],
+    operations: list[Operation],
+    forward: Forward,
+    degree: int,
+) -> CutProof:
+    """Return the proof with the counts of a rank of this degree, tried by a forward with the shapes of a rank.
+
+    `shared` are modules of fewer heads than the degree, of which a rank has one: their numbers of heads.
+
+    Raises:
+        MixesError: units that the degree divides are not computed apart.
+        DiffersError: the forward of a rank does not compute its part of the whole model's.
+    """
+    degrees = {name: shared.get(_owner(name), degree) for name in proof.cuts}
+    cuts = {name: cut for name, cut in proof.cuts.items() if proof.groups[name] % degrees[name] == 0}
+    left_whole = {_owner(name) for name in proof.cuts if name not in cuts}
+    styles = {path: style for path, style in proof.styles.items() if path not in left_whole}
+    flow = follow(operations, model, styles, cuts, proof.looking)
+    trial = RankTrial(model, styles, cuts, {name: degrees[name] for name in cuts}, degree, operations, flow, forward)
+    known = [replace(count, divisor=degree) for count in proof.counts if count.divisor == proof.degree]
+    return replace(proof, degree=degree, counts=tuple(trial.counts(known)))
+
+
+def run_forward(
+    model: nn.Module,
+    sample: Any,
+    styles: Mapping[str, str],
+    value_of: ValueOf,
+    recorder: Recorder,
+    *,
+    looking: Collection[str] = (),
+    keeps_all: bool = False,
+    answers: Sequence[Any] | None = None,
+) -> Looks:
+    """Run a forward of one real sample on the meta device, record its operations, and return where its code looks at values.
+
+    `keeps_all` is whether all values are followed, and `answers` are what an earlier forward was answered, with whose branches this
+    one is run; `looking` are the modules whose code looks.
+
+    Raises:
+        DiffersError: it fails, at the module that the error names.
+    """
+    watch = ForwardTracer(model, lambda block: None, {}, keeps_all=keeps_all, recorder=recorder, answers=answers)
+    watch.has_backward = False
+    try:
+        with record_ends(model, styles, recorder, looking):
+            watch_forward(model, sample, samples_traced(model), "it", containers_of(model), watch, value_of)
+    except DiffersError:
+        raise
+    except NeedsValuesError:
+        raise DiffersError(f"{watch.where} looks at values of what a rank has", watch.where) from None
+    except InputError as error:
+        reason = str(error).removeprefix("it cannot be traced: ")
+        raise DiffersError(f"with the shapes of a rank {reason}", watch.where) from None
+    return watch.looks

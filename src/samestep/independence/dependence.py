@@ -1,0 +1,399 @@
+"""The dependences of a traced forward along one axis: on which rows (samples, or tokens) each value depends.
+
+A forward runs on the meta device on n rows. Each storage that depends on rows has one of three descriptions, whose size
+does not depend on that of the storage:
+
+    Rows(stride, span, start)   the element at byte o depends on row ((o mod span) // stride + start) mod n alone
+    Mixed, shown                elements depend on several rows: an operation of a known rule has mixed them
+    Mixed, not shown            how elements depend on rows is not known
+
+A storage without a description depends on no row. Views share the storage of their base, so they need no rule:
+`Dependences.of` finds which dimension of a view holds the rows from its strides. Merged dimensions, as [samples * tokens,
+features], have `inner` elements of each row side by side. Other operations map the dimensions of their operands to those
+of their results (`dimension_maps.py`); where two operands meet with different rows, or a dimension that holds rows is
+summed over, the result is mixed.
+
+Rows may also be picked by an index tensor whose values are not known, as `x[mask]` or `x[chosen]`: their order is then
+that `Pick`, and writing them back by the same index restores the order.
+
+One operation of a traced forward as the rules of rows see it: its operands, their dependences, and those of its results.
+
+The dimensions that operands become are stated in `dimension_maps.py`. A result with an operand whose rows lie along a
+dimension that is SUMMED is mixed.
+
+What a traced forward computes for each row (sample, or token), where it computes some rows by themselves.
+
+Rows that are computed alone are fine as long as all of them are computed alike, in chunks or one after the other:
+
+    torch.cat([mlp(part) for part in x.chunk(4, 1)], 1)     every token: mlp
+    torch.cat([2 * x[:, :1], x[:, 1:]], 1)                  token 0: mul 2, the others: nothing
+    x[:, 0] = 0                                             token 0: fill 0, the others: nothing
+
+Otherwise a row's result depends on its place among the rows, which is another one in a part of them. So each storage that
+was computed, or written, for some rows alone has a history: one number for each row, made of the operations that it met.
+A storage without one has met the same for all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from samestep.independence.dimension_maps import MOVED, SUMMED, Blocks, Operand, Target, place_of
+from samestep.tracing.meta_tensors import operands
+
+NO_DIM = -1
+"""The dimension of rows of a tensor that depends on one row alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The order of rows that an index tensor of unknown values has picked."""
+
+    index: tuple[object, ...]
+    """Identity of the index tensor, as a view of its storage."""
+    picked: Along
+    """Where the rows were, before they were picked."""
+    size: int
+    """Size of the dimension that was indexed."""
+
+
+class Along(NamedTuple):
+    """Dependence of a tensor: position i of dimension `dim` depends on row i // inner + start, modulo the number of rows."""
+
+    dim: int
+    inner: int
+    start: int | Pick
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Dependence on several rows, or in a way that is not known."""
+
+    where: str
+    """Path of the module whose code runs, and the operation, as text."""
+    shown: bool
+    """Whether the rule of an operation shows that rows are mixed; if not, it is not known whether they are."""
+
+
+Dependence = Along | Mixed | None
+"""Dependence of one tensor; None if it depends on no row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Dependence of a storage: byte o depends on row ((o mod span) // stride + start) mod n."""
+
+    stride: int
+    span: int
+    start: int | Pick
+
+
+class Form(NamedTuple):
+    """The places of a tensor's elements in its storage."""
+
+    dims: tuple[tuple[int, int], ...]
+    """Extent and stride in bytes of each dimension but that of rows; strides over all rows are negative and count them once."""
+    offset: tuple[int, ...]
+    """Byte at which the tensor begins; with rows, how often all rows stand before it, and the byte within a row."""
+
+
+class Dependences:
+    """The dependences of all storages of one forward along one axis."""
+
+    def __init__(self, num_rows: int, key_of: Callable[[Tensor], int]) -> None:
+        self.num_rows = num_rows
+        self._key_of = key_of
+        self._found: dict[int, Rows | Mixed] = {}
+        self._empty: dict[int, tuple[tuple[int, ...], Dependence]] = {}
+        """Shapes and dependences of tensors without elements, such as the rows of an expert that nobody chose."""
+
+    def of(self, tensor: Tensor) -> Dependence:
+        """Return the dependence of a tensor, which may be a view."""
+        found = self._found.get(tensor.untyped_storage()._cdata) if self._found else None
+        if tensor.numel() == 0:
+            shape, of_empty = self._empty.get(tensor.untyped_storage()._cdata, (None, None))
+            return (
+                of_empty
+                if shape == tuple(tensor.shape)
+                else None
+                if shape is None
+                else Mixed("a view of no rows", False)
+            )
+        if found is None or isinstance(found, Mixed):
+            return found
+        return self._along(found, tensor)
+
+    def learn(self, tensor: Tensor, dependence: Dependence) -> None:
+        """Set the dependence of a tensor's elements, which were written just now; others of its storage keep theirs."""
+        key = self._key_of(tensor)
+        before = self._found.get(key)
+        covers = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+        if dependence is None:
+            if covers:
+                self._found.pop(key, None)
+            return
+        if tensor.numel() == 0:
+            self._empty[key] = tuple(tensor.shape), dependence
+            return
+        new = self._stored(dependence, tensor)
+        if not covers and before is not None and before != new:
+            new = before if isinstance(before, Mixed) else Mixed("a tensor that is written in parts", shown=False)
+        self._found[key] = new
+
+    def _stored(self, dependence: Along | Mixed, tensor: Tensor) -> Rows | Mixed:
+        """Return the description of a storage whose elements in `tensor` have this dependence."""
+        if isinstance(dependence, Mixed):
+            return dependence
+        dim, inner, start = dependence
+        size, whole = tensor.element_size(), max(tensor.untyped_storage().nbytes(), 1)
+        offset = tensor.storage_offset() * size
+        if dim == NO_DIM or tensor.shape[dim] == 1:
+            stride, span = max(tensor.numel(), 1) * size, whole
+            if not tensor.is_contiguous() or offset % stride:
+                stride, offset = whole, 0
+        else:
+            step = tensor.stride(dim) * size
+            stride = inner * step
+            outer = [s * size for s, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1]
+            span = min((s for s in outer if s >= step * tensor.shape[dim]), default=whole)
+            if (span != whole and span % stride) or offset % stride >= step:
+                return Mixed("a tensor written from within a row on", shown=False)
+        shift = offset % span // stride
+        if isinstance(start, int):
+            return Rows(stride, span, (start - shift) % self.num_rows)
+        return Mixed("picked rows written side by side", shown=False) if shift else Rows(stride, span, start)
+
+    def _along(self, rows: Rows, tensor: Tensor) -> Along | Mixed:
+        """Return which dimension of a view holds the rows of its storage."""
+        size = tensor.element_size()
+        first, rest = divmod(int(tensor.storage_offset()) * size % rows.span, rows.stride)
+        unclear = Mixed("a view that crosses rows", shown=False)
+        found, below, reach = None, rest, 1
+        period = rows.span
+        if is_periodic := rows.span // rows.stride % self.num_rows == 0 and isinstance(rows.start, int):
+            period = rows.stride * self.num_rows
+        strides = [stride * size for stride in tensor.stride()]
+        for step, extent, dim in sorted((s, e, d) for d, (s, e) in enumerate(zip(strides, tensor.shape, strict=True))):
+            if extent == 1 or step == 0 or step % period == 0:
+                continue
+            if step < rows.stride and below + step * (extent - 1) < rows.stride:
+                below += step * (extent - 1)  # stays within a row
+            elif found is not None:
+                return unclear
+            elif step < rows.stride and rows.stride % step == 0 and below < step:
+                found, reach = Along(dim, rows.stride // step, 0), -(-extent * step // rows.stride)
+            elif step == rows.stride:
+                found, reach = Along(dim, 1, 0), extent
+            else:
+                return unclear
+        if first + reach > max(rows.span // rows.stride, 1) and not is_periodic:
+            return unclear
+        start: int | Pick = rows.start
+        if isinstance(start, int):
+            start = (start + first) % self.num_rows
+        elif first:
+            return unclear  # a part of picked rows is another pick
+        return Along(NO_DIM, 1, start) if found is None else Along(found.dim, found.inner, start)
+
+    def form_of(self, tensor: Tensor) -> Form:
+        """Return how a tensor, which may be a view, stands in its storage, without what follows from the number of rows."""
+        rows, size = self._found.get(tensor.untyped_storage()._cdata), tensor.element_size()
+        steps = [*zip(tensor.shape, (stride * size for stride in tensor.stride()), strict=True)]
+        offset = int(tensor.storage_offset()) * size
+        if not isinstance(rows, Rows) or not tensor.numel():
+            return Form(tuple(steps), (offset,))
+        at = self._along(rows, tensor)
+        dims = []
+        for dim, (extent, step) in enumerate(steps):
+            if isinstance(at, Along) and dim == at.dim:
+                dims += [(at.inner, step)] if at.inner > 1 else []
+            else:
+                dims.append((extent, step if step < rows.stride else -(step // rows.span)))
+        return Form(tuple(dims), (offset // rows.span, offset % rows.stride))
+
+    def is_ordered(self, tensor: Tensor) -> bool:
+        """Return whether a tensor depends on no row, or has all rows in their order along one dimension."""
+        found = self.of(tensor)
+        if not isinstance(found, Along):
+            return found is None
+        return found.dim != NO_DIM and found.start == 0 and tensor.shape[found.dim] % (self.num_rows * found.inner) == 0
+
+    def has_rows(self, tensor: Tensor, dim: int) -> bool:
+        """Return whether each position along `dim` depends on the row of its number, and there are no others."""
+        return self.of(tensor) == Along(dim, 1, 0) and tensor.shape[dim] == self.num_rows
+
+
+def identity_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return what identifies a tensor as a view of its storage, while that lives."""
+    shape = tuple(tensor.shape)
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), shape, tensor.stride(), tensor._version
+
+
+def joined(parts: Sequence[Along | Mixed], where: str) -> Dependence:
+    """Return the dependence of a value that is computed from values of these dependences."""
+    shown = next((part for part in parts if isinstance(part, Mixed) and part.shown), None)
+    unclear = next((part for part in parts if isinstance(part, Mixed)), None)
+    if shown or unclear or not parts:
+        return shown or unclear
+    if all(part == parts[0] for part in parts):
+        return parts[0]
+    # Picked rows, or one row beside all of them, may be copies of equal rows: what that means is not known.
+    is_clear = all(isinstance(part, Along) and part.dim != NO_DIM and isinstance(part.start, int) for part in parts)
+    return Mixed(where, shown=is_clear)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operation of a traced forward, and the dependences before it."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Tensor]
+    known: Dependences
+    where: str
+    """Path of the module whose code runs."""
+    on_constant: Callable[[Tensor, int, int, str], None]
+    """Called with a constant that has several positions along the dimension of rows, that dimension of the constant, its
+    elements a row, and the path."""
+    value_of: Callable[[Tensor], Tensor | None]
+    """Returns the value of a tensor of integers, where it is known."""
+
+    @property
+    def text(self) -> str:
+        """The module that runs and the operation, as text."""
+        return f"{self.where} by {'attention' if self.func is None else self.func.overloadpacket.__name__}"
+
+    @property
+    def given(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return [tensor for tensor in operands(*self.args, *self.kwargs.values()) if tensor.is_meta]
+
+
+Rule = Callable[[Call], Iterable[Dependence]]
+"""Returns the dependence of each result."""
+Moves = Callable[[int, Along], Dependence]
+"""Returns what the rows of an operand, told by its number, become that lie along a MOVED dimension or are of one row."""
+
+
+def mapped(call: Call, given: Sequence[Operand], moves: Moves | None = None) -> Dependence:
+    """Return the dependence of a result from the dimensions that its operands become.
+
+    Those without elements give nothing, unless rows are mixed in what says that they have none: with other values they may.
+    """
+    parts: list[Along | Mixed] = []
+    constants: list[Operand] = []
+    has_elements = all(result.numel() for result in call.results)
+    for at, (tensor, dims) in enumerate(given):
+        found = call.known.of(tensor)
+        if has_elements and not tensor.numel() and not isinstance(found, Mixed):
+            continue
+        if found is None:
+            constants.append((tensor, dims))
+            continue
+        if isinstance(found, Along):
+            is_moved = found.dim == NO_DIM or dims[found.dim] == MOVED
+            found = moves(at, found) if moves is not None and is_moved else _become(call, found, dims)
+        if found is not None:
+            parts.append(found)
+    result = joined(parts, call.text)
+    if isinstance(result, Along) and result.dim != NO_DIM:
+        for tensor, dims in constants:
+            _check_constant(call, tensor, dims, result)
+    return result
+
+
+def _become(call: Call, found: Along, dims: Sequence[Target]) -> Along | Mixed:
+    """Return what rows along a dimension of an operand become."""
+    if found.dim == NO_DIM:
+        return found
+    to = dims[found.dim]
+    if isinstance(to, Blocks):
+        if found.inner % to.each == 0:
+            return Along(to.dim, found.inner // to.each * to.gives, found.start)
+        return Mixed(call.text, shown=True)
+    return Mixed(call.text, shown=to == SUMMED) if to in (SUMMED, MOVED) else found._replace(dim=to)
+
+
+def _check_constant(call: Call, tensor: Tensor, dims: Sequence[Target], result: Along) -> None:
+    """Report a constant that has several positions along the dimension of rows of a result."""
+    at = place_of(dims, result.dim)
+    if at is not None and tensor.shape[at] > 1:
+        to, inner = dims[at], result.inner
+        call.on_constant(tensor, at, inner // to.gives * to.each if isinstance(to, Blocks) else inner, call.where)
+
+
+def unknown(call: Call, tensor: Tensor) -> Mixed | None:
+    """Return what an operand makes of a result of which nothing else is known."""
+    found = call.known.of(tensor)
+    if found is None or isinstance(found, Mixed):
+        return found
+    return Mixed(call.text, shown=False)
+
+
+def nothing_known(call: Call) -> Iterator[Dependence]:
+    """Rule of an operation without one: nothing is known of its results."""
+    parts = [part for tensor in call.given if (part := unknown(call, tensor))]
+    for _ in call.results:
+        yield joined(parts, call.text)
+
+
+_Numbers = npt.NDArray[np.uint64]
+_MANY = np.uint64(0x9E3779B97F4A7C15)
+
+
+class RowHistories:
+    """The histories of the storages of one forward, by their keys."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._of: dict[int, tuple[_Numbers, str]] = {}
+
+    def ran(
+        self,
+        found: Along,
+        num_positions: int,
+        key: int,
+        given: Iterable[int],
+        what: Hashable,
+        text: str,
+        *,
+        writes: bool,
+    ) -> None:
+        """Follow an operation to its result, which has `num_positions` along the dimension of rows.
+
+        `what` tells operations on some rows apart, None for one that computes nothing; `writes` if the result's storage
+        keeps the rows that are not written.
+        """
+        histories = [self._of[one] for one in dict.fromkeys(given) if one in self._of]
+        count = max(1, num_positions // found.inner) if found.dim >= 0 else 1
+        is_part = count < self._num_rows
+        if not isinstance(found.start, int):  # values have picked them
+            return
+        if not (histories or (is_part and what is not None)):
+            return
+        rows = np.arange(found.start, found.start + min(count, self._num_rows)) % self._num_rows
+        numbers = np.zeros(self._num_rows, dtype=np.uint64)
+        for history, _ in histories:
+            numbers += history
+        if what is not None:
+            met = np.uint64(hash(what) & 0xFFFFFFFF)
+            numbers = numbers * _MANY + (met if is_part else np.uint64(0))
+        text = histories[0][1] if histories else text
+        if is_part:
+            before = self._of.get(key)
+            kept = np.zeros_like(numbers) if before is None or not writes else before[0].copy()
+            kept[rows] = numbers[rows]
+            numbers, text = kept, text if before is None else before[1]
+        self._of[key] = numbers, text
+
+    def difference(self, key: int) -> str:
+        """Return an operation that some rows of a storage alone have met, as text; empty if all have met the same."""
+        numbers, text = self._of.get(key, (None, ""))
+        return text if numbers is not None and bool((numbers != numbers[0]).any()) else ""

@@ -1,0 +1,256 @@
+"""The units (heads, neurons, tokens of a vocabulary) that tensors of a forward hold, told by their storages.
+
+    UnitRows(stride=1, units=D)      the element at offset o of the storage belongs to unit (o // stride) % units
+
+`independence/unit_rules.py` follows them from the weights that a plan cuts through every operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from torch import Tensor
+
+from samestep.tracing.operations import Operation, View
+
+
+class MixesError(Exception):
+    """An operation that does not compute each unit by itself."""
+
+    def __init__(self, reason: str, sources: Collection[str] = (), parts: int = 1) -> None:
+        """Keep the weights whose output is taken apart, and the number of equal parts."""
+        super().__init__(reason)
+        self.sources, self.parts = sources, parts
+        self.where = ""
+        """Path of the module whose code runs the operation."""
+        self.cut: frozenset[str] = frozenset()
+        """Names of the cut weights whose units the operation meets."""
+
+    def at(self, where: str, cut: Iterable[str]) -> MixesError:
+        """Return the error with the module and the cut weights that it is about, unless it knows them."""
+        self.where, self.cut = self.where or where, self.cut | frozenset(cut)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCut:
+    """A weight of which a rank holds a part: along `dim`, `parts` weights side by side, each cut by itself."""
+
+    dim: int
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRows:
+    """The units of a storage: the element at offset o belongs to unit (o // stride) % units."""
+
+    stride: int
+    units: int
+    sources: frozenset[str] = frozenset()
+    """Names of the weights whose units these are."""
+
+    @property
+    def period(self) -> int:
+        """Number of elements after which the units repeat."""
+        return self.stride * self.units
+
+
+State = UnitRows | Literal["uniform", "partial"] | frozenset[tuple[int, int]] | None
+"""What a storage holds: units; equal elements; summands of one rank each; elements that repeat along dimensions of
+these strides and sizes; or None, a tensor that every rank has whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitDim:
+    """The dimension of a view that has the units: index k belongs to unit (k // inner) % units."""
+
+    dim: int
+    units: int
+    inner: int
+    outer: int
+    sources: frozenset[str] = frozenset()
+    is_last: bool = False
+    """Whether it is the last dimension of the view."""
+
+
+def along(view: View, rows: UnitRows) -> UnitDim | None:
+    """Return the dimension of a view that has the units of its storage; None where they are not apart in one."""
+    period, best = rows.period, -1
+    for dim, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
+        if (
+            size > 1
+            and 0 < stride < period
+            and size * stride % period == 0
+            and (best < 0 or stride > view.strides[best])
+        ):
+            best = dim
+    if best < 0:
+        return None
+    step = view.strides[best]
+    inner = [(size, stride) for size, stride in zip(view.shape, view.strides, strict=True) if size > 1]
+    inner = [(size, stride) for size, stride in inner if stride % period and (size, stride) != (view.shape[best], step)]
+    reach = view.offset % step + sum((size - 1) * stride for size, stride in inner)
+    if reach >= step or view.offset % period >= step:
+        return None
+    outer = view.shape[best] * step // period
+    is_last = best == len(view.shape) - 1
+    if rows.stride % step == 0:
+        return UnitDim(best, rows.units, rows.stride // step, outer, rows.sources, is_last)
+    if step % rows.stride == 0 and period % step == 0:
+        return UnitDim(best, period // step, 1, outer, rows.sources, is_last)
+    return None
+
+
+def _parts_in(view: View, rows: UnitRows) -> int:
+    """Return the number of equal parts of which a view shows one; 1 if it does not."""
+    within = [(size, stride) for size, stride in zip(view.shape, view.strides, strict=True) if 0 < stride < rows.period]
+    step = min((stride for _, stride in within), default=1)  # of interleaved halves, each shows every second element
+    shown = step + sum((size - 1) * stride for size, stride in within)
+    whole_units = shown % rows.stride == 0 and view.offset % rows.period // step * step % shown == 0
+    return rows.period // shown if whole_units and rows.period % shown == 0 else 1
+
+
+def part_of(view: View, rows: UnitRows, degree: int) -> View | None:
+    """Return the view of a rank that holds one of `degree` equal parts of the units; None where there is none."""
+    found = along(view, rows)
+    if found is None or found.units % degree:
+        return None
+    shape = tuple(size // degree if dim == found.dim else size for dim, size in enumerate(view.shape))
+    strides = tuple(s // degree if s >= rows.period else s for s in view.strides)
+    offset = view.offset // rows.period * (rows.period // degree) + view.offset % rows.period
+    return replace(view, shape=shape, strides=strides, offset=offset)
+
+
+@dataclass(slots=True)
+class UnitFlow:
+    """The places of the units at every operation of a forward."""
+
+    styles: Mapping[str, str]
+    """Cut style of each module, by its path."""
+    weights: Mapping[int, str]
+    """Name of each weight and buffer by its storage."""
+    owners: Mapping[int, frozenset[str]]
+    """Paths of the modules that own each trained weight, by its storage."""
+    trained: frozenset[str]
+    """Names of the weights, as opposed to buffers."""
+    looking: tuple[str, ...] = ()
+    """Modules whose code looks at values."""
+    from_weights: dict[int, frozenset[str]] = field(default_factory=dict)
+    """Storages made of nothing but trained weights, with the modules that own these."""
+    groups: dict[str, int] = field(default_factory=dict)
+    """Number of units between which each weight may be cut, by its name."""
+    like: dict[str, int] = field(default_factory=dict)
+    """Weights that the plan does not name, with an element for each unit: the dimension of these elements."""
+    states: dict[int, State] = field(default_factory=dict)
+    history: list[tuple[State, ...]] = field(default_factory=list)
+    """State of each operand and result of every operation."""
+    made_of: dict[int, str] = field(default_factory=dict)
+    """Storages made element by element of one weight, by its name."""
+    prediction: UnitDim | None = None
+    """The units of the model's prediction."""
+    tried: list[str] = field(default_factory=list)
+    """Operations without a rule, and custom backwards, of which a trial has passed."""
+    others_cut: bool = False
+    """Whether another output has units."""
+
+    def along(self, view: View, op: Operation) -> UnitDim | None:
+        """Return the dimension of a tensor that has units; None for a tensor without.
+
+        Raises:
+            MixesError: the tensor cannot be cut between units, or holds partial sums.
+        """
+        state = self.states.get(view.storage) if view.values is None else None
+        if state == "partial":
+            raise MixesError(f"{place(op)} computes {op.name} on sums of which each rank has a summand")
+        if not isinstance(state, UnitRows) or view.numel == 0:
+            return None
+        found = along(view, state)
+        if found is None:
+            raise MixesError(
+                f"{place(op)} takes a part {list(view.shape)} of {named(state.sources)}, of which a rank would hold "
+                "other elements",
+                state.sources,
+                _parts_in(view, state),
+            )
+        for name in state.sources:
+            self.groups[name] = math.gcd(self.groups[name], found.units)
+        return found
+
+    def check_whole(self, view: View, dim: int, found: UnitDim, op: Operation) -> None:
+        """Check that a tensor without units does not tell the units along its dimension `dim` apart.
+
+        Raises:
+            MixesError: it does.
+        """
+        if view.numel == 0 or view.shape[dim] == 1 or view.strides[dim] == 0 or self.is_constant(view, dim):
+            return
+        name = self.weights.get(view.storage) or self.made_of.get(view.storage, "")
+        size = view.shape[dim]
+        if name in self.trained and name not in self.like and found.outer == 1:
+            raise LikeError(name, view.strides[dim] if view.storage in self.weights else None, size)
+        what = f"{name}, with" if name else "a tensor with"
+        raise MixesError(
+            f"{place(op)} computes {op.name} of {named(found.sources)} and {what} {size} elements of its own for what "
+            "tp cuts, which every rank would hold whole"
+        )
+
+    def is_constant(self, view: View, dim: int) -> bool:
+        """Return whether a tensor without units repeats its elements along a dimension."""
+        if view.values is not None:
+            return len(set(view.values)) == 1
+        state = self.states.get(view.storage)
+        return state == "uniform" or (isinstance(state, frozenset) and (view.strides[dim], view.shape[dim]) in state)
+
+    def learn(self, view: View, found: UnitDim | None, op: Operation) -> None:
+        """Store the units of a result.
+
+        Raises:
+            MixesError: it is written into a tensor without units, or with other ones.
+        """
+        if found is None:
+            return
+        state = self.states.get(view.storage)
+        rows = UnitRows(view.strides[found.dim] * found.inner, found.units, found.sources)
+        if isinstance(state, UnitRows):
+            held = along(view, state)
+            if held is None or (held.dim, held.outer) != (found.dim, found.outer):
+                raise MixesError(f"{place(op)} writes {named(found.sources)} into other rows of another tensor")
+        elif op.writes and state != "uniform":
+            raise MixesError(f"{place(op)} writes {named(found.sources)} into a tensor that every rank has whole")
+        else:
+            self.states[view.storage] = rows
+
+
+def met_by(flow: UnitFlow, op: Operation) -> frozenset[str]:
+    """Return the names of the cut weights whose units an operation is given."""
+    states = [flow.states.get(view.storage) for view in op.given if view.values is None]
+    return frozenset(name for state in states if isinstance(state, UnitRows) for name in state.sources)
+
+
+class LikeError(Exception):
+    """A weight has an element for each unit: it is to be cut like them."""
+
+    def __init__(self, name: str, stride: int | None, size: int) -> None:
+        super().__init__(name)
+        self.name, self.stride, self.size = name, stride, size
+
+    def dim_of(self, weight: Tensor) -> int | None:
+        """Return the dimension with the elements; None if none of it is as long."""
+        places = [dim for dim, size in enumerate(weight.shape) if size == self.size]
+        return next((dim for dim in places if self.stride in (None, weight.stride(dim))), None)
+
+
+def place(op: Operation) -> str:
+    """Return the module whose code runs an operation, as text."""
+    return op.where or "the model's own code"
+
+
+def named(sources: Iterable[str]) -> str:
+    """Return what these weights' outputs are, as text."""
+    names = sorted(sources)
+    return (
+        f"what tp cuts by {', '.join(names[:2])}{' and others' if len(names) > 2 else ''}" if names else "what tp cuts"
+    )

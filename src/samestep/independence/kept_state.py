@@ -1,0 +1,392 @@
+"""What a forward keeps: buffers, weights and attributes of modules that it writes and a later forward may read.
+
+A step of one device runs the forward once, on the whole batch. A layout runs it on a part of the samples, or several
+times, so whatever a forward writes may differ. The trace compares the modules before and after, and looks at every
+operation that writes in place. Where anything has changed, the forward is traced three times more from the same start:
+
+    A   on n samples         what does it write, and does that depend on the samples?
+    B   on n samples again   what does it write again, and what does it read of what A has written?
+    C   on 2n samples        which numbers depend on how many samples there are?
+
+Dependence is carried along the operations: a storage depends on what those depended on that it was computed from.
+
+    written by A alone, not from samples             a cache (rotary tables, masks): no state
+    replaced by B, and not read before               a note of the last forward (activations, statistics): no state
+    written by B again, or from samples and read     state
+
+Afterwards the modules are as they were: no tensor of the meta device stays in a cache, and the first real forward makes
+its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from samestep.building.named_tensors import address
+from samestep.building.torch_seams import DispatchMode
+from samestep.errors import ModelError
+from samestep.models.analysis import StateKind, StateSpec
+from samestep.models.spec import ModelSpec
+from samestep.state.reachable import Variable
+from samestep.state.snapshot import OUTSIDE, Content, Slot, Snapshot
+from samestep.tracing.forward import ForwardTracer, ValueOf
+from samestep.tracing.meta_tensors import NeedsValuesError, operands, run_on_meta, tensors_in
+from samestep.tracing.watched_forward import watch_forward
+
+_FEW = 16
+_MOST_JUMPS, _LARGEST_JUMP = 8, 10_000
+SAMPLES = -1
+"""The label of what depends on the values of the samples; other labels are addresses of storages."""
+
+
+# -- operations that write -------------------------------------------------------------------------
+
+
+def _written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors into which an operation writes."""
+    if not func._schema.is_mutable:
+        return []
+    found = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += operands(given)
+    return found
+
+
+def _counts_tokens(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether it is a lookup whose gradient is divided by how often the micro-batch has a token."""
+    return func in (torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default) and args[3:4] == (True,)
+
+
+class _WriteRecorder(DispatchMode):
+    """Records the storages that operations write into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+        self.counts_tokens = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.written.update(map(address, _written_by(func, args, kwargs or {})))
+        self.counts_tokens |= _counts_tokens(func, args)
+        return run_on_meta(func, args, kwargs or {})
+
+
+@dataclass(slots=True)
+class Changes:
+    """The answer to whether a forward keeps anything, complete once the forward has ended."""
+
+    found: bool = False
+
+
+@contextmanager
+def record_changes(module: nn.Module) -> Iterator[Changes]:
+    """Record whether a forward inside changes its modules or writes into their tensors; restore them afterwards."""
+    changes, before = Changes(), Snapshot(module)
+    try:
+        with _WriteRecorder() as recorder:
+            yield changes
+        after = Snapshot(module)
+        held = {address(tensor) for value in after.values.values() for tensor in value.tensors}
+        changes.found = bool(held & recorder.written) or recorder.counts_tokens or bool(_changed(before, after))
+    finally:
+        before.restore()
+
+
+def _changed(before: Snapshot, after: Snapshot) -> set[Slot]:
+    """Return the slots whose numbers, structure or tensors differ."""
+    none = Content(None, [])
+    slots = before.values.keys() | after.values.keys()
+    pairs = ((slot, before.values.get(slot, none), after.values.get(slot, none)) for slot in slots)
+    return {slot for slot, old, new in pairs if old.skeleton != new.skeleton or old.identities != new.identities}
+
+
+# -- dependence ------------------------------------------------------------------------------------
+
+_SHAPES_ALONE = (
+    torch.ops.aten.zeros_like,
+    torch.ops.aten.ones_like,
+    torch.ops.aten.full_like,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.new_zeros,
+    torch.ops.aten.new_ones,
+    torch.ops.aten.new_full,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+)
+"""Operations whose results depend on the shape of their operand, not on its values."""
+_OVERWRITING = (torch.ops.aten.copy_, torch.ops.aten.zero_, torch.ops.aten.fill_)
+
+
+def _call_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return an operation with all it is given, tensors by their shapes, and those of a few real numbers by these."""
+
+    def seen(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return (leaf.shape, None if leaf.is_meta or leaf.numel() > _FEW else repr(leaf.tolist()))
+        return repr(leaf)
+
+    return str(func), [seen(leaf) for leaf in tree_leaves((args, kwargs))]
+
+
+class _StateTracer(ForwardTracer):
+    """A forward tracer that carries, for each storage, the labels of what it was computed from."""
+
+    has_backward = False
+
+    def __init__(self, module: nn.Module, keeps_all: bool) -> None:
+        super().__init__(module, lambda region: None, {}, keeps_all=keeps_all)
+        self.labels: dict[int, set[int]] = {}
+        self.used: set[int] = set()
+        """Storages that some operation has read or looked at."""
+        self.written: dict[int, set[int]] = {}
+        """The labels of what was written into each storage."""
+        self.overwritten: set[int] = set()
+        """Storages whose first use was to be overwritten as a whole."""
+        self.looked_at: set[int] = set()
+        """Labels of values that the code has looked at."""
+        self.counting: str | None = None
+        self.calls: list[Any] = []
+        """The operations, with their numbers and shapes."""
+        self._func: Any = None
+
+    def to_meta(self, real: Tensor) -> Tensor:
+        """Return a meta tensor for a real one, with its label."""
+        found = super().to_meta(real)
+        if found is not real:
+            self.labels[address(found)] = self.labels.get(address(real), set()) | {address(real)}
+            self.used.add(address(real))
+        return found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._func = func
+        self.calls.append(_call_of(func, args, kwargs or {}))
+        if _counts_tokens(func, args):
+            self.counting = self.innermost
+        given = operands(*args, *(kwargs or {}).values())
+        written = _written_by(func, args, kwargs or {})
+        keys = {self.key(tensor) for tensor in given}
+        for tensor in written:
+            is_whole = tensor.numel() == tensor.untyped_storage().nbytes() // max(1, tensor.element_size())
+            if self.key(tensor) not in self.used and func.overloadpacket in _OVERWRITING and is_whole:
+                self.overwritten.add(self.key(tensor))
+        labels = self._labels_of(keys)
+        self.used |= keys
+        if torch.Tag.data_dependent_output in func.tags:
+            self.looked_at |= labels
+        outcome = super().__torch_dispatch__(func, types, args, kwargs)
+        for tensor in written:
+            self.written.setdefault(self.key(tensor), set()).update(labels)
+            self.labels.setdefault(self.key(tensor), set()).update(labels)
+        return outcome
+
+    def record(self, given: list[Tensor], written: list[Tensor], *cost: Any) -> None:
+        """Add an operation, and give its results the labels of its operands."""
+        super().record(given, written, *cost)
+        keys = {self.key(tensor) for tensor in given}
+        self.used |= keys
+        if self._func is not None and self._func.overloadpacket in _SHAPES_ALONE:
+            return
+        labels = self._labels_of(keys)
+        for tensor in written:
+            if self.key(tensor) not in keys:
+                self.labels.setdefault(self.key(tensor), set()).update(labels)
+
+    def given(self, batch: Any) -> Any:
+        """Return the batch of the forward, whose tensors are the samples."""
+        for tensor in tensors_in(batch):
+            self.labels[self.key(tensor)] = {SAMPLES}
+        return batch
+
+    def depends(self, tensor: Tensor) -> bool:
+        """Return whether a tensor depends on the values of the samples."""
+        return SAMPLES in self.labels.get(address(tensor), ())
+
+    def _labels_of(self, keys: set[int]) -> set[int]:
+        return keys.union(*(self.labels.get(key, ()) for key in keys))
+
+
+@dataclass(slots=True)
+class _Traced:
+    """One traced forward and the modules after it."""
+
+    watch: _StateTracer
+    after: Snapshot
+    reached: set[int] = field(default_factory=set)
+    """Labels of the outputs, and of what the code has looked at."""
+
+
+def examine(
+    module: nn.Module, sample: Any, spec: ModelSpec, containers: tuple[str, ...], num_samples: int, value_of: ValueOf
+) -> tuple[StateSpec, ...]:
+    """Return what a forward keeps that another forward may read; the modules are unchanged afterwards.
+
+    Raises:
+        ModelError: the forward does not run on other samples, or again.
+    """
+
+    def run(count: int) -> _Traced:
+        watch = _StateTracer(module, keeps_all=bool(spec.varies_at))
+        try:
+            outputs = watch_forward(module, sample, count, spec.name, containers, watch, value_of)
+        except NeedsValuesError:
+            raise ModelError(f"{spec.name} cannot be traced again: {watch.reached} looks at a value") from None
+        reached = watch._labels_of({address(tensor) for tensor in tensors_in(outputs)}) | watch.looked_at
+        return _Traced(watch, Snapshot(module), reached)
+
+    def follows(counters: list[_Counter], count: int) -> bool:
+        """Return whether two forwards with all counters near a number do something else than the first."""
+        start.restore()
+        for counter in counters:
+            counter.put(count)
+        try:
+            return any(run(num_samples).watch.calls != known.watch.calls for known in (first, again))
+        except (ModelError, NeedsValuesError, RuntimeError):
+            return True
+
+    start = Snapshot(module)
+    try:
+        first = run(num_samples)
+        again = run(num_samples)
+        acts = run(num_samples).watch.calls != again.watch.calls  # not the first one's, which may fill caches
+        start.restore()
+        wider = run(2 * num_samples)
+        counters = [] if acts else list(_counters(start, first.after, again.after))
+        acts = acts or any(follows(counters, count - 1) for count in _jumps(start, counters))
+    finally:
+        start.restore()
+    found = [
+        *_written_in_place(module, start, first, again),
+        *_replaced(start, first, again, wider, looks=bool(spec.varies_at), acts=acts),
+    ]
+    if first.watch.counting is not None:
+        found.append(StateSpec(owner=first.watch.counting, name="weight", kind="counts"))
+    return tuple(state for state in found if not _is_known(module, state, spec))
+
+
+@dataclass(frozen=True, slots=True)
+class _Counter:
+    """A number that every forward changes: an item of a container, or a variable."""
+
+    holder: Any
+    key: Any
+
+    def put(self, value: int) -> None:
+        """Set the number."""
+        if isinstance(self.holder, Variable):
+            self.holder.put(value)
+        else:
+            self.holder[self.key] = value
+
+
+def _counters(start: Snapshot, first: Snapshot, again: Snapshot) -> Iterator[_Counter]:
+    """Yield the numbers that the first forward has changed, and the second one again."""
+    later = {id(held): items for held, items in first.containers}
+    latest = {id(held): items for held, items in again.containers}
+    for held, items in start.containers:
+        after, last = later.get(id(held)), latest.get(id(held))
+        if (
+            after is None
+            or last is None
+            or isinstance(held, set)
+            or len(items) != len(after)
+            or len(after) != len(last)
+        ):
+            continue
+        for key in items if isinstance(held, dict) else range(len(items)):
+            now = after.get(key) if isinstance(after, dict) else after[key]
+            if _is_number(items[key]) and _is_number(now) and items[key] != now:
+                yield _Counter(held, key)
+    for variable, after in zip(start.variables, first.variables, strict=False):
+        if _is_number(variable.value) and _is_number(after.value) and variable.value != after.value:
+            yield _Counter(variable, "")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _jumps(start: Snapshot, counters: list[_Counter]) -> list[int]:
+    """Return the numbers near which counters are tried: those of the attributes and of the code, and a large one."""
+    if not counters:
+        return []
+    known = {int(leaf) for value in start.values.values() for leaf in tree_leaves(value.skeleton) if _is_number(leaf)}
+    found = {count for count in (*known, *start.constants) if 1 < count < _LARGEST_JUMP}
+    return [*sorted(found)[-_MOST_JUMPS:], _LARGEST_JUMP]
+
+
+def _is_known(module: nn.Module, state: StateSpec, spec: ModelSpec) -> bool:
+    """Return whether it is a statistic of torch's own norms, which are reproduced by their own rule."""
+    return state.owner in spec.coupled_modules and state.name in ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _written_in_place(module: nn.Module, start: Snapshot, first: _Traced, again: _Traced) -> Iterator[StateSpec]:
+    """Yield the tensors that were there at the start and that forwards write into."""
+    weights = {address(param) for param in module.parameters()}
+    listed: set[int] = set()
+    for (owner, name), value in start.values.items():
+        for tensor in value.tensors:
+            key = address(tensor)
+            labels = first.watch.written.get(key, set()) | again.watch.written.get(key, set())
+            is_written = key in first.watch.written or key in again.watch.written
+            if not is_written or key in listed or key in again.watch.overwritten:
+                continue
+            listed.add(key)
+            if SAMPLES in labels or key in again.watch.written:
+                yield StateSpec(
+                    owner=owner if owner != OUTSIDE else "",
+                    name=name,
+                    kind="weight" if key in weights else _kind(owner, "buffer"),
+                    of_samples=SAMPLES in labels,
+                    is_read=key in (first.reached | again.reached),
+                )
+
+
+def _replaced(
+    start: Snapshot, first: _Traced, again: _Traced, wider: _Traced, *, looks: bool, acts: bool
+) -> Iterator[StateSpec]:
+    """Yield the attributes that forwards replace, and of which a later forward reads what an earlier one left.
+
+    `acts` tells whether forwards do something else once numbers that they keep have changed.
+    """
+    none = Content(None, [])
+    for slot in sorted(_changed(start, first.after) | _changed(first.after, again.after)):
+        old, new, newer, wide = (seen.values.get(slot, none) for seen in (start, first.after, again.after, wider.after))
+        known = set(old.identities)
+        made = [tensor for tensor, where in zip(new.tensors, new.identities, strict=True) if where not in known]
+        read = [tensor for tensor in made if address(tensor) in again.watch.used]
+        of_samples = any(first.watch.depends(tensor) for tensor in read)
+        counts = acts and newer.skeleton != new.skeleton and not (made and not read and _only_tensors(new, newer))
+        written = any(address(tensor) in again.watch.written for tensor in read)
+        is_weight = bool(old.tensors) and old.skeleton == new.skeleton and isinstance(old.tensors[0], nn.Parameter)
+        if of_samples or counts or (read and (written or newer.identities != new.identities)) or (is_weight and made):
+            yield StateSpec(
+                owner=slot[0] if slot[0] != OUTSIDE else "",
+                name=slot[1],
+                kind="weight" if is_weight else _kind(slot[0], "attribute"),
+                of_samples=of_samples or (counts and (looks or wide.skeleton != new.skeleton)),
+                is_read=True,
+            )
+
+
+def _kind(owner: str, kind: StateKind) -> StateKind:
+    return "variable" if owner == OUTSIDE else kind
+
+
+def _only_tensors(value: Content, other: Content) -> bool:
+    """Return whether both are flat containers of tensors alone, as a log of activations is."""
+    return all(
+        isinstance(seen.skeleton, tuple) and len(seen.skeleton) == 1 + len(seen.tensors) for seen in (value, other)
+    )

@@ -1,0 +1,412 @@
+"""The forward of one rank of a tensor cut, tried on the meta device with the shapes of a rank.
+
+Weights have the shapes that the rank holds; sums over ranks are left out, and what is gathered is made whole by a
+stand-in. The forward must run the operations of the whole model, one by one, with the same numbers, each on the rank's
+part of the same tensors (`independence/unit_rules.py` knows which part). Code that counts its heads, neurons or features by an
+attribute needs the rank's number there: the trial finds the attributes which make it succeed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import ModelError
+from samestep.independence.dimension_maps import FILLS
+from samestep.independence.feature_units import State, UnitDim, UnitFlow, UnitRows, WeightCut, along, part_of
+from samestep.models.spec import is_below
+from samestep.tracing.operations import Operation, Recorder, View
+
+Forward = Callable[[Recorder], object]
+"""Runs the model's forward, with its operations recorded; raises a `ModelError` if that fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """An integer attribute by which modules count what a rank has a part of, such as heads."""
+
+    path: str
+    """Path of one module that has it; modules of its class with the same cuts below have it too."""
+    name: str
+    divisor: int
+
+
+MOST_TRIALS = 64
+"""Forwards of a rank that are tried at most, besides the first."""
+
+
+class DiffersError(ModelError):
+    """The forward of a rank runs another operation than that of the whole model, or on other tensors."""
+
+    def __init__(self, reason: str, where: str) -> None:
+        super().__init__(reason)
+        self.where = where
+
+
+@dataclass(slots=True)
+class _Search:
+    """The furthest that any trial has come."""
+
+    reached: int
+    """Number of operations until one differed."""
+    error: DiffersError
+    trials_left: int = MOST_TRIALS
+
+    def note(self, reached: int, error: DiffersError) -> None:
+        """Count a trial that fails, and keep what stopped it if none came further."""
+        self.trials_left -= 1
+        if reached > self.reached:
+            self.reached, self.error = reached, error
+
+
+class _Compared(Recorder):
+    """Compares each operation of a rank's forward with the same one of the whole model's, as it is recorded."""
+
+    def __init__(self, whole: list[Operation], flow: UnitFlow, degree: int, degrees: Mapping[str, int]) -> None:
+        super().__init__()
+        self.degree, self.degrees = degree, degrees
+        written = {op.results[0].storage for op in whole if op.results and op.writes}
+        pairs = list(zip(whole, flow.history, strict=True))
+        self.copies = {op.results[0].storage: (op, states[0]) for op, states in pairs if _is_copy(op, written)}
+        """Copies that the whole model makes, and the state of what they are copied from, by their storages."""
+        self.whole = [(op, states) for op, states in pairs if not _is_copy(op, written)]
+        self.mine: dict[int, Operation] = {}
+        """Copies that the rank makes, which may be others: of a single head, code often makes none."""
+        self.same: dict[int, int] = {}
+        """Storage of the rank's forward, by that of the whole model's."""
+
+    def record(self, func: Any, where: str, args: Any, kwargs: Any, outcome: Any) -> None:
+        """Compare an operation.
+
+        Raises:
+            DiffersError: it differs.
+        """
+        known = len(self.operations)
+        Recorder.record(self, func, where, args, kwargs, outcome)
+        for mine in self.operations[known:]:
+            whole, states = self.whole[known] if known < len(self.whole) else (None, ())
+            if _is_copy(mine, ()) and (whole is None or whole.func != mine.func):
+                self.mine[mine.results[0].storage] = self.operations.pop()
+                continue
+            if whole is None:
+                raise DiffersError(f"{where} computes {mine.name} once more with the numbers of a rank", where)
+            self._compare(whole, mine, states)
+
+    def check_end(self) -> None:
+        """Raise an error if the rank's forward has fewer operations."""
+        if len(self.operations) < len(self.whole):
+            missing, _ = self.whole[len(self.operations)]
+            raise DiffersError(
+                f"{missing.where} computes {missing.name} no more with the numbers of a rank", missing.where
+            )
+
+    def _compare(self, whole: Operation, mine: Operation, states: tuple[State, ...]) -> None:
+        if (whole.func, whole.where) != (mine.func, mine.where):
+            raise DiffersError(
+                f"{whole.where} computes {whole.name} in the whole model, and {mine.where} {mine.name} on a rank",
+                whole.where,
+            )
+        if numbers_of(whole) != numbers_of(mine):
+            pairs = zip(numbers_of(whole), numbers_of(mine), strict=False)
+            a, b = next(((a, b) for a, b in pairs if a != b), ("more", "fewer"))
+            raise DiffersError(
+                f"{whole.where} computes {whole.name} with {a} in the whole model, and with {b} on a rank", whole.where
+            )
+        views = [*whole.given, *whole.results], [*mine.given, *mine.results]
+        if len(views[0]) != len(views[1]):
+            raise DiffersError(f"{whole.where} computes {whole.name} of other tensors on a rank", whole.where)
+        for one, other, state in zip(*views, states, strict=True):
+            if whole.func == "left":  # where a cut output is gathered
+                self.same[one.storage] = other.storage
+            if reason := self._differs(one, other, state):
+                raise DiffersError(f"{whole.where} computes {whole.name} {reason}", whole.where)
+
+    def _differs(self, whole: View, mine: View, state: State) -> str:
+        """Return how a rank's tensor is not its part of the whole model's; empty if it is."""
+        if whole.values is not None or mine.values is not None:
+            return "" if (whole.values, whole.shape) == (mine.values, mine.shape) else "with other constants on a rank"
+        if whole.numel == mine.numel == 0:
+            return ""
+        degrees = {
+            self.degree,
+            *(self.degrees[name] for name in (state.sources if isinstance(state, UnitRows) else ())),
+        }
+        for degree in degrees:
+            part = (
+                part_of(whole, state, degree)
+                if isinstance(state, UnitRows)
+                else _repeated_like(whole, mine, degree, state)
+            )
+            if part is None or part.shape != mine.shape:
+                continue
+            if isinstance(state, frozenset) or state == "uniform":
+                return ""
+            if self._shows_same(whole, mine, part, degree, state):
+                return ""
+            return f"of {list(mine.shape)}, and on a rank of another part of {list(whole.shape)}"
+        return f"of {list(whole.shape)} in the whole model, and of {list(mine.shape)} on a rank"
+
+    def _shows_same(self, whole: View, mine: View, part: View, degree: int, state: State) -> bool:
+        """Return whether a rank's view shows its part of the whole model's view."""
+        if whole.storage not in self.copies and mine.storage not in self.mine:
+            return self._is_same(whole.storage, mine.storage) and (state is None or _shows(part) == _shows(mine))
+        found = along(whole, state) if isinstance(state, UnitRows) else None
+        for index in _places(mine.shape):
+            there = index if found is None else _in_whole(index, found, degree)
+            if not self._is_same_element(whole, there, state, mine, index):
+                return False
+        return True
+
+    def _is_same(self, whole: int, mine: int) -> bool:
+        return self.same.setdefault(whole, mine) == mine
+
+    def _is_same_element(self, whole: View, there: list[int], state: State, mine: View, here: list[int]) -> bool:
+        """Return whether two elements are one, followed back through copies to what they were copied from."""
+        a, b = _offset(whole, there), _offset(mine, here)
+        while whole.storage in self.copies:
+            copy, state = self.copies[whole.storage]
+            whole, a = copy.given[0], _copied_from(copy, a)
+        while mine.storage in self.mine:
+            b = _copied_from(self.mine[mine.storage], b)
+            mine = self.mine[mine.storage].given[0]
+        if not self._is_same(whole.storage, mine.storage):
+            return False
+        if not isinstance(state, UnitRows):
+            return a == b
+        periods = {state.period // n for n in (self.degree, *(self.degrees[name] for name in state.sources))}
+        return any(b // period * state.period + b % period == a for period in periods)
+
+
+def _is_copy(op: Operation, written: Collection[int]) -> bool:
+    """Return whether an operation copies a tensor, and neither the tensor nor the copy is written later."""
+    is_clone = not isinstance(op.func, str) and op.func.overloadpacket is torch.ops.aten.clone
+    return is_clone and not {op.results[0].storage, op.given[0].storage} & {*written}
+
+
+def _repeated_like(whole: View, mine: View, degree: int, state: State) -> View | None:
+    """Return a whole tensor as a rank sees it: with fewer repetitions of the elements that it repeats."""
+    is_free = isinstance(state, frozenset) or state == "uniform"
+    fits = len(whole.shape) == len(mine.shape) and all(
+        a == b or (a == b * degree and (is_free or s == 0))
+        for a, b, s in zip(whole.shape, mine.shape, whole.strides, strict=True)
+    )
+    return replace(whole, shape=mine.shape) if fits else None
+
+
+def _places(shape: tuple[int, ...]) -> Iterator[list[int]]:
+    """Yield indices that tell apart two views of a storage: the first, the next along each dimension, the last, others."""
+    yield [0] * len(shape)
+    yield [size - 1 for size in shape]
+    for dim, size in enumerate(shape):
+        for at in {1, size // 2, size - 1} if size > 1 else ():
+            yield [at if other == dim else 0 for other in range(len(shape))]
+    for turn in range(1, 9):
+        yield [turn * 7919 // (dim + 1) % size for dim, size in enumerate(shape)]
+
+
+def _in_whole(index: list[int], found: UnitDim, degree: int) -> list[int]:
+    """Return the index in the whole tensor of an element of the first rank's part."""
+    mine = found.units // degree * found.inner
+    outer, rest = divmod(index[found.dim], mine)
+    return [outer * found.units * found.inner + rest if dim == found.dim else at for dim, at in enumerate(index)]
+
+
+def _offset(view: View, index: list[int]) -> int:
+    return view.offset + sum(at * stride for at, stride in zip(index, view.strides, strict=True))
+
+
+def _copied_from(copy: Operation, offset: int) -> int:
+    """Return the offset of the element of which a copy has one at this offset."""
+    given, result = copy.given[0], copy.results[0]
+    rest, index = offset - result.offset, [0] * len(result.shape)
+    for dim in sorted(range(len(index)), key=lambda dim: -result.strides[dim]):
+        if result.shape[dim] > 1:
+            index[dim], rest = divmod(rest, result.strides[dim])
+    return _offset(given, index)
+
+
+def _shows(view: View) -> tuple[Any, ...]:
+    """Return which elements of its storage a view shows; the stride of a dimension of one element says nothing."""
+    return view.shape, view.offset, [s for size, s in zip(view.shape, view.strides, strict=True) if size > 1]
+
+
+def numbers_of(op: Operation) -> list[Any]:
+    """Return the numbers and words that code gave to an operation; shapes of the tensors it makes are not among them."""
+    sized = not isinstance(op.func, str) and (
+        op.func.overloadpacket in FILLS
+        or op.func.overloadpacket in (torch.ops.aten.repeat, torch.ops.aten._unsafe_view)
+        or torch.Tag.nondeterministic_seeded in op.func.tags
+    )
+    found: list[Any] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, tuple):
+            if not sized:
+                for item in value:
+                    collect(item)
+        elif not isinstance(value, View):
+            found.append(value)
+
+    for value in (*op.args, *op.kwargs.values()):
+        collect(value)
+    return found
+
+
+# -- a model with the shapes of a rank ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrial:
+    """The forward of a rank of this degree, held against that of the whole model."""
+
+    model: nn.Module
+    styles: Mapping[str, str]
+    """Cut style of each module, by its path."""
+    cuts: Mapping[str, WeightCut]
+    degrees: Mapping[str, int]
+    """Number of parts of each cut weight: the degree, or the number of heads that ranks share."""
+    degree: int
+    whole: list[Operation]
+    flow: UnitFlow
+    forward: Forward
+
+    def counts(self, known: Collection[Count]) -> list[Count]:
+        """Return the attributes by which code counts what a rank has a part of.
+
+        `known` are tried first. A forward that fails names a module; of the integers there and around, those that bring
+        the forward further are divided, the furthest first; two at once where none does alone, as where code compares
+        the number of queries with that of keys. A choice that leads nowhere is taken back.
+
+        Raises:
+            DiffersError: no attributes help.
+        """
+        counts = list(known)
+        reached, error = self._tried(counts)
+        if error is None:
+            return counts
+        search = _Search(reached, error)
+        found = self._found(counts, reached, error, search)
+        if found is None:
+            raise search.error
+        return found
+
+    def _found(self, counts: list[Count], reached: int, error: DiffersError, search: _Search) -> list[Count] | None:
+        """Return counts with more attributes, with which the forward succeeds; None where there are none."""
+        single = [one for one in self._candidates(error.where) if one not in counts]
+        pairs = [(a, b) for a, b in itertools.combinations(single, 2) if a.path == b.path and a.name != b.name]
+        for choices in ([(one,) for one in single], pairs):
+            outcomes = []
+            for more in choices[: search.trials_left]:
+                now, why = self._tried([*counts, *more])
+                if why is None:
+                    return [*counts, *more]
+                search.note(now, why)
+                outcomes.append((now, why, more))
+            further = sorted((one for one in outcomes if one[0] > reached), key=lambda one: -one[0])
+            for now, why, more in further:
+                if (found := self._found([*counts, *more], now, why, search)) is not None:
+                    return found
+            if further:
+                break
+        return None
+
+    def _tried(self, counts: list[Count]) -> tuple[int, DiffersError | None]:
+        """Return the number of operations until one differs, and why it does; with views, which may fail alone."""
+        recorder = _Compared(self.whole, self.flow, self.degree, self.degrees)
+        with self._shapes_of_a_rank(counts, recorder):
+            try:
+                self.forward(recorder)
+                recorder.check_end()
+            except DiffersError as error:
+                return recorder.seen, error
+        return recorder.seen, None
+
+    def _candidates(self, where: str) -> Iterator[Count]:
+        """Yield the integers of a module, of the cut modules below it, and of the modules around it."""
+        names = where.split(".") if where else []
+        around = [".".join(names[:size]) for size in range(len(names), -1, -1)]
+        below = [path for path in self.styles if path != where and is_below(path, where)]
+        seen: set[tuple[type, tuple[tuple[str, str], ...]]] = set()
+        divisors = sorted({self.degree, *(self.degree // heads for heads in self.degrees.values())} - {1}, reverse=True)
+        for path in (*around[:1], *below, *around[1:]):
+            module = self.model.get_submodule(path)
+            kind = type(module), tuple(sorted(_cuts_below(self.styles, path).items()))
+            if kind in seen:
+                continue
+            seen.add(kind)
+            for name, value in vars(module).items():
+                if isinstance(value, int) and not isinstance(value, bool):
+                    yield from (Count(path, name, by) for by in divisors if value >= by and value % by == 0)
+
+    @contextmanager
+    def _shapes_of_a_rank(self, counts: list[Count], recorder: Recorder) -> Iterator[None]:
+        """Give the model the weights and the counts of a rank; afterwards it is as before."""
+        modules = dict(self.model.named_modules())
+        tables: list[dict[str, Any]] = [
+            table for m in modules.values() for table in (m.__dict__, m._parameters, m._buffers)
+        ]
+        kept = [dict(table) for table in tables]
+        named = {name: param for name, param in self.model.named_parameters() if name in self.cuts}
+        parts = {id(param): _part(param, self.cuts[name], self.degrees[name]) for name, param in named.items()}
+        gathers = {path for path, style in self.styles.items() if style == "gather"}
+        whole = functools.partial(_whole, self.degree, recorder)
+        try:
+            for module in modules.values():
+                module._parameters.update(
+                    {leaf: parts[id(param)] for leaf, param in module._parameters.items() if id(param) in parts}
+                )
+            for count in counts:
+                divide(self.model, self.styles, count)
+            handles = [modules[path].register_forward_hook(whole, prepend=True) for path in gathers]
+            try:
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
+        finally:
+            for now, before in zip(tables, kept, strict=True):
+                now.clear()
+                now.update(before)
+
+
+def _part(param: nn.Parameter, cut: WeightCut, degree: int) -> nn.Parameter:
+    shape = [size // degree if dim == cut.dim else size for dim, size in enumerate(param.shape)]
+    return nn.Parameter(param.new_empty(shape), requires_grad=param.requires_grad)
+
+
+def _whole(degree: int, recorder: Recorder, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    recorder.paused = True
+    whole = torch.cat([output] * degree, dim=-1)
+    recorder.paused = False
+    return whole
+
+
+def divide(model: nn.Module, styles: Mapping[str, str], count: Count) -> None:
+    """Divide a count of all modules that have it."""
+    for path in having(model, styles, count):
+        module = model.get_submodule(path)
+        setattr(module, count.name, getattr(module, count.name) // count.divisor)
+
+
+def having(model: nn.Module, styles: Mapping[str, str], count: Count) -> list[str]:
+    """Return the paths of the modules in which a count is divided."""
+    values = {path: getattr(model.get_submodule(path), count.name, None) for path in alike(model, styles, count.path)}
+    return [path for path, value in values.items() if isinstance(value, int) and value % count.divisor == 0]
+
+
+def alike(model: nn.Module, styles: Mapping[str, str], path: str) -> list[str]:
+    """Return the paths of modules of one class that have the same cuts below them."""
+    kind, below = type(model.get_submodule(path)), _cuts_below(styles, path)
+    return [o for o, one in model.named_modules() if type(one) is kind and _cuts_below(styles, o) == below]
+
+
+def _cuts_below(styles: Mapping[str, str], path: str) -> dict[str, str]:
+    start = len(path) + 1 if path else 0
+    return {inner[start:]: style for inner, style in styles.items() if is_below(inner, path)}

@@ -1,0 +1,351 @@
+"""A traced forward that follows on which rows of one axis every value depends, for samples and for tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from samestep.building.named_tensors import address
+from samestep.independence.dependence import (
+    Along,
+    Call,
+    Dependence,
+    Dependences,
+    Mixed,
+    RowHistories,
+    joined,
+    nothing_known,
+)
+from samestep.independence.dimension_maps import FILLS, attention, is_elementwise
+from samestep.independence.operation_trial import Given, Outcome, RowsAlong, try_apart, try_sums
+from samestep.independence.row_rules import assumed, by_map, rule_of
+from samestep.models.analysis import ExpertModules
+from samestep.tracing import experts as experts_module
+from samestep.tracing.forward import ForwardTracer
+from samestep.tracing.meta_tensors import operands, written_by
+from samestep.tracing.operations import FEW_ELEMENTS
+from samestep.tracing.picked_rows import PACKS
+
+
+class Prover(ForwardTracer):
+    """Follows the dependences of a forward; what they must be, its subclasses say."""
+
+    has_backward = False
+
+    def __init__(
+        self, module: nn.Module, num_rows: int, *, keeps_all: bool = False, takes_gradients: bool = False
+    ) -> None:
+        super().__init__(module, lambda block: None, {}, keeps_all=keeps_all)
+        self.has_backward = takes_gradients
+        self.known = Dependences(num_rows, self.key)
+        self.num_rows = num_rows
+        self.is_following = True
+        self.reads: list[str] = []
+        """Paths of modules whose code looked at a value that depends on rows."""
+        self.tried: list[str] = []
+        """What is used because a trial has passed, or is assumed, as text."""
+        self.histories = RowHistories(num_rows)
+        """What is computed for some rows alone."""
+        self._of_rows: Dependence = None
+        """Dependence of the rows that experts are computing."""
+        self._uniform: set[int] = set()
+        """Storages whose elements are all equal, or random; other checks cover randomness."""
+
+    @property
+    def where(self) -> str:
+        """Path of the module whose code runs."""
+        return super().where or "the model itself"
+
+    def untried(self, call: Call) -> list[Dependence]:
+        """Return the dependences of the results of an operation that has no rule and does not run on drawn values."""
+        return list(nothing_known(call))
+
+    def refuse_gradient(self, where: str) -> None:
+        """Receive the text of a custom Function whose backward does not compute each row by itself."""
+
+    def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
+        """Receive a constant with several positions along the dimension of rows that it meets."""
+
+    def learn(self, tensor: Tensor, dependence: Dependence) -> None:
+        """Set the dependence of a tensor."""
+        self.known.learn(tensor, dependence)
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """Return the value of a tensor, where it is known."""
+        return self.values.of(tensor) if self.values.knows(tensor) else None
+
+    def is_uniform(self, tensor: Tensor) -> bool:
+        """Return whether all elements of a tensor are equal, or random."""
+        return tensor.numel() == 1 or address(tensor) in self._uniform
+
+    @contextmanager
+    def experts_by_row(self, module: nn.Module, experts: ExpertModules) -> Iterator[None]:
+        """Take every module of experts, in a forward that runs inside, to compute each of its rows by itself."""
+        with ExitStack() as stack:
+            for path in experts.counts:
+                part = module.get_submodule(path)
+                stack.enter_context(part.register_forward_pre_hook(self._enter_experts, with_kwargs=True))
+                stack.enter_context(part.register_forward_hook(self._leave_experts))
+            stack.enter_context(experts_module.record_dispatches(module, experts))
+            yield
+
+    def _enter_experts(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Record the dependences of the rows that experts are given; they compute each row by itself."""
+        if not self.is_following:
+            return
+        with _disable_current_modes():
+            given = [found for one in experts_module.called_with(args, kwargs) if (found := self.known.of(one))]
+            of_rows = all(isinstance(found, Mixed) or found.dim == 0 for found in given)
+            found = joined(given, f"{self.where} by its experts")
+            self._of_rows = found if of_rows else Mixed(f"{self.where} by its experts", shown=True)
+            self.is_following = self._of_rows is None
+
+    def _leave_experts(self, _: nn.Module, args: Any, output: Tensor) -> None:
+        """Set the dependences of each row of the experts' result to those of its input row."""
+        if self._of_rows is None:
+            return
+        with _disable_current_modes():
+            self.learn(output, self._of_rows)
+        self._of_rows, self.is_following = None, True
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
+        """Set the dependence of the output of an attention."""
+        if self.is_following:
+            given = (query, key, value, *([] if mask is None else [mask]))
+            for result in by_map(attention, self._call(None, given, {}, [output])):
+                self.learn(output, result)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = operands(*args, *kwargs.values())
+        if any(t.is_meta for t in given) and not all(t.is_meta for t in given) and func.overloadpacket not in PACKS:
+            args, kwargs = tree_map_only(Tensor, self._moved, (args, kwargs))
+        outcome = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.is_following:
+            with _disable_current_modes():
+                results = operands(outcome) or written_by(func, args, kwargs)
+                self._carry_on(func, args, kwargs, [t for t in results if t.is_meta])
+        return outcome
+
+    def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
+        """Try the backward of a custom Function, of which the forward alone is followed."""
+        super().applied(function, args, named, outcome)
+        results = [tensor for tensor in operands(outcome) if tensor.is_meta]
+        with _disable_current_modes():
+            self._try_backward(f"the gradient of {function.__self__.__name__}", function, args, named, results)
+
+    def hooked(self, name: str, hook: Any, given: list[Tensor], results: list[Tensor]) -> None:
+        """Try a hook on gradients, which no forward shows."""
+        with _disable_current_modes(), torch.no_grad():
+            gradients = tuple(tensor.detach() for tensor in given)
+            self._try_backward(name, hook, gradients, {}, results, is_hook=True)
+
+    def _try_backward(
+        self,
+        name: str,
+        compute: Any,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        results: list[Tensor],
+        *,
+        is_hook: bool = False,
+    ) -> None:
+        """Try what computes gradients: for each row by itself, or additively where all rows share what it is given."""
+        found = [self.known.of(tensor) for tensor in operands(*args, *named.values()) if tensor.is_meta]
+        dims = self.sums_along([*operands(*args)] if is_hook else results)
+        if not self.is_following and dims is None:
+            return
+        if dims is not None or all(one is None for one in found):
+            outcome = self._try_sums(compute, args, named, dims or [None] * len(results), is_hook=is_hook)
+        elif any(isinstance(one, Along) for one in found):
+            rows = [known for tensor in results if (known := self._rows(tensor)) is not None]
+            outcome = self._try(compute, args, named, {}, rows) if len(rows) == len(results) else "fails"
+        else:
+            return
+        text = f"{self.where} by {name}"
+        if outcome == "differs":
+            self.refuse_gradient(text)
+        else:
+            self.tried.append(text)
+
+    def sums_along(self, gradients: list[Tensor]) -> list[int | None] | None:
+        """Return where parts of the rows contribute to gradients, before rows are followed: to positions along a
+        dimension, or, for None in the list, to all elements. None while rows are followed.
+        """
+        return None
+
+    def _rows(self, tensor: Tensor) -> RowsAlong | None:
+        """Return where a tensor has the rows, all of them in order; None if it has not."""
+        found = self.known.of(tensor)
+        if not isinstance(found, Along) or not self.known.is_ordered(tensor):
+            return None
+        return RowsAlong(found.dim, found.inner, self.num_rows)
+
+    def _try(
+        self, compute: Any, args: Any, kwargs: Any, written: dict[int, RowsAlong], results: list[RowsAlong]
+    ) -> Outcome:
+        """Try an operation whose rows are known; `written` are the rows of operands that it writes, by identity."""
+        try:
+            return try_apart(compute, *self._given(args, kwargs, written), results)
+        except _UnclearError:
+            return "fails"
+
+    def _try_sums(self, compute: Any, args: Any, kwargs: Any, dims: list[int | None], *, is_hook: bool) -> Outcome:
+        """Try a backward to whose gradients each part of the rows contributes along `dims`."""
+        return try_sums(compute, *self._given(args, kwargs, {}), dims, is_hook=is_hook)
+
+    def _given(
+        self, args: Any, kwargs: Any, written: dict[int, RowsAlong]
+    ) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+        """Return arguments of an operation with what a trial knows of each tensor in its place."""
+
+        def described(tensor: Tensor) -> Any:
+            if not tensor.is_meta:
+                return tensor
+            found, rows = self.known.of(tensor), self._rows(tensor) or written.get(id(tensor))
+            if isinstance(found, Along) and rows is None:
+                raise _UnclearError
+            known = self.value_of(tensor) if not tensor.is_floating_point() and found is None else None
+            values = None if known is None or known.numel() > FEW_ELEMENTS else tuple(known.flatten().tolist())
+            shape, is_mixed = tuple(tensor.shape), isinstance(found, Mixed)
+            return Given(shape, tensor.dtype, tensor.requires_grad, rows, is_mixed, values)
+
+        args, kwargs = tree_map_only(Tensor, described, (args, kwargs))
+        return tuple(tuple(one) if isinstance(one, list) else one for one in args), tuple(sorted(kwargs.items()))
+
+    def without_rule(self, call: Call) -> list[Dependence]:
+        """Return the dependences of the results of an operation that has no rule, and is tried on drawn values."""
+        found = list(assumed(call))
+        rows = [
+            RowsAlong(one.dim, one.inner, self.num_rows)
+            for one, result in zip(found, call.results, strict=True)
+            if isinstance(one, Along) and one.start == 0 and result.shape[one.dim] % (self.num_rows * one.inner) == 0
+        ]
+        if not rows or len(rows) < len(found):
+            return self.untried(call)
+        written = {id(result): of_result for result, of_result in zip(call.results, rows, strict=True)}
+        outcome = self._try(call.func, call.args, call.kwargs, written, rows)
+        if outcome == "fails":
+            return self.untried(call)
+        if outcome == "differs":
+            return [Mixed(call.text, shown=True) for _ in found]
+        self.tried.append(call.text)
+        return found
+
+    def _moved(self, constant: Tensor) -> Tensor:
+        """Return a constant that the forward made on the CPU on the meta device."""
+        moved = self.to_meta(constant)
+        if (found := self.known.of(constant)) is not None:  # random numbers that belong to samples
+            self.learn(moved, found)
+        if not constant.is_meta and constant.numel():
+            with _disable_current_modes():
+                if bool((constant == constant.flatten()[0]).all()):
+                    self._uniform.add(self.key(moved))
+        return moved
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> Call:
+        return Call(func, args, kwargs, results, self.known, self.where, self.on_constant, self.value_of)
+
+    def _carry_on(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
+        """Set the dependences of the results of an operation."""
+        packet, writes = func.overloadpacket, func._schema.is_mutable
+        if packet in _TURNS:
+            return  # the storage stays as it is
+        given = [tensor for tensor in operands(*args, *kwargs.values()) if tensor.is_meta]
+        met = any(self.known.of(tensor) is not None for tensor in given)
+        if met and torch.Tag.data_dependent_output in func.tags:
+            self.reads.append(self.where)
+        if packet in FILLS or (torch.Tag.nondeterministic_seeded in func.tags and _draws(func, met)):
+            self._note_uniform(results, is_uniform=True, writes=writes)
+            self._learn_constants(results)
+            if writes:
+                self._note_rows(func, args, kwargs, results)
+            return
+        elementwise = is_elementwise(func)
+        if not met:
+            is_uniform = bool(given) and elementwise and all(self.key(tensor) in self._uniform for tensor in given)
+            if is_uniform or writes:
+                self._note_uniform(results, is_uniform=is_uniform, writes=writes)
+            self._learn_constants(results if writes else [])
+        elif writes or not all(address(result) in {address(t) for t in given} for result in results):  # no views
+            self._follow(self._call(func, args, kwargs, results))
+
+    def _note_uniform(self, results: list[Tensor], *, is_uniform: bool, writes: bool) -> None:
+        """Note whether all elements of results are equal: of a tensor that is written in part, others may differ from these."""
+        for tensor in results:
+            is_whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+            note = self._uniform.add if is_uniform and (is_whole or not writes) else self._uniform.discard
+            note(self.key(tensor))
+
+    def _learn_constants(self, results: list[Tensor]) -> None:
+        for result in results:
+            self.learn(result, None)
+
+    def _follow(self, call: Call) -> None:
+        """Set the dependences of the results of an operation that has met rows, by its rule."""
+        try:
+            rule = rule_of(call.func)
+            found = self.without_rule(call) if rule is None else list(rule(call))
+        except (IndexError, KeyError, TypeError, ValueError):  # a form of the operation that its rule does not foresee
+            found = list(nothing_known(call))
+        for result, dependence in zip(call.results, found, strict=False):
+            self.learn(result, dependence)
+        for result in call.results[len(found) :]:
+            self.learn(result, Mixed(call.text, shown=False))
+        self._note_rows(call.func, call.args, call.kwargs, call.results)
+
+    def _note_rows(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
+        """Follow what an operation computes, or writes, for some rows alone."""
+        given = [*args, *kwargs.values()]
+        tensors = [tensor for tensor in operands(*given) if tensor.is_meta]
+        leaves = [one for one in tree_flatten(given)[0] if isinstance(one, int | float | complex | Tensor)]
+        others = tuple(
+            (one.storage_offset(), tuple(one.shape), self.key(one)) if isinstance(one, Tensor) else repr(one)
+            for one in leaves
+            if not isinstance(one, Tensor) or not (self.known.of(one) is not None or self.is_uniform(one))
+        )
+        writes, packet = func._schema.is_mutable, func.overloadpacket
+        moves = packet in _MOVES or (packet is torch.ops.aten.copy_ and self.known.of(args[1]) is not None)
+        keys = [self.key(tensor) for tensor in (tensors[1:] if packet is torch.ops.aten.copy_ else tensors)]
+        for result in results:
+            if isinstance(found := self.known.of(result), Along):
+                what = None if moves else (self.where, str(func), others)
+                size = result.shape[found.dim] if found.dim >= 0 else 1
+                text = f"{self.where} by {packet.__name__}"
+                self.histories.ran(found, size, self.key(result), keys, what, text, writes=writes)
+
+
+_MOVES = frozenset(
+    (
+        torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.aten.cat, torch.ops.aten.stack, torch.ops.aten.index,
+        torch.ops.aten.index_select, torch.ops.aten.repeat, torch.ops.aten.constant_pad_nd, torch.ops.aten.lift_fresh_copy,
+    )
+)  # fmt: skip
+"""Operations that compute nothing."""
+
+
+_TURNS = frozenset(
+    (
+        torch.ops.aten.transpose_, torch.ops.aten.t_, torch.ops.aten.squeeze_, torch.ops.aten.unsqueeze_,
+        torch.ops.aten.swapaxes_, torch.ops.aten.swapdims_, torch.ops.aten.as_strided_, torch.ops.aten.detach_,
+    )
+)  # fmt: skip
+"""Operations that make another view of a tensor in its place, as a GRU does whose batch comes first."""
+
+
+class _UnclearError(Exception):
+    """An operand's rows are not in order."""
+
+
+def _draws(func: Any, met: bool) -> bool:
+    """Return whether a random operation depends on no tensor's values, as randn, randn_like and bernoulli_(0.5) do."""
+    name: str = func.overloadpacket.__name__
+    return not met or "like" in name or func._overloadname in ("p", "float") or name in ("normal_", "uniform_")

@@ -1,0 +1,268 @@
+"""Rules of operations that move rows by a known number, or pick them by values and write them back.
+
+They add to the maps of dimensions what becomes of rows that lie along a MOVED dimension.
+
+The rules by which dependences on rows (`dependence.py`) go from operands to results.
+
+They are the maps of dimensions (`dimension_maps.py`), what is known of rows that an operation moves (below), and
+what a library has stated. An operation without any is assumed to keep a dimension of rows whose size and place its result
+has too, where that may be tried on drawn values; else nothing is known of its result.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.independence import dimension_maps
+from samestep.independence.dependence import (
+    NO_DIM,
+    Along,
+    Call,
+    Dependence,
+    Mixed,
+    Pick,
+    Rule,
+    identity_of,
+    joined,
+    mapped,
+    nothing_known,
+)
+from samestep.independence.dimension_maps import MAPS, MOVED, Map, Operand, along_dimension, is_mask, map_of, named
+
+_aten = torch.ops.aten
+
+
+# -- by a known number -----------------------------------------------------------------------------
+
+
+def arranged(call: Call) -> Iterator[Dependence]:
+    """Rule of operations that put positions elsewhere, which by itself mixes no rows."""
+    (operands,) = MAPS[call.func.overloadpacket](call)
+    found = mapped(call, operands, lambda at, rows: _arranged(call, operands, at, rows))
+    yield Mixed(call.text, shown=False) if found == Mixed(call.text, shown=True) else found
+
+
+def _arranged(call: Call, operands: Sequence[Operand], at: int, rows: Along) -> Along | Mixed:
+    packet = call.func.overloadpacket
+    if packet in (_aten.cat, _aten.stack):
+        return _beside(call, operands, at, rows)
+    if rows.dim == NO_DIM:
+        return rows
+    (tensor,), named_args = call.given, named(call)
+    if packet is _aten.constant_pad_nd:
+        return _shifted(call, rows, named_args["pad"][2 * (tensor.dim() - 1 - rows.dim)])
+    if packet is _aten.roll and named_args["dims"]:
+        pairs = zip(named_args["shifts"], named_args["dims"], strict=False)
+        return _shifted(call, rows, sum(by for by, dim in pairs if dim % tensor.dim() == rows.dim))
+    if packet is _aten.repeat and tensor.shape[rows.dim] % (rows.inner * call.known.num_rows) == 0:
+        return rows._replace(
+            dim=rows.dim + call.results[0].dim() - tensor.dim()
+        )  # whole rounds of all rows go on counting
+    return Mixed(call.text, shown=False)
+
+
+def _shifted(call: Call, rows: Along, by: int) -> Along | Mixed:
+    """Return the dependence of a result whose position p is the operand's position p - by."""
+    if not by:
+        return rows
+    if not isinstance(rows.start, int) or by % rows.inner:
+        return Mixed(call.text, shown=False)
+    return rows._replace(start=(rows.start - by // rows.inner) % call.known.num_rows)
+
+
+def _beside(call: Call, operands: Sequence[Operand], at: int, rows: Along) -> Along | Mixed:
+    """Return the dependence of a piece among others along a dimension: it fits where its rows go on counting."""
+    dim = named(call)["dim"] % call.results[0].dim()
+    is_cat = call.func.overloadpacket is _aten.cat
+    pieces = [piece for piece, _ in operands]
+    sizes = [piece.shape[dim] if is_cat else 1 for piece in pieces]
+    first = call.known.of(pieces[0])
+    width = next((one for one, piece in enumerate(pieces) if call.known.of(piece) != first), len(pieces))  # of one row
+    is_one = rows.dim == NO_DIM
+    inner, before = max(1, width) * sizes[at] if is_one else rows.inner, sum(sizes[:at])
+    if isinstance(rows.start, int) and before % inner in range(0, inner, sizes[at] if is_one else inner):
+        return Along(dim, inner, (rows.start - before // inner) % call.known.num_rows)
+    return rows if len(pieces) == 1 else Mixed(call.text, shown=False)
+
+
+# -- by values -------------------------------------------------------------------------------------
+
+
+def picked(call: Call) -> Iterator[Dependence]:
+    """Rule of x[i, j, ...], x[mask] and index_select: the rows that an index picks are in an order of its own."""
+    ((x, dims), *indices), place, covers = *MAPS[call.func.overloadpacket](call), *_chosen(call)
+    found = call.known.of(x)
+    given: list[Operand] = [(x, dims)]
+    for (index, places), (_, covered) in zip(indices, covers, strict=True):
+        mine = call.known.of(index)
+        is_said_by_pick = isinstance(found, Along) and found.dim in covered and (
+            (isinstance(mine, Mixed) and not mine.shown) or (isinstance(mine, Along) and is_mask(index))
+        )  # fmt: skip
+        if mine is not None and not is_said_by_pick:
+            given.append((index, places))
+
+    def moved(at: int, rows: Along) -> Along | Mixed:
+        if rows.dim == NO_DIM:
+            return rows
+        return Mixed(call.text, shown=False) if at else _picked(call, rows, covers, place)
+
+    yield mapped(call, given, moved)
+
+
+def _chosen(call: Call) -> tuple[int, list[tuple[Tensor, range]]]:
+    """Return the first dimension of what is picked, or written; and each index with the dimensions that it covers."""
+    arguments = named(call)
+    if "dim" in arguments:
+        dim = arguments["dim"] % max(call.args[0].dim(), 1)
+        return dim, [(arguments["index"], range(dim, dim + 1))]
+    found = dimension_maps.picks(call.args[0], arguments.get("indices") or [arguments["mask"]])
+    return found.place, found.indices
+
+
+def _picked(call: Call, rows: Along, covers: list[tuple[Tensor, range]], place: int) -> Along | Mixed:
+    """Return the dependence of what indices pick along the dimension of rows."""
+    index, covered = next((index, dims) for index, dims in covers if rows.dim in dims)
+    size = call.args[0].shape[rows.dim]
+    if not is_mask(index) and index.numel() == size == max(index.shape, default=0) and _counts(call, index):
+        behind = index.dim() - [*index.shape].index(
+            size
+        )  # the dimension of the index that counts, from the last one on
+        for other, _ in covers:
+            if other is not index and not is_mask(other) and other.dim() >= behind and other.shape[-behind] > 1:
+                call.on_constant(other, other.dim() - behind, rows.inner, call.where)
+        width = max(1 if is_mask(one) else one.dim() for one, _ in covers)
+        return Along(place + width - behind, rows.inner, rows.start)
+    _note_constant(call, index, rows, covered)
+    if not is_mask(index) and index.dim() != 1:
+        return Mixed(call.text, shown=False)
+    return Along(place, 1, Pick(identity_of(index), rows, size))
+
+
+def _note_constant(call: Call, index: Tensor, rows: Along, covered: range) -> None:
+    """Report an index that is the same whatever the data: it chooses rows by their places."""
+    if call.known.of(index) is None and index.dim() and not _counts(call, index):
+        call.on_constant(index, rows.dim - covered[0] if is_mask(index) else 0, 1, call.where)
+
+
+def _counts(call: Call, index: Tensor) -> bool:
+    """Return whether an index is 0, 1, 2, ..., whatever the data."""
+    values = None if call.known.of(index) is not None else call.value_of(index)
+    return values is not None and values.flatten().tolist() == list(range(values.numel()))
+
+
+def written_back(call: Call) -> Iterator[Dependence]:
+    """Rule of index_put and index_add: rows that were picked by the same index return to their places."""
+    (operands,), (place, covers) = dimension_maps.written(call), _chosen(call)
+    (target, _), (source, places), *_ = operands
+    own, found = call.known.of(target), call.known.of(source)
+    if isinstance(found, Along) and found.dim != NO_DIM and places[found.dim] == MOVED:
+        is_one = len(covers) == 1 and (is_mask(covers[0][0]) or covers[0][0].dim() == 1)
+        yield _restored(call, target, place, found, *covers[0]) if is_one else Mixed(call.text, shown=False)
+        return
+
+    def moved(at: int, rows: Along) -> Along | Mixed:
+        if at == 0:
+            for index, covered in covers:
+                if rows.dim in covered:
+                    _note_constant(call, index, rows, covered)
+        return rows if at == 0 or rows.dim == NO_DIM else Mixed(call.text, shown=False)
+
+    result = mapped(call, operands, moved)
+    if found is None and isinstance(own, Along) and any(own.dim in covered for _, covered in covers):
+        for dim, to in enumerate(places):
+            if to == MOVED and source.shape[dim] > 1:  # which row gets which of its elements, the number of rows says
+                call.on_constant(source, dim, 1, call.where)
+    yield result
+
+
+def _restored(call: Call, target: Tensor, place: int, source: Along, index: Tensor, covered: range) -> Dependence:
+    """Return the dependence of a target into which picked rows are written."""
+    pick, before = source.start, call.known.of(target)
+    if isinstance(pick, Pick):
+        dim = pick.picked.dim if pick.picked.dim in covered else place
+        own = Along(dim, pick.picked.inner, pick.picked.start)
+        is_restored = pick.index == identity_of(index) and pick.size == target.shape[dim]
+    else:
+        own = Along(place, source.inner, pick)
+        is_restored = index.numel() == target.shape[place] and _counts(call, index)
+    return joined([own, *([] if before is None else [before])], call.text) if is_restored else Mixed(call.text, False)
+
+
+def _places(call: Call) -> Iterator[Dependence]:
+    """Rule of nonzero and its kin: the places that are named are used to pick rows, or not known."""
+    given = [found for tensor in call.given if (found := call.known.of(tensor)) is not None]
+    for _ in call.results:
+        shown = next((one for one in given if isinstance(one, Mixed) and one.shown), None)
+        yield shown or (Mixed(call.text, shown=False) if given else None)
+
+
+def _sorted(call: Call) -> Iterator[Dependence]:
+    """Rule of sort: along the dimension of rows the values are mixed, and the places are a permutation to pick by."""
+    for result, operands in zip(call.results, dimension_maps.along(call), strict=True):
+        found = mapped(call, operands)
+        is_order = result.dtype is torch.int64 and found == Mixed(call.text, shown=True)
+        yield Mixed(call.text, shown=False) if is_order else found
+
+
+ARRANGING = (dimension_maps.cat, dimension_maps.stack, dimension_maps.pad, dimension_maps.turned, dimension_maps.repeat)
+BY_MAP: dict[Map, Rule] = {
+    **dict.fromkeys(ARRANGING, arranged),
+    **dict.fromkeys((dimension_maps.index, dimension_maps.index_select), picked),
+    dimension_maps.written: written_back,
+}
+"""The rule of the operations of each map that moves, picks or writes back rows."""
+BY_OPERATION: dict[Any, Rule] = {
+    **dict.fromkeys((_aten.nonzero, _aten.bincount, _aten.histc), _places),
+    **dict.fromkeys((_aten.sort, _aten.argsort), _sorted),
+}
+"""The rule of operations that name places."""
+
+
+def by_map(of: Map, call: Call) -> Iterator[Dependence]:
+    """Rule of an operation by its map of dimensions."""
+    return (mapped(call, operands) for operands in of(call))
+
+
+def assumed(call: Call) -> Iterator[Dependence]:
+    """Rule of an operation that is to be tried: a dimension of rows stays where it is, if the result has it too."""
+    rows = [(tensor, found) for tensor in call.given if isinstance(found := call.known.of(tensor), Along)]
+    alike = {found for _, found in rows}
+    for result, unknown in zip(call.results, nothing_known(call), strict=True):
+        one = next(iter(alike)) if len(alike) == 1 else None
+        fits = (
+            one is not None
+            and one.dim != NO_DIM
+            and all(one.dim < result.dim() and result.shape[one.dim] == tensor.shape[one.dim] for tensor, _ in rows)
+        )
+        mixed = any(isinstance(call.known.of(tensor), Mixed) for tensor in call.given)
+        yield one if fits and not mixed else unknown
+
+
+def rule_of(func: Any) -> Rule | None:
+    """Return the rule of an operation, or none."""
+    packet = func.overloadpacket
+    found = map_of(func) or DECLARED.get(packet)
+    if packet in BY_OPERATION or found is None:
+        return BY_OPERATION.get(packet)
+    return BY_MAP.get(found) or functools.partial(by_map, found)
+
+
+DECLARED: dict[Any, Map] = {}
+"""Maps that libraries have stated by `independent`."""
+
+
+def independent(op: Any, *, along: int) -> None:
+    """State that an operation works on each position along one dimension of its tensors by itself.
+
+    The statement is used where samples are split over ranks or micro-batches, and is tried on the first batch of a run.
+
+    Args:
+        op: an operation of `torch.ops`, such as `torch.ops.mylib.scan`, with or without the name of an overload.
+        along: the dimension, the same for every tensor that the operation takes and returns.
+    """
+    DECLARED[getattr(op, "overloadpacket", op)] = along_dimension(along)

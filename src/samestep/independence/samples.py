@@ -1,0 +1,199 @@
+"""Proof that the samples of a batch do not influence each other, so that ranks and micro-batches may split the batch.
+
+A forward runs on the meta device on NUM_SAMPLES copies of a sample, and is followed on which samples each value depends
+(`dependence.py`). The batch may be split if every output that the loss reads has the samples in their order along one
+dimension. Where a rule shows that samples are mixed on the way to such an output, splitting is refused, with the module
+and the operation. What is not clear is listed to be tried on the run's first batch, whole against one sample of it:
+
+    an operation without a rule, which keeps the samples where they are on drawn values (`operation_trial.py`), or does not
+        run on them
+    code that looks at a value, or at the number of samples, and may then act differently
+    a constant with a row for each sample
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from samestep.building.named_tensors import address
+from samestep.errors import ModelError
+from samestep.independence.dependence import NO_DIM, Along, Call, Dependence, Mixed
+from samestep.independence.dimension_maps import named
+from samestep.independence.row_prover import Prover
+from samestep.independence.row_rules import assumed
+from samestep.models.analysis import ExpertModules
+from samestep.state.snapshot import preserved_function
+from samestep.tracing.batch_norms import OPERATIONS, InsideCalls
+from samestep.tracing.forward import ValueOf
+from samestep.tracing.meta_tensors import NeedsValuesError, operands, tensors_in
+from samestep.tracing.trace import containers_of
+from samestep.tracing.watched_forward import watch_forward
+
+NUM_SAMPLES = 4
+"""Samples that are traced: code that pairs samples, or looks at groups of two or four, runs on so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The answer to whether samples influence each other."""
+
+    refusal: str = ""
+    """Where samples influence each other, as text; empty if nothing shows it."""
+    tried: tuple[str, ...] = ()
+    """What is assumed, and must be tried on real values."""
+    batch_norms: frozenset[str] = frozenset()
+    """Modules whose calls of batch norm take statistics of samples that lie along the first dimension."""
+
+
+def examine(
+    module: nn.Module,
+    sample: Any,
+    loss: Callable[[Any, Any], Any],
+    experts: ExpertModules,
+    value_of: ValueOf | None,
+    *,
+    keeps_all: bool,
+    takes_gradients: bool = False,
+    around: Callable[[RowsOf, Place], AbstractContextManager[Any]] = lambda rows_of, place: nullcontext(),
+) -> Findings:
+    """Return whether samples influence each other in a model's forward; `sample` is a batch of one real sample.
+
+    `keeps_all` follows the values of all tensors, for models whose code looks at them; `takes_gradients` keeps what a
+    gradient that the forward itself takes needs. The forward runs in the context that
+    `around` makes from a function that says where a tensor has its samples, and one that is told it of random numbers.
+    """
+    watch = _SampleProver(module, keeps_all=keeps_all, takes_gradients=takes_gradients)
+    try:
+        with around(watch.rows_of, watch.place), watch.experts_by_row(module, experts), watch.calls_of_batch_norm:
+            outputs = watch_forward(module, sample, NUM_SAMPLES, "the model", containers_of(module), watch, value_of)
+    except (ModelError, NeedsValuesError) as error:
+        # One sample can be traced, and several cannot: what their number changes is seen on real batches.
+        reason = str(error).removeprefix("the model cannot be traced: ") or f"{watch.where} looks at values"
+        return Findings(tried=(f"the forward on several samples ({reason})",))
+    read = watch.read_by(loss, outputs)
+    refusal, tried = watch.mixed_gradient, list(watch.tried)
+    if both := watch.batch_norm_owners & watch.otherwise_called:
+        refusal = refusal or f"{min(both) or 'the model itself'} by one of its calls of batch_norm"
+    for tensor in tensors_in(outputs):
+        if not tensor.is_floating_point() or (read is not None and address(tensor) not in read):
+            continue
+        found = watch.known.of(tensor)
+        if isinstance(found, Mixed) and found.shown:
+            refusal = refusal or found.where
+        elif isinstance(found, Along) and (alone := watch.histories.difference(address(tensor))):
+            refusal = refusal or f"{alone}, which computes some samples otherwise than the others"
+        elif not watch.known.is_ordered(tensor):
+            tried.append(found.where if isinstance(found, Mixed) else "the outputs, which are not one for each sample")
+    tried += [f"{where}, which looks at values" for where in watch.reads]
+    return Findings(refusal, () if refusal else tuple(dict.fromkeys(tried)), frozenset(watch.batch_norm_owners))
+
+
+RowsOf = Callable[[Tensor], tuple[int, int] | None]
+"""Returns the dimension of a tensor that holds the samples, -1 for none, and the positions of one side by side, 0 for all."""
+Place = Callable[[Any, tuple[int, int] | None], None]
+"""Is told where random numbers, which depend on no tensor, have a row for each sample."""
+
+
+class _SampleProver(Prover):
+    """A traced forward on several samples, whose operations without a rule are listed and assumed to be harmless."""
+
+    def __init__(self, module: nn.Module, *, keeps_all: bool, takes_gradients: bool) -> None:
+        super().__init__(module, NUM_SAMPLES, keeps_all=keeps_all, takes_gradients=takes_gradients)
+        self.values.keeps_constants = True
+        self.mixed_gradient = ""
+        """Where a custom backward mixes samples, as text."""
+        self.calls_of_batch_norm = InsideCalls()
+        self.batch_norm_owners: set[str] = set()
+        """Modules whose calls of batch norm are computed over groups of samples, whatever a layout splits."""
+        self.otherwise_called: set[str] = set()
+        """Modules that call batch norm on what does not have the samples along its first dimension."""
+        self._batch: Any = None
+        self._read: set[int] | None = None
+
+    def given(self, batch: Any) -> Any:
+        """Return the batch of the forward; each of its tensors has a row for each sample."""
+        with _disable_current_modes():
+            for leaf in tree_leaves(batch):
+                if isinstance(leaf, Tensor) and leaf.dim():
+                    self.learn(leaf, Along(0, leaf.shape[0] // NUM_SAMPLES, 0))
+        self._batch = batch
+        return batch
+
+    def rows_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Return the dimension of a tensor that holds the samples in order, and the positions of one side by side."""
+        found = self.known.of(tensor)
+        if not isinstance(found, Along):
+            return None if found else (NO_DIM, 0)
+        if not self.known.is_ordered(tensor):
+            return None
+        is_whole = tensor.shape[found.dim] == NUM_SAMPLES * found.inner
+        return (found.dim, 0 if is_whole else found.inner)
+
+    def place(self, numbers: Any, rows: tuple[int, int] | None) -> None:
+        """Set the dependence of random numbers that are drawn for each sample: its own, which no other sample may meet."""
+        if not isinstance(numbers, Tensor) or rows is None or rows[0] == NO_DIM or self.known.of(numbers) is not None:
+            return
+        dim, inner = rows
+        self.learn(numbers, Along(dim, inner or numbers.shape[dim] // NUM_SAMPLES, 0))
+
+    def untried(self, call: Call) -> list[Dependence]:
+        """Return the dependences of the results of an operation that is assumed to keep samples apart, and listed."""
+        self.tried.append(call.text)
+        return list(assumed(call))
+
+    def _follow(self, call: Call) -> None:
+        """Take batch norm to keep samples apart: a layout computes its statistics over the same groups of samples."""
+        is_one = self.calls_of_batch_norm.is_inside and call.func.overloadpacket in OPERATIONS
+        if not is_one or not named(call).get("training", True):
+            super()._follow(call)
+            return
+        x, owner = named(call)["input"], self.batch_norms[-1][1].owner
+        rows = self.known.of(x) if self.known.is_ordered(x) else None
+        if not isinstance(rows, Along) or rows.dim != 0 or len(x) != NUM_SAMPLES * rows.inner:
+            self.otherwise_called.add(owner)
+            super()._follow(call)
+            return
+        self.batch_norm_owners.add(owner)
+        for index, result in enumerate(call.results):
+            self.learn(result, None if index else rows)
+
+    def refuse_gradient(self, where: str) -> None:
+        """Store the first Function whose backward mixes samples."""
+        self.mixed_gradient = self.mixed_gradient or where
+
+    def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
+        """List a constant whose rows may differ between samples."""
+        if self.is_uniform(constant) or not constant.numel() or constant.stride(dim) == 0:
+            return
+        values = self.value_of(constant)
+        if values is not None and constant.shape[dim] == NUM_SAMPLES * inner:
+            rows = values.movedim(dim, 0).unflatten(0, (NUM_SAMPLES, inner))
+            if bool((rows == rows[:1]).all()):
+                return
+        self.tried.append(f"{where}, which uses a constant with a row for each sample")
+
+    def read_by(self, loss: Callable[[Any, Any], Any], outputs: Any) -> set[int] | None:
+        """Return the storages that a loss reads; None if it does not run on the meta device."""
+        self._read = set()
+        self.is_following = False
+        try:
+            with self, torch.no_grad(), preserved_function(loss):
+                loss(outputs, self._batch)
+        except Exception:  # the user's own code, which may look at values
+            return None
+        return self._read
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._read is not None:
+            self._read |= {address(tensor) for tensor in operands(*args, *(kwargs or {}).values())}
+        return super().__torch_dispatch__(func, types, args, kwargs)

@@ -1,0 +1,404 @@
+"""The modules that tensor parallelism cuts, and the cost of each cut, seen in a forward on the meta device.
+
+A plan names modules by patterns and gives the style of each cut: `{"blocks.*.q": "column", "blocks.*.out": "row"}`. It
+comes from the user (`module.tensor_plan`), from the facts about the model's family (`building/families.py`), or from the
+data flow of the forward (`structural_plan.py`). The forward also shows what no plan needs to state: which cuts read one tensor and share its sum, which inputs take no gradient,
+and which whole weights are used on cut tensors. `runtime/axes/tensor.py` carries the cuts out.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from samestep.building import adapters
+from samestep.building.families import FamilyFacts, facts_of
+from samestep.errors import ModelError
+from samestep.independence import cut_proof
+from samestep.independence.cut_proof import CutProof
+from samestep.independence.sequence_boundaries import state_of
+from samestep.models.layer_spec import LayerSpec, PartialSum
+from samestep.models.param_spec import Cut, ParamSpec
+from samestep.models.spec import ModelSpec, is_below
+from samestep.tracing.looks import paths_within
+from samestep.tracing.operations import Recorder
+from samestep.tracing.trace import containers_of, samples_traced
+
+Plan = Mapping[str, str]
+"""Patterns of module paths, each with one of `STYLES`."""
+
+STYLES = ("column", "qkv", "gather", "row", "vocab", "sum")
+
+
+@dataclass(slots=True)
+class Cuts:
+    """The modules of one model that its plan cuts, or why it has none."""
+
+    styles: dict[str, str] = field(default_factory=dict)
+    """Style of each module in the plan, by its path."""
+    refusal: str = ""
+    may_shrink: bool = False
+    """Whether parts of it may be left whole, where a proof refuses them."""
+    gathered: dict[str, str] = field(default_factory=dict)
+    """Modules that the plan cuts otherwise, whose outputs are gathered, or which stay whole, and why."""
+    looking: tuple[str, ...] = ()
+    """Modules whose code looks at values, and which therefore stay whole."""
+    is_open: bool = False
+    """Whether neither the model nor transformers has a plan, so that one is looked for in the forward."""
+
+    def gather(self, paths: Collection[str], reason: str) -> None:
+        """Gather the outputs of modules, since the code behind them needs them whole; or leave gathered ones whole."""
+        styles = {path: style for path, style in self.styles.items() if path not in paths or style != "gather"}
+        self.styles = styles | dict.fromkeys((path for path in paths if path in styles), "gather")
+        self.gathered |= dict.fromkeys(sorted(paths), reason)
+
+
+def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
+    """Return how a model may be cut: by its own `tensor_plan`, or by the plan of transformers for its family.
+
+    `experts` are the paths of modules of experts, which a family's plan may name and which are not cut. Where there is no
+    plan, or it leaves the blocks whole, the cuts are open.
+
+    Raises:
+        ModelError: the model's own plan has an unknown style.
+    """
+    own = getattr(model, "tensor_plan", None)
+    if own is not None:
+        return _matched(model, dict(own))
+    facts = facts_of(model)
+    given = facts.plan_of(model) or {}
+    plan = {pattern: style for pattern, style in given.items() if not _is_of_experts(model, experts, pattern)}
+    names = [*(path for path, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
+    plan = {pattern: style for pattern, style in plan.items() if fnmatch.filter(names, pattern)}
+    unknown = sorted({style for style in plan.values() if style not in facts.plan_styles})
+    plan = {pattern: style for pattern, style in plan.items() if style in facts.plan_styles}
+    # What is gathered, and split again for a row cut beside it, may stay cut in between.
+    split = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style == facts.split_style}
+    styles = {pattern: facts.plan_styles[style] for pattern, style in plan.items()}
+    rejoined = [
+        pattern for pattern, style in styles.items() if style == "gather" and pattern.rpartition(".")[0] in split
+    ]
+    styles |= dict.fromkeys(rejoined, "column")
+    styles = {pattern: style for pattern, style in styles.items() if style != "whole"}
+    if "row" not in styles.values():
+        reason = "it has no linear layers in its blocks of which one reads what others compute, and nothing else"
+        if unknown:
+            reason = f"its plan asks for {', '.join(unknown)}, which samestep does not support"
+        elif given:
+            reason = "its plan names experts alone, which ep distributes, or modules that it does not have"
+        return Cuts(refusal=reason, is_open=True)
+    cuts = replace(_matched(model, styles), may_shrink=True)
+    for part in facts.vocabulary_parts(model):
+        path = next((path for path, module in model.named_modules() if module is part), None)
+        if path is not None:
+            cuts.styles |= adapters.cuts_of_parts(model, path, "vocab")
+    return cuts
+
+
+def smaller(model: nn.Module, cuts: Cuts, refusal: str) -> Cuts | None:
+    """Return the plan that leaves whole the part of each block that a refusal names first; if it names none, the vocabulary.
+
+    None if that leaves no cut within blocks, or where the plan is the model's own: what its author asks for is cut, or refused.
+    """
+    parts: dict[str, set[str]] = {}
+    for path in cuts.styles if cuts.may_shrink else ():
+        container = next((one for one in containers_of(model) if path != one and is_below(path, one)), None)
+        below = path[len(container) + 1 :].split(".") if container else []
+        parts.setdefault(f".{below[0]}.{below[1]}" if len(below) > 1 else "", set()).add(path)
+    found = {part: refusal.find(part) for part in parts if part and part in refusal}
+    named = min(found, key=found.__getitem__).rpartition(".")[2] if found else ""
+    whole = {path for part, paths in parts.items() if part.rpartition(".")[2] == named for path in paths}
+    styles = {path: style for path, style in cuts.styles.items() if path not in whole}
+    return Cuts(styles, may_shrink=True, looking=cuts.looking) if whole and "row" in styles.values() else None
+
+
+def without_looking(model: nn.Module, cuts: Cuts, looking: tuple[str, ...]) -> Cuts:
+    """Return the plan that leaves whole all that modules may compute with whose code looks at values.
+
+    The branch that they take for other values is not known. Where nothing is cut in them, and they are given whole tensors, all
+    ranks take the same one. A plan that leaves no cut, or is the model's own and cuts what is in them, is refused.
+    """
+    looking = (*dict.fromkeys((*cuts.looking, *looking)),)
+    whole = paths_within(model, looking)
+    styles = {path: style for path, style in cuts.styles.items() if path not in whole}
+    where = f"shapes or branches at {looking[0] or 'the model itself'} depend on values"
+    works = "the branch in a module of its own works"
+    refusal = ""
+    if not cuts.may_shrink and (cut := next((path for path in cuts.styles if path in whole), None)):
+        refusal = (
+            f"{where}, so what it computes stays whole, and its plan cuts {cut}: {works}, and so does a plan without it"
+        )
+    elif cuts.may_shrink and "row" not in styles.values():
+        refusal = f"{where}, so what it computes stays whole, and nothing is left to cut: {works}"
+    return replace(cuts, styles=styles, looking=looking, refusal=refusal)
+
+
+def _is_of_experts(model: nn.Module, experts: Collection[str], pattern: str) -> bool:
+    """Return whether a pattern names experts, which tensor parallelism leaves whole: `ep` distributes them."""
+    names = [
+        [path, *(f"{path}.{leaf}" for leaf, _ in model.get_submodule(path).named_parameters())] for path in experts
+    ]
+    return any(fnmatch.fnmatch(name, pattern) for below in names for name in below)
+
+
+def _matched(model: nn.Module, plan: Plan) -> Cuts:
+    """Return the modules of the model that the plan's patterns match.
+
+    Raises:
+        ModelError: the plan has an unknown style.
+    """
+    cuts, facts = Cuts(), facts_of(model)
+    paths = [path for path, _ in model.named_modules()]
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            raise ModelError(f"tensor_plan: {pattern!r} is {style!r}; {', '.join(STYLES[:-1])} and {STYLES[-1]} work")
+        found = fnmatch.filter(paths, pattern)
+        parts = [part for path in found for part in adapters.cuts_of_parts(model, path, style)]
+        for path in parts:
+            module = model.get_submodule(path)
+            if style == "sum" or isinstance(module, nn.Linear | nn.Embedding) or facts.is_transposed(module):
+                cuts.styles[path] = style
+            else:
+                cuts.refusal = f"{path} is a {type(module).__name__}, and only Linear and Embedding can be cut"
+    if not cuts.styles:
+        cuts.refusal = cuts.refusal or f"its plan names no module of it (it has {', '.join(plan)})"
+    return cuts
+
+
+def proof_of(
+    spec: ModelSpec,
+    model: nn.Module,
+    cuts: Cuts,
+    shareable: Mapping[str, int],
+    recorder: Recorder,
+    cuts_loss: bool,
+) -> CutProof:
+    """Return what a recorded forward of the whole model proves of a plan."""
+    varies = f"the shapes at {spec.varies_at} depend on values" if spec.varies_at and not cuts.looking else ""
+    if refusal := cuts.refusal or varies:
+        return CutProof(cuts.styles, refusal=refusal)
+    whole = {path for path, heads in shareable.items() if heads == 1}
+    proof = cut_proof.prove(model, cuts.styles, whole, recorder, cuts_loss, cuts.looking)
+    if (
+        proof.cuts_logits and _unclear_use(spec, cuts, proof) is not None
+    ):  # weights behind the head then meet whole logits
+        proof = cut_proof.prove(model, cuts.styles, whole, recorder, False, cuts.looking)
+    if not proof.refusal and (path := _unclear_use(spec, cuts, proof)) is not None:
+        return replace(proof, refusal=_use(spec, proof, path), refused_at=path)
+    return proof
+
+
+# -- the cost of a cut, seen in a forward on the meta device ---------------------------------------
+
+
+@dataclass(slots=True)
+class CutCosts:
+    """Sums that the cuts of a plan need, in order of the forward."""
+
+    num_samples: int
+    """Number of samples of the forward; elements are those of one."""
+    forward: list[PartialSum] = field(default_factory=list)
+    inputs: list[tuple[str, tuple[int, int, bool], int]] = field(default_factory=list)
+    """Inputs of modules that take a gradient, in the order of leaving: path, the tensor and its state, elements."""
+    kept_after: set[str] = field(default_factory=set)
+    """Owners of forward sums after which the same block keeps a tensor for its backward, such as a mask."""
+    logit_rows: int = 0
+    heads: list[str] = field(default_factory=list)
+    """Heads that are cut by vocabulary."""
+    _given: dict[int, Tensor] = field(default_factory=dict)
+    """These tensors, kept alive so that no other has the same identity."""
+
+    def left(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Record the input of a module; modules with one input share the sum of its gradient."""
+        if args and isinstance(args[0], Tensor) and args[0].requires_grad and torch.is_grad_enabled():
+            self._given[id(args[0])] = args[0]
+            self.inputs.append((path, (id(args[0]), *state_of(args[0])), args[0].numel() // self.num_samples))
+
+    def copies(self, copied: Collection[str], separable: Collection[str]) -> list[PartialSum]:
+        """Return the sums of the gradients of these modules' inputs, in order of the forward.
+
+        The gradients of weights of `separable` modules can be computed beside them.
+        """
+        found: list[PartialSum] = []
+        last: tuple[int, int, bool] | None = None
+        for path, number, elements in self.inputs:
+            if path not in copied:
+                continue
+            if number != last:
+                found.append(PartialSum(owner=path, elements=elements))
+                last = number
+            if path in separable:
+                found[-1] = replace(found[-1], beside=(*found[-1].beside, path))
+        return found
+
+    def leave(self, path: str, style: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Record the output of a cut module."""
+        if style in ("row", "vocab") and not is_head(module, style):
+            self.forward.append(PartialSum(owner=path, elements=output.numel() // self.num_samples))
+        if style == "gather" or is_head(module, style):
+            kind: Literal["gather", "logits"] = "gather" if style == "gather" else "logits"
+            self.forward.append(PartialSum(owner=path, elements=output.numel() // self.num_samples, kind=kind))
+        if is_head(module, style):
+            self.logit_rows = output.numel() // output.shape[-1] // self.num_samples
+            self.heads.append(path)
+
+    def keep(self, block: str) -> None:
+        """Record that autograd keeps a tensor in a block."""
+        if self.forward and is_below(self.forward[-1].owner, block):
+            self.kept_after.add(self.forward[-1].owner)
+
+
+@contextmanager
+def record_cuts(model: nn.Module, cuts: Cuts) -> Iterator[CutCosts]:
+    """Record the inputs and outputs of each cut module, in a forward of one sample that runs inside."""
+    seen = CutCosts(samples_traced(model))
+    with ExitStack() as hooks:
+        for path, style in cuts.styles.items():
+            leave = functools.partial(seen.leave, path, style)
+            hooks.enter_context(model.get_submodule(path).register_forward_hook(leave))
+        for path, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(functools.partial(seen.left, path)))
+        hooks.callback(seen._given.clear)  # else the record holds the traced graph, and the graph the record
+        yield seen
+
+
+def with_cuts(
+    spec: ModelSpec, model: nn.Module, cuts: Cuts, seen: CutCosts, shareable: Mapping[str, int], proof: CutProof
+) -> ModelSpec:
+    """Return the spec with the cuts of its weights and their costs; add to `cuts` the whole weights that need sums."""
+    refusal = cuts.refusal or proof.refusal
+    if refusal:
+        return replace(spec, cut_refusal=refusal)
+    for path in [path for path, style in cuts.styles.items() if style == "sum"]:  # a plan may name too many
+        del cuts.styles[path]
+    cuts.styles |= {path: "sum" for path, uses in proof.uses.items() if "cut" in uses and path not in cuts.styles}
+    if name := _half_summed(spec, cuts):
+        return replace(
+            spec, cut_refusal=f"{name} is shared by modules, and only some of them use it on a tensor that tp cuts"
+        )
+    held = [(param, _cut_of(cuts, param, shareable, proof)) for param in spec.params]
+    params = tuple(
+        replace(param, cut=cut, partial="cut" if cut is None and _is_summed(cuts, param) else "") for param, cut in held
+    )
+    copies = seen.copies(proof.copied, _separable(spec, model, cuts))
+    gathered = {path for path in seen.heads if proof.styles[path] == "gather"}
+    sums = [replace(part, kind="gather") if part.owner in gathered else part for part in seen.forward]
+    layers = tuple(_layer_with(layer, replace(seen, forward=sums), copies, shareable) for layer in spec.layers)
+    cuts.styles |= {path: style for path, style in proof.styles.items() if cuts.styles.get(path) == "vocab"}
+    rows = seen.logit_rows if any(cuts.styles[path] == "vocab" for path in seen.heads) else 0
+    return replace(spec, params=params, layers=layers, cut_refusal="", logit_rows=rows)
+
+
+def _separable(spec: ModelSpec, model: nn.Module, cuts: Cuts) -> set[str]:
+    """Return the linear modules cut by columns whose weight has one use, so that its gradient may come apart from the input's.
+
+    A head is none of them: it would hold the gradient of the logits for longer.
+    """
+    facts = facts_of(model)
+    used_once = {p.name for p in spec.params if p.calls == 1 and not (p.shared or p.read_outside or p.is_replaced)}
+    return {
+        path
+        for path, style in cuts.styles.items()
+        if style in ("column", "qkv") and f"{path}.weight" in used_once and is_linear(model.get_submodule(path), facts)
+    }
+
+
+def _unclear_use(spec: ModelSpec, cuts: Cuts, proof: CutProof) -> str | None:
+    """Return a module whose weight's gradient would be neither whole on every rank nor a part on each, if any."""
+    blocks = [path for layer in spec.layers if layer.is_block for path in layer.modules]
+    for path, uses in proof.uses.items():
+        if cuts.styles.get(path, "sum") != "sum" or uses == {"whole"}:
+            continue
+        if uses != {"cut"} or not any(is_below(path, block) for block in blocks):
+            return path
+    return None
+
+
+def _use(spec: ModelSpec, proof: CutProof, path: str) -> str:
+    """Return why the gradient of a module's weight is not clear."""
+    where = f"a weight of {path or spec.name} is used on a tensor that tp cuts"
+    if "elsewhere" in proof.uses[path]:
+        return f"{where} by another module: use it in a module of its own"
+    if "whole" in proof.uses[path]:
+        return f"{where}, and on one that it leaves whole: give each use a module of its own"
+    return f"{where} behind the last block: use it before the head"
+
+
+def _half_summed(spec: ModelSpec, cuts: Cuts) -> str | None:
+    """Return a weight with one gradient that is whole on every rank and another that is partial, if any."""
+    for param in spec.params:
+        if len({cuts.styles.get(name.rpartition(".")[0]) == "sum" for name in (param.name, *param.aliases)}) > 1:
+            return param.name
+    return None
+
+
+def _is_summed(cuts: Cuts, param: ParamSpec) -> bool:
+    """Return whether a whole weight is used on a cut tensor."""
+    return cuts.styles.get(param.name.rpartition(".")[0]) == "sum"
+
+
+def _layer_with(layer: LayerSpec, seen: CutCosts, copies: list[PartialSum], shareable: Mapping[str, int]) -> LayerSpec:
+    forward = tuple(part for part in seen.forward if _is_within(part.owner, layer))
+    backward = tuple(part for part in reversed(copies) if _is_within(part.owner, layer))
+    repeats = bool(forward) and forward[-1].owner in seen.kept_after
+    products = tuple(replace(p, most_parts=shareable.get(p.owner, 0)) for p in layer.products)
+    return replace(layer, products=products, forward_sums=forward, backward_sums=backward, repeats_last_sum=repeats)
+
+
+def _is_within(path: str, layer: LayerSpec) -> bool:
+    return any(is_below(path, root) for root in layer.modules)
+
+
+def shareable_heads(model: nn.Module, cuts: Cuts) -> dict[str, int]:
+    """Return the number of heads of keys and values that several ranks may share, by the projection's path.
+
+    The attention's code repeats these heads for its queries; a rank with fewer queries is given a smaller number of
+    repeats.
+    """
+    facts = facts_of(model)
+    found: dict[str, int] = {}
+    projections: dict[str, dict[str, int]] = {}
+    for path, style in cuts.styles.items():
+        module = model.get_submodule(path)
+        if style == "column" and isinstance(module, nn.Linear):
+            parent = adapters.outer(path).rpartition(".")[0]
+            heads = facts.heads_of(model.get_submodule(parent), module.out_features)
+            projections.setdefault(parent, {})[path] = heads
+    for parent, heads_of in projections.items():
+        times = facts.repeats_of(model.get_submodule(parent))
+        if times > 1:
+            queries = max(heads_of.values())
+            found |= {path: heads for path, heads in heads_of.items() if heads * times == queries}
+    return found
+
+
+def _cut_of(cuts: Cuts, param: ParamSpec, shareable: Mapping[str, int], proof: CutProof) -> Cut | None:
+    """Return along which dimension and between which groups of elements a weight is cut; None if whole."""
+    path = param.name.rpartition(".")[0]
+    style = cuts.styles.get(path)
+    if shareable.get(path) == 1:
+        return Cut(style="column", dim=0, groups=1, is_shareable=True)
+    if param.name not in proof.cuts:
+        return None
+    cut, groups = proof.cuts[param.name], proof.groups[param.name]
+    kind: Literal["column", "row", "vocab", "gather"] = (
+        style if style in ("row", "vocab", "gather") else "column"  # type: ignore[assignment]
+    )
+    return Cut(style=kind, dim=cut.dim, groups=groups, parts=cut.parts, is_shareable=path in shareable)
+
+
+def is_linear(module: nn.Module, facts: FamilyFacts) -> bool:
+    """Return whether a module multiplies by its weight, [out, in] or as GPT-2's [in, out], and adds its bias."""
+    return type(module).forward is nn.Linear.forward or facts.is_transposed(module)
+
+
+def is_head(module: nn.Module, style: str) -> bool:
+    """Return whether a cut along the vocabulary is that of the head, whose logits stay cut."""
+    return style == "vocab" and isinstance(module, nn.Linear)

@@ -1,0 +1,500 @@
+"""Proof that blocks and head work token by token, attention aside: the slices of a sequence that ranks of `cp` may hold.
+
+A forward runs on the meta device twice, once whole and once as a rank of `cp` runs it: at the first block the hidden
+states, and every other argument with a row for each token, become a slice. From there on it is followed on which token
+of the slice each value depends (`dependence.py`). A fused attention returns rows of its own tokens, since the exchange
+lets it see the whole sequence; and so does a module of experts, which is called with rows and computes each by itself,
+however it sorts them. Slicing is right if
+
+    queries, keys and values of every attention, and the logits, depend on the token of their own row alone
+    no constant with a row for each token meets them: positions counted in a block would restart in every slice
+    the logits of a token are computed alike in the slice and the whole (`value_numbers.py`): a block that divides
+        by its length, or looks up what stands for it, would do so with a slice's
+
+What cannot be shown is refused, with the operation at which it failed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
+
+from samestep.building.attention import AttentionCall
+from samestep.building.loss import prediction_of, target_of
+from samestep.building.named_tensors import address, tensors_of
+from samestep.errors import InputError
+from samestep.independence.dependence import Along, Dependence, Mixed
+from samestep.independence.operation_trial import Given, outcome_of
+from samestep.independence.row_prover import Prover
+from samestep.independence.value_numbers import Table, ValueNumbers, first_difference
+from samestep.models.analysis import ExpertModules
+from samestep.models.spec import ModelSpec
+from samestep.state import snapshot
+from samestep.tracing.crossings import with_slices_of
+from samestep.tracing.experts import called_with
+from samestep.tracing.flow import CannotPassError, reads_shape_alone
+from samestep.tracing.forward import ValueOf
+from samestep.tracing.looks import tensors_seen_by
+from samestep.tracing.meta_tensors import NeedsValuesError, operands, written_by
+from samestep.tracing.trace import containers_of
+from samestep.tracing.watched_forward import answer_alike, watch_forward
+
+WHOLE = -1
+"""The dimension of tokens of an argument that has none."""
+
+_WORKS = "scaled_dot_product_attention (attn_implementation = 'sdpa') with a mask of the whole sequence, or none, works"
+
+
+def prove(
+    module: nn.Module, sample: Any, spec: ModelSpec, value_of: ValueOf | None, experts: ExpertModules, parts: int
+) -> ModelSpec:
+    """Return the spec with the length of its samples, and how its blocks are cut into `parts` slices or why they cannot be.
+
+    `sample` is a batch of one real sample; tensors as long as its labels have a number for each token.
+    """
+    length = _length(sample)
+    size = length // parts
+    blocks = [path for layer in spec.layers if layer.is_block for path in layer.modules]
+    if size < 2 or not blocks:
+        reason = (
+            "its samples are no sequences" if not length else "they are too short" if blocks else "it has no blocks"
+        )
+        return _refused(spec, length, reason)
+    sample = _shortened(sample, length, size * parts)
+    table: Table = {}
+    watches = [
+        SliceProver(module, blocks, size * parts, size * parts, table, spec.looks_in),
+        SliceProver(module, blocks, size, size * parts, table, spec.looks_in),
+    ]
+    if spec.looks_in:
+        answer_alike(watches, module, sample, containers_of(module), value_of)
+    for watch in watches:
+        watch.has_backward = bool(spec.differentiates_at)
+    for watch in watches:
+        if refusal := _refusal_of(watch, module, sample, value_of, experts):
+            return _refused(spec, length, refusal)
+    if path := differing(*watches):
+        refusal = f"{path} computes differently, or with other numbers, on slices of another length"
+        return _refused(spec, length, refusal)
+    slices = {name: WHOLE if dim is None else dim for watch in watches for name, dim in watch.slices.items()}
+    whole, sliced = (watch.flow for watch in watches)
+    assert whole is not None
+    assert sliced is not None
+    try:
+        layers = with_slices_of(spec.layers, whole, sliced)
+    except CannotPassError as reason:
+        return _refused(spec, length, str(reason))
+    tried = tuple(dict.fromkeys((*spec.tried, *(text for watch in watches for text in watch.tried))))
+    proven = _refused(spec, length, "")
+    return dataclasses.replace(proven, slices=tuple(sorted(slices.items())), layers=layers, tried=tried)
+
+
+def differing(whole: SliceProver, part: SliceProver) -> str:
+    """Return the module whose code computes a token otherwise in a part of the sequence; empty if none does."""
+    return "" if whole.outcome == part.outcome else first_difference(whole.numbers, part.numbers)
+
+
+def _refused(spec: ModelSpec, length: int, reason: str) -> ModelSpec:
+    return dataclasses.replace(spec, length=length, slice_refusal=reason)
+
+
+def _length(sample: Any) -> int:
+    """Return the tokens of a sample, the second dimension of its labels; 0 where there is none."""
+    try:
+        labels = target_of(sample)
+    except InputError:
+        return 0
+    return labels.shape[1] if labels.dim() == 2 else 0
+
+
+def _shortened(sample: Any, length: int, wanted: int) -> Any:
+    return tree_map_only(Tensor, lambda t: t[:, :wanted] if t.dim() > 1 and t.shape[1] == length else t, sample)
+
+
+def _refusal_of(
+    watch: SliceProver, module: nn.Module, sample: Any, value_of: ValueOf | None, experts: ExpertModules
+) -> str:
+    """Run the forward; return why it cannot be sliced, or an empty text."""
+    handles = [
+        module.get_submodule(path).register_forward_pre_hook(watch.enter_block, with_kwargs=True)
+        for path in watch.blocks
+    ]
+    handles.append(module.register_forward_hook(lambda _, args, outputs: watch.check_outputs(outputs)))
+    try:
+        reshaping = Reshaping(watch.whole, watch.size, lambda: bool(watch.slices), watch.slice_of)
+        with snapshot.preserved(module), reshaping, watch.experts_by_row(module, experts):
+            watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
+    except NeedsValuesError:
+        return f"{watch.where} looks at values of its slice"
+    except InputError as error:
+        reason = str(error).removeprefix("the model cannot be traced: ")
+        return watch.refusal or f"on a slice {reason}; {_WORKS}"
+    finally:
+        for handle in handles:
+            handle.remove()
+    return watch.refusal
+
+
+class SliceProver(Prover):
+    """A traced forward whose blocks are given the last slice of `size` of the sequence's tokens."""
+
+    between = ""
+    """Why tokens may not be mixed, if it is not for an attention that is exchanged."""
+
+    def __init__(
+        self, module: nn.Module, blocks: list[str], size: int, whole: int, table: Table, looking: Collection[str] = ()
+    ) -> None:
+        super().__init__(module, size)
+        self.looking = looking
+        """Modules whose code looks at values."""
+        self.numbers = ValueNumbers(table, self.known, self.key, lambda one: address(one) in self._uniform)
+        for one in tensors_of(module):
+            self.numbers.name(one.tensor, "held", one.name)
+        self.held = [one.tensor for one in tensors_of(module)]
+        self.outcome: list[Hashable] = []
+        """What identifies the values of the outputs, and of what the model holds when its forward has ended."""
+        self.blocks, self.size, self.whole, self.refusal = blocks, size, whole, ""
+        self.is_following = False
+        self.slices: dict[str, int | None] = {}
+        """Arguments of blocks by their position: the dimension that is sliced, or None."""
+        self._mixed = ""
+
+    # -- events of the forward ---------------------------------------------------------------------
+
+    def enter_block(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return a block's arguments, with slices of those that have a row for each token."""
+        self.is_following = not self.refusal
+        leaves, tree = tree_flatten_with_path((args, kwargs))
+        mine = [self._sliced(keystr(argument), leaf) if isinstance(leaf, Tensor) else leaf for argument, leaf in leaves]
+        return tree_unflatten(mine, tree)
+
+    def _sliced(self, argument: str, leaf: Tensor) -> Tensor:
+        if self.known.of(leaf) is not None:
+            return leaf
+        dim = None if _is_bias(leaf.shape) else sequence_dim(leaf.shape, self.whole)
+        if self.slices.setdefault(argument, dim) != dim:
+            self.refuse(f"{argument} has rows of tokens in one block and not in another")
+        return leaf if dim is None else self.slice_of(leaf, dim)
+
+    def slice_of(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """Return the slice of a tensor that has a row for each token of the whole sequence."""
+        part = whole.narrow(dim, self.whole - self.size, self.size).clone()
+        with _disable_current_modes():
+            self.numbers.take_rows(part, whole, dim)
+            self.learn(part, Along(dim, 1, 0))
+        return part
+
+    def enter(self, path: str, part: nn.Module, outside: bool, given: Any) -> None:
+        """Record that a module's forward starts, which must be given no slice if its code looks at values."""
+        super().enter(path, part, outside, given)
+        if path in self.looking:
+            self._check_unseen(path, tensors_seen_by(part, given))
+
+    def _answered(self, seen: list[Tensor], find: Callable[[], Any]) -> Any:
+        self._check_unseen(self.where, seen)
+        return super()._answered(seen, find)
+
+    def _check_unseen(self, path: str, tensors: Iterable[Tensor]) -> None:
+        """Refuse a slice among the tensors that code is given which looks at values."""
+        with _disable_current_modes():
+            if self.is_following and any(self.known.of(one) is not None for one in tensors if one.is_meta):
+                self.refuse(f"shapes or branches at {path} depend on values, and it is given a slice")
+
+    # -- what values are computed from -------------------------------------------------------------
+
+    def to_meta(self, real: Tensor) -> Tensor:
+        """Return a meta tensor for a real one, with the number of its values."""
+        made = super().to_meta(real)
+        if made is not real:
+            with _disable_current_modes():
+                self.numbers.learn_constant(made, real)
+        return made
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with _disable_current_modes():
+            given = self.numbers.seen_by(func, args, kwargs)
+        outcome = super().__torch_dispatch__(func, types, args, kwargs)
+        with _disable_current_modes():
+            results = [one for one in operands(outcome) or written_by(func, args, kwargs) if one.is_meta]
+            self.numbers.ran(func, args, kwargs, given, results, self.where)
+        return outcome
+
+    def applied(self, function: Any, args: tuple[Any, ...], named: dict[str, Any], outcome: Any) -> None:
+        """Add a custom Function to what its results are computed from: its backward may use the numbers that it is given."""
+        super().applied(function, args, named, outcome)
+        what = function.__self__, tuple(map(repr, filter(_is_number, tree_leaves((args, named)))))
+        self._add_to_numbers(operands(outcome), "function", *what)
+
+    def hooked(self, name: str, hook: Any, given: list[Tensor], results: list[Tensor]) -> None:
+        """Add a hook on gradients to what its tensors are computed from, as what it makes of drawn ones."""
+        super().hooked(name, hook, given, results)
+        with _disable_current_modes():
+            drawn = [Given(self._of_one_token(tensor), tensor.dtype) for tensor in given]
+        self._add_to_numbers([*given], "hook", outcome_of(hook, tuple(drawn)))
+
+    def _of_one_token(self, tensor: Tensor) -> tuple[int, ...]:
+        found, shape = self.known.of(tensor), list(tensor.shape)
+        if isinstance(found, Along) and found.dim >= 0:
+            shape[found.dim] = found.inner
+        return tuple(shape)
+
+    def _add_to_numbers(self, tensors: list[Tensor], *what: Hashable) -> None:
+        with _disable_current_modes():
+            for tensor in tensors:
+                if tensor.is_meta:
+                    self.numbers.name(tensor, *what, self.numbers.of(tensor), where=self.where)
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def check_attention(self, call: AttentionCall) -> None:
+        """Leave the shapes of an attention that will be exchanged: `attend` says which of them fit."""
+        self._attention = call
+        if not self.is_following:
+            super().check_attention(call)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, mask: Tensor | None) -> None:
+        """Check an attention that will be exchanged: it is given slices, and a mask of the whole sequence."""
+        self.note_attention(output)
+        if not self.is_following:
+            return
+        with _disable_current_modes():
+            if query.dim() != 4:
+                self.refuse(f"the attention in {self.where} has no dimension of heads")
+            elif not all(self.known.has_rows(tensor, 2) for tensor in (query, key, value)):
+                reason = f"; {self._mixed}" if self._mixed else ""
+                self.refuse(f"the attention in {self.where} is not between the tokens of one sequence{reason}")
+            elif alone := next(filter(None, map(self.of_some_tokens, (query, key, value))), ""):
+                self.refuse(alone)
+            elif mask is not None and not _fits(mask.shape, self.whole):
+                self.refuse(f"{self.where} makes its attention mask itself, for a slice")
+            elif not any(path in self._running for path in self.blocks):
+                self.refuse(f"the attention in {self.where} stands outside the blocks")
+            else:
+                self.learn(output, Along(2, 1, 0))
+
+    def note_attention(self, output: Tensor) -> None:
+        """Set the number of the output of the attention at hand."""
+        with _disable_current_modes():
+            parts = [self.numbers.of(one) if isinstance(one, Tensor) else repr(one) for one in self._attention]
+            self.numbers.name(output, "attention", *parts, where=self.where)
+
+    def _enter_experts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note what the rows of experts are computed from."""
+        with _disable_current_modes():
+            self._given_to_experts = [self.numbers.of(one) for one in called_with(args, kwargs)]
+        super()._enter_experts(module, args, kwargs)
+
+    def _leave_experts(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """Set the number of what experts have computed of their rows, each by itself."""
+        super()._leave_experts(module, args, output)
+        with _disable_current_modes():
+            self.numbers.name(output, "experts", self.where, *self._given_to_experts, where=self.where)
+
+    def check_outputs(self, outputs: Any) -> None:
+        """Check that the logits have a row for each token of the slice."""
+        try:
+            logits = prediction_of(outputs)
+        except InputError as error:
+            self.refuse(str(error))
+            return
+        with _disable_current_modes():
+            self.outcome = [self.numbers.of(one) for one in (logits, *self.held)]
+            if logits.dim() != 3 or not self.known.has_rows(logits, 1):
+                self.refuse(
+                    self._mixed or "its outputs have no row for each token, so the loss cannot be summed over slices"
+                )
+            elif reason := self.of_some_tokens(logits):
+                self.refuse(reason)
+
+    def of_some_tokens(self, tensor: Tensor) -> str:
+        """Return which operation has computed some tokens of a tensor otherwise than the others; empty if none has."""
+        alone = self.histories.difference(self.key(tensor))
+        return f"{alone} computes some tokens of a slice otherwise than the others" if alone else ""
+
+    def refuse(self, reason: str) -> None:
+        """Store a refusal; the first reason is kept, since later ones follow from it."""
+        self.refusal = self.refusal or reason
+        self.is_following = False
+
+    def learn(self, tensor: Tensor, dependence: Dependence) -> None:
+        """Set the dependence of a tensor, and remember the first operation that mixed tokens."""
+        super().learn(tensor, dependence)
+        if not self._mixed and isinstance(dependence, Mixed):
+            path, _, operation = dependence.where.rpartition(" by ")
+            path = path or self.where
+            works = f"; {_WORKS}" if operation in ("bmm", "baddbmm", "mm") else ""
+            self._mixed = (
+                f"{path} mixes tokens by {operation}, {self.between or f'and only attention is exchanged{works}'}"
+            )
+
+    def refuse_gradient(self, where: str) -> None:
+        """Refuse a custom Function whose backward mixes tokens."""
+        self.refuse(f"{where} mixes tokens")
+
+    def sums_along(self, gradients: list[Tensor]) -> list[int | None] | None:
+        """Return where the tokens of gradients are before the blocks: each rank's gradient is zero outside of its slice."""
+        if self.slices or self.refusal:
+            return None
+        return [sequence_dim(gradient.shape, self.whole) for gradient in gradients]
+
+    def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
+        """Refuse a constant with a row for each token of a slice; one of the whole sequence is sliced before it meets any."""
+        if self.size < self.whole and not self.is_uniform(constant) and constant.stride(dim):
+            self.refuse(f"{where} counts the tokens of a slice itself; positions made before the blocks work")
+
+
+_RESHAPES = (torch.reshape, Tensor.reshape, Tensor.view)
+
+
+def reshaped(func: Any, args: tuple[Any, ...], length: int, size: int) -> tuple[Any, ...]:
+    """Return the arguments of a reshape on slices, where the code computed the shape from whole sequences.
+
+    A reshape of [B, size, ...] to [B, length, ...] keeps its shape, as at the end of GPT-2.
+    """
+    if func not in _RESHAPES or len(args) < 2:
+        return args
+    tensor, *shape = args
+    wanted = tuple(shape[0]) if isinstance(shape[0], list | tuple) else tuple(shape)
+    alike = len(wanted) == tensor.dim() > 1 and wanted[2:] == tuple(tensor.shape[2:])
+    if alike and wanted[1] == length and tensor.shape[1] == size and wanted[0] in (-1, tensor.shape[0]):
+        return tensor, (wanted[0], size, *wanted[2:])
+    return args
+
+
+_BY_ELEMENT = frozenset(
+    (
+        "add",
+        "radd",
+        "iadd",
+        "sub",
+        "rsub",
+        "isub",
+        "subtract",
+        "mul",
+        "rmul",
+        "imul",
+        "multiply",
+        "div",
+        "rdiv",
+        "truediv",
+        "rtruediv",
+        "itruediv",
+        "divide",
+        "true_divide",
+        "where",
+        "lerp",
+        "addcmul",
+        "addcdiv",
+        "maximum",
+        "minimum",
+        "pow",
+        "rpow",
+        "cat",
+        "concat",
+        "concatenate",
+        "stack",
+    )
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_by_element(func: Any) -> bool:
+    return getattr(func, "__name__", "").strip("_") in _BY_ELEMENT
+
+
+def met_by_slices(
+    func: Any, args: tuple[Any, ...], length: int, size: int, slice_of: Callable[[Tensor], Tensor]
+) -> tuple[Any, ...]:
+    """Return the arguments of an operation by elements, with slices of those that have rows for the whole sequence.
+
+    What the model made before the blocks and adds to what they return, as `x = x0 + block(x)` between blocks, is whole.
+    """
+    if size == length or not _is_by_element(func):
+        return args
+    given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+    if {size, length} - {leaf.shape[1] for leaf in given}:
+        return args
+
+    def sliced(leaf: Tensor) -> Tensor:
+        return slice_of(leaf) if leaf.dim() > 1 and leaf.shape[1] == length else leaf
+
+    found: tuple[Any, ...] = tree_map_only(Tensor, sliced, args)
+    return found
+
+
+class Reshaping(TorchFunctionMode):
+    """A function mode that adapts the code between blocks to slices of `size` of a sequence's `length` tokens.
+
+    It acts once blocks are given slices.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        size: int,
+        has_begun: Callable[[], bool],
+        slice_of: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self._length, self._size, self._has_begun = length, size, has_begun
+        self._slice_of = slice_of or (lambda whole: whole.narrow(1, 0, size))
+        self._written: list[weakref.ref[Tensor]] = []
+        """Whole tensors whose slices alone were written in place."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._has_begun():
+            return func(*args, **(kwargs or {}))
+        given = reshaped(func, args, self._length, self._size)
+        given = met_by_slices(func, given, self._length, self._size, self._slice_of)
+        outcome = func(*given, **(kwargs or {}))
+        if self._written and operands(outcome) and not reads_shape_alone(func):
+            self._check_unwritten(args)
+        if given is not args and given[0] is not args[0] and _writes(func):
+            self._written.append(weakref.ref(args[0]))
+        return outcome
+
+    def _check_unwritten(self, args: tuple[Any, ...]) -> None:
+        if any(one() is leaf for leaf in operands(*args) for one in self._written):
+            raise InputError(
+                "a tensor is read whole after its slices were written in place; x = x + y works, and x += y"
+            )
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, bool | int | float | complex | str)
+
+
+def _writes(func: Any) -> bool:
+    """Return whether a function writes into its first argument, as add_ and the operator += do."""
+    name: str = getattr(func, "__name__", "")
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
+def sequence_dim(shape: torch.Size, length: int) -> int | None:
+    """Return the dimension with `length` rows, one for each token; None without one, or for pairs of tokens."""
+    if length not in shape or (len(shape) in (2, 4) and shape[-1] == shape[-2]):
+        return None
+    return list(shape).index(length) if len(shape) < 2 or shape[1] != length else 1
+
+
+def _is_bias(shape: torch.Size) -> bool:
+    """Return whether an argument of one sample is a bias of attention [A, T, T], for each head and pair of tokens."""
+    return len(shape) == 3 and shape[0] > 1 and shape[1] == shape[2]
+
+
+def _fits(shape: torch.Size, whole: int) -> bool:
+    return len(shape) >= 2 and shape[-1] == whole and shape[-2] in (1, whole)

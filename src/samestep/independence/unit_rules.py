@@ -1,0 +1,557 @@
+"""The units of each operation's results, or why it does not compute each unit by itself.
+
+What an operation does with dimensions is stated in `dimension_maps.py`; here stands what units add to it: sums
+of which each rank has a summand, whole operands that tell units apart, weights that lie side by side, and the trial of an
+operation without a map. A rule raises a `MixesError` that names the module, the operation and the weights whose outputs it
+mixes.
+
+Proof that ranks of a tensor cut compute apart: which units (heads, neurons, tokens of a vocabulary) each value holds.
+
+Units are followed by storage. In the output [B, T, D] of a column cut, each of the D features is a unit:
+
+    UnitRows(stride=1, units=D)      the element at offset o of the storage belongs to unit (o // stride) % units
+
+A view needs no rule, since its strides say where the units are: seen as [B, T, heads, width], the same storage has units
+of `width` features, and may be cut between heads only. Every operation must then compute each unit by itself:
+
+    an operation with a map     units lie along dimensions that are kept (`dimension_maps.py`), the same of all
+                                operands, and are neither summed nor moved
+    a product                   summed over units it is partial, until the module whose weight is cut by rows has left, where
+                                `reduce` sums it over the ranks
+    anything else               is tried on drawn values, whole and on parts (`operation_trial.py`), or refused
+
+Rows (samples, tokens) are described by storages too, and otherwise (`dependence.py`): there is one number of
+rows in a forward, a view may show some of them, and storages are written row by row. Units are counted anew for each
+weight, become coarser where a view tells them apart less finely, and a view must show all of them.
+
+A whole tensor that meets units must not tell them apart: a weight with an element for each unit is cut like them. Where
+code needs more than a rank's part, as the slopes of ALiBi that it counts itself do, or a norm over all heads, the cut
+before it is refused; `cut_proof.to_gather` says which outputs are gathered instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.independence import dimension_maps
+from samestep.independence.dimension_maps import (
+    FILLS,
+    MOVED,
+    SUMMED,
+    Blocks,
+    Operand,
+    Target,
+    is_elementwise,
+    operands_of,
+)
+from samestep.independence.feature_units import (
+    LikeError,
+    MixesError,
+    UnitDim,
+    UnitFlow,
+    UnitRows,
+    WeightCut,
+    met_by,
+    named,
+    place,
+)
+from samestep.independence.operation_trial import Given, RowsAlong, try_apart
+from samestep.models.spec import is_below
+from samestep.tracing.operations import LOOKED, Operation, View
+
+_aten = torch.ops.aten
+
+_Rule = Callable[[UnitFlow, Operation], Iterator[UnitDim | None]]
+
+
+def by_map(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
+    """Rule of an operation by its map of dimensions; one without is tried.
+
+    Raises:
+        MixesError: it does not compute each unit by itself.
+    """
+    found = operands_of(op)
+    if found is None or len(found) != len(op.results):
+        yield from tried(flow, op)
+        return
+    for view, operands in zip(op.results, found, strict=True):
+        yield _mapped(flow, op, view, operands)
+
+
+def _mapped(flow: UnitFlow, op: Operation, result: View, operands: Sequence[Operand]) -> UnitDim | None:
+    """Return the units of a result from the dimensions that its operands become.
+
+    Raises:
+        MixesError: units are summed over or moved, operands are not aligned, or a whole one tells the units apart.
+    """
+    total: UnitDim | None = None
+    given = [*operands]
+    if op.writes and result.storage not in {view.storage for view, _ in operands}:
+        given.append(dimension_maps.broadcast(result, result))  # what is not overwritten
+    for view, dims in given:
+        found = flow.along(view, op)
+        if found is not None:
+            total = _joined(total, _become(found, dims[found.dim], op), op)
+    if total is None:
+        return None
+    for view, dims in given:
+        at = dimension_maps.place_of(dims, total.dim)
+        if at is not None and flow.along(view, op) is None:
+            flow.check_whole(view, at, total, op)
+    if result.shape[total.dim] != total.units * total.inner * total.outer:
+        raise MixesError(f"{place(op)} computes {op.name} of a part of {named(total.sources)}")
+    return total
+
+
+def _operands(op: Operation) -> Sequence[Operand]:
+    """Return the operands of the only result of an operation."""
+    found = operands_of(op)
+    if found is None:
+        raise MixesError(f"{place(op)} computes {op.name} in a form of which nothing is known")
+    return found[0]
+
+
+def _become(found: UnitDim, to: Target, op: Operation) -> UnitDim:
+    """Return what units along a dimension of an operand become.
+
+    Raises:
+        MixesError: they are summed over, or moved.
+    """
+    if to in (SUMMED, MOVED):
+        raise MixesError(f"{place(op)} computes {op.name} across {named(found.sources)}")
+    if isinstance(to, Blocks):
+        inner, size = math.lcm(found.inner, to.each), found.inner * found.units
+        if size % inner:
+            raise MixesError(f"{place(op)} computes {op.name} across {named(found.sources)}")
+        return replace(found, dim=to.dim, units=size // inner, inner=inner // to.each * to.gives)
+    return replace(found, dim=to)
+
+
+def _joined(a: UnitDim | None, b: UnitDim | None, op: Operation) -> UnitDim | None:
+    """Return the units of a result of two operands with these units.
+
+    Raises:
+        MixesError: they are along different dimensions.
+    """
+    if a is None or b is None:
+        return a or b
+    sources = a.sources | b.sources
+    if (a.dim, a.outer) != (b.dim, b.outer):
+        raise MixesError(f"{place(op)} computes {op.name} across {named(sources)}: their units are in other dimensions")
+    finer = a if a.units >= b.units else b
+    coarser = b if finer is a else a
+    if finer.units % coarser.units:
+        raise MixesError(f"{place(op)} computes {op.name} across {named(sources)}: their units do not match")
+    return replace(finer, sources=sources)
+
+
+def pointwise(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
+    """Rule of an operation element by element, which may be linear in partial sums."""
+    partial = [view for view in op.given if flow.states.get(view.storage) == "partial"]
+    if not partial:
+        yield from by_map(flow, op)
+        return
+    _check_linear(flow, op, partial)
+    for view in op.results:
+        flow.states[view.storage] = "partial"
+
+
+def _check_linear(flow: UnitFlow, op: Operation, partial: list[View]) -> None:
+    """Check that partial sums are scaled, copied, or given the bias of the module that is cut by rows.
+
+    Raises:
+        MixesError: something else happens to them.
+    """
+    packet, others = op.func.overloadpacket, [view for view in op.given if view not in partial]
+    names = [flow.weights.get(view.storage, "") for view in others]
+    adds_bias = packet in (_aten.add, _aten.add_) and others and all(name == f"{op.where}.bias" for name in names)
+    scales = packet in _LINEAR and len(partial) == 1 and not any(view.takes_gradient for view in others)
+    is_divisor = packet in (_aten.div, _aten.div_) and op.args[0] not in partial
+    if not adds_bias and (not scales or is_divisor):
+        raise MixesError(f"{place(op)} computes {op.name} on sums of which each rank has a summand")
+
+
+def _product(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
+    """Rule of a matrix product: a sum over units is partial."""
+    (left, rows), (right, columns), *added = _operands(op)
+    a, b = flow.along(left, op), flow.along(right, op)
+    inner = [one is not None and dims[one.dim] == SUMMED for one, dims in ((a, rows), (b, columns))]
+    if not any(inner):
+        yield from by_map(flow, op)
+        return
+    _check_sum(flow, op, a if inner[0] else None, b if inner[1] else None)
+    for view, _ in added:
+        if flow.weights.get(view.storage, "") != f"{op.where}.bias" and flow.states.get(view.storage) != "uniform":
+            raise MixesError(f"{place(op)} adds a tensor to sums of which each rank has a summand")
+    flow.states[op.results[0].storage] = "partial"
+
+
+def _check_sum(flow: UnitFlow, op: Operation, a: UnitDim | None, b: UnitDim | None) -> None:
+    """Check that a sum over units belongs to a module that is cut by rows, and that both factors have these units.
+
+    Raises:
+        MixesError: it does not, or they do not.
+    """
+    known = a or b
+    assert known is not None
+    row = next((path for path, style in flow.styles.items() if style == "row" and is_below(op.where, path)), None)
+    if row is None or a is None or b is None:
+        side = (
+            "by a weight that every rank has whole"
+            if b is None
+            else "of a tensor that every rank has whole"
+            if a is None
+            else ""
+        )
+        raise MixesError(f"{place(op)} sums over {named(known.sources)} {side}".rstrip())
+    if a.outer != b.outer:
+        raise MixesError(f"{place(op)} sums over {named(a.sources)}: their units are in other places than the weight's")
+    units = max((flow.groups[name] for name in a.sources), default=a.units)
+    for name in b.sources:
+        flow.groups[name] = math.gcd(flow.groups[name], math.lcm(units, a.units) if a.units % units == 0 else a.units)
+
+
+def _embedding(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
+    """Rule of a lookup, of which each rank has a summand where the table is cut by vocabulary."""
+    found = flow.along(op.args[0], op)
+    if found is None or found.dim != 0:
+        yield from by_map(flow, op)
+    elif flow.styles.get(op.where) != "vocab" or flow.along(op.args[1], op) is not None:
+        raise MixesError(f"{place(op)} looks up rows of {named(found.sources)} and is not planned as 'vocab'")
+    else:
+        flow.states[op.results[0].storage] = "partial"
+
+
+def _glu(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
+    """Rule of a gated unit, whose halves along a dimension must be weights of their own, cut each by itself."""
+    tensor = op.args[0]
+    found, dim = flow.along(tensor, op), (op.args[1] if len(op.args) > 1 else -1) % len(tensor.shape)
+    assert found is not None
+    if found.dim == dim and found.outer % 2:
+        raise MixesError(f"{place(op)} computes {op.name} across {named(found.sources)}", found.sources, 2)
+    yield replace(found, outer=found.outer // 2) if found.dim == dim else found
+
+
+def _written(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
+    """Rule of elements that are written to the places that a mask or whole indices choose."""
+    _, (source, places), *indices = _operands(op)
+    is_several = any(to == MOVED and size > 1 for to, size in zip(places, source.shape, strict=True))
+    for total in by_map(flow, op):
+        if total is not None and is_several and any(total.dim in dims for _, dims in indices):
+            raise MixesError(f"{place(op)} writes elements one after the other into {named(total.sources)}")
+        yield total
+
+
+def _attention(flow: UnitFlow, op: Operation) -> None:
+    """An attention: queries, keys, values and mask of each head by themselves."""
+    query, *_ = op.given
+    for view in op.given[:3]:
+        found = flow.along(view, op)
+        if found is not None and found.dim >= len(query.shape) - 2:
+            what = "features of heads or tokens" if len(query.shape) > 3 else "features"
+            raise MixesError(
+                f"{place(op)} attends across {named(found.sources)}: a rank would hold {what}, not whole heads"
+            )
+    total = _mapped(flow, op, op.results[0], next(iter(dimension_maps.attention(op))))
+    if total is not None:
+        flow.states[op.results[0].storage] = "uniform"
+        flow.learn(op.results[0], total, op)
+
+
+def _left(flow: UnitFlow, op: Operation) -> None:
+    """The end of a module's forward, where `reduce` and `gather_last` make partial and cut tensors whole."""
+    style = flow.styles.get(op.where)
+    for view in op.results:
+        state = flow.states.get(view.storage)
+        if style in ("row", "vocab") and state == "partial":
+            flow.states[view.storage] = None
+        elif style == "row":
+            raise MixesError(f"{op.where} is planned as 'row', and its output is no sum over what tp cuts")
+        elif style == "gather" and isinstance(state, UnitRows):
+            found = flow.along(view, op)
+            if found is None or found.dim != len(view.shape) - 1 or found.outer > 1:
+                raise MixesError(
+                    f"{op.where} is planned as 'gather', and its output is not cut along its last dimension"
+                )
+            flow.states[view.storage] = None
+
+
+def _outputs(flow: UnitFlow, op: Operation) -> None:
+    """The outputs of the model: its prediction first, if there is one, then all others."""
+    prediction, others = op.args
+    flow.prediction = None if prediction is None else flow.along(prediction, op)
+    flow.others_cut = any(flow.along(view, op) is not None for view in others if view != prediction)
+
+
+def check_unseen(flow: UnitFlow, op: Operation) -> None:
+    """Check that code which looks at values is given whole tensors alone: what it would do for other values is not known.
+
+    Raises:
+        MixesError: tp cuts one of them.
+    """
+    for view in op.given:
+        state = flow.states.get(view.storage) if view.values is None else None
+        if isinstance(state, UnitRows) or state == "partial":
+            names = named(state.sources if isinstance(state, UnitRows) else ())
+            raise MixesError(f"shapes or branches at {place(op)} depend on values, and it is given {names}")
+
+
+def tried(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
+    """Rule of an operation that has none: its units stay where they are, if a trial on drawn values passes.
+
+    Raises:
+        MixesError: it does not.
+    """
+    given = [found for view in op.given if (found := flow.along(view, op)) is not None]
+    total = given[0] if given else None
+    for found in given:
+        total = _joined(total, found, op)
+    names = named(total.sources if total else ())
+    if total is None or any(
+        total.dim >= len(view.shape) or view.shape[total.dim] != total.outer * total.inner * total.units
+        for view in op.results
+    ):
+        raise MixesError(f"{place(op)} computes {op.name} of {names}, and nothing is known of this operation")
+    units = _tried_units(flow, op, op.func, op.args, total, len(op.results))
+    flow.tried.append(f"{place(op)} by {op.name}")
+    for name in total.sources:
+        flow.groups[name] = math.gcd(flow.groups[name], units)
+    for _ in op.results:
+        yield replace(total, units=units, inner=total.inner * total.units // units)
+
+
+def _tried_units(
+    flow: UnitFlow, op: Operation, compute: Any, args: tuple[Any, ...], total: UnitDim, num_results: int
+) -> int:
+    """Return the largest number of units that a trial shows to be computed apart, forward and backward.
+
+    Raises:
+        MixesError: there is none.
+    """
+    for units in (n for n in range(total.units, 1, -1) if total.units % n == 0):
+
+        def given(view: View, units: int = units) -> Given:
+            found = flow.along(view, op)
+            if found is None and view.shape and any(view.storage == result.storage for result in op.results):
+                found = total  # it is written
+            rows = None if found is None else RowsAlong(found.dim, found.inner * found.units // units, units)
+            return Given(view.shape, view.dtype, view.takes_gradient, rows, values=view.values)
+
+        results = [RowsAlong(total.dim, total.inner * total.units // units, units)] * num_results
+        named_args = tuple(sorted((name, _with_given(value, given)) for name, value in op.kwargs.items()))
+        if try_apart(compute, _with_given(args, given), named_args, results) == "same":
+            return units
+    name = compute.__self__.__name__ if op.func == "function" else op.name
+    raise MixesError(
+        f"{place(op)} computes {name} of {named(total.sources)}, and on a part of it, it does not compute that part of the "
+        "whole"
+    )
+
+
+def _with_given(value: Any, given: Callable[[View], Given]) -> Any:
+    """Return an argument with a description in the place of its tensors."""
+    if isinstance(value, View):
+        return given(value)
+    return tuple(_with_given(item, given) for item in value) if isinstance(value, tuple) else value
+
+
+def _function(flow: UnitFlow, op: Operation) -> None:
+    """A custom Function of autograd: its operations have been followed, and its backward is tried."""
+    given = [flow.along(view, op) for view in op.given]
+    results = [flow.along(view, op) for view in op.results]
+    known = [one for one in results if one is not None]
+    if not any(given):
+        return
+    if len(known) < len(results) or not known:
+        raise MixesError(
+            f"{place(op)} computes {op.args[0].__self__.__name__} of {named(met_by(flow, op))}: its backward is not known"
+        )
+    units = _tried_units(flow, op, op.args[0], op.args[1:], known[0], len(known))
+    for name in known[0].sources:
+        flow.groups[name] = math.gcd(flow.groups[name], units)
+    flow.tried.append(f"{place(op)} by the gradient of {op.args[0].__self__.__name__}")
+
+
+EVENTS: dict[str, Callable[[UnitFlow, Operation], None]] = {
+    "attention": _attention, "function": _function, "left": _left, "outputs": _outputs,
+    LOOKED: check_unseen,
+}  # fmt: skip
+
+_LINEAR = {_aten.mul, _aten.mul_, _aten.div, _aten.div_, _aten.neg, _aten.clone, _aten._to_copy}
+"""Operations that may come before a sum over ranks as well as after it."""
+_RULES: dict[Any, _Rule] = {
+    **dict.fromkeys(dimension_maps.PRODUCTS, _product),
+    _aten.embedding: _embedding,
+    _aten.glu: _glu,
+    **dict.fromkeys((_aten.index_put, _aten.index_put_, _aten._unsafe_index_put), _written),
+}
+
+
+def rule_of(func: Any) -> _Rule:
+    """Return the rule of an operation that meets units or partial sums."""
+    return pointwise if dimension_maps.is_elementwise(func) else _RULES.get(func.overloadpacket, by_map)
+
+
+_aten = torch.ops.aten
+
+
+def follow(
+    operations: list[Operation],
+    model: nn.Module,
+    styles: Mapping[str, str],
+    cuts: Mapping[str, WeightCut],
+    looking: Collection[str] = (),
+    branching: Collection[str] = (),
+) -> UnitFlow:
+    """Return where the units of cut weights are at every operation of a forward of the whole model.
+
+    `styles` are those of modules, `cuts` those of weights by name; weights with an element for each unit are added.
+    No unit may reach the modules `looking`, whose code looks at values, nor the own code of those that branch by whole numbers of
+    the sample: the branch for another sample is not known.
+
+    Raises:
+        MixesError: an operation does not compute each unit by itself.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    weights = {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in reversed(named)}
+    cuts, owners = dict(cuts), _owners(model)
+    while True:
+        names = {storage: name for storage, (name, _) in weights.items()}
+        trained = frozenset(name for name, _ in model.named_parameters())
+        flow = UnitFlow(styles, names, owners, trained, looking=tuple(looking))
+        flow.like = {name: cut.dim for name, cut in cuts.items() if _owner(name) not in styles}
+        for storage, (name, tensor) in weights.items():
+            if name in cuts:
+                cut = cuts[name]
+                flow.groups[name] = tensor.shape[cut.dim] // cut.parts
+                flow.states[storage] = UnitRows(tensor.stride(cut.dim), flow.groups[name], frozenset({name}))
+        try:
+            for op in operations:
+                _carry_on(flow, op, is_unseen=op.where in branching or any(is_below(op.where, one) for one in looking))
+        except LikeError as found:
+            dim = found.dim_of(model.get_parameter(found.name))
+            if dim is None:
+                raise MixesError(
+                    f"{found.name} is used on what tp cuts, and none of its dimensions is as long"
+                ) from None
+            cuts[found.name] = WeightCut(dim)
+            continue
+        return flow
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _owners(model: nn.Module) -> dict[int, frozenset[str]]:
+    """Return the paths of the modules that own each trained weight, by its storage."""
+    owners: dict[int, frozenset[str]] = {}
+    for path, part in model.named_modules():
+        for param in part.parameters(recurse=False):
+            if param.requires_grad:
+                storage = param.untyped_storage()._cdata
+                owners[storage] = owners.get(storage, frozenset()) | {path}
+    return owners
+
+
+def _follow_weights(flow: UnitFlow, op: Operation) -> None:
+    """Record tensors that are made of nothing but weights, with the modules that own those."""
+    owners = owners_in(flow, op)
+    if owners and not data_in(flow, op):
+        flow.from_weights |= {view.storage: owners for view in op.results if view.storage not in flow.weights}
+
+
+def owners_in(flow: UnitFlow, op: Operation) -> frozenset[str]:
+    """Return the modules that own the trained weights among an operation's operands, or what is made of them."""
+    storages = {view.storage for view in op.given if view.values is None}
+    return frozenset(
+        path for key in storages for table in (flow.owners, flow.from_weights) for path in table.get(key, ())
+    )
+
+
+def data_in(flow: UnitFlow, op: Operation) -> list[View]:
+    """Return an operation's operands that are no weights."""
+    tables = (flow.owners, flow.from_weights, flow.weights)
+    return [view for view in op.given if view.values is None and not any(view.storage in table for table in tables)]
+
+
+def _carry_on(flow: UnitFlow, op: Operation, *, is_unseen: bool) -> None:
+    """Set the units of the results of an operation; `is_unseen` if other values may let its module run others."""
+    before = [flow.states.get(view.storage) if view.values is None else None for view in op.given]
+    if op.func not in ("left", "outputs"):
+        _follow_weights(flow, op)
+    try:
+        if is_unseen:
+            check_unseen(flow, op)
+        if isinstance(op.func, str):
+            EVENTS[op.func](flow, op)
+        else:
+            _compute(flow, op)
+    except MixesError as reason:
+        raise reason.at(op.where, met_by(flow, op)) from None
+    flow.history.append((*before, *(flow.states.get(view.storage) for view in op.results)))
+
+
+def _compute(flow: UnitFlow, op: Operation) -> None:
+    packet = op.func.overloadpacket
+    if not any(flow.states.get(view.storage) == "partial" or flow.along(view, op) is not None for view in op.given):
+        _without_units(flow, op, packet, is_elementwise(op.func))
+        return
+    if packet in FILLS:
+        _filled(flow, op)
+        return
+    for view, found in zip(op.results, rule_of(op.func)(flow, op), strict=False):
+        flow.learn(view, found, op)
+
+
+def _without_units(flow: UnitFlow, op: Operation, packet: Any, is_pointwise: bool) -> None:
+    """Follow tensors that every rank has whole: equal elements, elements that repeat, tensors made of one weight."""
+    uniform = all(flow.states.get(v.storage) == "uniform" or v.numel == 1 for v in op.given if v.values is None)
+    for view in op.results:
+        if packet in FILLS or (is_pointwise and uniform and op.given and not _is_random(op)):
+            if view.storage not in flow.weights:
+                flow.states[view.storage] = "uniform"
+            continue
+        if op.writes:
+            flow.states.pop(view.storage, None)
+        owners = {flow.weights.get(v.storage) or flow.made_of.get(v.storage) for v in op.given if v.numel > 1}
+        if is_pointwise and not op.writes and len(owners) == 1 and None not in owners:
+            flow.made_of[view.storage] = next(iter(owners)) or ""
+        repeated = _repeated(flow, op, view) if is_pointwise or packet is _aten.repeat else []
+        if repeated and not op.writes and not _is_random(op):
+            flow.states[view.storage] = frozenset(repeated)
+
+
+def _is_random(op: Operation) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.func.tags
+
+
+def _repeated(flow: UnitFlow, op: Operation, result: View) -> list[tuple[int, int]]:
+    """Return strides and sizes of the dimensions of a result along which all operands repeat their elements."""
+    found = []
+    for dim, size in enumerate(result.shape):
+        if size == 1:
+            continue
+        places = [(view, dim - len(result.shape) + len(view.shape)) for view in op.given if view.numel > 1]
+        if places and all(
+            at < 0 or view.shape[at] == 1 or view.strides[at] == 0 or flow.is_constant(view, at) for view, at in places
+        ):
+            found.append((result.strides[dim], size))
+    return found
+
+
+def _filled(flow: UnitFlow, op: Operation) -> None:
+    """A tensor of equal elements: with units where it has the shape of an operand that has."""
+    for view in op.results:
+        like = next((one for one in op.given if one.shape == view.shape), None)
+        found = None if like is None else flow.along(like, op)
+        if found is None:
+            flow.states[view.storage] = "uniform"
+        else:
+            flow.learn(view, found, op)

@@ -1,0 +1,233 @@
+"""Numbers of the values of a traced forward: values that are computed alike from the same have one number.
+
+Two forwards on the meta device, of the whole sequence and of a slice, share one table of numbers (value numbering, as compilers
+find common subexpressions). The number of a result stands for its operation, all other arguments, and the numbers of the operands:
+
+    x * 0.5               (mul, number of x, 0.5)               the same on every slice
+    x / x.shape[1]        (div, number of x, 12)                another one on a slice of 6 tokens
+    x * table[x.shape[1]] (mul, number of x, table at byte 48)  another one, too
+
+So it does not matter in which way code has used the length: as a number, an index, a key, a count of turns, or to choose what it
+does. The number of tokens itself is no part of a number: that of a tensor with a row for each token leaves the dimension of
+rows out, so that it says what is computed for each token. Which token a position belongs to, and whether all tokens are
+computed alike, is followed beside it (`dependence.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.independence.dependence import Along, Dependence, Dependences, Form, Mixed
+from samestep.independence.dimension_maps import FILLS, is_elementwise, operands_of, place_of
+from samestep.tracing.meta_tensors import operands
+
+_aten = torch.ops.aten
+
+Table = dict[Hashable, int]
+"""The number of each computation, shared by the forwards that are compared."""
+
+_SIZES = frozenset(("size", "sizes", "input_sizes", "input_size"))
+"""Arguments that give the shape of the result alone."""
+_OTHER_SIZES = {
+    **dict.fromkeys((_aten.native_group_norm, _aten.native_group_norm_backward), frozenset(("N", "C", "HxW"))),
+    _aten.arange: frozenset(("end",)),
+}
+"""Arguments of single operations that say no more than the shapes of operands or results."""
+_OVERWRITING = frozenset((_aten.copy_, _aten.fill_, _aten.zero_))
+
+
+class Operand(NamedTuple):
+    """A tensor as an operation found it."""
+
+    tensor: Tensor
+    number: int
+    """Number of its storage."""
+    found: Dependence
+    is_uniform: bool
+    takes_gradient: bool
+    form: Form
+
+
+class ValueNumbers:
+    """The numbers of the values of one forward, by the keys of their storages."""
+
+    def __init__(
+        self, table: Table, known: Dependences, key_of: Callable[[Tensor], int], is_uniform: Callable[[Tensor], bool]
+    ) -> None:
+        self._table, self._known, self._key_of, self._is_uniform = table, known, key_of, is_uniform
+        self._of: dict[int, int] = {}
+        self._writes: dict[int, tuple[int, tuple[Hashable, ...]]] = {}
+        """Of storages that were written in parts, the number before that and what was written."""
+        self.computed: list[tuple[int, str]] = []
+        """Number of each value that was computed of rows, with the path of the module whose code did so."""
+
+    def name(self, tensor: Tensor, *what: Hashable, where: str = "") -> None:
+        """Set the number of a storage to that of a computation."""
+        key = self._key_of(tensor)
+        self._writes.pop(key, None)
+        self._of[key] = self._number(what)
+        if where:
+            self.computed.append((self._of[key], where))
+
+    def take_rows(self, part: Tensor, whole: Tensor, dim: int) -> None:
+        """Set the number of some rows of a tensor, which is that of the tensor itself: each row stays what it was."""
+        if whole.is_contiguous() and whole.numel() * whole.element_size() == whole.untyped_storage().nbytes():
+            self._of[self._key_of(part)] = self._of_storage(self._key_of(whole))
+        else:
+            self.name(part, "rows", dim, self.of(whole))
+
+    def of(self, tensor: Tensor) -> Hashable:
+        """Return what identifies the value of a tensor, which may be a view."""
+        return _key(self._seen(tensor), is_elementwise=False, aligned=None)
+
+    def seen_by(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Operand]:
+        """Return the operands of an operation as they are now, in their order."""
+        return [self._seen(one) for _, value in _named(func, args, kwargs) for one in operands(value)]
+
+    def _seen(self, tensor: Tensor) -> Operand:
+        """Return a tensor as it is now."""
+        found, is_uniform = self._known.of(tensor), self._is_uniform(tensor)
+        if not tensor.is_meta:
+            number = self._number(_content(tensor))
+            is_uniform = _is_uniform(tensor)
+        else:
+            number = self._of_storage(self._key_of(tensor))
+        return Operand(tensor, number, found, is_uniform, tensor.requires_grad, self._known.form_of(tensor))
+
+    def learn_constant(self, tensor: Tensor, real: Tensor) -> None:
+        """Set the number of a tensor on the meta device that stands for a real one."""
+        self._of[self._key_of(tensor)] = self._number(_content(real))
+
+    def ran(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: list[Operand],
+        results: list[Tensor],
+        where: str,
+    ) -> None:
+        """Set the numbers of the results of an operation; `given` are its operands as it has found them, in their order."""
+        packet, writes = func.overloadpacket, func._schema.is_mutable
+        shared = set() if writes else {self._key_of(one.tensor) for one in given if one.tensor.is_meta}
+        made = [(index, one) for index, one in enumerate(results) if self._key_of(one) not in shared]
+        if not made:
+            return
+        along = next((found.dim for _, one in made if isinstance(found := self._known.of(one), Along)), None)
+        aligned = _aligned(func, args, kwargs, given, made[0][1], along) if along is not None else {}
+        left_out = _SIZES | _OTHER_SIZES.get(packet, frozenset())
+        if packet in FILLS or packet in _OVERWRITING:
+            left_out |= {"self"}
+        keys = iter([_key(one, is_elementwise(func), aligned.get(id(one.tensor))) for one in given])
+        beside = (
+            packet in (_aten.cat, _aten.stack) and along is not None and isinstance(self._known.of(made[0][1]), Along)
+        )
+        parts = []
+        for name, value in _named(func, args, kwargs):
+            part = _described(value, keys)
+            if beside and name == "tensors" and isinstance(part, tuple) and _joins_rows(func, args, kwargs, along):
+                part = tuple(dict.fromkeys(part))
+            if name not in left_out:
+                parts.append((name, part))
+        for index, result in made:
+            number = self._number((str(func), index, *parts))
+            self._set(result, number, is_written=writes, overwrites=packet in _OVERWRITING)
+            if isinstance(self._known.of(result), Along):
+                self.computed.append((number, where))
+
+    def _set(self, result: Tensor, number: int, *, is_written: bool, overwrites: bool) -> None:
+        key = self._key_of(result)
+        if is_written and overwrites and not self._is_uniform(result):
+            number = self._number((number, self._known.form_of(result)))
+        covers = result.numel() * result.element_size() == result.untyped_storage().nbytes()
+        if not is_written or covers:
+            self._writes.pop(key, None)
+            self._of[key] = number
+            return
+        before, written = self._writes.get(key, (self._of_storage(key), ()))
+        write = number, self._known.form_of(result)
+        if write not in written or not isinstance(self._known.of(result), Along):
+            written = (*written, write)
+        self._writes[key] = before, written
+        self._of[key] = self._number(("written", before, written))
+
+    def _of_storage(self, key: int) -> int:
+        # What the model holds beside its weights stands at one address in all forwards that are compared.
+        return self._of[key] if key in self._of else self._number(("held", key))
+
+    def _number(self, computation: Hashable) -> int:
+        return self._table.setdefault(computation, len(self._table))
+
+
+def first_difference(first: ValueNumbers, second: ValueNumbers) -> str:
+    """Return the module whose code first computes, in the second of two forwards, what the first one does not compute."""
+    known = {number for number, _ in first.computed}
+    return next((where for number, where in second.computed if number not in known), "the model itself")
+
+
+def _key(one: Operand, is_elementwise: bool, aligned: int | None) -> Hashable:
+    """Return what identifies an operand; `aligned` is the dimension of a constant that goes along the rows."""
+    dims, offset = one.form
+    if isinstance(one.found, Mixed):
+        return one.number, "mixed"
+    if one.found is None:
+        dims = tuple(dim for at, dim in enumerate(dims) if at != aligned)
+        if one.is_uniform:
+            dims, offset = () if is_elementwise else tuple((extent, -1) for extent, _ in dims), (0,)
+    dims = tuple((extent, step) for extent, step in dims if extent > 1 and (step or not is_elementwise))
+    return one.number, one.tensor.dtype, dims, offset if any(offset) else (), one.takes_gradient
+
+
+def _aligned(
+    func: Any, args: Any, kwargs: Any, given: list[Operand], result: Tensor, along: int
+) -> dict[int, int | None]:
+    """Return which dimension of each constant goes along that of the rows of a result."""
+    maps = operands_of(
+        SimpleNamespace(func=func, args=args, kwargs=kwargs, results=[result], given=[one.tensor for one in given])
+    )
+    if not maps:
+        return {}
+    return {id(tensor): place_of(dims, along) for tensor, dims in maps[0]}
+
+
+def _joins_rows(func: Any, args: Any, kwargs: Any, along: int | None) -> bool:
+    """Return whether cat or stack puts its tensors one behind the other along the rows."""
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    size = args[0][0].dim() + (func.overloadpacket is _aten.stack)
+    return along is not None and dim % size == along
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    schema = func._schema.arguments
+    return [*((one.name, value) for one, value in zip(schema, args, strict=False)), *sorted(kwargs.items())]
+
+
+def _described(value: Any, keys: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return next(keys)
+    if isinstance(value, list | tuple):
+        return tuple(_described(one, keys) for one in value)
+    return repr(value)
+
+
+_LONG = 256
+"""Bytes from which on the content of a constant stands for itself by its hash."""
+
+
+def _content(real: Tensor) -> Hashable:
+    """Return what identifies the values of a tensor on the host; the shape of one of equal elements is no part of it."""
+    plain = real.detach().resolve_conj().resolve_neg().contiguous()
+    if _is_uniform(plain):
+        return "constant", plain.dtype, repr(plain.flatten()[0].item())
+    held = plain.view(torch.uint8).numpy().tobytes() if plain.dim() else bytes(plain[None].view(torch.uint8).tolist())
+    return "constant", plain.dtype, tuple(plain.shape), held if len(held) < _LONG else hashlib.sha256(held).digest()
+
+
+def _is_uniform(real: Tensor) -> bool:
+    return real.numel() > 0 and bool((real == real.flatten()[0]).all())

@@ -1,0 +1,206 @@
+"""Attention with dropout, in blocks of queries: masks, like weights, are made again in the backward instead of being kept.
+
+No fused kernel takes masks that are functions of their positions, so it is computed by the formula, in at least float32:
+
+    P = softmax(scale Q K' + mask)      O = (P * D) V              D = 0 where dropped, else 1 / (1 - p)
+    dV = (P * D)' dO                    dP = (dO V') * D           dS = P (dP - sum of dP P over keys)
+    dQ = scale dS K                     dK = scale dS' Q
+
+A block of queries needs P and D of its own rows alone, so [B, H, queries of a block, S] is all that exists at a time, as in
+the tiles of FlashAttention (Dao et al. 2022, arXiv:2205.14135), and the backward keeps what the call was given. Of a causal
+attention a block computes the keys that its last query may look at.
+
+Legend: B batch, H heads, L queries, S keys, D head width; b: of a block.
+
+What the replacements of torch's random functions draw from: hashed bits, and masks that are made of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from samestep.building.attention import AttentionCall
+from samestep.building.packed_positions import DocumentMask
+from samestep.errors import ModelError
+
+BLOCK_ELEMENTS = 2**24
+"""Elements of the weights of a block, of all samples and heads."""
+LEAST_QUERIES = 16
+"""Queries of a block, at least: fewer make products too thin."""
+
+DropPart = Callable[[int, int, int], Tensor]
+"""Returns which weights are dropped, bool [..., queries, keys], of the queries from the first to before the second number, and
+of as many of the first keys as the third."""
+
+
+class _Dropped(NamedTuple):
+    """What a call does besides its tensors."""
+
+    drop: DropPart
+    p: float
+    scale: float
+    is_causal: bool
+    repeats: int
+    """Number of heads of queries for each head of keys."""
+    block: int
+    """Queries of a block."""
+    documents: DocumentMask | None
+    """The mask of packed documents, of which each block makes its rows."""
+
+
+def dropped_attention(call: AttentionCall, drop: DropPart) -> Tensor:
+    """Return what `scaled_dot_product_attention` does with these arguments, with the weights dropped that `drop` says."""
+    query, key, value, mask, p, is_causal, scale, enable_gqa = call
+    repeats = query.size(-3) // key.size(-3) if enable_gqa else 1
+    documents = mask if isinstance(mask, DocumentMask) else None
+    each = math.prod(torch.broadcast_shapes(query.shape[:-2], _repeated(key, repeats).shape[:-2])) * key.size(-2)
+    block = max(BLOCK_ELEMENTS // max(each, 1), LEAST_QUERIES)
+    how = _Dropped(drop, p, query.size(-1) ** -0.5 if scale is None else scale, is_causal, repeats, block, documents)
+    result: Tensor = _DroppedAttention.apply(query, key, value, None if documents is not None else mask, how)
+    return result
+
+
+class _DroppedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: _Dropped) -> Tensor:
+        ctx.save_for_backward(query, key, value, mask)
+        ctx.how = how
+        with _disable_current_modes():  # selective recompute would keep the products of all blocks
+            k_bhsd, v_bhsd = (_repeated(_raised(x), how.repeats) for x in (key, value))
+            parts = []
+            for rows in _blocks(query, key, how):
+                weights_bhls = _weights(rows, query, k_bhsd, mask, how)
+                parts.append(_kept(weights_bhls, how.drop(*rows), how.p) @ v_bhsd[..., : rows.num_keys, :])
+            return (parts[0] if len(parts) == 1 else torch.cat(parts, -2)).to(query.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        query, key, value, mask = ctx.saved_tensors
+        how: _Dropped = ctx.how
+        k_bhsd, v_bhsd = (_repeated(_raised(x), how.repeats) for x in (key, value))
+        of_keys, of_values = torch.zeros_like(k_bhsd), torch.zeros_like(v_bhsd)
+        of_queries: list[Tensor] = []
+        of_mask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
+        for rows in _blocks(query, key, how):
+            weights_bhls, drop_bhls = _weights(rows, query, k_bhsd, mask, how), how.drop(*rows)
+            given_bhld = _raised(gradients[0][..., rows.start : rows.stop, :])
+            some = slice(rows.num_keys)
+            _add(of_values[..., some, :], _kept(weights_bhls, drop_bhls, how.p).transpose(-2, -1) @ given_bhld)
+            found_bhls = (given_bhld @ v_bhsd[..., some, :].transpose(-2, -1)).sum_to_size(weights_bhls.shape)
+            found_bhls = _kept(found_bhls, drop_bhls, how.p)
+            found_bhls = torch.ops.aten._softmax_backward_data(found_bhls, weights_bhls, -1, weights_bhls.dtype)
+            if of_mask is not None:
+                _add(_of_rows(of_mask, rows), found_bhls)
+            found_bhls = found_bhls * how.scale
+            of_queries.append(found_bhls @ k_bhsd[..., some, :])
+            q_bhld = _raised(query[..., rows.start : rows.stop, :])
+            _add(of_keys[..., some, :], found_bhls.transpose(-2, -1) @ q_bhld)
+        found = torch.cat(of_queries, -2).sum_to_size(query.shape).to(query.dtype)
+        kept = (_summed(one, how.repeats, x) for one, x in ((of_keys, key), (of_values, value)))
+        return found, *kept, of_mask, None
+
+
+class _Rows(NamedTuple):
+    """A block of queries, and the number of the first keys that they may look at."""
+
+    start: int
+    stop: int
+    num_keys: int
+
+
+def _blocks(query: Tensor, key: Tensor, how: _Dropped) -> Iterator[_Rows]:
+    num_queries, num_keys = query.size(-2), key.size(-2)
+    for start in range(0, num_queries, how.block):
+        stop = min(start + how.block, num_queries)
+        yield _Rows(start, stop, min(stop, num_keys) if how.is_causal or how.documents is not None else num_keys)
+
+
+def _weights(rows: _Rows, query: Tensor, k_bhsd: Tensor, mask: Tensor | None, how: _Dropped) -> Tensor:
+    """Return a block's weights of keys, before dropout."""
+    q_bhld = _raised(query[..., rows.start : rows.stop, :]) * how.scale
+    scores_bhls = q_bhld @ k_bhsd[..., : rows.num_keys, :].transpose(-2, -1)
+    if how.is_causal:
+        future_ls = torch.ones(scores_bhls.shape[-2:], dtype=torch.bool, device=query.device).triu(rows.start + 1)
+        scores_bhls = scores_bhls.masked_fill(future_ls, -math.inf)
+    if how.documents is not None:
+        apart_b1ls = ~how.documents.rows(*rows)
+        return scores_bhls.masked_fill(apart_b1ls, -math.inf).softmax(-1)
+    if mask is None:
+        return scores_bhls.softmax(-1)
+    mask = _of_rows(mask, rows)
+    if mask.dtype == torch.bool:
+        scores_bhls = scores_bhls.masked_fill(~mask, -math.inf)
+    else:
+        scores_bhls = scores_bhls + mask.to(scores_bhls.dtype)
+    # A query that may look at nothing gets zeros, forward and backward, as in torch.
+    blind_bhl1 = (scores_bhls == -math.inf).all(-1, keepdim=True)
+    return scores_bhls.masked_fill(blind_bhl1, 0.0).softmax(-1).masked_fill(blind_bhl1, 0.0)
+
+
+def _kept(x: Tensor, drop: Tensor, p: float) -> Tensor:
+    """Return the elements of x that are not dropped, scaled, and zeros."""
+    return torch.where(drop, 0.0, x).mul(1.0 / (1.0 - p) if p < 1.0 else 0.0)
+
+
+def _of_rows(mask: Tensor, rows: _Rows) -> Tensor:
+    """Return a block's part of a mask, which may be one for all queries or keys."""
+    if mask.dim() > 1 and mask.size(-2) > 1:
+        mask = mask[..., rows.start : rows.stop, :]
+    return mask[..., : rows.num_keys] if mask.size(-1) > 1 else mask
+
+
+def _add(total: Tensor, part: Tensor) -> None:
+    total.add_(part.sum_to_size(total.shape))
+
+
+def _raised(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _repeated(x: Tensor, repeats: int) -> Tensor:
+    return x if repeats == 1 else x.repeat_interleave(repeats, -3)
+
+
+def _summed(gradient: Tensor, repeats: int, like: Tensor) -> Tensor:
+    """Return the gradient of a tensor of keys or values from that of its repeated heads."""
+    if repeats > 1:
+        gradient = gradient.unflatten(-3, (-1, repeats)).sum(-3)
+    return gradient.sum_to_size(like.shape).to(like.dtype)
+
+
+class MaskSource(TorchFunctionMode):
+    """A function mode that makes the masks and random numbers of one forward; `mode.DropoutMode` is the one that does."""
+
+    sees_all = False
+    """Whether it must be shown every function of the model, those of compiled blocks too."""
+    allows_random = False
+    """Whether what it does not make is drawn from the process's generators instead of being refused."""
+
+    def drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
+        """Return a mask for x of this shape, bool, True where an element is dropped."""
+        raise NotImplementedError
+
+    def drop_part(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DropPart:
+        """Return a function that makes parts of such a mask, at any time."""
+        raise NotImplementedError
+
+    def hashes(
+        self, like: Tensor | None, shape: Sequence[int], device: torch.device, what: str, *, is_shared: bool = False
+    ) -> Tensor:
+        """Return hashed bits of random numbers, int32 [shape].
+
+        `like` is the tensor whose samples lie where those of the result do; without one its shape tells. Numbers that
+        are shared are refused where there are some for each sample.
+        """
+        raise NotImplementedError
+
+    def refuse(self, reason: str) -> ModelError:
+        """Return the error that refuses what the innermost module does."""
+        raise NotImplementedError

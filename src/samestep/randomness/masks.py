@@ -1,0 +1,224 @@
+"""The elements that a dropout drops: a hash of the mask's key and of each element's position in the uncut tensor.
+
+    a, b     = two halves of mix64((mix64(sample) ^ key) + row * G)  once a row
+    h        = f(f(column' ^ a) + b),   f(x) = x (2x + 1) mod 2^32   once an element, in int32
+    dropped  = h < p * 2^32
+
+Row and column are positions in the sample's own tensor: its dimensions but the last, flattened, and the last. A rank
+that holds a part of the tensor passes the rows and columns of its part, and gets that part of the mask:
+
+    whole mask [heads 0 1 2 3, queries, keys]     rank 1 of tp=2: heads 2 3, so rows 2L to 4L - 1, all columns
+    whole mask [tokens 0 1 2 3, features]         rank 1 of cp=2: tokens 2 3
+
+mix64 is the finalizer of splitmix64 (Steele, Lea, Flood 2014); f is the quadratic permutation of RC6 (Rivest et al.
+1998), one `addcmul` in torch.
+
+Dropout probabilities that a model's modules and configurations show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.building.families import FamilyFacts, facts_of
+from samestep.errors import LayoutError
+from samestep.models.param_spec import Cut, ParamSpec
+from samestep.models.spec import ModelSpec, is_below
+
+_GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, odd, as a signed number
+_MIX_1 = -0x40A7B892E31B1A47
+_MIX_2 = -0x6B2FB644ECCEEE15
+
+
+MaskCut = tuple[int, int, int]
+"""A cut of one dimension: (dimension, number of equal intervals, index of this rank's interval)."""
+MaskCuts = tuple[MaskCut, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskSlice:
+    """The part of each dropout mask that a rank draws.
+
+    With tp it is one of `degree` equal intervals of the dimension that tp cuts. With cp it is one of `cp` intervals of
+    the tokens, or inside an attention, of the heads that tp leaves the rank.
+    """
+
+    model: ModelSpec
+    """Spec of the whole model."""
+    degree: int
+    index: int
+    cuts_sequence: bool = False
+    """Whether tensors between blocks hold an interval of the tokens, cut by tp."""
+    cp: int = 1
+    cp_index: int = 0
+    _found: dict[tuple[Any, ...], MaskCuts] = field(default_factory=dict)
+
+    def cuts(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> MaskCuts:
+        """Return the dimensions of one sample's mask that are cut on this rank, where the mask has this `shape`.
+
+        A mask is identified by its module, entry and draw.
+
+        Raises:
+            LayoutError: the shapes do not determine the part, or the traced forward drew no such mask.
+        """
+        if (mask, shape) not in self._found:
+            self._found[mask, shape] = self._find(mask, shape)
+        return self._found[mask, shape]
+
+    def _find(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> MaskCuts:
+        whole = next(
+            (known.shape for known in self.model.masks if (known.owner, known.entry, known.draw) == mask), None
+        )
+        if whole == shape:
+            return ()
+        owner, what = mask[0] or "the model itself", "random numbers" if mask[2] < 0 else "a dropout mask"
+        one = " ".join(f"{axis}=1" for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1)
+        if whole is None:
+            raise LayoutError(f"{owner} draws {what} that the traced forward did not: {one} works")
+        found: list[MaskCut] = []
+        unused = {axis for axis, degree in (("tp", self.degree), ("cp", self.cp)) if degree > 1}
+        differs = [dim for dim, (all_, mine) in enumerate(zip(whole, shape, strict=False)) if all_ != mine]
+        # [1, sequence, features] between blocks; within their cut parts heads or neurons are fewer.
+        is_sequence = self.cuts_sequence and differs == [1] and whole == (1, self.model.sequence, whole[-1])
+        if is_sequence and whole[1] == shape[1] * self.degree and len(whole) == len(shape):
+            return ((1, self.degree, self.index),)
+        for dim in differs if len(whole) == len(shape) else []:
+            run = self._cut_by_axis(mask[0], whole[dim], shape[dim], unused)
+            found += [] if run is None else [(dim, *run)]
+        if found and len(found) == len(differs):
+            return tuple(found)
+        layout = " ".join(f"{axis}={n}" for axis, n in (("tp", self.degree), ("cp", self.cp)) if n > 1)
+        raise LayoutError(
+            f"{owner} draws {what} of shape {list(shape)} for a sample, and "
+            f"on one device of {list(whole)}: it cannot be told which heads or neurons of it {layout} leaves a rank; a "
+            f"tensor where they have a dimension of their own works, and so does {one}"
+        )
+
+    def _cut_by_axis(self, owner: str, size: int, mine: int, unused: set[str]) -> tuple[int, int] | None:
+        """Return the number of intervals of a dimension, and this rank's index; None where no unused axis cuts it."""
+        if "cp" in unused and size == mine * self.cp == self.model.length:
+            unused.remove("cp")
+            return self.cp, self.cp_index
+        if "tp" in unused and size == mine * self.degree and size in _cut_sizes(self.model, owner):
+            unused.remove("tp")
+            return self.degree, self.index
+        for exchange in (e for layer in self.model.layers for e in layer.exchanges if "cp" in unused):
+            tp, index = (self.degree, self.index) if exchange.is_cut else (1, 0)
+            if size == exchange.query_heads == mine * tp * self.cp:
+                unused.clear()
+                return tp * self.cp, index * self.cp + self.cp_index
+        return None
+
+
+def _cut_sizes(model: ModelSpec, owner: str) -> set[int]:
+    """Return the sizes of dimensions cut in one interval: numbers of heads, or features of a weight nearby.
+
+    A dimension into which something else is folded, or which holds q, k and v side by side, is cut in several.
+    """
+    near: list[tuple[ParamSpec, Cut]] = []
+    scope = f"{owner}."
+    while not near and scope:
+        scope = scope.rpartition(".")[0]
+        near = [(param, param.cut) for param in model.params if param.cut and is_below(param.name, scope)]
+    fused = {param.shape[cut.dim] for param, cut in near if cut.parts > 1}
+    return {size for param, cut in near for size in (cut.groups, param.shape[cut.dim] // cut.parts)} - fused
+
+
+def positions(shape: tuple[int, ...], cuts: MaskCuts, device: torch.device) -> list[Tensor]:
+    """Return the rows and columns, int64 [R] and [C], of a sample's mask, or of a rank's part of it.
+
+    `shape` is that of the whole mask. A mask of one dimension is one row.
+    """
+
+    def along(dim: int) -> Tensor:
+        numbers = torch.arange(shape[dim], device=device)
+        for cut, degree, index in cuts:
+            numbers = numbers.view(degree, -1)[index] if cut == dim else numbers
+        return numbers
+
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    for dim in range(len(shape) - 1):
+        rows = (rows[:, None] * shape[dim] + along(dim)).flatten()
+    return [rows, along(len(shape) - 1)]
+
+
+def hash_positions(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Hash positions in a sample's uncut tensor, int64 [R] and [C], for `hashed`; return int64 [R] and int32 [C]."""
+    return rows * _GOLDEN, mix(columns).view(torch.int32).view(-1, 2)[:, 0].contiguous()
+
+
+def hashed(keys: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return 32 hashed bits an element, int32 [B, R, C], for samples with these keys [B] at these hashed positions."""
+    halves = mix(keys[:, None] + rows).view(torch.int32).view(keys.numel(), rows.numel(), 2)
+    bits = columns ^ halves[..., :1]
+    bits.addcmul_(bits, bits, value=2)
+    bits.add_(halves[..., 1:])
+    return bits.addcmul_(bits, bits, value=2)
+
+
+def drop_mask(bits: Tensor, p: float) -> Tensor:
+    """Return which elements are dropped with probability p, bool, by their hashed bits."""
+    if p >= 1.0:
+        return torch.ones_like(bits, dtype=torch.bool)
+    return bits < min(round(p * 2**32), 2**32 - 1) - 2**31
+
+
+def mix(x: Tensor) -> Tensor:
+    """Mix the bits of int64 numbers, one to one (splitmix64); torch's shift copies the sign, so it is masked off."""
+    x = x + _GOLDEN
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * _MIX_1
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * _MIX_2
+    return x ^ ((x >> 31) & (2**33 - 1))
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Return whether a module or a configuration in the model has a dropout probability above 0.
+
+    A probability is a number above 0 and up to 1 whose name contains "drop" (`dropout`, `attn_pdrop`, `layerdrop`), in
+    a module's attributes or in its configuration, or any such number of a module whose class name contains it
+    (`Dropout.p`). Fields of a configuration for heads (`classifier_dropout`, `summary_first_dropout`) count through
+    their `nn.Dropout` only. A number written in the code (`F.dropout(x, 0.1)`) cannot be seen: run the first
+    micro-batch under a `DropoutMode` whatever this returns, and keep the mode if its `num_draws` is not 0.
+    """
+    seen: set[int] = set()
+    facts = facts_of(model)
+    for module in model.modules():
+        if _has_rate(vars(module), facts, everything="drop" in type(module).__name__.lower()):
+            return True
+        for config in facts.configurations_of(module):
+            if id(config) in seen:
+                continue
+            seen.add(id(config))
+            fields = config.to_dict() if hasattr(config, "to_dict") else config
+            if _has_rate(fields if isinstance(fields, Mapping) else getattr(fields, "__dict__", {}), facts):
+                return True
+    return False
+
+
+def rates_of(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Return the attributes of modules that look like dropout probabilities, whatever their value."""
+    return [
+        (fields, name)
+        for module in model.modules()
+        for fields, named in [(vars(module), "drop" in type(module).__name__.lower())]
+        for name, value in fields.items()
+        if ((named and not name.startswith("_")) or "drop" in name.lower())
+        and not isinstance(value, bool)
+        and (value is None or (isinstance(value, int | float) and value == 0))
+    ]
+
+
+def _has_rate(fields: Mapping[str, Any], facts: FamilyFacts, everything: bool = False) -> bool:
+    """Return whether a field, or a field of a mapping in it, is a dropout probability above 0."""
+    for name, value in fields.items():
+        named = everything or ("drop" in str(name).lower() and not facts.is_head_dropout(str(name)))
+        if named and isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1:
+            return True
+        if isinstance(value, Mapping) and not str(name).startswith("_") and _has_rate(value, facts):
+            return True
+    return False

@@ -1,0 +1,479 @@
+"""Dropout masks and random numbers that no layout can change: there is no random state, each draw is a function of its use.
+
+An element is dropped or kept by a hash of (seed, step, module, entry, draw, global sample, position in the sample), and a
+number of a distribution is a function of such a hash (`distributions.py`). So it is
+the same on one device, in every cut of the batch or of the tensor, on every pipeline stage, in a recomputation,
+and on a CPU and a GPU. `module` is the full name of the innermost module whose forward runs, `entry` the number of its
+earlier calls in this micro-batch's forward, `draw` the index of the mask within that call. The hash of the first five, the
+draw's key, is made here, once a draw; the rest is in `masks.py`. Where a tensor has its samples, the trace has found
+(`recording.py`); by default dimension 0 is the batch. Numbers whose shape does not grow with the samples are the same for
+all samples of a step.
+
+A model cut over tp computes with its own code on fewer heads or neurons. The shape of a mask shows which ones it is
+for: the trace records the shape of each mask on one device, and the dimension that is smaller is cut.
+
+How to use it: enter a new `DropoutMode` around the forward of each micro-batch (on each stage, of each chunk).
+Recomputation takes `functools.partial(recompute_contexts, model)` as the `context_fn` of
+`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which `recompute.in_our_modes` gives to every call of it,
+the model's own included. Backward needs no mode: the recomputation enters its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from samestep.building.torch_seams import is_transformed
+from samestep.errors import ModelError
+from samestep.models.spec import MaskSpec, ModelSpec
+from samestep.randomness.dropped_attention import DropPart, MaskSource
+from samestep.randomness.masks import MaskCuts, MaskSlice, drop_mask, hash_positions, hashed, mix, positions, rates_of
+from samestep.randomness.replacements import HANDLERS
+
+WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+"""Components of a module's name that wrappers add; the names in a job do not have them."""
+
+DrawKey = tuple[str, int, int]
+"""A mask, or a tensor of random numbers: the module that draws it, its entry, and the draw, as in `MaskSpec`."""
+IN_ORDER = (0, 0)
+"""Rows of a mask whose samples are in order along dimension 0, each with as many positions as there are for it."""
+OF_NO_SAMPLE = -1
+"""The dimension of samples of a mask for a tensor that depends on none, such as a weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The inputs of the masks of one micro-batch, besides the model."""
+
+    seed: int
+    step: int
+    samples: Tensor
+    """Global index of each sample of the micro-batch, int64 [B], in the order of dimension 0."""
+
+
+class Dropout(enum.Enum):
+    """Whether the training forwards of a model draw dropout masks.
+
+    UNKNOWN ─► ACTIVE   a forward has drawn a mask
+    UNKNOWN ─► ABSENT   a whole step has drawn none
+    ABSENT  ─► UNKNOWN  a probability that was 0 has been raised
+    """
+
+    UNKNOWN = "unknown"
+    """Neither the model nor a step has shown dropout so far: forwards run under a `DropoutMode`, which counts masks."""
+    ACTIVE = "active"
+    """Every training forward runs under a `DropoutMode`."""
+    ABSENT = "absent"
+    """Forwards run without a mode, and modules without its hooks."""
+
+
+@dataclass(slots=True)
+class DropoutState:
+    """The dropout that steps have shown of a model so far: the part of an assembly that changes."""
+
+    dropout: Dropout
+    rates: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    """Where modules keep the probabilities that were 0 when the hooks were removed: attributes and names."""
+
+    @classmethod
+    def of(cls, has_dropout: bool, spec: ModelSpec) -> DropoutState:
+        """Return the state before the first step: active if the trace drew masks or a probability is above 0."""
+        return cls(Dropout.ACTIVE if spec.masks or has_dropout else Dropout.UNKNOWN)
+
+    def begin_step(self, model: nn.Module) -> None:
+        """Look whether a probability has been raised since the model was found to have no dropout."""
+        if self.dropout is Dropout.ABSENT and any(fields.get(name) for fields, name in self.rates):
+            self.dropout = Dropout.UNKNOWN
+            track_modules(model)
+
+    def end_forward(self, num_draws: int) -> None:
+        """Record the number of masks that a training forward has drawn."""
+        if num_draws > 0 and self.dropout is Dropout.UNKNOWN:
+            self.dropout = Dropout.ACTIVE
+
+    def end_step(self, model: nn.Module) -> None:
+        """Record the end of a whole step: a model that has drawn no mask has no dropout, and loses its hooks."""
+        if self.dropout is Dropout.UNKNOWN:
+            self.dropout = Dropout.ABSENT
+            self.rates = rates_of(model)
+            untrack_modules(model)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bits:
+    """What makes the hashed bits of a draw, or of a part of it."""
+
+    keys: Tensor
+    """Of each sample, int64 [B]."""
+    rows: Tensor
+    columns: Tensor
+    """Hashed positions in a sample's tensor, as `hash_positions` returns them."""
+    shape: tuple[int, ...]
+    """Of all samples."""
+    each: tuple[int, ...]
+    """Of one sample."""
+    dim: int
+    inner: int
+    """Where the samples are, as in `MaskSpec.rows`."""
+
+    def whole(self) -> Tensor:
+        """Return the bits of the whole draw, int32."""
+        return self._arranged(hashed(self.keys, self.rows, self.columns), self.shape, self.each)
+
+    def part(self, start: int, stop: int, num_columns: int) -> Tensor:
+        """Return the bits from `start` to before `stop` along the last dimension but one, of so many of the first columns."""
+        if self.dim >= len(self.shape) - 2:
+            return self.whole()[..., start:stop, :num_columns]
+        size = (stop - start, num_columns)
+        rows = self.rows.view(self.each[:-1])[..., start:stop].flatten()
+        bits = hashed(self.keys, rows, self.columns[:num_columns])
+        return self._arranged(bits, (*self.shape[:-2], *size), (*self.each[:-2], *size))
+
+    def _arranged(self, bits: Tensor, shape: tuple[int, ...], each: tuple[int, ...]) -> Tensor:
+        if self.dim == OF_NO_SAMPLE or (self.dim == 0 and self.inner in (0, each[0])):
+            return bits.view(shape)
+        inner = self.inner or each[self.dim]
+        bits = bits.view(self.keys.numel(), *each[: self.dim], each[self.dim] // inner, inner, *each[self.dim + 1 :])
+        return bits.movedim(0, self.dim + 1).reshape(shape)
+
+
+@dataclass(slots=True)
+class _Frame:
+    """One running forward of a module."""
+
+    name: str
+    entry: int
+    num_draws: int = 0
+    num_numbers: int = 0
+    num_choices: int = 0
+    """Number of expert choices recorded in this forward (`runtime/axes/expert.py`)."""
+
+
+@dataclass(slots=True, eq=False)
+class _Tracker:
+    """The modes active on one model, and the hooks by which its modules report their forwards."""
+
+    modes: list[DropoutMode] = field(default_factory=list)
+    rows: dict[DrawKey, tuple[int, int]] = field(default_factory=dict)
+    """Where each draw of the traced forward has its samples."""
+    in_graph: Set[nn.Module] = frozenset()
+    """Modules that get no hooks, since a graph contains their calls; they draw nothing."""
+    hooked: WeakKeyDictionary[nn.Module, RemovableHandle] = field(default_factory=WeakKeyDictionary)
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    num_removed: int = 0
+    """How often the hooks were removed; a state of the model that is put back may bring removed ones back, which do nothing."""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the hooks are on the modules, judged by one of them: a state that is put back may lack all."""
+        return any(
+            handle.id in module._forward_pre_hooks for module, handle in itertools.islice(self.hooked.items(), 1)
+        )
+
+
+_TRACKERS: WeakKeyDictionary[nn.Module, _Tracker] = WeakKeyDictionary()
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules by full name, without the components that wrappers add; a wrapper itself has no name."""
+    modules = {}
+    for name, module in model.named_modules():
+        # A wrapper comes before the module it wraps and has the same name here, so the inner module stays.
+        modules[".".join(part for part in name.split(".") if part not in WRAPPERS)] = module
+    return modules
+
+
+def track_modules(model: nn.Module) -> None:
+    """Install on each module the two hooks that report its forward to the active mode.
+
+    The first `DropoutMode` of a model does it. Call it again after modules were added or replaced: a module without
+    hooks would draw in the name of its parent. Without an active mode the hooks do nothing.
+    """
+    tracker = _TRACKERS.setdefault(model, _Tracker())
+    for name, module in named_modules(model).items():
+        if module in tracker.in_graph:
+            continue
+        handle = tracker.hooked.get(module)
+        if handle is None or handle.id not in module._forward_pre_hooks:  # or a trace has taken its hooks away
+            tracker.hooked[module] = _hook(module, name, tracker)
+
+
+def leave_out(model: nn.Module, in_graph: Set[nn.Module]) -> None:
+    """Install no hooks on modules whose calls a graph contains."""
+    _TRACKERS.setdefault(model, _Tracker()).in_graph = in_graph
+
+
+def untrack_modules(model: nn.Module) -> None:
+    """Remove the hooks where nothing draws: a module with hooks takes longer to call."""
+    tracker = _TRACKERS.setdefault(model, _Tracker())
+    for hook in tracker.hooks:
+        hook.remove()
+    tracker.hooks.clear()
+    tracker.hooked.clear()
+    tracker.num_removed += 1
+
+
+def _hook(module: nn.Module, name: str, tracker: _Tracker) -> RemovableHandle:
+    """Install the hooks that report the forwards of one module to the active mode; return the handle of the first."""
+
+    round_ = tracker.num_removed
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if tracker.modes and tracker.num_removed == round_:
+            tracker.modes[-1]._enter_module(name)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if tracker.modes and tracker.num_removed == round_:
+            tracker.modes[-1]._leave_module(name)
+
+    handle = module.register_forward_pre_hook(enter, prepend=True)
+    tracker.hooks += [handle, module.register_forward_hook(leave, always_call=True)]
+    return handle
+
+
+class DropoutMode(MaskSource):
+    """A function mode that makes every dropout mask and random number a function of its position and of `draw`.
+
+    One object serves one forward of one micro-batch (its counts of entries are never reset).
+
+    Raises:
+        ModelError: inside, a forward needs random numbers of a kind that is not made, or a tensor has no samples where the
+            trace has found them.
+    """
+
+    def __init__(self, model: nn.Module, draw: Draw, part: MaskSlice | None = None) -> None:
+        super().__init__()
+        if not (model in _TRACKERS and _TRACKERS[model].is_installed):
+            track_modules(model)
+        self.allows_random = False
+        self.num_draws = 0
+        """Masks drawn so far, recomputed ones included; 0 after a forward means that this model has no dropout."""
+        self._draw = draw
+        self._part = part
+        self._tracker = _TRACKERS[model]
+        self._frames = [
+            _Frame("", -1)
+        ]  # for draws outside every module, as in a loss; the model itself is entry 0 of ""
+        self._entries: dict[str, int] = {}
+        self._sample_keys: dict[torch.device, Tensor] = {}
+        self._generator: Tensor | None = None
+        self.settle()
+        self._hashed_positions: dict[tuple[tuple[int, ...], MaskCuts, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def __enter__(self) -> DropoutMode:
+        super().__enter__()
+        self._tracker.modes.append(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tracker.modes.pop()
+        super().__exit__(*error)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = HANDLERS.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        if is_transformed():
+            raise self.refuse(
+                "random numbers inside of a transform of torch.func, where it is not seen which sample is whose; dropout "
+                "before or behind torch.vmap works"
+            )
+        return handler(self, func, *args, **(kwargs or {}))
+
+    def settle(self) -> None:
+        """Take the present state of the process's generator as that before the forward, where numbers are drawn at all."""
+        if any(draw < 0 for *_, draw in self._tracker.rows):
+            self._generator = torch.default_generator.get_state()
+
+    def _enter_module(self, name: str) -> None:
+        entry = self._entries.get(name, 0)
+        self._entries[name] = entry + 1
+        self._frames.append(_Frame(name, entry))
+
+    def count_entries(self, entries: Mapping[str, int]) -> None:
+        """Count earlier calls of modules, by name, that are made elsewhere."""
+        for name, count in entries.items():
+            self._entries[name] = self._entries.get(name, 0) + count
+
+    def _leave_module(self, name: str) -> None:
+        if self._frames[-1].name == name and len(self._frames) > 1:
+            self._frames.pop()
+
+    def _snapshot(self) -> tuple[list[_Frame], dict[str, int]]:
+        return [dataclasses.replace(frame) for frame in self._frames], dict(self._entries)
+
+    def refuse(self, reason: str) -> ModelError:
+        """Return the error that refuses what the innermost module does."""
+        return ModelError(f"{self._frames[-1].name or 'the model itself'}: {reason}")
+
+    def _next_draw(self) -> DrawKey:
+        """Count a mask of the innermost module; return the module's name, the entry and the draw."""
+        frame = self._frames[-1]
+        frame.num_draws += 1
+        self.num_draws += 1
+        return frame.name, frame.entry, frame.num_draws - 1
+
+    def _next_numbers(self) -> DrawKey:
+        """Count a tensor of random numbers of the innermost module, from -1 down: evaluation draws them without masks."""
+        frame = self._frames[-1]
+        frame.num_numbers += 1
+        self.num_draws += 1
+        return frame.name, frame.entry, -frame.num_numbers
+
+    def _key_of(self, draw: DrawKey) -> int:
+        text = "/".join(map(str, (self._draw.seed, self._draw.step, *draw)))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+    def drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
+        """Return a mask for x of this shape, bool, True where an element is dropped.
+
+        Raises:
+            ModelError: the dimension of samples does not hold the samples, or p is not between 0 and 1.
+        """
+        return drop_mask(self._mask_bits(x, shape, p, what).whole(), p)
+
+    def drop_part(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DropPart:
+        """Return a function that makes parts of such a mask, whenever it is called.
+
+        Raises:
+            ModelError: as `drop` does.
+        """
+        bits = self._mask_bits(x, shape, p, what)
+        return lambda start, stop, num_keys: drop_mask(bits.part(start, stop, num_keys), p)
+
+    def _mask_bits(self, x: Tensor, shape: torch.Size, p: float, what: str) -> _Bits:
+        """Count a mask of the innermost module; return what makes its hashed bits."""
+        mask = self._next_draw()
+        if not 0.0 <= p <= 1.0:
+            raise self.refuse(f"{what} with probability {p}; it is between 0 and 1")
+        return self._arranged(mask, self._tracker.rows.get(mask, IN_ORDER), shape, x.device, what)
+
+    def hashes(
+        self, like: Tensor | None, shape: Sequence[int], device: torch.device, what: str, *, is_shared: bool = False
+    ) -> Tensor:
+        """Return the hashed bits of random numbers, int32 [shape], which are those of their samples.
+
+        Raises:
+            ModelError: no trace has shown where these numbers have their samples, or they are not there.
+        """
+        if self._generator is not None and not torch.equal(torch.default_generator.get_state(), self._generator):
+            raise self.refuse(
+                f"{what}: the forward seeds the generator itself, so these numbers are constants; constants that __init__ "
+                "makes, as a buffer, work, and without torch.manual_seed numbers are functions of seed, step and sample"
+            )
+        if len(self._frames) == 1:
+            raise self.refuse(
+                f"{what}: random numbers in the loss; numbers that the model's forward draws and returns work"
+            )
+        numbers = self._next_numbers()
+        rows = (
+            (OF_NO_SAMPLE, 0) if not shape else self._tracker.rows.get(numbers, IN_ORDER if like is not None else None)
+        )
+        if rows is None:
+            raise self.refuse(
+                f"{what}: the traced forward has not drawn these random numbers, so it is not known which of them belong to "
+                "which sample; drawn in every forward, or like another tensor (torch.randn_like), they work"
+            )
+        if is_shared and rows[0] != OF_NO_SAMPLE:
+            raise self.refuse(
+                f"{what}: an order of samples, which would mix those of a batch; an order of features works"
+            )
+        return self._arranged(numbers, rows, shape or (1,), device, what).whole().view(tuple(shape))
+
+    def _arranged(
+        self, draw: DrawKey, rows: tuple[int, int], shape: Sequence[int], device: torch.device, what: str
+    ) -> _Bits:
+        """Return what makes the hashed bits of a draw of this shape, with its samples at `rows`."""
+        dim, inner = rows
+        num_samples = 1 if dim == OF_NO_SAMPLE else self._draw.samples.numel()
+        if not shape or (dim != OF_NO_SAMPLE and (shape[dim] % (num_samples * max(inner, 1)) or not shape[dim])):
+            raise self.refuse(
+                f"{what} of a tensor of shape {tuple(shape)}: dimension {dim} must hold the {num_samples} samples of the "
+                "micro-batch (or as many rows for each), or the mask would differ between layouts"
+            )
+        whole = tuple(shape) if dim == OF_NO_SAMPLE else (*shape[:dim], shape[dim] // num_samples, *shape[dim + 1 :])
+        each = whole
+        cuts: MaskCuts = ()
+        if self._part is not None:
+            cuts = self._part.cuts(draw, whole)
+            for at, degree, _ in cuts:
+                whole = (*whole[:at], whole[at] * degree, *whole[at + 1 :])
+        key = (whole, cuts, device)
+        if key not in self._hashed_positions:
+            self._hashed_positions[key] = hash_positions(*positions(whole, cuts, device))
+        keys = self._keys_of_samples(device, of_samples=dim != OF_NO_SAMPLE) ^ self._key_of(draw)
+        return _Bits(keys, *self._hashed_positions[key], tuple(shape), each, dim, inner)
+
+    def _keys_of_samples(self, device: torch.device, *, of_samples: bool) -> Tensor:
+        """Return a key for each sample, int64 [B]; for a mask that all samples share one key, 0."""
+        if not of_samples:
+            return torch.zeros(1, dtype=torch.int64, device=device)
+        if device not in self._sample_keys:
+            self._sample_keys[device] = mix(self._draw.samples.to(device, torch.int64))
+        return self._sample_keys[device]
+
+
+def begin_after(model: nn.Module, entries: Mapping[str, int]) -> None:
+    """Let the active mode of a model, if there is one, count calls of modules that earlier pipeline stages run."""
+    tracker = _TRACKERS.get(model)
+    if tracker is not None and tracker.modes:
+        tracker.modes[-1].count_entries(entries)
+
+
+def after_reading(model: nn.Module) -> None:
+    """Let the active mode of a model, if there is one, know that samples were read, which may move the generator."""
+    tracker = _TRACKERS.get(model)
+    if tracker is not None and tracker.modes:
+        tracker.modes[-1].settle()
+
+
+def place_samples(model: nn.Module, masks: tuple[MaskSpec, ...]) -> None:
+    """Tell a model's modes where each draw has its samples, as a trace has found them."""
+    tracker = _TRACKERS.setdefault(model, _Tracker())
+    tracker.rows = {(mask.owner, mask.entry, mask.draw): mask.rows or IN_ORDER for mask in masks}
+
+
+class _Recompute:
+    """A context that restores the counts that a mode had when this object was made."""
+
+    def __init__(self, mode: DropoutMode) -> None:
+        self._mode = mode
+        self._then = mode._snapshot()
+        self._now: list[tuple[list[_Frame], dict[str, int]]] = []
+
+    def __enter__(self) -> None:
+        mode = self._mode
+        self._now.append((mode._frames, mode._entries))
+        frames, entries = self._then
+        # Copies: with retain_graph the same block is recomputed several times.
+        mode._frames, mode._entries = [dataclasses.replace(frame) for frame in frames], dict(entries)
+        mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+        self._mode._frames, self._mode._entries = self._now.pop()
+
+
+def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a checkpointed forward and of its recomputation, which then draws the same masks.
+
+    They are for `context_fn` of `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which calls it in the
+    forward. The recomputation activates the mode of that forward by itself, on whatever thread the backward runs.
+    """
+    tracker = _TRACKERS.get(model)
+    if tracker is None or not tracker.modes:
+        return nullcontext(), nullcontext()
+    return nullcontext(), _Recompute(tracker.modes[-1])

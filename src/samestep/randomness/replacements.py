@@ -1,0 +1,179 @@
+"""Replacements of torch's functions that draw: dropouts take masks from a `MaskSource`, distributions (`distributions.py`)
+hashed bits, and what is left is refused.
+
+`HANDLERS` has the replacement of each function; it is called with the source of masks, the function, and its arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from samestep.building.attention import AttentionCall, multi_head_attention
+from samestep.randomness.distributions import DRAWS
+from samestep.randomness.dropped_attention import MaskSource, dropped_attention
+
+_SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU: what alpha_dropout puts in place of a dropped element
+
+
+@dataclass(frozen=True, slots=True)
+class _DropoutKind:
+    """A member of the family of dropouts."""
+
+    channels: bool = False
+    """Whether whole channels (dimension 1) are dropped instead of elements."""
+    alpha: bool = False
+    """Whether mean and variance of SELU's outputs are kept."""
+    min_dims: int = 1
+    """Least number of dimensions of an input with a batch."""
+
+
+def _dropped(mode: MaskSource, what: str, kind: _DropoutKind, x: Tensor, p: float, inplace: bool) -> Tensor:
+    """Drop elements of `x` with probability p and scale the others; the backward is exact, and keeps the bool mask."""
+    if x.dim() < kind.min_dims:
+        raise mode.refuse(
+            f"{what} of a tensor with {x.dim()} dimensions has no batch; {kind.min_dims} or more dimensions work"
+        )
+    drop = mode.drop(x, x.shape[:2] if kind.channels else x.shape, p, what)
+    if kind.channels:
+        drop = drop.view(*x.shape[:2], *(1,) * (x.dim() - 2))
+    if not kind.alpha:
+        kept = x.masked_fill_(drop, 0.0) if inplace else torch.where(drop, 0.0, x)
+        return kept.mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
+    if p >= 1.0:
+        return x.masked_fill_(drop, 0.0) if inplace else x.masked_fill(drop, 0.0)
+    a = 1.0 / math.sqrt((_SELU_ALPHA**2 * p + 1.0) * (1.0 - p))
+    filled = x.masked_fill_(drop, -_SELU_ALPHA) if inplace else x.masked_fill(drop, -_SELU_ALPHA)
+    return filled.mul_(a).add_(_SELU_ALPHA * a * p)
+
+
+def _functional(kind: _DropoutKind) -> Callable[..., Tensor]:
+    """Return the handler of `torch.nn.functional.dropout` and similar functions."""
+
+    def handler(
+        mode: MaskSource,
+        func: Callable[..., Tensor],
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> Tensor:
+        if not training or p == 0:
+            return input
+        return _dropped(mode, func.__name__, kind, input, p, inplace)
+
+    return handler
+
+
+def _native(kind: _DropoutKind, inplace: bool) -> Callable[..., Tensor]:
+    """Return the handler of `torch.dropout`, `torch.dropout_` and similar functions."""
+
+    def handler(mode: MaskSource, func: Callable[..., Tensor], input: Tensor, p: float, train: bool) -> Tensor:
+        return input if not train or p == 0 else _dropped(mode, func.__name__, kind, input, p, inplace)
+
+    return handler
+
+
+def _attention(mode: MaskSource, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Handle `scaled_dot_product_attention`: with dropout, compute the formula in blocks; without, the fused kernel runs."""
+    call = AttentionCall(*args, **kwargs)
+    if call.dropout_p == 0.0:
+        return call.run(func)
+    query, key = call.query, call.key
+    if call.is_causal and call.attn_mask is not None:
+        raise mode.refuse("attention with both attn_mask and is_causal; one of them works")
+    of_keys = query.shape[:-2] if call.enable_gqa else key.shape[:-2]
+    shape = torch.Size((*torch.broadcast_shapes(query.shape[:-2], of_keys), query.size(-2), key.size(-2)))
+    if call.attn_mask is not None:
+        shape = torch.broadcast_shapes(shape, call.attn_mask.shape)
+    return dropped_attention(call, mode.drop_part(query, shape, call.dropout_p, func.__name__))
+
+
+def _multi_head_attention(mode: MaskSource, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Handle `F.multi_head_attention_forward`: run it with the mode active inside."""
+    return multi_head_attention(mode, *args, **kwargs)
+
+
+def _recurrent(mode: MaskSource, func: Callable[..., Any], /, *args: Any) -> Any:
+    """Handle torch's recurrent layers: with dropout, run one layer at a time, and drop what one hands to the next."""
+    # (input, [batch_sizes,] hx, weights, has_biases, num_layers, dropout, train, ...): has_biases is the first bool.
+    first = next(i for i, arg in enumerate(args) if isinstance(arg, bool))
+    has_biases, num_layers, dropout, train, *form = args[first:]
+    if not (train and dropout > 0 and num_layers > 1):
+        return func(*args)
+    if first > 3:
+        if mode.allows_random:
+            return func(*args)
+        raise mode.refuse(
+            f"torch's {func.__name__} with dropout={dropout} on a packed sequence, in which it is not seen which row is whose; "
+            "padded sequences work, and so does dropout=0"
+        )
+    x, state, weights = args[:first]
+    states = state if isinstance(state, list | tuple) else (state,)  # those of an lstm are two
+    ends = []
+    for layer in range(num_layers):
+        own = [part.chunk(num_layers)[layer] for part in states]
+        given = own if isinstance(state, list | tuple) else own[0]
+        each = len(weights) // num_layers
+        x, *end = func(x, given, weights[layer * each :][:each], has_biases, 1, 0.0, train, *form)
+        ends.append(end)
+        if layer + 1 < num_layers:
+            x = _dropped(mode, func.__name__, _DropoutKind(), x, dropout, inplace=False)
+    return (x, *map(torch.cat, zip(*ends, strict=True)))
+
+
+def _refused(mode: MaskSource, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Refuse random numbers that samestep cannot make the same in every layout, unless the user allows them."""
+    if mode.allows_random:
+        return func(*args, **kwargs)
+    name = "fractional_max_pool" if func.__name__ == "fn" else func.__name__
+    raise mode.refuse(
+        f"{name}: its random numbers would differ between layouts; torch.rand, randn, randint, normal, bernoulli, "
+        "multinomial, poisson, gamma and functions like them work, and so do nn.Dropout, torch.nn.functional.dropout* and the dropout_p of "
+        "attention"
+    )
+
+
+# Functions of torch, torch.Tensor, torch.nn.functional and torch.nn.init that a forward may not call, but for those of DRAWS.
+_REFUSED = """
+    binomial native_dropout rrelu_with_noise rrelu_with_noise_ sparse_ fractional_max_pool2d fractional_max_pool3d
+    fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices _fused_dropout
+    uniform_ normal_ kaiming_normal_ kaiming_uniform_ trunc_normal_ xavier_normal_ xavier_uniform_ orthogonal_ svd_lowrank pca_lowrank lobpcg
+"""
+
+
+def _handlers() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Return the handler of each function that the mode intercepts."""
+    homes = (torch, torch.Tensor, F, nn.init)
+    handlers: dict[Callable[..., Any], Callable[..., Any]] = {
+        getattr(home, name): _refused for home in homes for name in _REFUSED.split() if hasattr(home, name)
+    }
+    handlers |= DRAWS
+    handlers |= {getattr(torch, name): _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+    for name, kind in {
+        "dropout": _DropoutKind(),
+        "alpha_dropout": _DropoutKind(alpha=True),
+        "feature_dropout": _DropoutKind(channels=True, min_dims=2),
+        "feature_alpha_dropout": _DropoutKind(channels=True, alpha=True, min_dims=2),
+        "dropout1d": _DropoutKind(channels=True, min_dims=3),
+        "dropout2d": _DropoutKind(channels=True, min_dims=3),
+        "dropout3d": _DropoutKind(channels=True, min_dims=5),
+    }.items():
+        if hasattr(F, name):
+            handlers[getattr(F, name)] = _functional(kind)
+        if hasattr(torch, name):
+            handlers[getattr(torch, name)] = _native(kind, inplace=False)
+            handlers[getattr(torch, f"{name}_")] = _native(kind, inplace=True)
+    handlers[F.scaled_dot_product_attention] = _attention
+    handlers[F.multi_head_attention_forward] = _multi_head_attention
+    return handlers
+
+
+HANDLERS = _handlers()
+"""The replacement of each function that a mode intercepts."""

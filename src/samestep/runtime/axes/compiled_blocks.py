@@ -1,0 +1,341 @@
+"""Blocks that run as graphs of `torch.compile` (`run.compile = "blocks"`): what is computed, and where, stays as it is.
+
+The forward of each block of this rank is replaced by its compiled form. Its hooks are not, so what a layout does around a
+block (gather weights, receive, cast, count calls) stands outside of the graph. Inside a block, a module with hooks of its own
+is an island: a call of it leaves the graph, its hooks run in Python, and its forward is a graph again if it has children.
+
+```
+block     graph ───┐              ┌── graph ──┐             ┌── graph        equal blocks share their graphs
+island             └► attention ──┘           └► down_proj ─┘
+                      hooks, graph               hooks, one kernel           tp=2
+```
+Modules that draw dropout masks are islands without a graph: a mask is a function of the module that draws it, which a graph
+does not know; and so are experts, whose shapes depend on values. A graph holds no function mode of dropout either.
+
+Graphs are for training forwards. Without gradients (held-out loss, samples, the canary) the same modules run as they are,
+and so they do while they are searched for one at fault. What the compiler cannot take runs uncompiled, and a line says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+from samestep.building import packed_positions
+from samestep.building.packed_positions import attend_each
+from samestep.errors import JobError, ModelError, did_you_mean
+from samestep.examination.traced_model import TracedModel
+from samestep.job_tables import RunTable
+from samestep.program.program import Program
+from samestep.randomness.dropped_attention import MaskSource
+from samestep.runtime.axes import precision
+
+_ISLAND = "samestep keeps it outside of the graph"
+_CHANGES = 8
+"""How often code may be compiled anew because what it is given has changed, before torch runs it uncompiled."""
+
+
+Structure = tuple[object, ...]
+"""The classes of a module and of all modules in it, their code where it is an instance's own, and which are islands."""
+
+
+class _Compiler:
+    """Compiles the graphs of this run. torch keeps it as long as it keeps the code, so it holds no module."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._backends: dict[Structure, Callable[..., Any]] = {}
+        self.running = ""
+        """The path of the module whose graph runs."""
+        self.num_graphs = self.num_again = 0
+        """All graphs, and those of code that had been compiled before."""
+        self.uncompiled: dict[str, str] = {}
+        """Why a block, or a module in one, runs uncompiled, by its path."""
+        self._codes: set[int | None] = set()
+
+    def backend_for(self, structure: Structure) -> Callable[..., Any]:
+        """Return the backend for modules of a structure; torch uses a graph again for the same backend alone."""
+        return self._backends.setdefault(structure, functools.partial(self._compile))
+
+    def _compile(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        """Compile one graph; where the backend cannot, return what runs its operations one by one."""
+        backend = torch._dynamo.lookup_backend(self.name)
+        compilation = torch._guards.CompileContext.current_compile_id()
+        code = None if compilation is None else compilation.frame_id
+        self.num_again += code in self._codes
+        self._codes.add(code)
+        try:
+            with warnings.catch_warnings():  # of torch's own code, which inductor imports when it compiles
+                warnings.simplefilter("ignore", DeprecationWarning)
+                made: Callable[..., Any] = backend(graph, inputs)
+        except torch._dynamo.exc.TorchDynamoException:
+            raise  # by which the compiler begins anew
+        except Exception as error:
+            self.uncompiled[self.running] = f"{self.name} fails for it and its like: {_first_line(error)}"
+            return graph.forward
+        self.num_graphs += 1
+        return made
+
+
+class CompiledBlocks:
+    """The blocks of this rank that run as graphs, and what the compiler has made of them."""
+
+    def __init__(self, backend: str = "") -> None:
+        self.in_graph: Set[nn.Module] = set()
+        """Modules whose calls a graph contains, so that a hook on them would not run."""
+        self.num_blocks = 0
+        """Blocks that run as graphs."""
+        self.compiler = _Compiler(backend)
+        self.seconds = 0.0
+        """The time of all calls in which something was compiled."""
+        self._num_reported = (0, 0)
+        self._is_off = False
+        self._num_islands = 0
+        """Calls that have left a graph."""
+        self._aside: list[TorchFunctionMode] = []
+        """The function modes that were active when the innermost graph was entered."""
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Run every block uncompiled, inside."""
+        before, self._is_off = self._is_off, True
+        try:
+            yield
+        finally:
+            self._is_off = before
+
+    def news(self) -> list[str]:
+        """Return lines on what was compiled, or left uncompiled, since the last call."""
+        made = self.compiler
+        now = made.num_graphs, len(made.uncompiled)
+        if now == self._num_reported:
+            return []
+        before, self._num_reported = self._num_reported, now
+        return self.summary(*before)
+
+    def summary(self, graphs: int = 0, left: int = 0) -> list[str]:
+        """Return lines on what was compiled, if that is more than some graphs, and what was left uncompiled after others."""
+        made, lines = self.compiler, []
+        if made.num_graphs > graphs:
+            again = f", {made.num_again} of them anew for other shapes or values" if made.num_again else ""
+            lines.append(
+                f"run.compile: {_counted(self.num_blocks, 'block')} as {_counted(made.num_graphs, 'graph')} of {made.name}"
+                f"{again}, compiled in {self.seconds:.1f} s"
+            )
+        reasons: dict[str, list[str]] = {}
+        for path, reason in [*made.uncompiled.items()][left:]:
+            reasons.setdefault(reason, []).append(path)
+        for reason, paths in reasons.items():
+            others = f" and {len(paths) - 1} more run" if len(paths) > 1 else " runs"
+            lines.append(f"run.compile: {paths[0]}{others} uncompiled: {reason}")
+        return lines
+
+    # -- a call ------------------------------------------------------------------------------------
+
+    def compiled(self, path: str, forward: Callable[..., Any], structure: Structure) -> Callable[..., Any]:
+        """Return a function that runs a module's forward as a graph, which modules of one structure may share."""
+        graph = torch.compile(forward, backend=self.compiler.backend_for(structure))
+        compiler = self.compiler
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_off or not torch.is_grad_enabled() or path in compiler.uncompiled:
+                return forward(*args, **kwargs)
+            modes = _get_current_function_mode_stack()
+            if any(isinstance(mode, MaskSource) and mode.sees_all for mode in modes):
+                return forward(*args, **kwargs)
+            outer, compiler.running = compiler.running, path
+            began, graphs, islands = time.perf_counter(), compiler.num_graphs, self._num_islands
+            try:
+                with self._without_masks(modes):
+                    return graph(*args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                reason = f"it cannot be compiled: {_first_line(error)}"
+                if self._num_islands > islands:  # to run it once more would communicate twice
+                    raise ModelError(f'{path}: {reason}: run.compile = "none" works') from None
+                compiler.uncompiled[path] = reason
+                return forward(*args, **kwargs)
+            finally:
+                compiler.running = outer
+                if not outer and compiler.num_graphs > graphs:
+                    self.seconds += time.perf_counter() - began
+
+        return call
+
+    def outside(self, module: nn.Module) -> None:
+        """Let the calls of a module leave the graph that contains them, under the modes that the graph was entered with."""
+        call = module._call_impl
+
+        def island(*args: Any, **kwargs: Any) -> Any:
+            self._num_islands += 1
+            if not self._aside:
+                return call(*args, **kwargs)
+            with self._with_masks():
+                return call(*args, **kwargs)
+
+        module._compiled_call_impl = torch.compiler.disable(island, reason=_ISLAND)
+
+    @contextmanager
+    def _without_masks(self, modes: list[TorchFunctionMode]) -> Iterator[None]:
+        """Suspend the modes that draw masks, which a graph would draw once for all steps."""
+        if not any(isinstance(mode, MaskSource) for mode in modes):
+            yield
+            return
+        outer, self._aside = self._aside, modes
+        _replace_modes([mode for mode in modes if not isinstance(mode, MaskSource)])
+        try:
+            yield
+        finally:
+            _replace_modes(modes)
+            self._aside = outer
+
+    @contextmanager
+    def _with_masks(self) -> Iterator[None]:
+        """Put back the modes that a graph has suspended."""
+        inner, outer = _get_current_function_mode_stack(), self._aside
+        _replace_modes(outer)
+        self._aside = []
+        try:
+            yield
+        finally:
+            _replace_modes(inner)
+            self._aside = outer
+
+
+def _replace_modes(modes: list[TorchFunctionMode]) -> None:
+    while _get_current_function_mode() is not None:
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+# -- which modules ---------------------------------------------------------------------------------
+
+
+def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) -> CompiledBlocks:
+    """Replace the forward of each block of this rank by its compiled form, if the job asks for it.
+
+    Call it when the axes have put their hooks on the modules, and before hooks that report each module's forward: those
+    must be left off the modules `in_graph`.
+
+    Raises:
+        JobError: torch has no such backend.
+        ModelError: the model compiles a module of a block itself.
+    """
+    if settings.compile == "none":
+        return CompiledBlocks()
+    check(settings)
+    # The compiler asks each input for its gradient; torch warns of that once, where it is no weight's.
+    warnings.filterwarnings(
+        "ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning
+    )
+    packed_positions.attend_each = torch.compiler.disable(attend_each, reason=_ISLAND)
+    blocks = CompiledBlocks(settings.compile_backend)
+    model = traced.module
+    experts = traced.analysis.experts.counts
+    uncompiled = {mask.owner: f"it draws {mask.name}" for mask in program.step.model.masks}
+    uncompiled |= dict.fromkeys(experts, "its shapes depend on values")
+    units = {path for unit in program.units for path in unit.modules}
+    in_graph: set[nn.Module] = set()
+    seen: set[nn.Module] = set()
+
+    def enter(path: str, module: nn.Module) -> None:
+        """Compile a module's forward, but for the islands in it."""
+        seen.add(module)
+        structure = (type(module), *inside(path, module))
+        module.forward = blocks.compiled(path, module.forward, structure)
+
+    def inside(path: str, module: nn.Module) -> Iterator[object]:
+        """Put the modules in a module into its graph, or make islands of them; yield what distinguishes them."""
+        for name, child in module.named_children():
+            inner = f"{path}.{name}"
+            _refuse_compiled(inner, child)
+            own = vars(child).get("forward")
+            yield inner.count("."), name, type(child), getattr(own, "__code__", own), *precision.fold_casts(child)
+            if inner in uncompiled or inner in units or _has_hooks(child):
+                has_graph = inner not in uncompiled and any(True for _ in child.children())
+                if has_graph and child not in seen:
+                    enter(inner, child)
+                blocks.outside(child)
+                yield "island"
+            else:
+                in_graph.add(child)
+                yield from inside(inner, child)
+
+    for path in _paths_of_blocks(program):
+        block = model.get_submodule(path)
+        _refuse_compiled(path, block)
+        if path in uncompiled:
+            blocks.compiler.uncompiled[path] = uncompiled[path]
+        elif block not in seen:
+            blocks.num_blocks += 1
+            enter(path, block)
+    blocks.in_graph = in_graph - seen
+    _allow_more_graphs(blocks.num_blocks + _CHANGES)
+    return blocks
+
+
+def _allow_more_graphs(number: int) -> None:
+    """Raise the limits of the compiler, which count what earlier runs of this process have compiled, too."""
+    config = torch._dynamo.config
+    config.recompile_limit += number
+    config.accumulated_recompile_limit += number
+
+
+def _paths_of_blocks(program: Program) -> Iterator[str]:
+    """Yield the paths of the modules that the blocks of this rank call."""
+    layers = program.step.model.layers
+    for chunk in program.chunks or (range(len(layers)),):
+        yield from (path for index in chunk if layers[index].is_block for path in layers[index].called)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    held = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+    return any(held)
+
+
+def _refuse_compiled(path: str, module: nn.Module) -> None:
+    if module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule):
+        raise ModelError(f'run.compile = "blocks" and {path}, which the model compiles itself: one of the two works')
+
+
+def check(settings: RunTable) -> None:
+    """Check that torch has the backend, if anything is compiled; a process that forks workers spares them the import.
+
+    Raises:
+        JobError: torch has no such backend.
+    """
+    if settings.compile == "none":
+        return
+    name, known = settings.compile_backend, torch.compiler.list_backends(exclude_tags=())
+    if name not in known:
+        raise JobError(
+            f"run.compile_backend = {name!r} is no backend of torch.compile{did_you_mean(name, known)}; "
+            f"{', '.join(known)} are"
+        )

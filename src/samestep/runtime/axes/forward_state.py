@@ -1,0 +1,93 @@
+"""State that a forward keeps, in a layout: equal to one device, or refused by name.
+
+One device runs the forward once a step, on all samples, and every module in it once. What a forward keeps (buffers,
+weights, attributes, counters; `independence/kept_state.py` lists them) is the same in a layout that does so too. It is not where
+
+    the batch is split        over ranks or micro-batches: each part would keep something else
+    the forward is repeated   for each micro-batch, by recompute, or by the chunks of a pipeline: it is kept several times
+    a weight is a copy        gathered for the forward (zero=2|3), or cut (tp): what is written into it is lost
+
+Torch's batch norm is not concerned: its running statistics have a rule of their own (`strategies/batch_norm.py`).
+"""
+
+from __future__ import annotations
+
+from samestep.job_tables import RunTable
+from samestep.layout import Layout
+from samestep.models.analysis import StateSpec
+from samestep.models.spec import ModelSpec, is_below
+from samestep.program.program import Program
+
+
+def check(states: tuple[StateSpec, ...], program: Program, settings: RunTable) -> list[str]:
+    """Refuse state that the layout would keep otherwise than one device; return the reasons that are waived.
+
+    Raises:
+        UnprovenError: such state is not waived.
+    """
+    step = program.step
+    reasons = (_reason(state, step.model, step.layout, step.num_microbatches, len(program.chunks)) for state in states)
+    return [settings.waived("state", reason) for reason in reasons if reason]
+
+
+def _reason(state: StateSpec, model: ModelSpec, layout: Layout, num_microbatches: int, num_chunks: int) -> str:
+    """Return why the layout would keep something else, and what works; nothing if it would not."""
+    one = f"the whole batch in one forward works (dp=1 without microbatch){_and_no_recompute(state, model, layout)}"
+    split = splits(layout, num_microbatches)
+    if state.kind == "counts":
+        what = (
+            f"{state.owner or 'the model itself'}: scale_grad_by_freq divides gradients by the tokens of a micro-batch"
+        )
+        return f"{what}, and {split} splits the batch: without it, or with {one}" if split else ""
+    what = f"the forward keeps {state.full_name} from one micro-batch to the next"
+    if state.of_samples and split:
+        return f"{what}, computed from its samples, and {split} splits the batch: {one}; so does to keep nothing"
+    if state.kind == "weight":
+        lost = f"zero={layout.zero}" if layout.num_shards > 1 and layout.zero >= 2 else ""
+        lost = lost or (f"tp={layout.tp}" if layout.tp > 1 else "")
+        if lost:
+            return lost_write(state.full_name, lost)
+    if not (state.is_read or state.of_samples):
+        return ""
+    repeats = _repeats(state, model, layout, num_microbatches, num_chunks)
+    return f"{what}, and {repeats} runs it several times a step: {one}; so does to keep nothing" if repeats else ""
+
+
+def lost_write(name: str, word: str) -> str:
+    """Return why a weight that a forward writes is refused under a word of the layout, such as `zero=3`."""
+    return (
+        f"the forward writes into the weight {name}, and under {word} into a copy or a part of it: "
+        f"{word.partition('=')[0]}={0 if word.startswith('zero') else 1} works, and so does to write none"
+    )
+
+
+def splits(layout: Layout, num_microbatches: int) -> str:
+    """Return the word of the layout by which a forward sees a part of the batch; nothing if it sees all."""
+    words = {"dp": layout.dp, "cp": layout.cp}
+    word = next((f"{name}={degree}" for name, degree in words.items() if degree > 1), "")
+    word = word or ("sequence_parallel" if layout.sequence_parallel else "")
+    return word or (f"microbatch={layout.microbatch}" if num_microbatches > 1 else "")
+
+
+def _repeats(state: StateSpec, model: ModelSpec, layout: Layout, num_microbatches: int, num_chunks: int) -> str:
+    """Return the word of the layout by which a module's forward runs several times a step; nothing if once."""
+    if num_microbatches > 1:
+        return f"microbatch={layout.microbatch}"
+    if state.kind == "variable":  # whichever module's code changes it
+        return f"recompute={layout.recompute}" if layout.recompute != "none" else f"pp={layout.pp}" * (layout.pp > 1)
+    if layout.recompute != "none" and _is_in_block(state, model):
+        return f"recompute={layout.recompute}"
+    if layout.pp > 1 and any(path == state.owner for layer in model.layers for path, _ in layer.entered):
+        return f"pp={layout.pp}"  # several stages would keep it
+    in_layer = any(is_below(state.owner, path) for layer in model.layers for path in layer.modules if path)
+    if layout.pp > 1 and not in_layer and (num_chunks > 1 or state.of_samples):
+        return f"pp={layout.pp}"
+    return ""
+
+
+def _is_in_block(state: StateSpec, model: ModelSpec) -> bool:
+    return any(is_below(state.owner, path) for layer in model.layers if layer.is_block for path in layer.modules)
+
+
+def _and_no_recompute(state: StateSpec, model: ModelSpec, layout: Layout) -> str:
+    return ", with recompute=none" if layout.recompute != "none" and _is_in_block(state, model) else ""

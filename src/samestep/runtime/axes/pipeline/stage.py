@@ -1,0 +1,444 @@
+"""One pipeline stage of any model, without changes to its code (twin of `strategies/pipeline.py`).
+
+Every stage runs the model's own forward, in which stand-ins replace the layers of other stages. So the model's own code
+makes masks, positions and rotary angles on each stage. Where each block passes one tensor to the next, a stand-in block
+returns its input, and an embedding zeros of the right shape; in front of the first block of a chunk the stage replaces
+that tensor by the received activation, after whatever the model does to embeddings; behind the last block of the chunk
+it takes the result out.
+
+```
+model.forward:   embed     block 0   block 1   block 2   block 3   norm, head
+stage 1 of 2     (shape)   (pass)    (pass)    recv ►    ► out     own
+```
+Where later layers read more than that (`LayerSpec.crossings`), the forward follows a recorded flow (`stage_flow.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from samestep.building.model import call_model
+from samestep.building.named_tensors import cast_floating
+from samestep.errors import LayoutError, ModelError
+from samestep.examination.traced_model import TracedModel
+from samestep.independence.sequence_boundaries import with_first
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.models.layer_spec import LayerSpec
+from samestep.program.program import Program
+from samestep.program.step import StepSpec
+from samestep.randomness import mode as dropout
+from samestep.runtime.axes.context import Slicing, WholeSequences
+from samestep.runtime.axes.forward_only import is_forward_only
+from samestep.runtime.axes.pipeline.stage_flow import Flows, StageForward
+from samestep.runtime.axes.pipeline.stage_messages import Awaited, Messages
+from samestep.runtime.axes.pipeline.stand_ins import LayerStandIn, Placeholders, ReadWeights, Reporting
+from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.processes.messages import broadcast_from
+from samestep.schedules import Action, TaskKind
+from samestep.strategies.pipeline import crossings_at
+from samestep.tracing.crossings import (
+    boundary_before,
+    passes_one_tensor,
+    with_crossings,
+    with_exact_crossings,
+    with_slices_of,
+)
+from samestep.tracing.flow import CannotPassError, Flow
+from samestep.tracing.trace import samples_traced
+
+ShapesOf = Callable[[int], Hashable]
+"""Returns, for a micro-batch, the shapes of its samples, which determine the shapes of activations."""
+
+
+def shapes_in(samples: Any) -> tuple[torch.Size, ...]:
+    """Return the shapes of the tensors in a micro-batch."""
+    return tuple(leaf.shape for leaf in tree_leaves(samples) if isinstance(leaf, Tensor))
+
+
+class WholeModel:
+    """The counterpart of `Stage` in a layout without a pipeline: it has all layers, and sends nothing."""
+
+    num_chunks = 1
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def is_last(self, chunk: int) -> bool:
+        """Return whether a chunk ends the model, and so has the loss: the only one does."""
+        return True
+
+    def begin_step(self, shapes_of: ShapesOf) -> None:
+        """Do nothing: no message will come."""
+
+    def forward(self, microbatch: int, chunk: int, samples: Any) -> Any:
+        """Run all layers on a micro-batch; return the model's outputs."""
+        return call_model(self._model, samples)
+
+    def backward(self, microbatch: int, chunk: int, loss: Tensor | None) -> None:
+        """Run the backward of the whole model."""
+        assert loss is not None
+        loss.backward()
+
+    def finish(self) -> None:
+        """Do nothing: nothing was sent."""
+
+    def finish_forward(self) -> None:
+        """Do nothing: nothing was kept."""
+
+    def from_last(self, outputs: Any) -> Any:
+        """Return the outputs: this is the last stage."""
+        return outputs
+
+
+class Stage:
+    """The chunks of layers of this rank, and the tensors that pass between it and other ranks."""
+
+    def __init__(
+        self,
+        traced: TracedModel,
+        program: Program,
+        mesh: Mesh,
+        slicing: Slicing | WholeSequences,
+        flows: Flows | None,
+    ) -> None:
+        self._program, self._mesh, self._slicing, self._flows = program, mesh, slicing, flows
+        self._model, self._facts = traced.module, traced.facts
+        self.num_chunks = len(program.chunks)
+        self._layers = program.step.model.layers
+        self._slots = [(index, path) for index, layer in enumerate(self._layers) for path in layer.modules if path]
+        self._entered = [program.step.model.entered_before(layers.start) for layers in program.chunks]
+        """How often modules have been entered where each chunk begins."""
+        self._real = {path: self._model.get_submodule(path) for _, path in self._slots}
+        self._parents = {path: self._model.get_submodule(path.rpartition(".")[0]) for path in self._real}
+        make = Placeholders.of(traced, program.step, mesh.device)
+        self._stand_ins = {path: LayerStandIn(real, self._facts, make) for path, real in self._real.items()}
+        self._weights = ReadWeights(traced, program, mesh.device)
+        self._messages = Messages(program, mesh)
+        self._inputs: dict[tuple[int, int], list[Tensor]] = {}
+        """Received tensors, by micro-batch and chunk, in the order of what crosses the boundary."""
+        self._outputs: dict[tuple[int, int], list[Tensor]] = {}
+        self._shapes: dict[tuple[int, Hashable], tuple[int, ...]] = {}
+        """Shape of the input of a chunk that is given one tensor, by chunk and by the shapes of the samples."""
+        self._shapes_of: ShapesOf = lambda _: None
+
+    def is_last(self, chunk: int) -> bool:
+        """Return whether a chunk ends the model, and so has the loss."""
+        return self._program.chunks[chunk].stop == len(self._layers)
+
+    def begin_step(self, shapes_of: ShapesOf) -> None:
+        """Set the messages of the step; `shapes_of` gives the shapes of each micro-batch's samples."""
+        self._shapes_of = shapes_of
+        self._messages.begin_step()
+
+    def forward(self, microbatch: int, chunk: int, samples: Any) -> Any:
+        """Run the layers of one chunk on a micro-batch; return the model's outputs where the chunk ends the model.
+
+        Receives from the previous stage and sends to the next: every stage calls it for each forward of its program, in
+        that order. If one does not, its neighbours wait until the time limit.
+        """
+        action = Action(TaskKind.FORWARD, microbatch, chunk)
+        if self._flows is not None:
+            self._flows.follow(self._model)
+            flow = self._flows.of(samples, shapes_in(samples))
+            self._messages.post_ahead(self._awaited_by)
+            outputs = self._follow(flow, action, samples)
+        else:
+            self._messages.post_ahead(self._awaited_by)
+            outputs = self._pass_on(action, samples)
+        return outputs if self.is_last(chunk) else None
+
+    def backward(self, microbatch: int, chunk: int, loss: Tensor | None) -> None:
+        """Run the backward of one chunk: from the loss, or from the gradients that the next chunk sends.
+
+        Communicates as `forward` does, in the other direction.
+        """
+        action = Action(TaskKind.BACKWARD, microbatch, chunk)
+        layers = self._program.chunks[chunk]
+        if loss is not None:
+            self._messages.post_ahead(self._awaited_by)
+            if loss.requires_grad:
+                loss.backward()
+        elif awaited := self._gradients_awaited(action):
+            outputs = self._taking_gradient(layers.stop, self._outputs[microbatch, chunk])
+            gradients = self._received(action, awaited)
+            del self._outputs[microbatch, chunk]
+            taken = [index for index, output in enumerate(outputs) if output.requires_grad]
+            if taken:
+                torch.autograd.backward([outputs[index] for index in taken], [gradients[index] for index in taken])
+        else:
+            del self._outputs[microbatch, chunk]
+        given = self._inputs.pop((microbatch, chunk), None)
+        if given is not None:
+            self._check_idle(layers.start, given)
+            given = self._taking_gradient(layers.start, given)
+        if given:
+            gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in given]
+            self._messages.send(action, gradients, self._awaited(layers.start, given, backward=True))
+
+    def finish(self) -> None:
+        """Wait until every send has completed, which it does once the neighbour has received it."""
+        self._messages.finish()
+
+    def finish_forward(self) -> None:
+        """End a forward that no backward follows: wait for its sends and free its tensors."""
+        self.finish()
+        self._inputs.clear()
+        self._outputs.clear()
+
+    def from_last(self, outputs: Any) -> Any:
+        """Return the last stage's logits on all stages; the `outputs` of the others are None.
+
+        Collective over `pp`: every stage calls it; if one does not, the others wait until the time limit.
+        """
+        last = self._mesh.members("pp")[-1]
+        held = getattr(outputs, "logits", outputs)
+        return broadcast_from(last, held, self._mesh.groups["pp"], self._mesh.device)
+
+    # -- a recorded flow ---------------------------------------------------------------------------
+
+    def _follow(self, flow: Flow, action: Action, samples: Any) -> Any:
+        """Run the model's forward with the events of one chunk, and return its outputs."""
+        layers = self._program.chunks[action.chunk]
+        key = action.microbatch, action.chunk
+        awaited = self._crossing(flow, layers.start)
+
+        def receive() -> list[Tensor]:
+            """Return what crosses the boundary before the chunk."""
+            found = self._received(action, awaited)
+            dropout.begin_after(self._model, self._entered[action.chunk])
+            is_differentiated = torch.is_grad_enabled() or not is_forward_only()
+            for tensor, value in zip(found, flow.crossing(start or 0), strict=True):
+                tensor.requires_grad_(flow.values[value].takes_gradient and is_differentiated)
+            return found
+
+        def send(tensors: Sequence[Tensor]) -> None:
+            """Send what crosses the boundary behind the chunk."""
+            self._outputs[key] = list(tensors)
+            self._messages.send(action, [tensor.detach() for tensor in tensors], self._crossing(flow, layers.stop))
+
+        start, stop = (boundary_at(self._layers, index, flow) for index in (layers.start, layers.stop))
+        mode = StageForward(flow, start or 0, stop, self._mesh.device, receive, send)
+        reporting = self._replaced(lambda path, _: Reporting(self._stand_ins[path], path, mode))
+        with reporting, self._weights.placed(flow, mode), mode:
+            outputs = call_model(self._model, samples)
+        mode.finish()
+        if layers.start > 0 and not is_forward_only():
+            self._inputs[key] = mode.received
+        return outputs
+
+    def _crossing(self, flow: Flow, boundary: int) -> list[Awaited]:
+        """Return the tensors that cross the boundary before a layer."""
+        event = boundary_at(self._layers, boundary, flow)
+        if event is None:
+            return []
+        values = [flow.values[value] for value in flow.crossing(event)]
+        crossings = crossings_at(self._program.step.model, boundary)
+        if len(values) != len(crossings):
+            raise LayoutError(
+                f"{len(values)} tensors cross the boundary before {self._layers[boundary].name} for these samples, and "
+                f"{len(crossings)} for the traced one: pp=1 works"
+            )
+        return [Awaited(c.owner, value.shape, value.dtype) for value, c in zip(values, crossings, strict=True)]
+
+    # -- one tensor --------------------------------------------------------------------------------
+
+    def _pass_on(self, action: Action, samples: Any) -> Any:
+        """Run the model's forward with the layers of one chunk, and stand-ins that pass on what they are given."""
+        layers = self._program.chunks[action.chunk]
+        handles = []
+        if layers.start > 0:
+            first = self._real[self._layers[layers.start].modules[0]]
+            # In front of all other hooks: those that cut, cast or gather for the block must see the received tensor.
+            hook = self._receive(action)
+            handles.append(first.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+        if not self.is_last(action.chunk):
+            last = self._real[self._layers[layers.stop - 1].modules[-1]]
+            handles.append(last.register_forward_hook(functools.partial(self._send_result, action)))
+        try:
+            with self._replaced(lambda path, index: None if index in layers else self._stand_ins[path]):
+                return call_model(self._model, samples)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _send_result(self, action: Action, _: nn.Module, args: Any, output: Tensor) -> Any:
+        """Send the result of a chunk; the code after it computes nothing, but sees the whole sequence's shape."""
+        self._outputs[action.microbatch, action.chunk] = [output]
+        boundary = self._program.chunks[action.chunk].stop
+        if args and isinstance(args[0], Tensor) and output.shape != args[0].shape:
+            raise ModelError(
+                f"{self._layers[boundary - 1].name} is given a tensor of shape {tuple(args[0].shape)} and returns one of "
+                f"{tuple(output.shape)}, and the stages of a pipeline send tensors of one shape: pp=1 works"
+            )
+        self._messages.send(action, [output.detach()], self._awaited(boundary, [output]))
+        layout = self._program.step.layout
+        if not layout.sequence_parallel:
+            return None
+        return with_first(output, lambda x: x.new_zeros(()).expand(x.shape[0], x.shape[1] * layout.tp, *x.shape[2:]))
+
+    def _receive(self, action: Action) -> Callable[..., Any]:
+        """Return the hook that replaces a stand-in's output by the received activation."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            name = "" if args else self._facts.name_of_hidden(kwargs)
+            shape = self._passed_shape((args[0] if args else kwargs[name]).shape)
+            (received,) = self._received(action, self._one_awaited(self._program.chunks[action.chunk].start, shape))
+            dropout.begin_after(self._model, self._entered[action.chunk])
+            received.requires_grad_(torch.is_grad_enabled())
+            if not is_forward_only():
+                self._shapes[action.chunk, self._shapes_of(action.microbatch)] = shape
+                self._inputs[action.microbatch, action.chunk] = [received]
+            return ((received, *args[1:]), kwargs) if args else (args, {**kwargs, name: received})
+
+        return hook
+
+    def _passed_shape(self, whole: torch.Size) -> tuple[int, ...]:
+        """Return the shape of what blocks pass on in this layout, given that on one device."""
+        layout = self._program.step.layout
+        shape = self._slicing.shape_of(whole)
+        return (shape[0], shape[1] // layout.tp, *shape[2:]) if layout.sequence_parallel else tuple(shape)
+
+    def _one_awaited(self, boundary: int, shape: tuple[int, ...]) -> list[Awaited]:
+        return [Awaited(self._layers[boundary - 1].name, shape, DTYPES[self._program.step.compute_dtype])]
+
+    # -- what is awaited ---------------------------------------------------------------------------
+
+    def _received(self, action: Action, awaited: Sequence[Awaited]) -> list[Tensor]:
+        received = self._messages.receive(action, awaited)
+        self._messages.post_ahead(self._awaited_by)
+        return received
+
+    def _awaited_by(self, action: Action) -> Sequence[Awaited] | None:
+        """Return the tensors that an action waits for, where their shapes are known."""
+        if action.kind is not TaskKind.FORWARD:
+            return self._gradients_awaited(action)
+        boundary, shapes = self._program.chunks[action.chunk].start, self._shapes_of(action.microbatch)
+        if self._flows is None:
+            shape = self._shapes.get((action.chunk, shapes))
+            return None if shape is None else self._one_awaited(boundary, shape)
+        flow = self._flows.known(shapes)
+        return None if flow is None else self._crossing(flow, boundary)
+
+    def _gradients_awaited(self, action: Action) -> list[Awaited] | None:
+        outputs = self._outputs.get((action.microbatch, action.chunk))
+        boundary = self._program.chunks[action.chunk].stop
+        return (
+            None
+            if outputs is None
+            else self._awaited(boundary, self._taking_gradient(boundary, outputs), backward=True)
+        )
+
+    def _taking_gradient(self, boundary: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of the tensors that cross a boundary of which a gradient is sent back."""
+        crossings = crossings_at(self._program.step.model, boundary)
+        return [tensor for tensor, one in zip(tensors, crossings, strict=True) if one.takes_gradient]
+
+    def _check_idle(self, boundary: int, tensors: Sequence[Tensor]) -> None:
+        """Check that the loss has no gradient for what it did not depend on in the trace."""
+        crossings = crossings_at(self._program.step.model, boundary)
+        for tensor, one in zip(tensors, crossings, strict=True):
+            # FSDP2 fills in gradients of zeros.
+            if not one.takes_gradient and tensor.grad is not None and bool(tensor.grad.any()):
+                raise ModelError(
+                    f"{one.owner}, which passes from one stage of the pipeline to the next, took no part in the loss when the "
+                    "model was traced, and it does now: pp=1 works, and so does to add 0 * tensor.sum() to the output"
+                )
+
+    def _awaited(self, boundary: int, tensors: Sequence[Tensor], *, backward: bool = False) -> list[Awaited]:
+        """Describe the tensors that cross a boundary, or the gradients that do."""
+        compute = self._program.step.compute_dtype
+        crossings = [c for c in crossings_at(self._program.step.model, boundary) if c.takes_gradient or not backward]
+        pairs = zip(tensors, crossings, strict=True)
+        return [Awaited(one.owner, tuple(tensor.shape), DTYPES[one.dtype or compute]) for tensor, one in pairs]
+
+    @contextmanager
+    def _replaced(self, by: Callable[[str, int], nn.Module | None]) -> Iterator[None]:
+        """Replace modules while a forward runs inside; `by` is given a module's path and the index of its layer."""
+        for index, path in self._slots:
+            self._put(path, by(path, index) or self._real[path])
+        try:
+            yield
+        finally:
+            for path, real in self._real.items():
+                self._put(path, real)
+
+    def _put(self, path: str, module: nn.Module) -> None:
+        self._parents[path]._modules[path.rpartition(".")[2]] = module
+
+
+def boundary_at(layers: Sequence[LayerSpec], index: int, flow: Flow) -> int | None:
+    """Return the event before which a stage begins with a layer; None at the ends of the model.
+
+    Raises:
+        LayoutError: no stage can begin there in this flow.
+    """
+    if index in (0, len(layers)):
+        return None
+    try:
+        return boundary_before(layers, index, flow)
+    except CannotPassError as reason:
+        raise LayoutError(f"no stage can begin with {layers[index].name}: {reason}: pp=1 works") from None
+
+
+# -- what passes in the run's dtypes ---------------------------------------------------------------
+
+
+def with_flows(
+    traced: TracedModel, layout: Layout, job: Job, example: Any, loss: Callable[[Any, Any], Any]
+) -> tuple[TracedModel, Flows | None]:
+    """Return the model with what passes between stages in the job's precision, and the flows that stages follow.
+
+    There are no flows where each block passes one tensor in the compute dtype to the next.
+
+    Raises:
+        LayoutError: what passes is another for two samples than for one.
+    """
+    spec = traced.spec
+    is_open = not spec.varies_at or bool(spec.varies_within)
+    if layout.pp == 1 or not is_open or sum(layer.is_beginning for layer in spec.layers) < 2:
+        return traced, None
+    step = StepSpec.of(spec, job, layout)
+    recorded = dict(traced.flows)
+    flows = Flows(traced, step, recorded)
+    compute = DTYPES[step.compute_dtype]
+    few = samples_traced(traced.module)
+    one = _flow_of(flows, example, few, step, loss)
+    if passes_one_tensor(spec.layers, one, traced.module, compute):
+        return _with_layers(traced, with_crossings(spec.layers, one, traced.module, few), recorded), None
+    more = _flow_of(flows, example, few + 1, step)
+    layers = with_exact_crossings(spec.layers, (one, few), (more, few + 1), compute)
+    if layout.cp > 1 and not spec.slice_refusal:
+        flows = Flows(traced, step, recorded, layout.cp)
+        layers = with_slices_of(layers, one, _flow_of(flows, example, few, step))
+    for size in set(step.microbatch_sizes):  # now, once, where workers are forked
+        _flow_of(flows, example, size, step)
+    flows.hold()
+    return _with_layers(traced, layers, recorded), flows
+
+
+def _flow_of(
+    flows: Flows, example: Any, num_samples: int, step: StepSpec, loss: Callable[[Any, Any], Any] | None = None
+) -> Flow:
+    samples = _repeated(example, num_samples, step)
+    return flows.of(samples, shapes_in(samples), loss)
+
+
+def _repeated(example: Any, times: int, step: StepSpec) -> Any:
+    """Return the first sample of a batch several times, in the dtype in which a run reads it."""
+    repeated = tree_map_only(Tensor, lambda t: torch.cat([t[:1]] * times) if t.dim() else t, example)
+    return cast_floating(repeated, DTYPES[step.master_dtype])
+
+
+def _with_layers(traced: TracedModel, layers: Sequence[LayerSpec], recorded: Mapping[Hashable, Flow]) -> TracedModel:
+    analysis = replace(traced.analysis, spec=replace(traced.spec, layers=tuple(layers)))
+    return replace(traced, analysis=analysis, flows=recorded)

@@ -1,0 +1,370 @@
+"""A forward in which one stage computes its part of a recorded flow (`tracing/flow.py`), and nothing else.
+
+The model's own code runs whole on every stage. Outside of the events of this stage, a module call or a function of
+values is not carried out: it returns tensors of the recorded shapes that take no memory and that nothing reads. Where
+the stage begins, the tensors that cross its boundary are received *into these objects*, wherever the model's code holds
+them: in variables, lists or data classes. Where it ends, the tensors that cross the next boundary are sent.
+
+```
+events     0 .. 3            4 .. 9              10 ..
+stage 1    stand-ins   recv ► computes ► send    stand-ins
+```
+A forward that takes another way than the recorded one ends with an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from samestep.building.named_tensors import copied
+from samestep.building.torch_seams import is_transformed
+from samestep.errors import ModelError
+from samestep.examination.traced_model import TracedModel
+from samestep.program.program import Program
+from samestep.program.step import StepSpec
+from samestep.runtime.axes import context, precision
+from samestep.tracing import experts
+from samestep.tracing.backward import nodes_of_loss
+from samestep.tracing.batch_norms import OfAnySize
+from samestep.tracing.checkpointed import record_checkpointed
+from samestep.tracing.flow import (
+    Container,
+    Event,
+    Flow,
+    changes_of,
+    containers_in,
+    contents_of,
+    made_by,
+    mapped,
+    name_of,
+    reads_shape_alone,
+    tensors_of,
+)
+from samestep.tracing.forward import ForwardTracer
+from samestep.tracing.meta_tensors import KnownValues, NeedsValuesError
+from samestep.tracing.opened_modules import opened_modules
+from samestep.tracing.trace import containers_of
+from samestep.tracing.watched_forward import watch_forward
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of zeros that takes no memory, and is no view, so that it can be given other data."""
+    one = torch.zeros(1, dtype=dtype, device=device)
+    empty = torch.empty(0, dtype=dtype, device=device)
+    return empty.set_(one.untyped_storage(), 0, tuple(shape), (0,) * len(shape))
+
+
+class StageForward(TorchFunctionMode):
+    """The forward of one chunk on one micro-batch: a function mode, to which its modules with weights report their calls.
+
+    `receive` returns the tensors that cross the boundary at `start`, and `send` is given those that cross it at `stop`,
+    each in the order of `Flow.crossing`. A chunk that ends the model has no `stop`.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        start: int,
+        stop: int | None,
+        device: torch.device,
+        receive: Callable[[], Sequence[Tensor]],
+        send: Callable[[Sequence[Tensor]], None],
+    ) -> None:
+        super().__init__()
+        self._flow, self._start, self._stop, self._device = flow, start, stop, device
+        self._receive, self._send = receive, send
+        self._written = {value for event in flow.events for value in event.reads if event.writes}
+        """Values that some event may write into."""
+        self._numbers = WeakIdKeyDictionary()
+        self._tensors: dict[int, weakref.ref[Tensor]] = {}
+        self._next, self._depth = 0, 0
+        self.received: list[Tensor] = []
+        """The tensors of autograd that begin this stage's graph, in the order of what crosses the boundary at `start`."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._depth or is_transformed():
+            return func(*args, **kwargs)
+        given = tensors_of((args, kwargs))
+        reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
+        if not reads or reads_shape_alone(func) or not self._is_next(name_of(func), reads, is_call=False):
+            outcome = func(*args, **kwargs)
+            # Behind the last event come hooks of the run's own, such as those of FSDP2.
+            ends = self._next == len(self._flow.events)
+            if reads and not ends and not reads_shape_alone(func) and tensors_of(outcome):
+                raise self._differs(name_of(func))
+            return outcome
+        return self._follow(name_of(func), func, given, args, kwargs)
+
+    def call(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module with weights, if that is one of this stage's events; if not, return stand-ins of its results."""
+        if self._depth:
+            return module(*args, **kwargs)
+        given = tensors_of((args, kwargs))
+        reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
+        if not self._is_next(path, reads, is_call=True):
+            raise self._differs(path)
+        return self._follow(path, module, given, args, kwargs)
+
+    def reads(self, weight: str) -> bool:
+        """Return whether one of this stage's events uses a weight."""
+        return self._flow.uses_within(weight, self._start, self._stop)
+
+    def holds(self, tensor: Tensor, value: int) -> None:
+        """Let a tensor be the value of a weight, which no event makes."""
+        self._is(tensor, value)
+
+    def finish(self) -> None:
+        """Check that the forward has had all events.
+
+        Raises:
+            ModelError: it has not.
+        """
+        if self._next != len(self._flow.events):
+            raise self._differs("its end")
+
+    def _is_next(self, name: str, reads: tuple[int, ...], *, is_call: bool) -> bool:
+        if self._next >= len(self._flow.events):
+            return False
+        event = self._flow.events[self._next]
+        return (event.name, event.reads, event.is_call) == (name, reads, is_call)
+
+    def _differs(self, name: str) -> ModelError:
+        expected = self._flow.events[self._next].name if self._next < len(self._flow.events) else "its end"
+        return ModelError(
+            f"the forward came to {name} where the traced one came to {expected}, so what the stages of a pipeline pass "
+            "on is not known: pp=1 works, and so does a forward that takes the same way for all samples of one shape"
+        )
+
+    def _follow(
+        self, name: str, func: Callable[..., Any], given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Carry out the next event, or return stand-ins of its results; what runs meanwhile is no event."""
+        self._depth += 1
+        # Off the stack, where it is on top: torch.compile would trace it.
+        is_active = _get_current_function_mode() is self
+        try:
+            with _pop_mode_temporarily() if is_active else nullcontext():
+                return self._carried_out(name, func, given, args, kwargs)
+        finally:
+            self._depth -= 1
+
+    def _carried_out(
+        self, name: str, func: Callable[..., Any], given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        number, event = self._next, self._flow.events[self._next]
+        if number == self._stop:
+            self._send([self._tensor(value) for value in self._flow.crossing(number)])
+        if number == self._start > 0:
+            self._fill()
+        self._next += 1
+        containers = containers_in((args, kwargs)) if event.is_call else []
+        before = contents_of(containers)
+        if number < self._start or (self._stop is not None and number >= self._stop):
+            outcome = self._stand_in(event, func, given, args, kwargs, containers)
+        else:
+            outcome = self._apart(event, given, func(*args, **kwargs))
+        self._number(event, given, made_by(outcome, changes_of(containers, before)), name)
+        return outcome
+
+    def _stand_in(
+        self,
+        event: Event,
+        func: Callable[..., Any],
+        given: list[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        containers: Sequence[Container],
+    ) -> Any:
+        if event.is_random and not event.is_call:  # so that later draws of the same module have the same numbers
+            zeros = tree_map_only(Tensor, self._whole_zeros, (args, kwargs))
+            with torch.no_grad():
+                func(*zeros[0], **zeros[1])
+        results = iter(zip(event.makes, event.given, strict=True))
+        made: dict[int | None, Tensor] = {}
+
+        def stand_in(recorded: Tensor) -> Tensor:
+            value, place = next(results)
+            if place >= 0:
+                return given[place]
+            if value not in made:  # one tensor may be returned twice, or be returned and kept in a list
+                made[value] = placeholder(recorded.shape, recorded.dtype, self._device)
+            return made[value]
+
+        outcome = mapped(event.outcome, stand_in)
+        for change in event.changes:
+            change.make(containers, mapped(change.items, stand_in))
+        return outcome
+
+    def _whole_zeros(self, tensor: Tensor) -> Tensor:
+        return (
+            torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if tensor in self._numbers else tensor
+        )
+
+    def _apart(self, event: Event, given: list[Tensor], outcome: Any) -> Any:
+        """Return an outcome in which a new value is no argument: `x.contiguous()` may return x itself, or not."""
+        values = iter(event.makes)
+        ours = {id(tensor) for tensor in given}
+
+        def apart(tensor: Tensor) -> Tensor:
+            return tensor.view_as(tensor) if next(values, None) is not None and id(tensor) in ours else tensor
+
+        is_apart = all(
+            value is None or id(tensor) not in ours
+            for value, tensor in zip(event.makes, tensors_of(outcome), strict=False)
+        )
+        return outcome if is_apart else mapped(outcome, apart)
+
+    def _number(self, event: Event, given: list[Tensor], made: Sequence[Tensor], name: str) -> None:
+        """Note which values the tensors that an event has made are, and the arguments that it has written into."""
+        for place, value in event.writes:
+            self._is(given[place], value)
+        if len(made) != len(event.makes):
+            raise self._differs(f"other results of {name}")
+        for tensor, made_value, place in zip(made, event.makes, event.given, strict=True):
+            if made_value is not None:
+                self._is(tensor, made_value)
+            elif tensor not in self._numbers and given[place] in self._numbers:
+                self._is(tensor, self._numbers[given[place]])
+
+    def _is(self, tensor: Tensor, value: int) -> None:
+        self._numbers[tensor] = value
+        self._tensors[value] = weakref.ref(tensor)
+
+    def _tensor(self, value: int) -> Tensor:
+        found = self._tensors[value]()
+        assert found is not None, "what a later event reads is held by the model's code"
+        return found
+
+    def _fill(self) -> None:
+        """Put the tensors that are received into the objects that stood for them."""
+        for value, tensor in zip(self._flow.crossing(self._start), self._receive(), strict=True):
+            stands = self._tensors[value]()
+            if stands is None:
+                self.received.append(tensor)
+            elif value in self._written:  # a leaf of autograd cannot be written into, a copy of it can
+                stands.data = torch.empty_like(tensor)
+                with torch.enable_grad():  # the boundary may lie in the model's own `torch.no_grad()`
+                    stands.copy_(tensor)
+                self.received.append(tensor)
+            else:
+                stands.data = tensor.detach()
+                self.received.append(stands.requires_grad_(tensor.requires_grad))
+
+
+# -- the flow of a micro-batch ---------------------------------------------------------------------
+
+
+class Flows:
+    """The flow of every shape of samples, recorded on a copy of the model on the meta device in the run's dtypes.
+
+    Blocks are given the slices of one rank of `parts`. `recorded` holds the flows that are known, and is given each new one.
+    """
+
+    def __init__(self, traced: TracedModel, step: StepSpec, recorded: dict[Hashable, Flow], parts: int = 1) -> None:
+        self._parts, self._traced = parts, traced
+        self._value_of = functools.cache(functools.partial(traced.blueprint.materialize, device=torch.device("cpu")))
+        self._program = Program(step=step, bodies={})
+        self._name = step.model.name
+        self._experts = traced.analysis.experts
+        self._opened = opened_modules(traced.module, containers_of(traced.module), traced.analysis.stages)
+        self._recorded = recorded
+        self._dtypes = (step.compute_dtype, step.master_dtype, *(step.working_dtype(p) for p in step.model.params))
+        self._is_training = traced.module.training
+
+    @functools.cached_property
+    def _module(self) -> nn.Module:
+        """The copy; who only asks for flows that are known needs none."""
+        step, module = self._program.step, copied(self._traced.module)
+        for param in step.model.params:
+            _put_in_dtype(module, (param.name, *param.aliases), precision.DTYPES[step.working_dtype(param)])
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and step.compute_dtype == "float64":
+                    part._buffers[name] = buffer.to(torch.float64)
+        blueprint = replace(self._traced.blueprint, module=module)
+        precision.apply(replace(self._traced, blueprint=blueprint), self._program)
+        return module
+
+    def hold(self) -> nn.Module:
+        """Return the copy, which is made now: after this a run may cut and fill the model, and ask for more flows."""
+        return self._module
+
+    def follow(self, model: nn.Module) -> None:
+        """Put the copy into the modes (training or evaluation) of the model."""
+        self._is_training = model.training
+        theirs = dict(model.named_modules())
+        for path, mine in self._module.named_modules():
+            if path in theirs:  # a loop may have taken it out
+                mine.training = theirs[path].training
+
+    def known(self, shapes: Hashable) -> Flow | None:
+        """Return the flow of samples of these shapes, if it has been recorded."""
+        return self._recorded.get(self._key(shapes, with_loss=False))
+
+    def _key(self, shapes: Hashable, *, with_loss: bool) -> Hashable:
+        return self._dtypes, self._parts, self._is_training, with_loss, shapes
+
+    def of(self, samples: Any, shapes: Hashable, loss: Callable[[Any, Any], Any] | None = None) -> Flow:
+        """Return the flow of samples of these shapes; with `loss`, what that does not depend on takes no gradient."""
+        key = self._key(shapes, with_loss=loss is not None)
+        if key not in self._recorded:
+            tracer = ForwardTracer(self._module, lambda block: None, {})
+            if self._program.step.model.varies_at:  # within blocks, so that any values show what passes between them
+                tracer.values = KnownValues(keeps_all=False, draws=True)
+            try:
+                checkpointed = record_checkpointed(self._module)  # reentrant ones would hide gradients
+                sliced = context.on_meta(self._module, self._program.step.model, samples, self._parts)
+                followed = experts.grouped(self._module, self._experts)
+                raised = precision.raised_islands(self._program)
+                with _without_modes(), checkpointed, followed, raised, sliced, OfAnySize():
+                    outputs = watch_forward(self._module, samples, 1, self._name, self._opened, tracer, self._value_of)
+                    if loss is not None and not (tracer.varies or tracer.has_looked):
+                        tracer.flow = tracer.flow_recorder.with_idle(nodes_of_loss(outputs, samples, loss))
+            except NeedsValuesError:
+                raise ModelError(
+                    f"{self._name} looks at the values of a tensor at {tracer.reached}, so what the stages of a pipeline "
+                    "pass on is not known: pp=1 works"
+                ) from None
+            except ModelError as error:
+                raise ModelError(
+                    f"what the stages of a pipeline pass on cannot be recorded on a copy of the model: {error}; pp=1 works, "
+                    "and so does a forward that passes tensors by arguments and results, and none by what a hook or another "
+                    "object keeps"
+                ) from error
+            assert tracer.flow is not None
+            self._recorded[key] = tracer.flow
+        return self._recorded[key]
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
+    """Suspend the function modes of the run, such as that of dropout, which would act on the copy."""
+    with ExitStack() as stack:
+        while _get_current_function_mode() is not None:
+            stack.enter_context(_pop_mode_temporarily())
+        yield
+
+
+def _put_in_dtype(module: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
+    """Put a weight of a module on the meta device, under all its names, in a dtype."""
+    held = module.get_parameter(names[0])
+    if held.dtype == dtype:
+        return
+    param = nn.Parameter(held.detach().to(dtype), requires_grad=held.requires_grad)
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, param)

@@ -1,0 +1,169 @@
+"""Modules in place of the layers that other stages run, in the model's own forward.
+
+Weights that the model's own code reads, in the forward of one chunk of a pipeline.
+
+Such a weight is a value of the recorded flow (`tracing/flow.py`), which every stage that reads it holds. While a forward
+runs, the modules hold in place of these weights:
+
+    read in this chunk     the weight itself; under zero=2|3 a copy, because the gathered weight is freed too soon
+    read in others alone   a tensor that nothing reads
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from samestep.building.families import FamilyFacts
+from samestep.examination.traced_model import TracedModel
+from samestep.program.program import Program
+from samestep.program.step import StepSpec
+from samestep.runtime.axes.pipeline.stage_flow import StageForward, placeholder
+from samestep.runtime.axes.precision import DTYPES
+from samestep.tracing.flow import Flow, makes_event
+
+
+@dataclass(frozen=True)
+class Placeholders:
+    """Makes tensors in place of the weights that another stage holds, for code that asks for their dtype or device."""
+
+    device: torch.device
+    dtypes: Mapping[int, torch.dtype]
+    """Dtype that each weight has within the module on the stage that holds it, by the identity of the weight here."""
+
+    @classmethod
+    def of(cls, traced: TracedModel, step: StepSpec, device: torch.device) -> Placeholders:
+        """Return what makes the placeholders of a run."""
+        named = dict(traced.module.named_parameters(remove_duplicate=False))
+        names = ((name, param) for param in traced.spec.params for name in (param.name, *param.aliases))
+        return cls(
+            device, {id(named[name]): DTYPES[step.working_dtype(param)] for name, param in names if name in named}
+        )
+
+    def of_weight(self, weight: Tensor) -> Tensor:
+        """Return a tensor that stands in for a weight, unless this stage holds it."""
+        if not weight.is_meta:
+            return weight
+        return placeholder(weight.shape, self.dtypes.get(id(weight), weight.dtype), self.device)
+
+
+class LayerStandIn(nn.Module):
+    """Replaces a layer that another stage runs; attributes that the model's code reads are those of the layer."""
+
+    def __init__(self, real: nn.Module, facts: FamilyFacts, placeholders: Placeholders) -> None:
+        super().__init__()
+        object.__setattr__(self, "_real", real)
+        self._facts, self._placeholders = facts, placeholders
+        self._parameters = {  # for code that asks the model for its parameters
+            name: nn.Parameter(placeholders.of_weight(param), requires_grad=False) if param.is_meta else param
+            for name, param in real.named_parameters()
+        }
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The layer's class, for code that asks with `isinstance`."""
+        return type(self.__dict__["_real"])
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(object.__getattribute__(self, "_real"), name)
+        if isinstance(found, Tensor):
+            return self._placeholders.of_weight(found)
+        if isinstance(found, nn.Module) and any(param.is_meta for param in found.parameters()):
+            return LayerStandIn(found, self._facts, self._placeholders)
+        return found
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the input; an embedding returns zeros that take no memory."""
+        real = object.__getattribute__(self, "_real")
+        given = args[0] if args else kwargs[self._facts.name_of_hidden(kwargs)]
+        if not makes_event(real):
+            return real(*args, **kwargs)  # rotary angles and the like, which every stage computes for itself
+        if isinstance(real, nn.Embedding) and isinstance(given, Tensor):
+            dtype = self._placeholders.of_weight(real.weight).dtype
+            return torch.zeros((), dtype=dtype, device=given.device).expand(*given.shape, real.embedding_dim)
+        if isinstance(given, Tensor):
+            return given
+        on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))  # it is given a shape, say
+        with torch.no_grad():
+            return tree_map_only(Tensor, self._placeholders.of_weight, real(*on_meta[0], **on_meta[1]))
+
+
+class Reporting(LayerStandIn):
+    """Replaces a layer of any stage in a forward that follows a recorded flow, and reports its calls."""
+
+    def __init__(self, stand_in: LayerStandIn, path: str, mode: StageForward) -> None:
+        real = object.__getattribute__(stand_in, "_real")
+        super().__init__(real, stand_in._facts, stand_in._placeholders)
+        object.__setattr__(self, "_call", functools.partial(mode.call, path, real))
+        self._makes_event = makes_event(real)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the layer returns if it is this stage's, or what stands in for that."""
+        if not self._makes_event:
+            return object.__getattribute__(self, "_real")(*args, **kwargs)
+        return self._call(args, kwargs)
+
+
+_Slots = list[tuple[nn.Module, str]]
+"""The modules that hold a weight, each with its name in it."""
+
+
+class ReadWeights:
+    """Puts what a chunk reads in place of the weights that the model's own code reads."""
+
+    def __init__(self, traced: TracedModel, program: Program, device: torch.device) -> None:
+        self._model, self._device = traced.module, device
+        self._slots: dict[str, _Slots] = {}
+        for param in traced.spec.params:
+            names = [name.rpartition(".") for name in (param.name, *param.aliases)]
+            self._slots[param.name] = [(traced.module.get_submodule(path), leaf) for path, _, leaf in names]
+        self._copied = {name for unit in program.units if unit.modules == ("",) for name in unit.params}
+
+    @contextmanager
+    def placed(self, flow: Flow, mode: StageForward) -> Iterator[None]:
+        """Put the weights in place while a forward of the model runs inside."""
+        before: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+        values = dict(flow.weights)
+
+        def enter(*_: Any) -> None:
+            # After the hooks of FSDP2, which gather the weights.
+            for name in {**values, **dict.fromkeys(self._copied)}:
+                value = values.get(name)
+                stands = self._stands(name, flow, mode, is_value=value is not None)
+                for module, leaf in self._slots[name]:
+                    before.append((module, leaf, module._parameters[leaf]))
+                    module._parameters[leaf] = stands  # type: ignore[assignment]
+                if value is not None:
+                    mode.holds(stands, value)
+
+        def leave(*_: Any) -> None:
+            while before:
+                module, leaf, param = before.pop()
+                module._parameters[leaf] = param
+
+        handles = (
+            self._model.register_forward_pre_hook(enter),
+            self._model.register_forward_hook(leave, prepend=True, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _stands(self, name: str, flow: Flow, mode: StageForward, *, is_value: bool) -> Tensor:
+        """Return what the modules hold in place of a weight."""
+        module, leaf = self._slots[name][0]
+        weight = module._parameters[leaf]
+        assert weight is not None
+        if is_value and not mode.reads(name):
+            found = flow.values[dict(flow.weights)[name]]
+            return nn.Parameter(placeholder(found.shape, found.dtype, self._device), requires_grad=False)
+        return weight.clone() if name in self._copied else weight

@@ -1,0 +1,114 @@
+"""The data that a run is trained on: its stamp, which checkpoints hold, and whether a resume reads the same.
+
+A run of `samestep train` knows the source of its data from the start. A loop of one's own reads whatever data set its batches
+are of, which is known in its first step; so that is where a loop which has loaded a checkpoint is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from samestep.datasets import stamps
+from samestep.errors import CheckpointError, DataError
+from samestep.job import Job
+from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.processes.messages import gather_values
+from samestep.state.snapshot import unmoved_generators
+
+
+class _Saved(NamedTuple):
+    """The stamp in the checkpoint from which a run goes on."""
+
+    folder: Path
+    step: int
+    stamp: stamps.Stamp
+
+
+class TrainedData:
+    """The data of one run; every rank has one, and rank 0 takes its stamp."""
+
+    def __init__(self, job: Job, place: RankInfo) -> None:
+        self._job, self._place = job, place
+        self._take: Callable[[], stamps.Stamp] | None = None
+        self._stamp: stamps.Stamp | None = None
+        self._dataset: Any = None
+        self._saved: _Saved | None = None
+
+    def is_of(self, take: Callable[[], stamps.Stamp]) -> None:
+        """Take the stamp of the source of a job's data, by a function, before the first step reads it.
+
+        Collective over the world where it has several hosts, whose data must be the same: every rank calls it; if one does not,
+        the others wait until the time limit.
+
+        Raises:
+            DataError: a host has other data than rank 0.
+        """
+        self._take = take
+        self.stamp()
+        if self._place.ranks_per_node < self._place.world_size:
+            self._compare_hosts(take)
+
+    def _compare_hosts(self, take: Callable[[], stamps.Stamp]) -> None:
+        """Compare the stamps that the first rank of each host takes."""
+        is_first = self._place.rank % self._place.ranks_per_node == 0
+        with unmoved_generators():
+            mine = self._stamp or (take() if is_first else [])
+        first, *others = gather_values(mine, self._place.world_size)
+        for rank, theirs in enumerate(others, 1):
+            if theirs and (text := stamps.difference(first, theirs)):
+                raise DataError(
+                    f"the host of rank {rank} has other data than that of rank 0: {text} on rank 0; the same on all hosts works"
+                )
+
+    def stamp(self) -> stamps.Stamp:
+        """Return the stamp on rank 0, which takes it once; empty on others, and where no step has read data yet."""
+        if self._place.rank == 0 and self._stamp is None:
+            with unmoved_generators():
+                if self._take is not None:
+                    self._stamp = self._take()
+                elif self._dataset is not None:
+                    self._stamp = stamps.of_dataset(self._dataset, self._job.train.seed)
+        return self._stamp or []
+
+    def resumes_from(self, folder: Path, step: int, stamp: stamps.Stamp) -> tuple[str, ...]:
+        """Hold the data against the stamp in a checkpoint, now or in the first step; return what is other about it and allowed.
+
+        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+
+        Raises:
+            CheckpointError: the data is other, and nothing allows that.
+        """
+        self._saved = _Saved(folder, step, stamp) if stamp else None
+        return self._compared() if self._take is not None else ()
+
+    def begin_step(self, batch: StepBatch) -> tuple[str, ...]:
+        """Note the data set of a step; in the first one after a load hold it against the checkpoint, as `resumes_from` says.
+
+        Collective over the world in the first step after a load: every rank calls it with the same batch.
+        """
+        if self._take is not None:
+            return ()
+        dataset = getattr(batch, "dataset", None)
+        if dataset is not None and dataset is not self._dataset:
+            self._dataset, self._stamp = dataset, None
+        return self._compared() if self._saved is not None else ()
+
+    def _compared(self) -> tuple[str, ...]:
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return ()
+        mine = self.stamp()
+        is_source = self._take is not None or {part["kind"] for part in saved.stamp} == {"samples"}
+        text = stamps.difference(saved.stamp, mine) if mine and is_source else ""
+        text = gather_values(text, self._place.world_size)[0]
+        if not text:
+            return ()
+        if "data" not in self._job.run.allow:
+            raise CheckpointError(
+                f"{text}, when {saved.folder} was written, so the run would go on with other samples: resume with the data that "
+                'stood there; --allow data, or run.allow = ["data"], lets it be other'
+            )
+        return (f"after step {saved.step}: {text} (allowed)",)

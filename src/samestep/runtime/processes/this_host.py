@@ -1,0 +1,151 @@
+"""The cores near a GPU, to which its rank is bound: transfers then cross no link between processors.
+
+Linux lists, for each PCI device, the cores of the same NUMA node. Memory follows: a page belongs to the node of the core
+that writes it first.
+
+Which attempt of a run this is, where the store outlives attempts: the addresses of dead ranks must not be found in it.
+
+torchrun's agents keep one store over all restarts (torch 2.13), and each agent counts restarts by itself, so that on several
+machines no variable names the attempt. The ranks agree on a name through the store, which may hold what dead ranks wrote:
+
+    rank r    writes a new word of its own, under r
+    rank 0    publishes the words that it finds, with a name that it has made up, until every rank has taken the name
+    rank r    takes the name that is published with its own word, and says so under the name
+
+Host memory that a step frees stays with its rank, for the next step takes as much again.
+
+Tensors on a CPU lie in the heap of the C library. glibc gives what is free at the heap's end back to the system once it
+exceeds twice the largest tensor freed so far, and every 4 KiB page of it costs a fault when the next step writes it again:
+up to 36,000 faults, 0.15 s of a step of 0.87 s. A rank therefore tells glibc to give nothing back. Its peak stays what it
+was; what it holds between two steps is that peak.
+
+Source: mallopt(3). Other C libraries and allocators keep their own rules.
+
+The network interfaces of this host: by name, as gloo and nccl take them, from the addresses that are bound or reached.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from samestep.errors import WorkerError
+
+_PCI = Path("/sys/bus/pci/devices")
+
+
+def bind_near(device: torch.device, devices: Path = _PCI) -> None:
+    """Bind this process to those of its cores that are near a GPU, where the system tells which these are."""
+    if device.type != "cuda" or not hasattr(os, "sched_setaffinity"):
+        return
+    allowed = os.sched_getaffinity(0)
+    near = cores_near(torch.cuda.get_device_properties(device), devices) & allowed
+    if near and near != allowed:
+        os.sched_setaffinity(0, near)
+
+
+def cores_near(properties: object, devices: Path = _PCI) -> set[int]:
+    """Return the cores of the node at which a GPU hangs, by its properties; empty where the system does not tell."""
+    domain, bus, slot = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
+    path = devices / f"{domain:04x}:{bus:02x}:{slot:02x}.0" / "local_cpulist"
+    try:
+        return _cores(path.read_text())
+    except (OSError, ValueError):  # no such file in a container, or another form
+        return set()
+
+
+def _cores(text: str) -> set[int]:
+    """Return the numbers of a list such as 0-3,8."""
+    spans = [span.partition("-") for span in text.strip().split(",") if span]
+    return {core for first, _, last in spans for core in range(int(first), int(last or first) + 1)}
+
+
+_EVERY_S = 0.05
+
+
+def agreed_name(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
+    """Return the name of this attempt, which no other attempt has.
+
+    Every rank calls it; if one does not, the others wait for `timeout_s`.
+
+    Raises:
+        WorkerError: a rank did not come in time.
+    """
+    word, name, end_s = secrets.token_hex(8), secrets.token_hex(8), time.monotonic() + timeout_s
+    store.set(f"word/{rank}", word)
+    taken = [f"taken/{name}/{other}" for other in range(1, world_size)]
+    while True:
+        if rank == 0:
+            words = {other: _read(store, f"word/{other}") for other in range(1, world_size)}
+            store.set("published", json.dumps({"name": name, "words": words}))
+            if all(store.check([key]) for key in taken):
+                return name
+        elif found := _read(store, "published"):
+            published = json.loads(found)
+            if published["words"].get(str(rank)) == word:
+                store.set(f"taken/{published['name']}/{rank}", "1")
+                return str(published["name"])
+        if time.monotonic() > end_s:
+            absent = [key.rpartition("/")[2] for key in taken if rank == 0 and not store.check([key])]
+            who = f"rank {', '.join(absent[:8])}" if absent else "rank 0"
+            raise WorkerError(f"{who} did not come to the store within {timeout_s:g} s")
+        time.sleep(_EVERY_S)
+
+
+def _read(store: Store, key: str) -> str:
+    """Return the text of a key; empty where there is none."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+_TRIM_THRESHOLD = -1
+"""M_TRIM_THRESHOLD of malloc.h."""
+_MMAP_THRESHOLD = -3
+"""M_MMAP_THRESHOLD of malloc.h."""
+_NEVER = -1
+"""As an unsigned number of bytes, more than any heap has."""
+_LARGEST_IN_HEAP_BYTES = 32 << 20
+"""What glibc allows on 64 bits; greater tensors are mapped one by one."""
+_OF_THE_USER = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"}
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep what this process frees, unless the user has set thresholds; return whether it does so now."""
+    if _OF_THE_USER & os.environ.keys() or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return False
+    kept = library.mallopt(_TRIM_THRESHOLD, _NEVER) and library.mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP_BYTES)
+    return bool(kept)
+
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def interface_of(address: str) -> str:
+    """Return the name of this host's interface that has an address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return name
+    return LOOPBACK  # 127.0.0.2 is the loopback interface's too
+
+
+def interface_towards(host: str) -> str:
+    """Return the name of the interface over which this host reaches another one; empty where it does not know the way."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:  # of datagrams: connecting one sends nothing
+            probe.connect(address)
+            return interface_of(probe.getsockname()[0])
+    except OSError:
+        return ""

@@ -1,0 +1,1 @@
+"""What a rank holds of the weights: stores, pieces, placements and units of FSDP2."""

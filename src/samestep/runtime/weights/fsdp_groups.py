@@ -1,0 +1,133 @@
+"""FSDP2 groups of the units of a program, inner modules first and the root last.
+
+An in-place op on a view that a unit returned would drop the hook that gathers its weights in backward, so a unit whose
+weights are gathered again returns a copy. A unit may write into its inputs, as `nn.ReLU(inplace=True)` in front of a block
+does.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from samestep.errors import LayoutError
+from samestep.program.program import Program
+from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.weights.fsdp_units import ParamSlots, RunningUnit, keep_still, param_at
+from samestep.runtime.weights.unit_order import UnitOrder
+
+
+def make_groups(
+    model: nn.Module,
+    units: list[RunningUnit],
+    order: UnitOrder,
+    slots: dict[str, ParamSlots],
+    program: Program,
+    mesh: Mesh,
+) -> None:
+    """Make an FSDP2 group of each unit, inner modules first and the root last, in front of whose hooks those of `order` act."""
+    # FSDP2 warns of units that return a view; those whose weights are gathered again return a copy (_whole_outputs).
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
+    axes = {"dp_shard", *(running.unit.shard_axis for running in units)}
+    # Shards that are encoded between replicas are summed by us.
+    sums_over = () if program.step.contributions else ("dp_replicate",)
+    meshes = {axis: mesh.for_shards(axis, sums_over) for axis in sorted(axes)}
+    everything = set(model.parameters())
+    by_name = {running.unit.name: running for running in units}
+    single = {param.name for param in program.step.model.params if not param.shape}
+    model.register_forward_hook(order.end_forward)
+    for running in sorted(units, key=lambda u: -max(path.count(".") + bool(path) for path in u.unit.modules)):
+        unit, modules = running.unit, list(running.modules)
+        ahead = by_name.get(unit.prefetch or "")
+        ahead = ahead if ahead is not None and ahead.unit.is_gathered_again else None
+        for module in modules:
+            module.register_forward_hook(_apart_from_inputs, with_kwargs=True)
+            if not unit.keep_after_forward:
+                module.register_forward_hook(_whole_outputs)
+        for module in modules if unit.is_gathered_again or ahead else ():
+            module.register_forward_hook(functools.partial(order.follow_outputs, running, ahead))
+        for module in modules if len(modules) > 1 and not unit.keep_after_forward else ():
+            module.register_forward_hook(running.gather_again)
+        master, dtype = DTYPES[program.step.master_dtype], DTYPES[unit.dtype]
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if dtype == master else dtype,
+            reduce_dtype=None if dtype == master else master,
+            cast_forward_inputs=False,  # precision.py casts, by one rule for every layout
+        )
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=meshes[unit.shard_axis],
+            reshard_after_forward=not (unit.keep_after_forward or unit.is_called_again or unit.is_read_by_loss),
+            mp_policy=policy,
+            ignored_params=everything - running.params,
+        )
+        named = {id(param_at(slots[name][0])): name for name in unit.params}
+        running.names = [named[id(weight.sharded_param)] for weight in running.group.fsdp_params]
+        for name, weight in zip(running.names, running.group.fsdp_params, strict=True):
+            if name in single:  # gathered in its own shape, so that the forward sees what the model has
+                weight._orig_size, weight._contiguous_orig_stride = torch.Size(), ()
+        running.fsdp.set_gradient_divide_factor(1.0)
+        running.fsdp.set_force_sum_reduction_for_comms(True)
+        running.fsdp.set_unshard_in_backward(unit.gather_in_backward or unit.keep_after_forward)
+        keep_still(running.fsdp)
+        # Its node behind every input, which ends a backward as we do ourselves, would forbid that a unit writes into one.
+        running.group._register_post_backward_hook = _unchanged  # type: ignore[method-assign]
+    if not isinstance(model, FSDPModule):
+        fully_shard(model, mesh=meshes["dp_shard"], ignored_params=everything)  # FSDP2 needs a root; it has no weight
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _keep_name(type(module))
+            type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
+    handles = {running.unit.name: running.fsdp for running in units}
+    for running in units:
+        # Without another unit, the unit itself, which is gathered already: else FSDP2 would gather the last that ran.
+        running.fsdp.set_modules_to_backward_prefetch([handles[running.unit.prefetch or running.unit.name]])
+
+
+def keep_order(model: nn.Module, units: list[RunningUnit], order: UnitOrder) -> None:
+    """Let every forward and backward issue what the program lists in front of a unit's gather before FSDP2 issues that."""
+    for running in units:
+        running.after_backward = order.after_backward
+        for module in running.modules:
+            module.register_forward_pre_hook(functools.partial(order.before_forward, running), prepend=True)
+            module.register_forward_pre_hook(running.check_places, prepend=True)  # in front of it, which may gather
+    model.register_forward_pre_hook(order.begin_forward, prepend=True)
+
+
+def _keep_name(made: type[nn.Module]) -> None:
+    """Give a class that FSDP2 derives from a module's class the names of that one.
+
+    Libraries look classes up by them: transformers records no outputs of a model whose class has another name.
+    """
+    original = made.__bases__[1]
+    made.__name__, made.__qualname__, made.__module__ = original.__name__, original.__qualname__, original.__module__
+
+
+def _refuse_copy(self: nn.Module, _: dict[int, Any]) -> nn.Module:
+    raise LayoutError(
+        f"a copy of run.model ({type(self).__name__}) was asked for, and under zero=2 and 3 a rank has rows of its weights: "
+        "run.state_dict() gathers them, train.ema = 0.999 with run.averaged() is what AveragedModel does, and zero=1 works"
+    )
+
+
+def _unchanged(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return args, kwargs
+
+
+def _apart_from_inputs(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+    """Return a view of each output that is one of the inputs: its gradient comes when the unit's backward is over."""
+    given = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad}
+    if not any(id(leaf) in given for leaf in tree_leaves(outputs)):
+        return outputs
+    return tree_map_only(Tensor, lambda t: t.view_as(t) if id(t) in given else t, outputs)
+
+
+def _whole_outputs(_: nn.Module, args: Any, outputs: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: t.clone() if t._is_view() and t.requires_grad else t, outputs)

@@ -1,0 +1,379 @@
+"""One unit of the program while a step runs: which calls of it ran, and when its backward ends.
+
+What FSDP2 would do by itself, and what is done here instead:
+- It frees the weights that zero=2 keeps over several micro-batches, or uses stale ones in the next step, unless
+  resharding is set again before each backward.
+- It reduces only gradients that exist. A weight that this rank's samples did not use has none, and all others would have
+  another place in the buffer than on another rank: missing gradients become zeros.
+- It gathers and reduces only what runs, in the order in which it runs: `unit_order.py` keeps the program's.
+- A module that is called several times ends several backwards, after each of which it would reduce a part of the gradient.
+
+Where the modules of a rank hold each weight, and the shape that FSDP2 is given of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._pytree import tree_leaves
+
+from samestep.errors import LayoutError
+from samestep.models.packing import packed_bytes
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import is_below
+from samestep.program.program import Program
+from samestep.program.units import Unit
+from samestep.runtime.axes.forward_only import has_backward
+from samestep.runtime.axes.precision import DTYPES
+
+ParamSlots = list[tuple[nn.Module, str]]
+"""Modules of a unit that hold a weight, each with the weight's name in it."""
+
+
+def reshape_params(model: nn.Module, program: Program) -> dict[str, ParamSlots]:
+    """Give every parameter, still on meta, the shape and dtype that this rank's program has of it; return its slots."""
+    dtype = DTYPES[program.step.master_dtype]
+    mine = {name: {*unit.modules} for unit in program.units for name in unit.params}
+    slots: dict[str, ParamSlots] = {}
+    for spec in program.step.model.params:
+        names = [name.rpartition(".") for name in (spec.name, *spec.aliases)]
+        if program.step.holding(spec).tied_over and spec.name in mine:  # other names of the weight are on other stages
+            names = [name for name in names if any(is_below(name[0], module) for module in mine[spec.name])]
+        slots[spec.name] = [(model.get_submodule(path), leaf) for path, _, leaf in names]
+        shape = (spec.rows, packed_bytes(spec.row_numel)) if spec.held_as else sharded_shape(spec)
+        empty = torch.empty(shape, dtype=torch.uint8 if spec.held_as else dtype, device="meta")
+        put_param(slots[spec.name], nn.Parameter(empty, requires_grad=spec.trainable))
+    return slots
+
+
+def param_at(slot: tuple[nn.Module, str]) -> Tensor:
+    """Return the parameter that a slot holds."""
+    owner, leaf = slot
+    value: Tensor = getattr(owner, leaf)
+    return value
+
+
+def put_param(slots: ParamSlots, param: nn.Parameter) -> None:
+    """Let all slots of a weight hold the same parameter."""
+    for owner, leaf in slots:
+        setattr(owner, leaf, param)
+
+
+def sharded_shape(spec: ParamSpec) -> tuple[int, ...]:
+    """Return the shape of a parameter as FSDP2 is given it, which has a first dimension."""
+    return spec.shape or (1,)
+
+
+class RunningUnit:
+    """The state of one unit during a step: which calls of it ran, and when its backward ends.
+
+    A call of one of its modules is complete in the backward once the gradients of its inputs are known, which a hook on
+    each input reports; where no input takes a gradient it stays open to the end of the task. Calls are counted by
+    micro-batch, since a pipeline has several under way.
+    """
+
+    def __init__(self, model: nn.Module, unit: Unit, program: Program, slots: dict[str, ParamSlots]) -> None:
+        self.unit = unit
+        self.params = {param_at(slots[name][0]) for name in unit.params}
+        """The unit's parameters, still on the meta device, before FSDP2 shards them."""
+        self.names: list[str] = []
+        """Names of these in FSDP2's order."""
+        self.path = unit.modules[0] or "the model itself"
+        self.chunk = next((i for i, layers in enumerate(program.chunks) if unit.first_layer in layers), 0)
+        self.hooks: dict[int, Callable[[Tensor], Tensor]] = {}
+        """The user's hooks on gradients, by the id of the sharded weight."""
+        self.trained = {
+            param.name for param in program.step.model.params if param.trainable and param.name in unit.params
+        }
+        self._watched: set[int] = set()
+        """The gathered weights, by their ids, whose gradients are noted."""
+        self.compares = False
+        self.after_backward: Callable[[RunningUnit], None] = RunningUnit.complete
+        """What is called once the backward of a micro-batch is over in it."""
+        self.modules = dict.fromkeys(model.get_submodule(path) for path in unit.modules)
+        for module in self.modules:
+            # Before fully_shard, which puts its hook in front of this one.
+            module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._leave)  # before fully_shard, whose own frees the weights
+        self.reset()
+
+    @property
+    def fsdp(self) -> FSDPModule:
+        """The unit's FSDP2 handle: its modules share one FSDP2 state."""
+        module = next(iter(self.modules))
+        assert isinstance(module, FSDPModule)
+        return module
+
+    @property
+    def group(self) -> FSDPParamGroup:
+        """FSDP2's parameter group of the unit: the weights that it gathers and reduces together."""
+        group = self.fsdp._get_fsdp_state()._fsdp_param_group
+        assert group is not None
+        return group
+
+    def reset(self) -> None:
+        """Clear the record of calls, before a step."""
+        self._open = Counter[int]()
+        self._calls: dict[int, int] = {}
+        """The number, among all calls of units in a forward, of the first call in each micro-batch."""
+        self._partly: set[int] = set()
+        """The micro-batches whose forward has called some of its modules, and not all."""
+        self._microbatch = 0
+        self._in_backward = self.is_waiting = False
+        self.written: set[str] = set()
+        self.made: set[str] = set()
+        """Names of the weights to which a micro-batch that counts has given a gradient."""
+        self._counts = True
+        self._known: list[Any] | None = None
+        self._reduces = self._all_reduces = self._frees = False
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    def begin_forward(self, microbatch: int) -> None:
+        """Count the calls that follow as those of a micro-batch."""
+        self._microbatch = microbatch
+
+    def gather_for_others(self) -> None:
+        """Take part in a gather that the program lists before this rank uses the weights; free them unless it will.
+
+        Collective over the unit's axes, as `WeightStore.running` says.
+        """
+        self.fsdp.unshard()
+        if self._in_backward:
+            if self.is_passed_over:
+                self.fsdp.reshard()
+        elif self.unit.is_freed_after_forward and not self._is_held:
+            self.fsdp.reshard()
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its weights are gathered, or on their way."""
+        return self.group.is_unsharded or self.group._all_gather_result is not None
+
+    @property
+    def is_passed_over(self) -> bool:
+        """Whether no forward of this micro-batch, of which a backward follows, has called it on this rank."""
+        return not self._open[self._microbatch]
+
+    @property
+    def call(self) -> int:
+        """The number of its first call among all calls of units in the micro-batch's forward."""
+        return self._calls.get(self._microbatch, 0)
+
+    def note_call(self, number: int) -> None:
+        """Note the number of a call, of which the first one of a forward counts."""
+        self._calls.setdefault(self._microbatch, number)
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether FSDP2 has a hook that gathers ahead in this backward: it has none of a kept unit that was called in part."""
+        return not self.unit.keep_after_forward or self._microbatch not in self._partly
+
+    @property
+    def _is_held(self) -> bool:
+        return self.unit.is_called_again or self.unit.is_read_by_loss
+
+    def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Record a call, whose backward is complete once the gradients of its inputs are known."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # recomputed inside a backward
+        self._compare()
+        if not has_backward():
+            return
+        self._watch_gradients()
+        self._open[self._microbatch] += 1
+        if not self.unit.input_takes_gradient:
+            return  # its gradients are reduced at the end of the task, also where an input takes one this time
+        inputs = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad}
+        if any(x.is_leaf for x in inputs.values()):
+            return  # what a stage was sent: autograd gives leaves their gradients in no order, so its own may come first
+        waiting = set(inputs)
+        for key, leaf in inputs.items():
+            handle = leaf.register_hook(functools.partial(self._close_call, self._microbatch, waiting, key))
+            # In front of FSDP2's hook, which gathers the module that produced the tensor.
+            hooks: OrderedDict[int, Any] = leaf._backward_hooks  # type: ignore[assignment]
+            hooks.move_to_end(handle.id, last=False)
+
+    def _versions(self) -> list[Any]:
+        """Return the versions of the gathered weights, and their norms where values are compared."""
+        gathered = [weight._unsharded_param for weight in self.group.fsdp_params]
+        versions: list[Any] = [param._version for param in gathered]
+        if self.compares and gathered:
+            values = [
+                one.detach() if one.is_floating_point() else one.new_zeros(1, dtype=torch.float32) for one in gathered
+            ]
+            norms = torch.stack(torch._foreach_norm(values, 2.0, torch.float64))
+            versions += norms.nan_to_num(math.inf).tolist()  # what is no number equals itself here
+        return versions
+
+    def _leave(self, *_: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self._compare()
+
+    def gather_again(self, _: nn.Module, args: Any, outputs: Any) -> Any:
+        """Let a gradient of any of the unit's modules gather the weights; FSDP2 waits for one of the last module."""
+        return self.fsdp._get_fsdp_state()._register_pre_backward_hook(outputs)
+
+    def _compare(self) -> None:
+        """Note the weights that were written since the step gathered them first: to gather them again writes none."""
+        now, count = self._versions(), len(self.group.fsdp_params)
+        for index, (old, new) in enumerate(zip(self._known or now, now, strict=True)):
+            if old != new:
+                self.written.add(self.names[index % count])
+        self._known = now
+        for name, weight in zip(self.names, self.group.fsdp_params, strict=True):
+            if not all(param is weight._unsharded_param for param in _at(weight)):
+                self.written.add(name)
+
+    def check_places(self, *_: Any) -> None:
+        """Note the weights that code has replaced before the unit's forward, whose places a gather is about to fill."""
+        for name, weight in zip(self.names, self.group.fsdp_params, strict=True):
+            own = (weight.sharded_param, getattr(weight, "_unsharded_param", None))
+            if not all(any(param is one for one in own) for param in _at(weight)):
+                self.written.add(name)
+
+    def _watch_gradients(self) -> None:
+        """Let the gradients of trained weights be noted once these are gathered, and gathered ones be as frozen as the shards."""
+        for name, weight in zip(self.names, self.group.fsdp_params, strict=True):
+            whole = weight._unsharded_param
+            if name not in self.trained:
+                continue
+            if whole.requires_grad is not weight.sharded_param.requires_grad:
+                whole.requires_grad_(weight.sharded_param.requires_grad)
+            if whole.requires_grad and id(whole) not in self._watched:
+                self._watched.add(id(whole))
+                whole.register_post_accumulate_grad_hook(functools.partial(self._note_gradient, name))
+
+    def _note_gradient(self, name: str, _: Tensor) -> None:
+        if self._counts:
+            self.made.add(name)
+
+    def end_calls(self) -> None:
+        """End a forward that has called some of several modules: FSDP2 ends it with the last of them."""
+        state = self.fsdp._get_fsdp_state()
+        if not state._modules_to_run_forward:
+            return
+        state._modules_to_run_forward.clear()
+        self._partly.add(self._microbatch)
+        state._training_state = self.group._training_state = TrainingState.IDLE
+        if self.unit.is_freed_after_forward and not self._is_held:
+            self.fsdp.reshard()
+
+    def end_forward(self) -> None:
+        """Reshard a unit that stayed gathered over several calls, or for the loss."""
+        if self._is_held and not self.unit.keep_after_forward:
+            self.fsdp.reshard()
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def begin_backward(
+        self, microbatch: int, *, reduces: bool, all_reduces: bool, frees: bool, counts: bool = True
+    ) -> None:
+        """Set what ends the unit's backward: whether it reduces, over all axes or not, and frees the weights; and whether its
+        gradients count as uses of them."""
+        self._microbatch, self._in_backward, self.is_waiting = microbatch, True, False
+        self._counts = counts
+        self._reduces, self._all_reduces, self._frees = reduces, all_reduces, frees
+
+    def _close_call(self, microbatch: int, waiting: set[int], key: int, _: Tensor) -> None:
+        if waiting == {key}:  # an input used late has its gradient before the weights have theirs
+            self._open[microbatch] -= 1
+            if self._open[microbatch] == 0 and self._in_backward:
+                self.after_backward(self)
+        waiting.discard(key)
+
+    def complete(self) -> None:
+        """End the unit's backward, once: set missing gradients of trained weights to zeros, then free and reduce."""
+        if not self._in_backward:
+            return
+        self._in_backward = False
+        self._open.pop(self._microbatch, None)
+        self._calls.pop(self._microbatch, None)
+        self.group.wait_for_unshard()  # gathered ahead of need by another unit, and not used
+        if self._reduces:
+            named = zip(self.names, self.group.fsdp_params, strict=True)
+            weights = [weight for name, weight in named if name in self.trained]
+            self._fill(weights)
+            self._apply_hooks(weights)
+        self._end_backward()
+
+    def check_late(self) -> None:
+        """Check, at the end of a backward that reduces, that no gradient came once it was over here.
+
+        Raises:
+            LayoutError: one did.
+        """
+        for name, weight in zip(self.names, self.group.fsdp_params, strict=True) if self._reduces else ():
+            if getattr(weight, "_unsharded_param", None) is not None and weight._unsharded_param.grad is not None:
+                raise LayoutError(
+                    f"a gradient of {name} came after the backward of {self.path}, which the inputs of its calls had ended, so "
+                    "it was not summed over the ranks that share it (zero=2 and 3): zero=1 works"
+                )
+
+    def _fill(self, weights: Sequence[FSDPParam]) -> None:
+        """Let missing gradients be zeros."""
+        # The second one is the gradient of a half-precision weight, where FSDP2's own hook has already cast it.
+        missing = [w for w in weights if w._unsharded_param.grad is None and w.unsharded_accumulated_grad is None]
+        raised = next(
+            (w.unsharded_accumulated_grad.dtype for w in weights if w.unsharded_accumulated_grad is not None), None
+        )
+        for weight in missing:  # beside gradients that FSDP2 has cast already, in their dtype
+            zeros = torch.zeros_like(weight._unsharded_param, dtype=raised)
+            if raised is None:
+                weight._unsharded_param.grad = zeros
+            else:
+                weight.unsharded_accumulated_grad = zeros
+
+    @torch.no_grad()
+    def _apply_hooks(self, weights: Sequence[FSDPParam]) -> None:
+        for weight in weights:
+            hook = self.hooks.get(id(weight.sharded_param))
+            if hook is not None and weight.unsharded_accumulated_grad is not None:
+                weight.unsharded_accumulated_grad = hook(weight.unsharded_accumulated_grad)
+            elif hook is not None and weight._unsharded_param.grad is not None:
+                weight._unsharded_param.grad = hook(weight._unsharded_param.grad)
+
+    def _end_backward(self) -> None:
+        """Let FSDP2 free the weights and reduce the gradients, which it does at no other time."""
+        self.fsdp.set_requires_gradient_sync(self._reduces, recurse=False)
+        self.fsdp.set_requires_all_reduce(self._all_reduces, recurse=False)
+        self.fsdp.set_reshard_after_backward(self._frees, recurse=False)
+        for weight in self.group.fsdp_params if self._reduces else ():
+            _give_row(weight)
+        self.group.post_backward()
+        keep_still(self.fsdp)
+
+
+def _at(weight: FSDPParam) -> Iterator[nn.Parameter | None]:
+    """Yield what is in the places of a weight, in its module and in those that share it."""
+    info = weight._module_info
+    yield info.module._parameters.get(info.param_name)
+    for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+        yield module._parameters.get(name)
+
+
+def _give_row(weight: FSDPParam) -> None:
+    """Give the gradient of a single number the dimension along which FSDP2 divides gradients."""
+    whole = weight._unsharded_param
+    if whole.dim():
+        return
+    if weight.unsharded_accumulated_grad is None:
+        weight.unsharded_accumulated_grad, whole.grad = whole.grad, None
+    if weight.unsharded_accumulated_grad is not None:
+        weight.unsharded_accumulated_grad = weight.unsharded_accumulated_grad.view(1)
+
+
+def keep_still(module: FSDPModule) -> None:
+    """Keep FSDP2 from reducing or freeing by itself after a backward."""
+    module.set_requires_gradient_sync(False, recurse=False)
+    module.set_reshard_after_backward(False, recurse=False)

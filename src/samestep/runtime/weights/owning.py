@@ -1,0 +1,266 @@
+"""Whole updates on real weights (twin of `strategies/whole_update.py`): parts come to owners, updated parts go back.
+
+A rank lends its part of each weight and of its gradient; the owner of a weight has a whole copy of both. Two buffers of
+equal windows, one for each rank of the axis, carry them. Values are sent with every gradient, so that what a user has
+written into a weight between two steps is in the owner's copy.
+
+```
+send      │ my parts of rank 0's weights │ my parts of rank 1's weights │
+receive   │ rank 0's parts of my weights │ rank 1's parts of my weights │
+```
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import ModelSpec
+from samestep.program.bodies import Task
+from samestep.program.owners import Owned, Owners
+from samestep.program.program import Program
+from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.codecs.rests import Directions, GivenBack
+from samestep.runtime.ledger import owned
+from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.weights.parameter_hooks import GradientHooks
+from samestep.runtime.weights.pieces import LiveWeights, Piece
+from samestep.runtime.weights.placement import WeightSlice, part_at
+from samestep.runtime.weights.weight_store import WeightStore
+from samestep.strategies.whole_update import GRADIENTS, WEIGHTS
+
+
+def owning(store: WeightStore, program: Program, mesh: Mesh, model: ModelSpec) -> WeightStore:
+    """Return a store whose pieces are whole weights where the optimizer needs them whole; `model` is the uncut model."""
+    levels = []
+    pieces = list(store.pieces)
+    for owners in program.owners:
+        level = _Level.over(pieces, owners, program, mesh, model)
+        lent = {member.name for member in owners.members}
+        pieces = [piece for piece in pieces if piece.name not in lent] + level.mine
+        levels.append(level)
+    if not levels:
+        return store
+    order = {param.name: index for index, param in enumerate(program.step.model.params)}
+    return Owning(store, levels, sorted(pieces, key=lambda piece: order[piece.name]))
+
+
+class Owning:
+    """A `WeightStore` over another one, whose divided weights come to owners before the update and go back after it."""
+
+    def __init__(self, store: WeightStore, levels: Sequence[_Level], pieces: list[Piece]) -> None:
+        self._store, self._levels = store, levels
+        self.pieces = pieces
+        taken = {id(piece) for piece in pieces}
+        self._lent = LiveWeights([piece for piece in store.pieces if id(piece) not in taken])
+
+    @property
+    def frozen(self) -> list[Piece]:
+        """This rank's parts of the weights that are not trained."""
+        return self._store.frozen
+
+    def hook_gradients(self, hooks: GradientHooks) -> None:
+        """Let the user's hooks change gradients before they are added up."""
+        self._store.hook_gradients(hooks)
+
+    def compare_values(self, compares: bool) -> None:
+        """Compare values too in `written`, from the next step on."""
+        self._store.compare_values(compares)
+
+    def written(self) -> list[str]:
+        """Return the weights that a forward of this step has written where that is lost."""
+        return self._store.written()
+
+    def without_gradient(self) -> Mapping[str, bool]:
+        """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""
+        return self._store.without_gradient()
+
+    def begin_step(self) -> None:
+        """Discard the gradients of the previous step."""
+        self._store.begin_step()
+
+    def take_back(self) -> None:
+        """Copy weights that a user has given another storage back to the one in use."""
+        self._store.take_back()
+
+    def running(self, task: Task, *, counts: bool = True) -> AbstractContextManager[None]:
+        """Return the context of one task; collective as `WeightStore.running` says."""
+        return self._store.running(task, counts=counts)
+
+    def finish_gradients(self) -> None:
+        """Finish the store's reductions, and bring weights and gradients to their owners.
+
+        Collective over the store's axes, and those over which weights have owners: if a rank does not call it, the
+        others wait until the time limit.
+        """
+        self._store.finish_gradients()
+        self._store.take_back()
+        self._lent.reread()
+        for level in self._levels:
+            level.gather()
+
+    def start_exchange(self, part: int, fill: Callable[[int], None]) -> None:
+        """Start to sum over all replicas what `fill` writes into the gradients; collective as `WeightStore` says."""
+        self._store.start_exchange(part, fill)
+
+    def sum_exchange(self, part: int) -> None:
+        """Issue the collectives that follow an exchange's first; collective as `WeightStore` says."""
+        self._store.sum_exchange(part)
+
+    def end_exchange(self, part: int) -> None:
+        """Wait for an exchange, and set the gradients to its sums."""
+        self._store.end_exchange(part)
+
+    def norm_squared(self) -> Tensor:
+        """Return this rank's share of the squared gradient norm: that of the parts it lends, not of what it owns."""
+        return self._store.norm_squared()
+
+    def given_back(self) -> Iterator[GivenBack]:
+        """Yield what codes have lost of this rank's contributions."""
+        return self._store.given_back()
+
+    def directions(self) -> Iterator[Directions]:
+        """Yield the directions along which the next gradients are projected."""
+        return self._store.directions()
+
+    def scale_given_back(self, factor: float) -> None:
+        """Multiply what codes have lost."""
+        self._store.scale_given_back(factor)
+
+    def publish(self, *, waits: bool = True, part: int | None = None) -> None:
+        """Send the updated weights back to the ranks that hold parts of them, and let the store publish its own.
+
+        Collective over the store's axes, and those over which weights have owners: if a rank does not call it, the
+        others wait until the time limit.
+        """
+        for level in reversed(self._levels):
+            level.scatter()
+        self._lent.publish()
+        self._store.publish(waits=waits, part=part)
+
+    def settle(self) -> None:
+        """Wait for the weights that the store still gathers."""
+        self._store.settle()
+
+    def end_forward_only(self) -> None:
+        """Free the weights that forwards without a backward left gathered."""
+        self._store.end_forward_only()
+
+
+@dataclass(slots=True)
+class _Level:
+    """The weights of one axis that are updated whole: parts that this rank lends, and weights that it owns."""
+
+    owners: Owners
+    mesh: Mesh
+    dtype: torch.dtype
+    members: tuple[Owned, ...]
+    """The weights of which this rank holds a part, unless it holds less than a row."""
+    parts: dict[str, list[WeightSlice]]
+    """The slice of each weight that each rank of the axis holds."""
+    lent: dict[str, Piece]
+    mine: list[Piece] = field(default_factory=list)
+    """Whole copies of the weights that this rank owns, with their gradients."""
+
+    @classmethod
+    def over(cls, pieces: Sequence[Piece], owners: Owners, program: Program, mesh: Mesh, model: ModelSpec) -> _Level:
+        """Make whole copies of this rank's weights, which the first `gather` fills; the pieces hold the parts."""
+        step = program.step
+        cut = {param.name: param for param in step.model.params}
+        uncut = {param.name: param for param in model.params}
+        index = mesh.index(owners.data_axis) if any(one.lender is not None for one in owners.members) else 0
+        members = owners.of_rank(index)
+        wholes = {one.name: (uncut if owners.is_cut else cut)[one.name] for one in members}
+        parts = {
+            name: [part_at(whole, cut[name], owners.ranks, rank) for rank in range(owners.ranks)]
+            if owners.is_cut
+            else _rows_of(whole, owners.ranks)
+            for name, whole in wholes.items()
+        }
+        level = cls(owners, mesh, DTYPES[step.master_dtype], members, parts, {piece.name: piece for piece in pieces})
+        for one in level._owned_members():
+            level.mine.append(level._whole_piece(wholes[one.name], offload=step.layout.offload))
+        level.gather()
+        return level
+
+    def _whole_piece(self, spec: ParamSpec, *, offload: bool) -> Piece:
+        value = torch.zeros(spec.shape, dtype=self.dtype, device="cpu" if offload else self.mesh.device)
+        gradient = torch.zeros(spec.shape, dtype=self.dtype, device=self.mesh.device)
+        return Piece(spec.name, 0, spec.numel, value, lambda: gradient, is_uncut=self.owners.is_cut)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Bring every weight and its gradient to the owner.
+
+        Collective over the axis: if a rank does not call it, the others wait until the time limit.
+        """
+        send = self._buffer(2)
+        for member in self.members:
+            piece = self.lent.get(member.name)
+            if piece is not None:
+                values, gradients = self._windows(send, member.owner, member, 2)
+                values[: piece.value.numel()] = piece.value.detach().flatten()
+                gradients[: piece.value.numel()] = piece.gradient().flatten()
+        received = self._exchange(send, GRADIENTS)
+        for member, mine in zip(self._owned_members(), self.mine, strict=True):
+            for rank, part in enumerate(self.parts[member.name]):
+                for window, whole in zip(
+                    self._windows(received, rank, member, 2), (mine.value.detach(), mine.gradient()), strict=True
+                ):
+                    part.copy_into(whole, window[: part.numel])
+
+    @torch.no_grad()
+    def scatter(self) -> None:
+        """Send the parts of every updated weight to the ranks that hold them.
+
+        Collective over the axis: if a rank does not call it, the others wait until the time limit.
+        """
+        send = self._buffer(1)
+        for member, mine in zip(self._owned_members(), self.mine, strict=True):
+            for rank, part in enumerate(self.parts[member.name]):
+                # The copies are on the host under offload; the next update waits for the device before it writes them.
+                window = self._windows(send, rank, member, 1)[0][: part.numel]
+                window.copy_(part.of(mine.value.detach()).flatten(), non_blocking=True)
+        received = self._exchange(send, WEIGHTS)
+        for member in self.members:
+            piece = self.lent.get(member.name)
+            if piece is not None:
+                window = self._windows(received, member.owner, member, 1)[0]
+                piece.value.copy_(window[: piece.value.numel()].view_as(piece.value))
+
+    def _owned_members(self) -> list[Owned]:
+        index = self.mesh.index(self.owners.axis)
+        return [member for member in self.members if member.owner == index]
+
+    def _windows(self, buffer: Tensor, rank: int, member: Owned, number: int) -> list[Tensor]:
+        """Return the places of a member in the windows of a rank: of its value, and of its gradient."""
+        return [
+            part[member.offset : member.offset + member.part_numel]
+            for part in buffer.view(-1, number, self.owners.window_numel)[rank]
+        ]
+
+    def _buffer(self, number: int) -> Tensor:
+        size = self.owners.ranks * number * self.owners.window_numel
+        return torch.zeros(size, dtype=self.dtype, device=self.mesh.device)
+
+    def _exchange(self, send: Tensor, name: str) -> Tensor:
+        received = torch.empty_like(send)
+        with owned(f"{name} {self.owners.axis}"):
+            dist.all_to_all_single(received, send, group=self.mesh.groups[self.owners.axis])
+        return received
+
+
+def _rows_of(spec: ParamSpec, ranks: int) -> list[WeightSlice]:
+    """Return the rows that each rank holds: equal runs, the last ones shorter, as FSDP2 divides them."""
+    each = -(-spec.rows // ranks)
+    ends = [min(rank * each, spec.rows) for rank in range(ranks + 1)]
+    return [
+        WeightSlice(spec.shape, 0, ((start, stop),) if start < stop else ()) for start, stop in itertools.pairwise(ends)
+    ]

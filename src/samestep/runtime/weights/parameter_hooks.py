@@ -1,0 +1,169 @@
+"""Hooks that a user's code has hung on parameters, tried and carried over to the parameters of a run.
+
+In plain torch a hook sees the gradient of a whole step; here it sees that of a micro-batch on one rank, times a factor,
+and under a tensor cut a part of it. Only a linear function gives the same step, and under a cut one that treats every
+element alike. Both are tried on real values before the first step:
+
+    hook(a) + hook(b) == hook(a + b)          hook(part of a) == part of hook(a)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from samestep.building.initial_values import Blueprint
+from samestep.building.parameter_marks import ParameterMarks, gradient_function, with_values
+from samestep.errors import LayoutError, ModelError
+from samestep.program.program import Program
+from samestep.runtime.axes import forward_state
+from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.weights import placement
+
+GradientHooks = Mapping[str, Callable[[Tensor], Tensor]]
+"""What becomes of the gradient of each parameter that has hooks, by its full name."""
+
+
+def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return what the user's hooks make of each gradient, tried for the program's layout.
+
+    Raises:
+        ModelError: a hook is not linear, so it would not see what it sees in a plain loop.
+        LayoutError: it looks at the whole gradient of a weight that the layout cuts.
+    """
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    step = program.step
+    for spec in step.model.params:
+        alike = [name for name in (spec.name, *spec.aliases) if name in plan.marks]
+        marks = next((plan.marks[name] for name in alike), None)
+        if marks is None or not spec.trainable or not (marks.hooks or marks.late_hooks):
+            continue
+        if step.splits_backward:
+            raise LayoutError(
+                f"{spec.name} has hooks on its gradient, and schedule={step.layout.schedule} computes gradients of weights "
+                "apart from autograd: schedule=1f1b works"
+            )
+        whole = plan.materialize(alike[0], mesh.device, torch.float64)
+        valued = with_values(alike[0], marks, lambda name: plan.materialize(name, mesh.device))
+        function = gradient_function(valued, whole)
+        drawn = _check_linear(spec.name, function, whole)
+        part = placement.local_part(whole, spec, step.holding(spec), mesh)
+        if part.shape != whole.shape:
+            function = gradient_function(valued, part)
+            _check_part(spec.name, function, drawn, lambda t: placement.local_part(t, spec, step.holding(spec), mesh))  # noqa: B023
+        found[spec.name] = function
+    return found
+
+
+def _check_linear(name: str, function: Callable[[Tensor], Tensor], value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a gradient and what the hooks make of it, once they are seen to be linear.
+
+    Raises:
+        ModelError: they are not, change the weight, or fail.
+    """
+    generator = torch.Generator().manual_seed(0)
+    first, second = (
+        torch.randn(value.shape, dtype=torch.float64, generator=generator).to(value.device) for _ in range(2)
+    )
+    before = value.clone()
+    state = torch.get_rng_state()
+    try:
+        with torch.no_grad():
+            one, two = function(first), function(second)
+            is_linear = all(
+                torch.allclose(function(a * first + b * second), a * one + b * two, rtol=1e-6, atol=1e-9)
+                for a, b in ((1.0, 1.0), (1e4, -1e4), (1e-4, 3e-4))
+            )
+    except Exception as error:
+        raise ModelError(
+            f"a hook on the gradient of {name} fails on a gradient of its shape ({type(error).__name__}: {error}): "
+            "tensors that it needs can be buffers of the module"
+        ) from error
+    if not torch.equal(before, value):
+        raise ModelError(f"a hook on the gradient of {name} changes the weight itself: an optimizer function can do so")
+    if not is_linear or not torch.equal(state, torch.get_rng_state()):
+        raise ModelError(
+            f"a hook on the gradient of {name} is not linear, and gradients are added up over micro-batches and ranks after "
+            "it, where a plain loop gives it their sum: a factor or a mask works, and so does clip_norm in the job, or a change "
+            "of the gradient in the optimizer's step"
+        )
+    return first, one
+
+
+def later_refusal(model: nn.Module, program: Program) -> str:
+    """Return why a hook that a loop has registered on a parameter of a run's module is refused; empty if it acts as in a plain loop.
+
+    Where one forward takes the whole batch and ranks hold whole weights, it does.
+    """
+    layout = program.step.layout
+    word = f"zero={layout.zero}" if layout.num_shards > 1 and layout.zero >= 2 else ""
+    divides = forward_state.splits(layout, program.step.num_microbatches)
+    is_cut = layout.tp > 1 or layout.ep > 1
+    for name, param in model.named_parameters() if word or divides or is_cut else ():
+        marks = _own_hooks(param)
+        if not (marks.hooks or marks.late_hooks):
+            continue
+        if word:
+            return (
+                f"a hook was registered on the gradient of {name} in run.model, and under {word} the gradient is that of a gathered "
+                "weight, which the hook does not see: a hook that the build function registers works, and so does zero=1"
+            )
+        value = param.detach()
+        function = gradient_function(marks, value)
+        try:
+            if divides:
+                _check_linear(name, function, value)
+        except ModelError as error:
+            return str(error)
+        if is_cut and not _is_by_elements(function, value):
+            return (
+                f"a hook on the gradient of {name} does not treat every element alike, and a rank may hold a part of the weight: "
+                "tp=1 (and ep=1) works"
+            )
+    return ""
+
+
+def _is_by_elements(function: Callable[[Tensor], Tensor], value: Tensor) -> bool:
+    """Return whether what hooks make of half of the elements of a gradient is the same whatever the other half is."""
+    generator = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value) for _ in range(2))
+    kept = (torch.arange(value.numel(), device=value.device) % 2).view(value.shape).bool()
+    with torch.no_grad():
+        results = [function(gradient) for gradient in (one, torch.where(kept, one, other))]
+    return torch.allclose(results[0][kept], results[1][kept], rtol=1e-6, atol=1e-9)
+
+
+def _own_hooks(param: Tensor) -> ParameterMarks:
+    """Return the hooks of a parameter that are not samestep's own."""
+    kinds = (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None))
+    hooks, late = (tuple(hook for hook in (kind or {}).values() if not _is_ours(hook)) for kind in kinds)
+    return ParameterMarks({}, hooks, late)
+
+
+def _is_ours(hook: Callable[..., object]) -> bool:
+    made = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(made, "__module__", "")).startswith("samestep.")
+
+
+def _check_part(
+    name: str, function: Callable[[Tensor], Tensor], drawn: tuple[Tensor, Tensor], part: Callable[[Tensor], Tensor]
+) -> None:
+    gradient, changed = drawn
+    try:
+        with torch.no_grad():
+            is_alike = torch.allclose(function(part(gradient).contiguous()), part(changed), rtol=1e-9, atol=1e-12)
+    except Exception:
+        is_alike = False
+    if not is_alike:
+        raise LayoutError(
+            f"a hook on the gradient of {name} does not treat every element alike, and a tensor cut leaves it a part of the "
+            "gradient: tp=1 (and ep=1) works"
+        )
+
+
+def attributes_of(marks: Mapping[str, ParameterMarks]) -> dict[str, dict[str, object]]:
+    """Return the Python attributes of the parameters that have any."""
+    return {name: mark.attributes for name, mark in marks.items() if mark.attributes}

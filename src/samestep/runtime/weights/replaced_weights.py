@@ -1,0 +1,222 @@
+"""A new parameter that code puts in a weight's place: the weight takes over its values, or it is refused by name.
+
+A codebook that follows moving averages is often written as `self.codebook.weight = nn.Parameter(value)`, within the forward
+or in the loop between two steps. The module then holds another tensor than the one that the run saves, gathers and cuts.
+So places are compared with the weights that belong there: behind every forward, where the weight is put back, and behind
+the backward and between two steps, where it takes over the values.
+
+    x.weight = nn.Parameter(value)        x.register_parameter("weight", ...)        x._parameters["weight"] = ...
+
+torch's optimizer goes on with the old tensor, so nothing trains the new one. A gradient for either is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.program.program import Program
+from samestep.runtime.axes import forward_state
+from samestep.runtime.axes.pipeline.stand_ins import LayerStandIn
+from samestep.runtime.weights.late_weights import StandIn
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A place in a module that holds a weight, a module, or nothing."""
+
+    items: dict[str, Any]
+    """torch's own dict of the module, which every way of putting something there changes."""
+    key: str
+    held: Any
+    owner: nn.Module
+    name: str
+    """The full name of the weight or the module."""
+
+
+@dataclass(slots=True)
+class ReplacedWeights:
+    """The places of a rank's weights, and what code has put there."""
+
+    model: nn.Module
+    places: list[_Place]
+    modules: list[_Place]
+    owners: list[tuple[str, nn.Module]]
+    first_names: dict[str, str]
+    """The first name of each weight, by all of its names."""
+    known: frozenset[str]
+    """Weights of which the trace has shown that a forward writes them, and that this layout may."""
+    program: Program
+    _new: dict[str, Tensor] = field(default_factory=dict)
+    """What stands for each weight until it takes over the values, by first names."""
+    _gradients: dict[str, list[None]] = field(default_factory=dict)
+    """An item for each gradient of a weight since it was replaced."""
+
+    @classmethod
+    def of(cls, model: nn.Module, known: Sequence[str], program: Program) -> ReplacedWeights:
+        """Take the places of a filled model."""
+        owners = [(f"{path}." if path else "", owner) for path, owner in model.named_modules()]
+        weights = [
+            _Place(owner._parameters, key, param, owner, f"{path}{key}")
+            for path, owner in owners
+            for key, param in owner._parameters.items()
+        ]
+        modules = [
+            _Place(owner._modules, key, child, owner, f"{path}{key}")
+            for path, owner in owners
+            for key, child in owner._modules.items()
+            if child is not None
+        ]
+        first: dict[int, str] = {}
+        names = {
+            place.name: first.setdefault(id(place.held), place.name) for place in weights if place.held is not None
+        }
+        return cls(model, weights, modules, owners, names, frozenset(known), program)
+
+    def note(self) -> None:
+        """Put weights back that a forward has replaced; they take over the values behind the backward, which may read theirs."""
+        if not self._is_gathered:
+            for place in _changed(self.places):
+                self._put_back(place)
+
+    def take_over(self, *, inside: bool) -> Iterator[str]:
+        """Give weights the values of what code has put in their places; yield why some of that is refused.
+
+        `inside` says that a forward and its backward have run since the last call, and otherwise the loop's own code.
+        """
+        if not (inside and self._is_gathered):
+            for place in _changed(self.modules):
+                yield from self._other_module(place)
+            for place in _changed(self.places):
+                yield from self._other_tensor(place)
+        if sum(len(owner._parameters) for _, owner in self.owners) > len(self.places):
+            yield from self._added()
+        for name, new in self._new.items():
+            held = self._weight(name)
+            if reason := self._refusal(name, held, new, inside=inside):
+                yield reason
+            if new.shape == held.shape and not self._lost:
+                _copy(held, new)
+        self._new.clear()
+        for name, found in self._gradients.items():
+            if found:
+                found.clear()
+                yield _untrained(f"a new nn.Parameter was put in the place of {name}", name)
+
+    # -- what was changed --------------------------------------------------------------------------
+
+    def _other_tensor(self, place: _Place) -> Iterator[str]:
+        """Put a weight back into its place; yield why what is there, or is not, cannot be a weight."""
+        if place.held is None:
+            self.places.remove(place)
+            yield _new_weight(place.name)
+        elif isinstance(place.items.get(place.key), Tensor):
+            self._put_back(place)
+        else:
+            self.places.remove(place)
+            if not any(param is place.held for param in self.model.parameters()):  # a parametrization has it elsewhere
+                yield f"{place.name} was taken out of the model, and the run trains it on: to set it to zeros works"
+
+    def _other_module(self, place: _Place) -> Iterator[str]:
+        """Yield why another module in a module's place is refused, unless it has the same weights."""
+        now = place.items.get(place.key)
+        theirs = {id(param) for param in now.parameters()} if isinstance(now, nn.Module) else set()
+        self.modules.remove(place)
+        if not all(id(param) in theirs for param in place.held.parameters()):
+            yield (
+                f"another module was put in the place of {place.name}, whose weights the run trains on: to write into these "
+                "works, by copy_(...) within torch.no_grad()"
+            )
+
+    def _added(self) -> Iterator[str]:
+        """Yield which weights are new."""
+        known = {place.name for place in self.places}
+        for path, owner in self.owners:
+            for key in owner._parameters:
+                if f"{path}{key}" not in known:
+                    self.places.append(_Place(owner._parameters, key, owner._parameters[key], owner, f"{path}{key}"))
+                    yield _new_weight(f"{path}{key}")
+
+    def _put_back(self, place: _Place) -> None:
+        """Put a weight back into its place, and note what stood there, and gradients of the weight from now on."""
+        name = self.first_names[place.name]
+        self._new[name] = place.items[place.key]
+        place.items[place.key] = place.held
+        if isinstance(place.owner, nn.RNNBase):  # has lists of its weights, which an assignment brings up to date
+            setattr(place.owner, place.key, place.held)
+        if name not in self._gradients and place.held.requires_grad:
+            self._gradients[name] = []
+            place.held.register_hook(functools.partial(_note_gradient, self._gradients[name]))
+
+    # -- what is refused ---------------------------------------------------------------------------
+
+    def _refusal(self, name: str, held: Tensor, new: Tensor, *, inside: bool) -> str:
+        """Return why a weight cannot stand for what was put in its place; empty if it can."""
+        what = f"{'the forward' if inside else 'the loop'} puts a new nn.Parameter in the place of {name}"
+        if word := self._lost:
+            return f"{what}, of which ranks hold parts under {word}: {word.partition('=')[0]}=1 works"
+        if new.shape != held.shape:
+            return f"{what}, of shape {list(new.shape)} and not {list(held.shape)}: one of the same shape works"
+        tied = next((other for other, first in self.first_names.items() if first == name != other), "")
+        if tied:
+            return f"{what}, which is {tied} too: {name}.copy_(...) within torch.no_grad() writes into both"
+        if inside and self._divides and name not in self.known:
+            return (
+                f"{what}, and {self._divides} divides the batch or repeats the forward: the whole batch in one forward works "
+                "(dp=1 without microbatch)"
+            )
+        return _untrained(what, name) if inside and new.grad is not None else ""
+
+    @property
+    def _is_gathered(self) -> bool:
+        """Whether gathers put other tensors into the places of weights, so that the store compares them."""
+        layout = self.program.step.layout
+        return layout.num_shards > 1 and layout.zero >= 2
+
+    @property
+    def _lost(self) -> str:
+        """The word of the layout under which this rank holds parts of weights; empty if they are whole."""
+        layout = self.program.step.layout
+        return f"zero={layout.zero}" if self._is_gathered else f"tp={layout.tp}" * (layout.tp > 1)
+
+    @property
+    def _divides(self) -> str:
+        """The word of the layout by which no single forward of a step takes the whole batch; empty if one does."""
+        layout = self.program.step.layout
+        word = forward_state.splits(layout, self.program.step.num_microbatches)
+        return word or (f"recompute={layout.recompute}" if layout.recompute != "none" else "")
+
+    def _weight(self, name: str) -> Tensor:
+        held: Tensor = next(place.held for place in self.places if place.name == name)
+        return held
+
+
+def _changed(places: list[_Place]) -> list[_Place]:
+    changed = [place for place in places if place.items.get(place.key) is not place.held]
+    # Stand-ins are of weights that are to arrive, and of modules of other stages.
+    return [place for place in changed if not isinstance(place.items.get(place.key), StandIn | LayerStandIn)]
+
+
+def _new_weight(name: str) -> str:
+    return f"{name} is a new weight, which the run neither trains nor saves: a model that is built with it works"
+
+
+def _untrained(what: str, name: str) -> str:
+    return (
+        f"{what}, and a gradient reaches it: an optimizer of torch goes on with the old one, so nothing trains it; "
+        f"{name}.copy_(...) within torch.no_grad() works"
+    )
+
+
+@torch.no_grad()
+def _copy(weight: Tensor, new: Tensor) -> None:
+    weight.copy_(new.detach())
+
+
+def _note_gradient(found: list[None], _: Tensor) -> None:
+    found.append(None)

@@ -1,0 +1,494 @@
+"""Replicated weights: gradients reduced in buckets while backward still runs (twin of `strategies/data.py`).
+
+Each bucket of the program is a flat buffer in master precision. A hook on every parameter's gradient adds it to its
+place; when the last micro-batch's backward has filled a bucket, its first collective is issued, always in the program's
+order, so that every rank issues the same; but in a pipeline not before the gradient for which the stage before waits. Under zero=1 the weights lie in flat buffers too: a rank updates its chunk of
+each, and `publish` gathers the others', which the next forward may wait for (`late_weights.py`).
+
+```
+bucket 0  [ head.weight | norm.weight | pad ]    gradients of the last layers, finished first
+           rank 0's chunk  rank 1's chunk        zero=1: what each rank updates
+```
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.building import nf4
+from samestep.program.bodies import UPDATE_BODY, Task, ends_step
+from samestep.program.buckets import Bucket, Member
+from samestep.program.codecs import PLAIN
+from samestep.program.exchange_times import Phase
+from samestep.program.ops import Op, OpKind
+from samestep.program.program import Program
+from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.axes.weight_gradients import is_postponed
+from samestep.runtime.codecs.exchange import Exchange, exchange_of
+from samestep.runtime.codecs.rests import Directions, GivenBack, of_weights
+from samestep.runtime.host_copies import master_on_host
+from samestep.runtime.ledger import owned
+from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
+from samestep.runtime.weights.exchanged_moves import ExchangedMoves
+from samestep.runtime.weights.late_weights import LateWeights
+from samestep.runtime.weights.parameter_hooks import GradientHooks
+from samestep.runtime.weights.pieces import Piece, squared_norm
+from samestep.runtime.weights.weight_store import Materialize
+from samestep.schedules import TaskKind
+
+
+@dataclass(slots=True)
+class _FlatBuffer:
+    """The buffers of one bucket on this rank."""
+
+    bucket: Bucket
+    gradients: Tensor
+    exchange: Exchange | None
+    """Sums the bucket between contributions, or replicas that are trained apart; None where gradients are all_reduced."""
+    starts: list[Op]
+    """The collective issued when a backward has filled the bucket; at most one."""
+    finishes: list[Op]
+    """Collectives issued after the step's last backward."""
+    gathers: list[Op]
+    weights: Tensor | None = None
+    missing: set[str] = field(default_factory=set)
+    untouched: set[str] = field(default_factory=set)
+    work: dist.Work | None = None
+    chunk: Tensor | None = None
+    """This rank's chunk of the bucket, between its reduce_scatter and its all_gather."""
+
+    @property
+    def left(self) -> Tensor:
+        """The gradients that this rank still has to reduce: its chunk, or all."""
+        return self.gradients if self.chunk is None else self.chunk
+
+    def zero_untouched(self) -> None:
+        """Set the gradients of weights that no sample used to zeros."""
+        for member in self.bucket.members:
+            if member.name in self.untouched:
+                self.gradients[member.offset : member.offset + member.numel].zero_()
+
+
+@dataclass(slots=True)
+class _GradientSlot:
+    """The place of one parameter's gradient in a bucket."""
+
+    flat: _FlatBuffer
+    name: str
+    gradient: Tensor
+    is_postponed: bool
+    """Whether a W task adds to it, so that it is not whole before."""
+
+
+class Replicated:
+    """A `WeightStore` of whole weights, in the working dtype; gradients and optimizer follow the program's buckets."""
+
+    def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
+        self.program, self.mesh = program, mesh
+        self.params: dict[str, nn.Parameter] = {}
+        self._places: dict[str, Tensor] = {}
+        """Where each weight's values are, which buckets and pieces refer to."""
+        self._last = self._starts = self._is_weight_task = False
+        self._counts = True
+        self._unused: set[str] = set()
+        """Weights to which no micro-batch of the step has given a gradient so far, unless it does not count."""
+        self._sending = {key for key, ops in program.bodies.items() if any(op.kind is OpKind.SEND for op in ops)}
+        """The bodies that end with a message to another stage, which goes out before anything is reduced."""
+        self._next = 0
+        self._postponed = {param.name for param in program.step.model.params if is_postponed(model, param.name)}
+        self._flats = [self._flat(bucket) for bucket in program.buckets]
+        self._moves = ExchangedMoves(
+            program, [(flat.bucket, flat.exchange, self._own_chunk(flat)) for flat in self._flats if flat.exchange]
+        )
+        self._separate = program.step.layout.offload
+        self.pieces: list[Piece] = []
+        self.frozen: list[Piece] = []
+        self._fill(model, materialize)
+        gathered = [flat.bucket for flat in self._flats if flat.gathers]
+        self._late = LateWeights.of(model, program, gathered, self.params)
+
+    # -- setting up --------------------------------------------------------------------------------
+
+    def _flat(self, bucket: Bucket) -> _FlatBuffer:
+        step = self.program.step
+        device = self.mesh.device
+        bodies = self.program.bodies
+        last = [op for key, ops in bodies.items() if step.ends_gradients(key) for op in ops]
+        final = [op for op in bodies[UPDATE_BODY] if op.owner == bucket.name]
+        weights = None
+        if step.zero == 1:
+            weights = torch.zeros(bucket.padded_numel, dtype=DTYPES[bucket.dtype], device=device)
+        gradients = torch.zeros(bucket.padded_numel, dtype=DTYPES[step.master_dtype], device=device)
+        made, exchange = step.contributions, None
+        if made is not None:
+            group = self.mesh.groups[made.sent_over] if made.ranks > 1 else None
+            parts, gathers = [bucket.coded(made)], bucket.gathers_codes(made)
+            exchange = exchange_of(
+                bucket.codec, parts, made, group, gradients, gathers=gathers, backend=step.codec_backend
+            )
+        return _FlatBuffer(
+            bucket=bucket,
+            gradients=gradients,
+            exchange=exchange,
+            starts=[op for op in last if op.owner == bucket.name],
+            finishes=[op for op in final if not op.after[0].startswith(OpKind.UPDATE)],
+            gathers=[op for op in final if op.after[0].startswith(OpKind.UPDATE)],
+            weights=weights,
+        )
+
+    @torch.no_grad()
+    def _fill(self, model: nn.Module, materialize: Materialize) -> None:
+        """Give every parameter its initial value, and make the pieces that this rank updates."""
+        slot_of = {member.name: (flat, member) for flat in self._flats for member in flat.bucket.members}
+        master = DTYPES[self.program.step.master_dtype]
+        for spec in self.program.step.model.params:
+            value = materialize(spec.name, master)
+            flat, member = slot_of.get(spec.name, (None, None))
+            live = nf4.packed(value) if spec.held_as else value.to(DTYPES[self.program.step.working_dtype(spec)])
+            if flat is not None and flat.weights is not None and member is not None:
+                window = flat.weights[member.offset : member.offset + member.numel].view(spec.shape)
+                live = window.copy_(live).data  # a version of its own: a forward may write into one weight of a bucket
+            param = nn.Parameter(live, requires_grad=spec.trainable)
+            for name in (spec.name, *spec.aliases):
+                path, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(path), leaf, param)  # not by _parameters: LSTM keeps lists of its weights
+            if not spec.trainable:
+                self.frozen.append(
+                    Piece(spec.name, 0, spec.numel, param, lambda: torch.zeros(0), is_packed=bool(spec.held_as))
+                )
+            else:
+                self.params[spec.name] = param
+                self._places[spec.name] = live
+                self.pieces += self._pieces_of(spec.name, flat, member, param, value)
+
+    def _pieces_of(
+        self, name: str, flat: _FlatBuffer | None, member: Member | None, param: nn.Parameter, value: Tensor
+    ) -> Iterator[Piece]:
+        """Yield a parameter's pieces that this rank updates, and direct its gradient to its place in the bucket."""
+        if flat is None or member is None:
+            yield self._piece(name, 0, param.numel(), param, value, lambda: _gradient_or_zero(param))
+            return
+        gradient = flat.gradients[member.offset : member.offset + member.numel].view(param.shape)
+        slot = _GradientSlot(flat, name, gradient, name in self._postponed)
+        param.register_post_accumulate_grad_hook(functools.partial(_gradient_hook, weakref.ref(self), slot))
+        if flat.weights is None:
+            yield self._piece(name, 0, member.numel, param, value, lambda: gradient)
+            return
+        parts, index, _ = self._division(flat.bucket)
+        size = flat.bucket.padded_numel // parts
+        first = index * size
+        start = min(max(first - member.offset, 0), member.numel)
+        stop = min(max(first + size - member.offset, 0), member.numel)
+        if start < stop:
+            mine = slice(member.offset + start, member.offset + stop)
+            shape = param.shape if stop - start == param.numel() else (-1,)  # a weight that is whole has its shape
+            part = flat.gradients[mine].view(shape)
+            live = param.detach().view(-1)[start:stop].view(shape)
+            yield self._piece(name, start, stop, live, value.flatten()[start:stop].view(shape), lambda: part)
+
+    def _piece(
+        self, name: str, start: int, stop: int, live: Tensor, value: Tensor, gradient: Callable[[], Tensor]
+    ) -> Piece:
+        """Return a piece that updates the live weights, or a master copy in another dtype or on the host."""
+        if live.dtype == value.dtype and not self._separate:
+            return Piece(name, start, stop, live if isinstance(live, nn.Parameter) else live.detach(), gradient)
+        held = master_on_host(value) if self._separate else value.detach().to(live.device, copy=True)
+        return Piece(name, start, stop, held, gradient, target=live.detach())
+
+    def hook_gradients(self, hooks: GradientHooks) -> None:
+        """Let the user's hooks change gradients, in front of the addition to a bucket."""
+        for name, hook in hooks.items():
+            self.params[name].register_hook(hook)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Discard the gradients of the previous step."""
+        self.take_back()
+        for param in self.params.values():
+            param.grad = None
+        self._unused = set(self.params)
+        for flat in self._flats:
+            names = {member.name for member in flat.bucket.members}
+            flat.missing, flat.untouched = set(names), set(names)
+            flat.work = flat.chunk = None
+            if flat.exchange is not None and not self.program.step.trains_apart:
+                flat.exchange.begin_step()
+        self._next = 0
+
+    def take_back(self) -> None:
+        """Copy weights that a user has given another storage, by `param.data = ...`, to the one that is in use here."""
+        for name, param in self.params.items():
+            if param.data_ptr() != self._places[name].data_ptr():
+                param.data = self._places[name].copy_(param.data)
+
+    def compare_values(self, compares: bool) -> None:
+        """Do nothing: what is written into a whole weight is kept."""
+
+    def written(self) -> list[str]:
+        """Return nothing: what is written into a whole weight is kept."""
+        return []
+
+    def without_gradient(self) -> Mapping[str, bool]:
+        """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""
+        return {name: not self.params[name].requires_grad for name in self._unused}
+
+    @contextmanager
+    def running(self, task: Task, *, counts: bool = True) -> Iterator[None]:
+        """Record, while a task runs, whether its gradients are the step's last and whether they complete buckets.
+
+        Collective over the axes of the program's buckets, as `WeightStore.running` says.
+        """
+        if task.kind is not TaskKind.FORWARD:
+            self.settle()
+        self._is_weight_task = task.kind is TaskKind.WEIGHT
+        self._last = task.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT) and ends_step(task.body)
+        completes = self.program.step.ends_gradients(task.body)
+        self._starts = completes and task.body not in self._sending
+        self._counts = counts
+        yield
+        if not self._flats:
+            self._note_gradients()
+        if completes:
+            self._start_ready()
+        if self._ends_contribution(task):
+            self._encode_contribution()
+
+    def _note_gradients(self) -> None:
+        """Note which weights have a gradient, where no bucket takes it: a micro-batch that does not count adds zeros alone."""
+        for name in [name for name in self._unused if self.params[name].grad is not None]:
+            if self._counts:
+                self._unused.discard(name)
+            else:
+                self.params[name].grad = None
+
+    def _ends_contribution(self, task: Task) -> bool:
+        """Return whether a task leaves the last gradients of a contribution behind which this rank makes another one."""
+        step = self.program.step
+        if (
+            step.contributions is None
+            or step.trains_apart
+            or task.kind is not TaskKind.BACKWARD
+            or ends_step(task.body)
+        ):
+            return False
+        return (task.microbatch + 1) % (step.num_microbatches // step.contributions.each) == 0
+
+    def _encode_contribution(self) -> None:
+        """Encode the gradients of a contribution, and begin those of the next one."""
+        for flat in self._flats:
+            assert flat.exchange is not None
+            flat.zero_untouched()
+            flat.exchange.add([flat.gradients])
+            flat.untouched = {member.name for member in flat.bucket.members}
+        for param in self.params.values():
+            param.grad = None
+
+    def _gradient_ready(self, slot: _GradientSlot, param: Tensor) -> None:
+        """Add a finished gradient to its bucket, and start the reduction of buckets that are complete."""
+        flat, name, found = slot.flat, slot.name, param.grad
+        assert found is not None
+        if found.is_sparse:
+            found = found.to_dense()
+        if found is not slot.gradient:
+            if name in flat.untouched:
+                slot.gradient.copy_(found)
+            else:
+                slot.gradient.add_(found)
+            # In master precision autograd keeps adding in place; otherwise each micro-batch's gradient is cast first.
+            param.grad = slot.gradient if param.dtype == slot.gradient.dtype else None
+        flat.untouched.discard(name)
+        if self._counts:
+            self._unused.discard(name)
+        if self._last and (self._is_weight_task or not slot.is_postponed):
+            flat.missing.discard(name)
+        if self._starts and not flat.missing:
+            self._start_ready()
+
+    def _start_ready(self) -> None:
+        while self._next < len(self._flats) and not self._flats[self._next].missing:
+            self._start(self._flats[self._next])
+            self._next += 1
+
+    def _start(self, flat: _FlatBuffer) -> None:
+        flat.zero_untouched()
+        for op in flat.starts:
+            flat.work = self._send(flat, op, flat.gradients)
+
+    def finish_gradients(self) -> None:
+        """Start the buckets that no backward completed, issue the collectives that follow, and wait for all.
+
+        Collective over the axes of the program's buckets: every rank of these groups calls it; if one does not, the
+        others wait until the time limit.
+        """
+        for flat in self._flats[self._next :]:
+            self._start(flat)
+        self._next = len(self._flats)
+        for flat in self._flats:
+            for op in flat.finishes:
+                _wait(flat)
+                flat.work = self._send(flat, op, flat.gradients)
+        for flat in self._flats:
+            _wait(flat)
+            if flat.exchange is not None and not self.program.step.trains_apart:
+                flat.exchange.finish([flat.left])
+
+    def start_exchange(self, part: int, fill: Callable[[int], None]) -> None:
+        """Start to sum over all replicas what `fill` writes into the gradients; collective as `WeightStore` says."""
+        self._moves.start(part, fill)
+
+    def sum_exchange(self, part: int) -> None:
+        """Issue the collectives that follow an exchange's first; collective as `WeightStore` says."""
+        self._moves.send(part, Phase.SUM)
+
+    def end_exchange(self, part: int) -> None:
+        """Wait for an exchange, and set the gradients to its sums."""
+        self._moves.end(part)
+
+    def _own_chunk(self, flat: _FlatBuffer) -> Tensor:
+        """Return the gradients of a bucket that this rank updates: all, or its chunk of them under zero=1."""
+        parts, index, _ = self._division(flat.bucket)
+        return flat.gradients.chunk(parts)[index]
+
+    def _send(self, flat: _FlatBuffer, op: Op, whole: Tensor) -> dist.Work:
+        """Issue one collective on the bucket's buffer, or on this rank's part of it, as it is or encoded."""
+        assert op.axis is not None
+        group = self.mesh.groups[op.axis]
+        if op.codec not in (None, PLAIN):
+            assert flat.exchange is not None
+            with owned(op.owner):
+                return flat.exchange.send([flat.left])
+        with owned(op.owner):
+            work = _sent(op.kind, flat.left if op.kind is OpKind.ALL_REDUCE else whole, group)
+        if op.kind is OpKind.REDUCE_SCATTER:
+            flat.chunk = _own_part(whole, group)
+        elif op.kind is OpKind.ALL_GATHER:
+            flat.chunk = None
+        return work
+
+    def given_back(self) -> Iterator[GivenBack]:
+        """Yield what codes have lost of each weight."""
+        made = self.program.step.contributions
+        for flat in self._flats:
+            if made is None or flat.exchange is None:
+                continue
+            coded = flat.bucket.coded(made).numel
+            first = self._division(flat.bucket)[1] * coded if coded < flat.bucket.padded_numel else 0
+            places = [(member.name, member.offset - first, member.numel) for member in flat.bucket.members]
+            for rest in flat.exchange.rests(0):
+                yield from of_weights(rest, places)
+
+    def directions(self) -> Iterator[Directions]:
+        """Yield the directions along which the next gradients are projected."""
+        for flat in self._flats:
+            if flat.exchange is not None:
+                yield from flat.exchange.directions()
+
+    def scale_given_back(self, factor: float) -> None:
+        """Multiply what codes have lost."""
+        for flat in self._flats:
+            if flat.exchange is not None:
+                flat.exchange.scale(factor)
+
+    def norm_squared(self) -> Tensor:
+        """Return this rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        if not self._flats:
+            step = self.program.step
+            copies_of = {param.name: step.holding(param).num_copies for param in step.model.params}
+            for copies in sorted(set(copies_of.values())):
+                mine = [_gradient_or_zero(param) for name, param in self.params.items() if copies_of[name] == copies]
+                total += squared_norm(mine, self.mesh.device) / copies
+            return total
+        for copies in sorted({flat.bucket.holding.num_copies for flat in self._flats}):
+            alike = [flat for flat in self._flats if flat.bucket.holding.num_copies == copies]
+            divided = [(flat.gradients, *self._division(flat.bucket)) for flat in alike]
+            mine = [gradients.view(parts, -1)[index] for gradients, parts, index, _ in divided]
+            total += squared_norm(mine, self.mesh.device) / (divided[0][-1] * copies)
+        return total
+
+    def _division(self, bucket: Bucket) -> tuple[int, int, int]:
+        """Return a bucket's number of parts, the index of this rank's part, and the number of ranks with each part."""
+        innermost, *others = bucket.holding.data_axes
+        if self.program.step.trains_apart:  # the ranks of other replicas have gradients of their own
+            if bucket.holding.num_shards == 1:
+                return 1, 0, self.mesh.size("cp")
+            others = []
+        return self.mesh.size(innermost), self.mesh.index(innermost), math.prod(map(self.mesh.size, others))
+
+    def publish(self, *, waits: bool = True, part: int | None = None) -> None:
+        """Gather every rank's chunk of the updated weights under zero=1, those that the next forward needs first in front.
+
+        Collective over `dp_shard`: every rank of the group calls it; if one does not, the others wait until the time
+        limit.
+        """
+        self.settle()
+        for flat in reversed(self._flats):
+            for op in flat.gathers if part in (None, flat.bucket.part) else ():
+                assert flat.weights is not None
+                self._late.hold(flat.bucket.name, self._send(flat, op, flat.weights).wait)
+        if waits:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the weights that are still gathered."""
+        self._late.settle_all()
+
+    def end_forward_only(self) -> None:
+        """Do nothing: a forward gathers no weights here."""
+
+
+def _own_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of a flat buffer that the ranks of a group divide evenly: a view."""
+    return flat.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+
+
+def _sent(kind: OpKind, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start one collective on a flat buffer as it is, in place.
+
+    An all_gather sends this rank's part of it; reduce and broadcast have the group's first rank as their root. Collective
+    over `group`: if a rank does not call it, the others wait for it.
+    """
+    if kind is OpKind.ALL_REDUCE:
+        work = dist.all_reduce(flat, group=group, async_op=True)
+    elif kind is OpKind.REDUCE:
+        work = dist.reduce(flat, group_dst=0, group=group, async_op=True)
+    elif kind is OpKind.BROADCAST:
+        work = dist.broadcast(flat, group_src=0, group=group, async_op=True)
+    elif kind is OpKind.REDUCE_SCATTER:
+        work = reduce_scatter(_own_part(flat, group), flat, group=group, async_op=True)
+    else:
+        assert kind is OpKind.ALL_GATHER, f"a flat buffer has no use for {kind}"
+        work = all_gather(flat, _own_part(flat, group), group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+def _wait(flat: _FlatBuffer) -> None:
+    if flat.work is not None:
+        flat.work.wait()
+        flat.work = None
+
+
+def _gradient_or_zero(param: nn.Parameter) -> Tensor:
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    if param.grad.is_sparse:  # the norm, and most optimizers, take dense ones, which give the same step
+        param.grad = param.grad.to_dense()
+    return param.grad
+
+
+def _gradient_hook(store: weakref.ref[Replicated], slot: _GradientSlot, param: Tensor) -> None:
+    """Call the store if it still exists: a strong reference from a tensor's hook would never be collected."""
+    alive = store()
+    if alive is not None:
+        alive._gradient_ready(slot, param)

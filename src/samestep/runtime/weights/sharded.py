@@ -1,0 +1,344 @@
+"""Sharded weights: ZeRO-2 and ZeRO-3 by FSDP2 (twin of `strategies/shard.py`; no other package of a run touches FSDP2).
+
+The program's units become FSDP2 groups (`fsdp_groups.py`). FSDP2's hooks gather a unit before its forward and before its
+backward, and reshard it after its forward; the program says which unit is gathered ahead of need. We end a unit's
+backward (`fsdp_units.py`): once the gradients of all its inputs are known, or else at the end of the task, FSDP2 frees
+the weights and, where the program has a reduce_scatter, reduces the gradients. So nothing depends on which forward
+preceded a backward: in a pipeline those of other micro-batches and of other chunks run between the two. A rank whose
+samples use fewer units takes part in the others' gathers and reductions all the same (`unit_order.py`).
+
+```
+task      F of chunk 0           B of chunk 1                                    end of the step
+FSDP2     gather, run, free      gather, gather ahead, run
+ours                             complete each unit: free, reduce_scatter        sums over tied stages, tp
+```
+Where ranks scatter codes, FSDP2 calls `encoded_shards.py` in place of its reduce_scatter.
+Gradients are summed, never averaged. Each rank updates the rows of every weight that FSDP2 gave it, as plain tensors.
+
+A forward without a backward (held-out loss) leaves the last unit gathered, so it is resharded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
+
+from samestep.building import nf4
+from samestep.errors import LayoutError
+from samestep.models.param_spec import ParamSpec
+from samestep.program.bodies import UPDATE_BODY, Task, ends_step
+from samestep.program.exchange_times import Phase
+from samestep.program.ops import BYTES_OF, Op, OpKind
+from samestep.program.program import Program
+from samestep.program.units import partial_sizes
+from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.codecs.rests import Directions, GivenBack
+from samestep.runtime.host_copies import master_on_host
+from samestep.runtime.ledger import owned
+from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.weights import whole_writes
+from samestep.runtime.weights.encoded_shards import EncodedScatter, EncodedScatters, EncodedShards
+from samestep.runtime.weights.fsdp_groups import keep_order, make_groups
+from samestep.runtime.weights.fsdp_units import (
+    ParamSlots,
+    RunningUnit,
+    param_at,
+    put_param,
+    reshape_params,
+    sharded_shape,
+)
+from samestep.runtime.weights.parameter_hooks import GradientHooks
+from samestep.runtime.weights.pieces import Piece, squared_norm
+from samestep.runtime.weights.unit_order import UnitOrder
+from samestep.runtime.weights.weight_store import Materialize
+from samestep.schedules import TaskKind
+
+
+class Sharded:
+    """A `WeightStore` of weights, gradients and optimizer sharded over `dp_shard` along their first dimension."""
+
+    def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
+        self.program, self.mesh = program, mesh
+        self.model = model
+        slots = reshape_params(model, program)
+        self._units = [RunningUnit(model, unit, program, slots) for unit in program.units]
+        self._order = UnitOrder(program, self._units)
+        make_groups(model, self._units, self._order, slots, program, mesh)
+        keep_order(model, self._units, self._order)
+        self.pieces: list[Piece] = []
+        self.frozen: list[Piece] = []
+        self._params: dict[str, DTensor] = {}
+        self._trained: dict[str, DTensor] = {}
+        self._fill(slots, materialize)
+        # Explicitly: in a stage's first forward stand-ins replace the modules of its other chunks.
+        self._root._get_fsdp_state()._lazy_init()
+        self._root.set_is_last_backward(False)
+        self._storages = {name: param.untyped_storage()._cdata for name, param in self._params.items()}
+        """Where torch believes each weight to lie: another place once `param.data = ...` was assigned."""
+        self._encoded = EncodedShards(program, mesh, self.pieces)
+        self._scatters = EncodedScatters(program, mesh, [(running.unit, running.names) for running in self._units])
+        whole_writes.allow()
+        whole_writes.take_single_numbers(slots, {one.name for one in program.step.model.params if not one.shape})
+        for running in self._units:
+            if (scatter := self._scatters.of_unit.get(running.unit.name)) is not None:
+                running.fsdp.set_custom_reduce_scatter(_EncodedReduceScatter(scatter))
+
+    @property
+    def _root(self) -> FSDPModule:
+        assert isinstance(self.model, FSDPModule)
+        return self.model
+
+    @torch.no_grad()
+    def _fill(self, slots: dict[str, ParamSlots], materialize: Materialize) -> None:
+        """Allocate this rank's rows, and fill them from each whole parameter in turn, which is freed at once."""
+        device = self.mesh.device
+        self.model._apply(lambda t: torch.empty_like(t, device=device) if isinstance(t, DTensor) else t)
+        step = self.program.step
+        for spec in step.model.params:
+            value = materialize(spec.name, DTYPES[step.master_dtype])
+            if spec.held_as:
+                value = nf4.packed(value)
+            if not spec.numel:
+                put_param(slots[spec.name], nn.Parameter(value, requires_grad=spec.trainable))
+                continue
+            param = param_at(slots[spec.name][0])
+            assert isinstance(param, DTensor), f"{spec.name} is in no unit of the program"
+            self._params[spec.name] = param
+            holding = step.holding(spec)
+            rows = _rows(spec, holding.num_shards, self.mesh.index(holding.data_axis))
+            local = param._local_tensor
+            local.copy_((value if spec.held_as else value.view(sharded_shape(spec)))[rows])
+            start = rows.start * spec.row_numel
+            if not spec.trainable:
+                stop = start + len(local) * spec.row_numel
+                self.frozen.append(
+                    Piece(spec.name, start, stop, local, lambda: torch.zeros(0), is_packed=bool(spec.held_as))
+                )
+                continue
+            self._trained[spec.name] = param
+            if local.numel():
+                self.pieces.append(self._piece(spec, start, start + local.numel(), param))
+
+    def _piece(self, spec: ParamSpec, start: int, stop: int, param: DTensor) -> Piece:
+        def gradient() -> Tensor:
+            return _gradient(param)
+
+        local = param._local_tensor.detach()
+        is_lent = spec.is_updated_whole and bool(self.program.owners)  # the owner has the copy on the host
+        if is_lent or not self.program.step.layout.offload:
+            return Piece(spec.name, start, stop, local, gradient)
+        return Piece(spec.name, start, stop, master_on_host(local), gradient, target=local)
+
+    def hook_gradients(self, hooks: GradientHooks) -> None:
+        """Let the user's hooks change whole gradients, in front of their reduction."""
+        for name, hook in hooks.items():
+            for unit in self._units:
+                if name in unit.unit.params:
+                    unit.hooks[id(self._params[name])] = hook
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Discard the gradients of the previous step."""
+        self.take_back()
+        for param in self._params.values():
+            param.grad = None
+        if not self.program.step.trains_apart:
+            self._encoded.begin_step(0)
+            self._scatters.begin_step()
+        for unit in self._units:
+            unit.reset()
+
+    def take_back(self) -> None:
+        """Refuse a weight that a user has given another tensor, which a DTensor takes without its values.
+
+        What is written into it is written into this rank's rows.
+
+        Raises:
+            LayoutError: `param.data = ...` was assigned.
+        """
+        for name, param in self._params.items():
+            if param.untyped_storage()._cdata != self._storages[name]:
+                zero = f"zero={self.program.step.zero}"
+                raise LayoutError(
+                    f"the weight {name} was given another tensor (param.data = ...), and under {zero} its rows lie elsewhere: "
+                    "param.copy_(...) within torch.no_grad() works, and so does zero=1"
+                )
+
+    @contextmanager
+    def running(self, task: Task, *, counts: bool = True) -> Iterator[None]:
+        """Let the units gather, free and reduce as the program says, while a task runs inside.
+
+        Collective over the axes of the units, as `WeightStore.running` says.
+
+        Raises:
+            LayoutError: this rank's samples call units in another order than the program gathers them, or a gradient came late.
+        """
+        step = self.program.step
+        units = [unit for unit in self._units if unit.chunk == task.chunk]
+        last = ends_step(task.body)
+        for unit in units:
+            if task.kind is TaskKind.FORWARD:
+                unit.begin_forward(task.microbatch)
+            else:
+                unit.begin_backward(
+                    task.microbatch,
+                    reduces=last or step.layout.accumulate == "sharded",
+                    all_reduces=last,
+                    frees=last or step.zero == 3,
+                    counts=counts,
+                )
+        self._order.begin(task.body)
+        yield
+        self._order.end()
+        for unit in units:
+            if task.kind is TaskKind.FORWARD:
+                unit.end_forward()
+            else:
+                unit.complete()
+                unit.check_late()
+
+    def compare_values(self, compares: bool) -> None:
+        """Compare the values of gathered weights too, from the next step on: `.data` lets code change them without a trace."""
+        for unit in self._units:
+            unit.compares, unit._known = compares, None
+
+    def written(self) -> list[str]:
+        """Return the weights that a forward of this step has written while they were gathered, which is lost."""
+        return [name for unit in self._units for name in sorted(unit.written)]
+
+    def without_gradient(self) -> Mapping[str, bool]:
+        """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""
+        made = set[str]().union(*(unit.made for unit in self._units))
+        return {name: not param.requires_grad for name, param in self._trained.items() if name not in made}
+
+    def finish_gradients(self) -> None:
+        """Wait for FSDP2's reductions; sum gradients over tied stages, and over axes on which they are partial.
+
+        Collective over these stages and `tp`: if a rank does not call it, the others wait until the time limit.
+        """
+        self._root.set_is_last_backward(True)
+        self._root._get_fsdp_state()._root_post_backward_final_callback()
+        self._root.set_is_last_backward(False)
+        step = self.program.step
+        units = {unit.name: unit for unit in self.program.units}
+        partial_axes = {axis for param in step.model.params for axis in step.holding(param).partial_over}
+        for op in self.program.bodies[UPDATE_BODY]:
+            if op.codec is not None:
+                self._encoded.send(op)
+            elif op.kind is OpKind.ALL_REDUCE and op.axis in partial_axes and op.owner in units:
+                self._sum_shards(op, partial_sizes(step, units[op.owner], op.axis))
+            elif op.kind is OpKind.ALL_REDUCE and op.owner in self._params:
+                self._sum_shards(op, {op.owner: op.size_bytes // BYTES_OF[op.dtype]})
+        if not step.trains_apart:
+            self._encoded.finish(0)
+
+    def start_exchange(self, part: int, fill: Callable[[int], None]) -> None:
+        """Start to sum over all replicas what `fill` writes into the gradients; collective as `WeightStore` says."""
+        step = self.program.step
+        mine = [piece.gradient() for piece in self.pieces if step.exchange_part(piece.name) == part]
+        kept = [gradient.clone() for gradient in mine] if step.exchange_delay else []
+        self._encoded.begin_step(part)
+        fill(0)
+        self._send_moves(part, Phase.START)
+        for gradient, before in zip(mine, kept, strict=False):
+            gradient.copy_(before)
+
+    def sum_exchange(self, part: int) -> None:
+        """Issue the collectives that follow an exchange's first; collective as `WeightStore` says."""
+        self._send_moves(part, Phase.SUM)
+
+    def end_exchange(self, part: int) -> None:
+        """Wait for an exchange, and set the gradients to its sums."""
+        self._encoded.finish(part)
+
+    def _send_moves(self, part: int, phase: Phase) -> None:
+        for op in self.program.exchanges[part][phase]:
+            if op.axis is not None:
+                self._encoded.send(op, part)
+
+    def given_back(self) -> Iterator[GivenBack]:
+        """Yield what codes have lost of each weight."""
+        yield from self._encoded.given_back()
+        yield from self._scatters.given_back()
+
+    def directions(self) -> Iterator[Directions]:
+        """Yield the directions along which the next gradients are projected."""
+        return self._encoded.directions()
+
+    def scale_given_back(self, factor: float) -> None:
+        """Multiply what codes have lost."""
+        self._encoded.scale_given_back(factor)
+        self._scatters.scale_given_back(factor)
+
+    def _sum_shards(self, op: Op, sizes: Mapping[str, int]) -> None:
+        """All_reduce this rank's shards of some gradients, padded as every rank pads them."""
+        assert op.axis is not None
+        gradients = [_gradient(self._params[name]) for name in sizes]
+        whole = torch.zeros(sum(sizes.values()), dtype=gradients[0].dtype, device=gradients[0].device)
+        windows = [
+            window[: gradient.numel()].view_as(gradient)
+            for window, gradient in zip(whole.split([*sizes.values()]), gradients, strict=True)
+        ]
+        torch._foreach_copy_(windows, gradients)
+        with owned(op.owner):
+            dist.all_reduce(whole, group=self.mesh.groups[op.axis])
+        torch._foreach_copy_(gradients, windows)
+
+    def norm_squared(self) -> Tensor:
+        """Return this rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
+        step = self.program.step
+        copies = {param.name: step.holding(param).num_copies for param in step.model.params}
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for number in sorted(set(copies.values())):
+            alike = [piece.gradient() for piece in self.pieces if copies[piece.name] == number]
+            total += squared_norm(alike, self.mesh.device) / number
+        return total if step.trains_apart else total / self.mesh.size("dp_replicate")
+
+    def publish(self, *, waits: bool = True, part: int | None = None) -> None:
+        """Do nothing: the next forward gathers the rows that the ranks have updated."""
+
+    def settle(self) -> None:
+        """Do nothing: no gather goes on between two steps."""
+
+    def end_forward_only(self) -> None:
+        """Reshard the units that a forward without a backward left gathered."""
+        for unit in self._units:
+            unit.fsdp.reshard()
+            unit.reset()
+
+
+class _EncodedReduceScatter(ReduceScatter):
+    """What FSDP2 calls to reduce_scatter the gradients of a unit, where they are sent encoded."""
+
+    def __init__(self, scatter: EncodedScatter) -> None:
+        self._scatter = scatter
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        self._scatter.scatter(output_tensor, input_tensor)
+
+
+def _rows(spec: ParamSpec, num_shards: int, index: int) -> slice:
+    """Return the rows of a parameter that FSDP2 gives to a rank: equal runs, the last ones shorter."""
+    each = -(-spec.rows // num_shards)
+    return slice(min(index * each, spec.rows), min((index + 1) * each, spec.rows))
+
+
+def _gradient(param: DTensor) -> Tensor:
+    if param.grad is None:
+        param.grad = torch.zeros_like(param)
+    assert isinstance(param.grad, DTensor)
+    return param.grad._local_tensor

@@ -1,0 +1,191 @@
+"""The order of a task's gathers and reductions: the program's, whichever parts of the model a rank's samples use.
+
+FSDP2 gathers a unit where its module is called, and reduces its gradients where its backward ends. A rank whose samples
+pass a part of the model by would do neither, while others wait for it. So before a unit's collective a rank issues those
+that the program lists in front of it:
+
+```
+program    gather a, gather b, gather c              reduce c, reduce b, reduce a
+rank 0     a            b           c                c          b          a
+rank 1     a            (b), c                       c          (b), a          (b): taken part in, for the others
+```
+The weights of a unit that was passed over are freed as the program frees them, and its gradient is one of zeros. Nothing is
+issued that the program does not list. A rank whose samples pass nothing over issues nothing here.
+
+Autograd runs the nodes of a graph in the reverse of the order in which the forward made them. So once the backward of a
+unit is over, or another one starts, nothing comes to a unit that was called after it: what is missing there is passed over. A
+unit that was called before it, though the program lists it later, makes the reduction of the other one wait.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from samestep.errors import LayoutError
+from samestep.program.bodies import BodyKey, is_forward, starts_step
+from samestep.program.ops import OpKind
+from samestep.program.program import Program
+from samestep.runtime.axes.forward_only import has_backward
+from samestep.runtime.weights.fsdp_units import RunningUnit
+
+_REDUCING = (OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL)
+
+
+class _Entry(NamedTuple):
+    unit: RunningUnit
+    gathers: bool
+    """Whether the unit's weights are gathered; else its gradients are reduced."""
+
+
+class UnitOrder:
+    """The gathers and reductions of one task at a time, of which this rank issues each in its place."""
+
+    def __init__(self, program: Program, units: Sequence[RunningUnit]) -> None:
+        self._zero = program.step.zero
+        named = {running.unit.name: running for running in units}
+        self._bodies: Mapping[BodyKey, list[_Entry]] = {
+            key: [
+                _Entry(named[op.owner], op.kind is OpKind.ALL_GATHER)
+                for op in ops
+                if op.implied and op.owner in named and op.kind in (OpKind.ALL_GATHER, *_REDUCING)
+            ]
+            for key, ops in program.bodies.items()
+        }
+        self._alone = [
+            next(key for key in self._bodies if is_forward(key) and starts_step(key) and (key.chunk or 0) == chunk)
+            for chunk in range(max(1, len(program.chunks)))
+        ]
+        """The bodies of forwards that belong to no step, by chunk."""
+        self._several = [running for running in units if len(running.modules) > 1]
+        self._entries: list[_Entry] = []
+        self._places: dict[_Entry, int] = {}
+        self._next = 0
+        self._calls = 0
+        self._in_task = self._in_backward = False
+        self._chunk = 0
+
+    def begin(self, body: BodyKey) -> None:
+        """Start the order of a task."""
+        self._in_task, self._in_backward, self._chunk = True, not is_forward(body), 0
+        self._start(body)
+
+    def _start(self, body: BodyKey) -> None:
+        self._entries = self._bodies[body]
+        self._places = {entry: index for index, entry in enumerate(self._entries)}
+        self._next = self._calls = 0
+
+    def end(self) -> None:
+        """End the order of a task: issue what is left of it.
+
+        Collective over the axes of the units, as `WeightStore.running` says.
+        """
+        self._pass_over(len(self._entries))
+        self._in_task = self._in_backward = False
+
+    # -- forward -----------------------------------------------------------------------------------
+
+    def begin_forward(self, *_: object) -> None:
+        """Start the order of a forward that belongs to no step."""
+        if not self._in_task:
+            self._start(self._alone[self._chunk])
+            self._chunk = (self._chunk + 1) % len(self._alone)
+
+    def end_forward(self, *_: object) -> None:
+        """Gather and free what this rank's samples have not used, once the forward of a chunk has ended."""
+        self._pass_over(len(self._entries))
+        for running in self._several:
+            running.end_calls()
+
+    def before_forward(self, running: RunningUnit, *_: object) -> None:
+        """Issue what the program lists in front of the gather of a unit that is called.
+
+        Raises:
+            LayoutError: the unit was gathered and freed before in this forward.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return  # repeated inside a backward, which has gathered it
+        place = self._places.get(_Entry(running, True))
+        if place is not None and place >= self._next:
+            self._pass_over(place)
+            self._next = place + 1
+        elif place is not None and not running.is_gathered:
+            raise LayoutError(
+                f"{running.path} runs behind modules that it ran before when the model was traced, or once more, and "
+                f"zero={self._zero} gathers weights in that order on all ranks at once: zero=2 works, and so does zero=1"
+            )
+        self._calls += 1
+        running.note_call(self._calls)
+
+    def follow_outputs(
+        self, running: RunningUnit, ahead: RunningUnit | None, _: nn.Module, args: Any, outputs: Any
+    ) -> None:
+        """Let the first gradient of a unit's outputs call `before_backward`, in front of FSDP2's hook, which gathers."""
+        if not has_backward() or torch._C._current_graph_task_id() != -1:
+            return
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(functools.partial(self.before_backward, running, ahead))
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def before_backward(self, running: RunningUnit, ahead: RunningUnit | None, *_: object) -> None:
+        """Issue what the program lists in front of the gathers of a unit whose backward starts, and of the one `ahead`.
+
+        Raises:
+            LayoutError: the unit's gradients have been reduced before.
+        """
+        if not self._in_backward:
+            return  # a gradient that the model's own forward takes
+        done = self._places.get(_Entry(running, False))
+        if done is not None and done < self._next and not running.is_waiting:
+            raise LayoutError(
+                f"the backward of {running.path} starts behind that of modules that ran after it when the model was traced, "
+                f"and zero={self._zero} reduces gradients in that order on all ranks at once: zero=1 works"
+            )
+        own, next_one = (self._places.get(_Entry(one, True), -1) if one is not None else -1 for one in (running, ahead))
+        if own >= self._next:
+            self._pass_over(own)
+            if next_one > own + 1:
+                self._issue()  # before what is between, where FSDP2 would issue it behind that
+            self._next = own + 1
+        if next_one >= self._next:
+            self._pass_over(next_one if running.prefetches else next_one + 1)
+            self._next = next_one + 1
+
+    def after_backward(self, running: RunningUnit) -> None:
+        """Reduce the gradients of a unit whose backward is over, behind what the program lists in front of it."""
+        place = self._places.get(_Entry(running, False))
+        if place is None:
+            running.complete()
+            return
+        running.is_waiting = True
+        while self._next <= place and not self._waits_for(self._entries[self._next], running):
+            self._issue()
+        while self._next < len(self._entries) and self._is_over(self._entries[self._next]):
+            self._issue()
+
+    def _waits_for(self, entry: _Entry, running: RunningUnit) -> bool:
+        """Return whether the backward of an entry's unit is still to come, though another one's is over."""
+        unit = entry.unit
+        return not (entry.gathers or unit.is_waiting or unit.is_passed_over or unit.call > running.call)
+
+    def _is_over(self, entry: _Entry) -> bool:
+        return not entry.gathers and entry.unit.is_waiting
+
+    def _pass_over(self, stop: int) -> None:
+        while self._next < stop:
+            self._issue()
+
+    def _issue(self) -> None:
+        entry = self._entries[self._next]
+        self._next += 1
+        if entry.gathers:
+            entry.unit.gather_for_others()
+        else:
+            entry.unit.complete()

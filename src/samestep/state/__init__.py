@@ -1,0 +1,1 @@
+"""What code keeps outside of weights: reached, taken, compared, put back, digested."""

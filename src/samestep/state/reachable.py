@@ -1,0 +1,466 @@
+"""What code can keep outside of modules: variables that a forward or a loss reaches from its functions.
+
+    globals             of the file of a function, by the names in its code
+    closures            the variables around a function, and its default arguments and attributes
+    classes             attributes of the class of a module, or of an object that is reached
+    objects, modules    that one of these variables holds, followed in turn
+
+Only code of the user is followed: libraries (the standard library and installed packages) keep what they keep.
+
+What the code of an optimizer's step reaches: its functions, the numbers in them, and what they keep between steps.
+
+```
+class Warm(Optimizer):
+    def step(self): ... rate(self.k) ...      options, attributes, objects in them, the class's functions
+def rate(k): return k > LATE                  functions that they name, in any module but torch's own; constants
+LATE = 100                                    variables that they name, closures, default values
+```
+A trial of the optimizer reads thresholds and counters here, and puts back what its steps have changed.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import functools
+import inspect
+import math
+import random
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+_LARGEST_NUMBER = 2**53
+_MOST = 20_000
+"""Objects that are followed at most."""
+_ABSENT: Any = object()
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OWN_PACKAGE = __name__.partition(".")[0]
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, set, Tensor, np.ndarray)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_SINGLE = (bool, int, float, complex, str, bytes, type(None))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users(module_name: str | None) -> bool:
+    """Return whether a module is the user's own: no part of Python, of an installed package, or of this one."""
+    if not module_name or module_name.partition(".")[0] == _OWN_PACKAGE:
+        return False
+    module = sys.modules.get(module_name)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return module_name == "__main__"
+    places = (file, str(Path(file).resolve()))
+    if any(place.startswith(_LIBRARIES) for place in places):
+        return False
+    depth = module_name.count(".") + (Path(file).name == "__init__.py")
+    return not any(_holds_packages(folder) for place in places for folder in [*Path(place).parents][depth : depth + 1])
+
+
+@functools.cache
+def _holds_packages(folder: Path) -> bool:
+    """Return whether packages are installed in a folder, as by pip with `--user` or `--target`, or below another environment."""
+    return next(folder.glob("*.dist-info"), None) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A variable outside of modules."""
+
+    name: str
+    """How the user knows it, for messages."""
+    holder: Any
+    """A dictionary or a class that holds it by its key, a cell of a closure, or None for what cannot be set."""
+    key: str
+    value: Any
+    """Its value when it was found."""
+
+    def put(self, value: Any) -> None:
+        """Give the variable a value."""
+        if isinstance(self.holder, dict):
+            self.holder[self.key] = value
+        elif isinstance(self.holder, CellType):
+            self.holder.cell_contents = value
+        elif self.holder is not None:
+            setattr(self.holder, self.key, value)
+
+
+@dataclass(slots=True)
+class Reached:
+    """The objects that functions reach."""
+
+    variables: list[Variable] = field(default_factory=list)
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    caches: list[tuple[Any, Any]] = field(default_factory=list)
+    """Functions of which `functools.lru_cache` keeps results, and what it has counted."""
+    constants: set[int] = field(default_factory=set)
+    """Integers in the code."""
+
+
+def reached_from(root: Any) -> Reached:
+    """Return the variables that the code of a model, or of a function, reaches."""
+    found = _Follower()
+    if isinstance(root, nn.Module):
+        for path, part in root.named_modules():
+            found.of_module(path, part)
+    else:
+        found.callable(getattr(root, "__name__", type(root).__name__), root)
+    found.run()
+    return found.reached
+
+
+class _Follower:
+    """Follows functions, classes and objects, each once."""
+
+    def __init__(self) -> None:
+        self.reached = Reached()
+        self._seen: dict[int, Any] = {}
+        self._rest: list[tuple[str, Any]] = []
+        self._noted: set[tuple[int, str]] = set()
+
+    def follow(self, name: str, value: Any) -> None:
+        """Put a value on the list of those to be followed."""
+        if isinstance(value, _SINGLE) or id(value) in self._seen or len(self._seen) > _MOST:
+            return
+        self._seen[id(value)] = value  # held, so that no id is given to another object
+        self._rest.append((name, value))
+
+    def callable(self, name: str, value: Any) -> None:
+        """Follow what is called: a function, or an object of the user's with attributes of its own."""
+        if _is_object(value):
+            self._variable(name, None, "", value)
+        else:
+            self.follow(name, value)
+
+    def run(self) -> None:
+        """Follow everything on the list, and what that adds to it."""
+        while self._rest:
+            self._one(*self._rest.pop())
+
+    def of_module(self, path: str, part: nn.Module) -> None:
+        """Follow the class of a module, its hooks, and the functions and objects among its attributes."""
+        self._seen[id(part)] = part
+        self.follow(type(part).__name__, type(part))
+        for name, value in vars(part).items():
+            if name.endswith("hooks"):
+                for hook in value.values() if isinstance(value, dict) else ():
+                    self.follow(f"{path}.{name}", hook)
+            elif not name.startswith("_") or isinstance(value, FunctionType):
+                self._held(f"{path}.{name}".lstrip("."), value)
+
+    def _one(self, name: str, value: Any) -> None:
+        if isinstance(value, functools._lru_cache_wrapper):
+            self.reached.caches.append((value, value.cache_info()))
+            self.follow(name, value.__wrapped__)
+        elif isinstance(value, functools.partial):
+            self.follow(name, value.func)
+            for index, item in enumerate((*value.args, *value.keywords.values())):
+                self._variable(f"argument {index} of {name}", None, "", item)
+        elif isinstance(value, MethodType):
+            self.follow(name, value.__func__)
+            self._variable(name, None, "", value.__self__)
+        elif isinstance(value, FunctionType):
+            if is_users(value.__globals__.get("__name__")):
+                self._function(value)
+            else:  # a decorator of a library, around the user's own
+                for held in (getattr(value, "__wrapped__", None), *_cells(value)):
+                    if isinstance(held, FunctionType | MethodType | functools.partial | nn.Module) or _is_object(held):
+                        self.callable(name, held)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, nn.Module):
+            self.reached.modules.append((name, value))
+            for path, part in value.named_modules():
+                self.of_module(f"{name}.{path}".rstrip("."), part)
+        else:
+            self._held(name, value)
+
+    def _held(self, name: str, value: Any) -> None:
+        """Follow functions and objects that a value holds, and the class of an object."""
+        if isinstance(value, FunctionType | MethodType | functools.partial | functools._lru_cache_wrapper):
+            self.follow(name, value)
+        elif isinstance(value, list | tuple | dict):
+            items = value.values() if isinstance(value, dict) else value
+            for item in list(items)[:_SOME]:
+                if not isinstance(item, (*_SINGLE, Tensor, np.ndarray)):
+                    self.follow(name, item)
+        elif not isinstance(value, nn.Module) and is_users(type(value).__module__):
+            self.follow(type(value).__name__, type(value))
+            for key, item in list(getattr(value, "__dict__", {}).items())[:_SOME]:
+                if not isinstance(item, (*_SINGLE, Tensor, np.ndarray)):
+                    self.follow(f"{name}.{key}", item)
+
+    def _function(self, function: FunctionType) -> None:
+        where = function.__qualname__
+        for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
+            for value in _content(cell):
+                self._variable(f"{name} around {where}", cell, name, value)
+        code, defaults = function.__code__, function.__defaults__ or ()
+        positional = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        for name, value in (*zip(positional, defaults, strict=True), *(function.__kwdefaults__ or {}).items()):
+            if not isinstance(value, _SINGLE):
+                self._variable(f"the default of {name} in {where}", None, "", value)
+        for name, value in vars(function).items():
+            self._variable(f"{where}.{name}", vars(function), name, value)
+        names = set(_names(function.__code__))
+        self.reached.constants.update(_constants(function.__code__))
+        own, shared = function.__globals__, function.__globals__.get("__name__", "")
+        for name in sorted(names & own.keys()):
+            value = own[name]
+            if isinstance(value, ModuleType):
+                self._attributes_of(value, names)
+            else:
+                self._variable(f"{name} of {shared}", own, name, value)
+
+    def _attributes_of(self, module: ModuleType, names: set[str]) -> None:
+        if is_users(module.__name__):
+            for name in sorted(names & vars(module).keys()):
+                self._variable(f"{name} of {module.__name__}", vars(module), name, vars(module)[name])
+
+    def _class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if not is_users(base.__module__):
+                continue
+            for name, value in vars(base).items():
+                inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", None)
+                if isinstance(inner, FunctionType):
+                    self.follow(name, inner)
+                elif not (name.startswith("__") and name.endswith("__")) or isinstance(value, FunctionType):
+                    holder = None if isinstance(base, enum.EnumMeta) else base  # whose members nobody can replace
+                    self._variable(f"{base.__name__}.{name}", holder, name, value)
+
+    def _variable(self, name: str, holder: Any, key: str, value: Any) -> None:
+        """Note a variable, if its value can be kept or replaced, and follow the value."""
+        if isinstance(value, (*_PLAIN, *_GENERATORS)) or _is_object(value):
+            at = (id(holder), key) if holder is not None else (id(value), "")
+            if at not in self._noted:
+                self._noted.add(at)
+                self.reached.variables.append(Variable(name, holder, key, value))
+        self.follow(name, value)
+
+
+_SOME = 256
+"""Items of a container that are followed."""
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, nn.Module, functools.partial)
+
+
+def _is_object(value: Any) -> bool:
+    """Return whether a value is an object of the user's own class, or a container of a class of its own."""
+    return not isinstance(value, _CODE) and is_users(type(value).__module__)
+
+
+def _cells(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        yield from _content(cell)
+
+
+def _content(cell: CellType) -> Iterator[Any]:
+    """Yield what a cell of a closure holds, if it holds something yet."""
+    with suppress(ValueError):
+        yield cell.cell_contents
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _constants(code: CodeType) -> Iterator[int]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _constants(constant)
+        elif isinstance(constant, int | float) and not isinstance(constant, bool) and abs(constant) < _LARGEST_NUMBER:
+            yield int(constant)
+
+
+_OTHERS = frozenset(("torch", "numpy", "samestep", *sys.stdlib_module_names)) - {"__main__", "test"}
+"""Packages whose functions hold no thresholds of a user's."""
+_MOST_SLOTS = 4096
+"""Values that are looked at: an optimizer that holds a whole data set is not read to its end."""
+_HOLDERS = (types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap)
+Place = tuple[Any, str]
+"""A dictionary and a key in it, or a closure's cell."""
+
+
+class StepCode:
+    """The numbers that an optimizer's step reaches, and the places outside of its own state that it may change."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.numbers: set[float] = set()
+        self.optimizers: list[Any] = [optimizer]
+        """The optimizer, and those that it reaches: a wrapper's own ones, which hold groups and states of theirs."""
+        self.tensors: set[int] = set()
+        """Ids of the tensors that its code reaches, in a closure as in an attribute."""
+        self.places: list[Place] = []
+        """Where numbers stand that the step may read: closures, variables, attributes."""
+        self._containers: list[Any] = []
+        self._seen: set[int] = set()
+        self._kept: list[Any] = []
+        """What was looked at, kept so that no other object gets its id."""
+        own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
+        self._look_at(own)
+        self._class(type(optimizer))
+        for group in optimizer.param_groups:
+            self._look_at(_options_of(group))
+        self.places += [(vars(optimizer), key) for key in own]
+
+    def _look_at(self, value: Any, place: Place | None = None) -> None:
+        if isinstance(value, bool | str | bytes | None):
+            return
+        if isinstance(value, int | float):
+            if math.isfinite(value):
+                self.numbers.add(value)
+            self.places += [place] if place is not None else []
+            return
+        if isinstance(value, Tensor):
+            self.tensors.add(id(value))
+            self.places += [place] if place is not None and value.numel() == 1 else []
+            return
+        if id(value) in self._seen or len(self._seen) > _MOST_SLOTS:
+            return
+        self._seen.add(id(value))
+        self._kept.append(value)
+        for inner, where in self._within(value):
+            self._look_at(inner, where)
+
+    def _within(self, value: Any) -> Iterator[tuple[Any, Place | None]]:
+        """Yield what a value holds, each with its place if it can be set there."""
+        if isinstance(value, types.MethodType):
+            yield from ((value.__func__, None), (value.__self__, None))
+        elif isinstance(value, types.FunctionType):
+            yield from self._of_function(value)
+        elif isinstance(value, functools.partial):
+            yield from ((inner, None) for inner in (value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, dict):
+            self._containers.append(value)
+            for key, inner in list(value.items())[:_MOST_SLOTS]:
+                yield inner, (value, key) if isinstance(key, str) else None
+                if isinstance(key, Tensor):
+                    yield key, None
+        elif isinstance(value, list | tuple | set | frozenset | collections.deque):
+            self._containers += [value] if isinstance(value, list | set | collections.deque) else []
+            yield from ((inner, None) for inner in list(value)[:_MOST_SLOTS])
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, _HOLDERS):
+            yield from ((inner, None) for inner in vars(value).values())
+        elif _is_users(type(value)) or isinstance(value, Optimizer):
+            self._class(type(value))
+            held = getattr(value, "__dict__", {})
+            slots = [slot for base in type(value).__mro__ for slot in getattr(base, "__slots__", ())]
+            yield from ((getattr(value, slot, None), None) for slot in slots if slot != "__dict__")
+            skipped = ("state", "param_groups") if isinstance(value, Optimizer) else ()
+            yield from ((inner, (held, key)) for key, inner in list(held.items()) if key not in skipped)
+            if isinstance(value, Optimizer) and all(value is not one for one in self.optimizers):
+                self.optimizers.append(value)
+                yield from ((options, None) for options in map(_options_of, value.param_groups))
+
+    def _class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if _is_users(base):
+                for key, value in list(vars(base).items()):
+                    if isinstance(value, property):
+                        self._look_at(value.fget)
+                    elif not key.startswith("__") or isinstance(value, types.FunctionType):
+                        self._look_at(getattr(value, "__func__", value))
+
+    def _of_function(self, function: types.FunctionType) -> Iterator[tuple[Any, Place | None]]:
+        wrapped = getattr(function, "__wrapped__", None)
+        if wrapped is not None:
+            yield wrapped, None
+        if not _is_users(function):
+            return
+        names = set[str]()
+        for code in _codes(function.__code__):
+            names |= set(code.co_names)
+            yield from ((constant, None) for constant in code.co_consts if isinstance(constant, int | float | tuple))
+        yield from ((value, None) for value in (function.__defaults__ or (), function.__kwdefaults__ or {}))
+        for cell in function.__closure__ or ():
+            try:
+                yield cell.cell_contents, (cell, "")
+            except ValueError:
+                continue
+        for name in sorted(names & function.__globals__.keys()):
+            value = function.__globals__[name]
+            if not isinstance(value, types.ModuleType):
+                yield value, (function.__globals__, name)
+            elif value.__name__.partition(".")[0] not in _OTHERS:
+                held = vars(value)
+                yield from ((held[inner], (held, inner)) for inner in sorted(names & held.keys()))
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Put back, in the end, the numbers and the containers that the code can reach outside of the optimizer."""
+        numbers = [(place, _copied(read(place))) for place in self.places]
+        containers = [(value, _copied(value)) for value in self._containers]
+        try:
+            yield
+        finally:
+            for value, before in containers:
+                value.clear()
+                value.update(before) if isinstance(value, dict | set) else value.extend(before)
+            for place, before in numbers:
+                write(place, before)
+
+
+def optimizers_in(optimizer: Optimizer) -> list[Any]:
+    """Return an optimizer and those that its step reaches."""
+    return StepCode(optimizer).optimizers
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def read(place: Place) -> Any:
+    """Return what stands in a place; None if nothing does."""
+    holder, key = place
+    if not isinstance(holder, types.CellType):
+        return holder.get(key)
+    try:
+        return holder.cell_contents
+    except ValueError:
+        return None
+
+
+def write(place: Place, value: Any) -> None:
+    """Put a value in a place, or a number into the tensor that is there."""
+    holder, key = place
+    now = read(place)
+    if isinstance(now, Tensor) and now.numel() == 1 and not now.is_meta:
+        now.detach().fill_(float(value))
+    elif isinstance(holder, types.CellType):
+        holder.cell_contents = value
+    else:
+        holder[key] = value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 and not value.is_meta else value
+    return value.copy() if isinstance(value, list | dict | set | collections.deque) else value
+
+
+def _codes(code: types.CodeType) -> Iterable[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _is_users(what: Callable[..., Any] | type) -> bool:
+    """Return whether a function or a class is of none of the libraries that hold no rule of a user's."""
+    return (inspect.unwrap(what).__module__ or "").partition(".")[0] not in _OTHERS
