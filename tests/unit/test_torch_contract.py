@@ -1,16 +1,19 @@
 """The names of torch's that samestep uses and torch does not promise: they must be there, and do what is relied on.
 
 `make matrix` runs this file on every torch that it is given, so that a release which moves one of them is named here, and
-not by a run. FSDP2 and DTensor are private to `runtime/weights`; the others are listed with the file that needs them.
+not by a run. FSDP2 is private to `runtime/weights`; the others stand in `building/torch_seams.py`, or are listed with the file that needs them.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,21 +32,23 @@ PUBLIC_OF_FSDP = """
 """
 PRIVATE: dict[str, tuple[Any, str]] = {
     "runtime/axes/compiled_blocks.py, calls that leave a graph": (nn.Module, "_compiled_call_impl _call_impl"),
-    "runtime/axes/compiled_blocks.py, modes": (
-        torch.overrides, "_get_current_function_mode _get_current_function_mode_stack _pop_mode _push_mode",
-    ),
-    "runtime/axes/pipeline/stage_flow.py": (torch.overrides, "_pop_mode_temporarily"),
     "runtime/axes/recompute.py": (
         importlib.import_module("torch.utils.checkpoint"),
         "_checkpoint_without_reentrant_generator CheckpointFunction noop_context_fn create_selective_checkpoint_contexts",
     ),
-    "runtime/ledger.py": (torch._C._profiler, "_RecordFunctionFast"),
-    "runtime/weights/fsdp_units.py": (torch._C, "_current_graph_task_id"),
     "runtime/weights/sharded.py": (
         importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_api"), "ReduceScatter",
     ),
-    "tracing": (importlib.import_module("torch.utils._python_dispatch"), "_disable_current_modes TorchDispatchMode"),
+    "runtime/weights/fsdp_units.py": (
+        importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common"), "TrainingState",
+    ),
 }  # fmt: skip
+SEAMS = {
+    "building/torch_seams.py": r"torch\._(C|dynamo|guards)\b|torch\.(overrides|utils\._python_dispatch|_C\b).*",
+    "trees.py": r"torch\.utils\._pytree",
+    "runtime/weights/": r"torch\.distributed\.fsdp\..*",
+}
+"""The file, or the folder, that alone may name a private part of torch."""
 
 
 @pytest.mark.parametrize("where", PRIVATE)
@@ -62,6 +67,33 @@ def test_the_compiler_has_what_compiled_blocks_need():
     assert torch._dynamo.config.accumulated_recompile_limit > 0
     assert "frame_id" in inspect.signature(torch._guards.CompileId).parameters
     assert "reason" in inspect.signature(torch.compiler.disable).parameters
+
+
+def test_private_parts_of_torch_are_named_in_one_place_each():
+    root = Path(samestep.__file__).parent
+    elsewhere = [
+        f"{path.relative_to(root)}:{node.lineno} {name}"
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in _private_parts(node)
+        if not any(str(path.relative_to(root)).startswith(home) and re.match(of, name) for home, of in SEAMS.items())
+    ]
+    assert elsewhere == []
+
+
+def _private_parts(node: ast.AST) -> list[str]:
+    """Return the private modules of torch that a node of a syntax tree imports or reaches into."""
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+        is_private = "._" in str(node.module) or node.module == "torch.overrides"
+        return [f"{node.module}.{one.name}" for one in node.names if is_private and "._" in f"{node.module}.{one.name}"]
+    if isinstance(node, ast.Attribute):
+        name = ast.unparse(node)
+        return (
+            [name]
+            if re.match(r"torch\._(C|dynamo|guards|jit|inductor|functorch|subclasses|higher_order_ops)\b", name)
+            else []
+        )
+    return []
 
 
 def test_every_module_imports_on_this_torch():

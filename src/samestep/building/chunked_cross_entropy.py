@@ -32,7 +32,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map
+
+from samestep.building.torch_seams import DisableTorchFunction
+from samestep.trees import tree_map
 
 
 class Place(NamedTuple):
@@ -66,7 +68,7 @@ class Elementwise:
             return (logits if place is LOGITS else others[place.number]) if isinstance(place, Place) else place
 
         args, kwargs = tree_map(tensor_at, (self.args, self.kwargs), is_leaf=lambda one: isinstance(one, Place))
-        with torch._C.DisableTorchFunction():  # the model's modes have seen the call already
+        with DisableTorchFunction():  # the model's modes have seen the call already
             result: Tensor = self.function(*args, **kwargs)
         return result
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from samestep.building.imported import imported
 from samestep.errors import JobError, ModelError, did_you_mean, failures_of
 from samestep.job import Job
+from samestep.trees import tree_leaves
 
 IGNORED_LABEL = -100
 """The label value that losses do not count."""

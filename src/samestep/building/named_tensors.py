@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+
+from samestep.building.torch_seams import get_unwrapped, is_functorch_wrapped_tensor
+from samestep.trees import tree_map_only
 
 _RESERVED = frozenset({"_parameters", "_buffers", "_modules"})
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -140,6 +142,6 @@ def address(tensor: Tensor) -> int:
 
 def inner_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor that a wrapper of `torch.func` (inside of vmap, grad, jvp) stands for; any other as it is."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     return tensor

@@ -41,7 +41,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+
+from samestep.building.torch_seams import DisableTorchFunctionSubclass
+from samestep.trees import tree_map_only
 
 
 class DocumentMask(Tensor):
@@ -86,7 +88,7 @@ class DocumentMask(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if func is F.scaled_dot_product_attention:
                 return _attention(*args, **kwargs)
             if func in _OF_FORM:

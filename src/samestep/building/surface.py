@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from samestep import trees as pytree
 from samestep.building.tape import Tape
+from samestep.building.torch_seams import DisableTorchFunction
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -102,12 +103,12 @@ def whole_truncated_normal(tape: Tape) -> Iterator[None]:
 
     def taped(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if len(args) > 4 or kwargs.get("generator") is not None:  # whose numbers are constants
-            with tape.paused(), torch._C.DisableTorchFunction():
+            with tape.paused(), DisableTorchFunction():
                 drawn = tape.lift(original(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **kwargs))
             with torch.no_grad():
                 return tensor.copy_(drawn)
         kwargs.pop("generator", None)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             tape.record(original, (tensor, *args), kwargs, None, tensor, overwrites=True, random=True)
         return tensor
 

@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from samestep.building.torch_seams import DispatchMode
+from samestep import trees as pytree
+from samestep.building.torch_seams import DisableTorchFunction, DispatchMode, is_traceable_wrapper_subclass
 from samestep.errors import ModelError
 
 
@@ -180,7 +179,7 @@ class Tape(DispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         traits = traits_of(func)
-        with torch._C.DisableTorchFunction():  # else our own questions about a tensor's device are answered "cpu"
+        with DisableTorchFunction():  # else our own questions about a tensor's device are answered "cpu"
             if func._schema.name in LIFTS and not args[0].is_meta:
                 return self.lift(args[0])
             if traits.needs_values:

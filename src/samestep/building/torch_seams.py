@@ -1,21 +1,111 @@
-"""Seeing every operation of torch, without the compiler: the base of the modes that record or replace operations.
+"""The private names of torch that samestep uses, each under a name of ours: the one file that a new release of torch may break.
 
-Transforms of `torch.func` (grad, vjp, jacrev and their like) while hooks of saved tensors are active.
+FSDP2's own names stand in `runtime/weights/`, those of aten in the tables of operations. Each was seen in torch 2.11 and 2.13.
 
-Such hooks measure what a traced forward keeps, and repeat a forward that is recomputed; the transforms refuse to run beside
-them. So the hooks are set aside inside of a transform: what it saves is kept as it is, and recomputed by nobody.
+    name here                       private name of torch                     public successor
+    DispatchMode                    TorchDispatchMode                         none
+    disable_current_modes           _python_dispatch._disable_current_modes   none
+    num_dispatch_modes              _C._len_torch_dispatch_stack              none
+    current_function_mode(s)        overrides._get_current_function_mode...   none
+    push_, pop_function_mode        overrides._push_mode, _pop_mode           none
+    DisableTorchFunction(Subclass)  _C.DisableTorchFunction...                none
+    current_transform_level, ...    _C._functorch                             none
+    autograd_sequence_number        _C._autograd._get_sequence_nr             Node._sequence_nr is private too
+    current_autograd_node           _C._current_autograd_node                 none
+    current_backward_id             _C._current_graph_task_id                 none
+    storage_use_count               _C._storage_Use_Count                     none; None where torch has none
+    RecordFunctionFast              _C._profiler                              torch.profiler.record_function, slower
+    dynamo, current_compile_id      _dynamo, _guards                          torch.compiler, in part
+    default_store, names_of_groups  distributed_c10d                          none
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch._C._profiler import _RecordFunctionFast as RecordFunctionFast
 from torch.autograd import graph
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import (
+    _get_current_function_mode as current_function_mode,
+)
+from torch.overrides import (
+    _get_current_function_mode_stack as current_function_modes,
+)
+from torch.overrides import (
+    _pop_mode as pop_function_mode,
+)
+from torch.overrides import (
+    _pop_mode_temporarily as pop_function_mode_temporarily,
+)
+from torch.overrides import (
+    _push_mode as push_function_mode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+__all__ = [
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "DispatchMode",
+    "RecordFunctionFast",
+    "autograd_sequence_number",
+    "current_autograd_node",
+    "current_backward_id",
+    "current_compile_id",
+    "current_function_mode",
+    "current_function_modes",
+    "current_transform_level",
+    "default_store",
+    "disable_current_modes",
+    "dynamo",
+    "get_unwrapped",
+    "is_functorch_wrapped_tensor",
+    "is_traceable_wrapper_subclass",
+    "is_transformed",
+    "names_of_groups",
+    "num_dispatch_modes",
+    "pop_function_mode",
+    "pop_function_mode_temporarily",
+    "push_function_mode",
+    "storage_use_count",
+    "transforms_beside_hooks",
+    "uncompiled",
+]
+
+autograd_sequence_number = torch._C._autograd._get_sequence_nr
+current_autograd_node = torch._C._current_autograd_node
+current_backward_id = torch._C._current_graph_task_id
+current_transform_level = torch._C._functorch.maybe_current_level
+get_unwrapped = torch._C._functorch.get_unwrapped
+is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
+storage_use_count = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def dynamo() -> Any:
+    """Return the compiler's module, which torch imports when it is first asked for."""
+    return torch._dynamo
+
+
+def current_compile_id() -> Any:
+    """Return the identity of the compilation that runs; None outside of one."""
+    return torch._guards.CompileContext.current_compile_id()
+
+
+def default_store() -> Any:
+    """Return the store through which the ranks of the default group have met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def names_of_groups() -> Mapping[dist.ProcessGroup, str]:
+    """Return the name of each process group of this process."""
+    return dist.distributed_c10d._world.pg_names
 
 
 class DispatchMode(TorchDispatchMode):
@@ -37,10 +127,7 @@ def uncompiled() -> AbstractContextManager[object]:
 
 def is_transformed() -> bool:
     """Return whether code runs inside of a transform of `torch.func`."""
-    return torch._C._functorch.maybe_current_level() is not None
-
-
-_autograd = torch._C._autograd
+    return current_transform_level() is not None
 
 
 @contextmanager
@@ -51,15 +138,15 @@ def transforms_beside_hooks() -> Iterator[None]:
     @contextmanager
     def disabled(error_message: str) -> Iterator[None]:
         aside: list[Any] = []
-        while (hooks := _autograd._top_saved_tensors_default_hooks(True)) is not None:
-            _autograd._pop_saved_tensors_default_hooks()
+        while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
             aside.append(hooks)
         try:
             with original(error_message):
                 yield
         finally:
             for hooks in reversed(aside):
-                _autograd._push_saved_tensors_default_hooks(*hooks)
+                torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
     graph.disable_saved_tensors_hooks = disabled
     try:

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from samestep import calls
@@ -20,6 +19,7 @@ from samestep.datasets.read_ahead import ReadAhead, Wanted
 from samestep.errors import DataError, ModelError, failures_of
 from samestep.job import Job
 from samestep.shares import Shares
+from samestep.trees import tree_leaves, tree_map_only
 
 
 class Dataset(Protocol):

@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from samestep.datasets.order import Integers
 from samestep.errors import SamestepError, WorkerError
+from samestep.trees import tree_map_only
 
 
 class Wanted(NamedTuple):

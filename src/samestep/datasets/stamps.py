@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from samestep.datasets.batch import Dataset, read_samples
 from samestep.datasets.files import sorted_files
@@ -30,6 +29,7 @@ from samestep.datasets.order import sample_indices
 from samestep.datasets.text import stdlib, topics
 from samestep.errors import DataError
 from samestep.job import Job
+from samestep.trees import tree_leaves
 
 Stamp = list[dict[str, Any]]
 """An item for each source, in order, and one for the tokenizer."""

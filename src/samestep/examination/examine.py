@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from samestep.building.families import facts_of
 from samestep.building.initial_values import Blueprint, blueprint
@@ -55,6 +54,7 @@ from samestep.tracing.looks import Looks, paths_within
 from samestep.tracing.operations import Recorder
 from samestep.tracing.trace import containers_of, samples_traced, trace
 from samestep.tracing.watched_forward import outputs_on_meta
+from samestep.trees import tree_map_only
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import ModelError
 from samestep.independence.samples import Place, RowsOf
 from samestep.models.spec import MaskSpec
@@ -43,7 +43,7 @@ class MaskRecorder(DropoutMode):
         num_recorded = len(self.masks)
         if handler is not None:
             # A step raises its own errors, so none is raised here; nor may a trace of costs see what is only tried here.
-            unseen = _disable_current_modes() if self._placing is None else nullcontext()
+            unseen = disable_current_modes() if self._placing is None else nullcontext()
             with suppress(ModelError), unseen, torch.no_grad():
                 handler(
                     self,

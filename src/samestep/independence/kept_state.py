@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from samestep.building.named_tensors import address
 from samestep.building.torch_seams import DispatchMode
@@ -39,6 +38,7 @@ from samestep.state.snapshot import OUTSIDE, Content, Slot, Snapshot
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, operands, run_on_meta, tensors_in
 from samestep.tracing.watched_forward import watch_forward
+from samestep.trees import tree_leaves
 
 _FEW = 16
 _MOST_JUMPS, _LARGEST_JUMP = 8, 10_000

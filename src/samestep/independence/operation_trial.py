@@ -27,7 +27,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from samestep.trees import tree_flatten, tree_unflatten
 
 LARGEST = 2**22
 """Elements of the operands of the largest trial; larger ones are tried with smaller sizes."""

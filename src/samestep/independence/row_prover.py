@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from samestep.building.named_tensors import address
+from samestep.building.torch_seams import disable_current_modes
 from samestep.independence.dependence import (
     Along,
     Call,
@@ -31,6 +30,7 @@ from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import operands, written_by
 from samestep.tracing.operations import FEW_ELEMENTS
 from samestep.tracing.picked_rows import PACKS
+from samestep.trees import tree_flatten, tree_map_only
 
 
 class Prover(ForwardTracer):
@@ -99,7 +99,7 @@ class Prover(ForwardTracer):
         """Record the dependences of the rows that experts are given; they compute each row by itself."""
         if not self.is_following:
             return
-        with _disable_current_modes():
+        with disable_current_modes():
             given = [found for one in experts_module.called_with(args, kwargs) if (found := self.known.of(one))]
             of_rows = all(isinstance(found, Mixed) or found.dim == 0 for found in given)
             found = joined(given, f"{self.where} by its experts")
@@ -110,7 +110,7 @@ class Prover(ForwardTracer):
         """Set the dependences of each row of the experts' result to those of its input row."""
         if self._of_rows is None:
             return
-        with _disable_current_modes():
+        with disable_current_modes():
             self.learn(output, self._of_rows)
         self._of_rows, self.is_following = None, True
 
@@ -130,7 +130,7 @@ class Prover(ForwardTracer):
             args, kwargs = tree_map_only(Tensor, self._moved, (args, kwargs))
         outcome = super().__torch_dispatch__(func, types, args, kwargs)
         if self.is_following:
-            with _disable_current_modes():
+            with disable_current_modes():
                 results = operands(outcome) or written_by(func, args, kwargs)
                 self._carry_on(func, args, kwargs, [t for t in results if t.is_meta])
         return outcome
@@ -139,12 +139,12 @@ class Prover(ForwardTracer):
         """Try the backward of a custom Function, of which the forward alone is followed."""
         super().applied(function, args, named, outcome)
         results = [tensor for tensor in operands(outcome) if tensor.is_meta]
-        with _disable_current_modes():
+        with disable_current_modes():
             self._try_backward(f"the gradient of {function.__self__.__name__}", function, args, named, results)
 
     def hooked(self, name: str, hook: Any, given: list[Tensor], results: list[Tensor]) -> None:
         """Try a hook on gradients, which no forward shows."""
-        with _disable_current_modes(), torch.no_grad():
+        with disable_current_modes(), torch.no_grad():
             gradients = tuple(tensor.detach() for tensor in given)
             self._try_backward(name, hook, gradients, {}, results, is_hook=True)
 
@@ -246,7 +246,7 @@ class Prover(ForwardTracer):
         if (found := self.known.of(constant)) is not None:  # random numbers that belong to samples
             self.learn(moved, found)
         if not constant.is_meta and constant.numel():
-            with _disable_current_modes():
+            with disable_current_modes():
                 if bool((constant == constant.flatten()[0]).all()):
                     self._uniform.add(self.key(moved))
         return moved

@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from samestep.building.named_tensors import address
+from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import ModelError
 from samestep.independence.dependence import NO_DIM, Along, Call, Dependence, Mixed
 from samestep.independence.dimension_maps import named
@@ -36,6 +35,7 @@ from samestep.tracing.forward import ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, operands, tensors_in
 from samestep.tracing.trace import containers_of
 from samestep.tracing.watched_forward import watch_forward
+from samestep.trees import tree_leaves
 
 NUM_SAMPLES = 4
 """Samples that are traced: code that pairs samples, or looks at groups of two or four, runs on so many."""
@@ -120,7 +120,7 @@ class _SampleProver(Prover):
 
     def given(self, batch: Any) -> Any:
         """Return the batch of the forward; each of its tensors has a row for each sample."""
-        with _disable_current_modes():
+        with disable_current_modes():
             for leaf in tree_leaves(batch):
                 if isinstance(leaf, Tensor) and leaf.dim():
                     self.learn(leaf, Along(0, leaf.shape[0] // NUM_SAMPLES, 0))

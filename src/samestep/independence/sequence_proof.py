@@ -17,9 +17,9 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.building.families import facts_of
+from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import InputError
 from samestep.independence.dependence import Along
 from samestep.independence.sequence_boundaries import first_of, given_of, with_first, with_given
@@ -121,7 +121,7 @@ class _TokenProver(SliceProver):
     ) -> Any:
         outcome = super().__torch_dispatch__(func, types, args, kwargs)
         given = [tensor for tensor in operands(*args, *(kwargs or {}).values()) if tensor.is_meta]
-        with _disable_current_modes():
+        with disable_current_modes():
             made = {self.key(tensor) for tensor in operands(outcome) if tensor.is_meta}
             if self._is_whole:
                 self._check_whole(given)
@@ -155,7 +155,7 @@ class _TokenProver(SliceProver):
 
     def _slice(self, x: Tensor) -> Tensor:
         part = x.narrow(1, self.whole - self.size, self.size).clone()
-        with _disable_current_modes():
+        with disable_current_modes():
             self.numbers.name(part, "rows", self.numbers.of(x))
             self.learn(part, Along(1, 1, 0))
         return part
@@ -178,7 +178,7 @@ class _TokenProver(SliceProver):
         return output
 
     def _join(self, _: nn.Module, args: Any, output: Any) -> Any:
-        with _disable_current_modes():
+        with disable_current_modes():
             last = [] if (hidden := first_of(output)) is None else [hidden]
             self.outcome = [self.numbers.of(one) for one in (*last, *self.held)]
         self._check(first_of(output), f"{self.blocks[-1]} does not return a row for each token")
@@ -188,12 +188,12 @@ class _TokenProver(SliceProver):
     def _whole(self, x: Tensor) -> Tensor:
         whole = x.new_empty((x.shape[0], self.whole, *x.shape[2:]))
         self._of_whole.add(self.key(whole))
-        with _disable_current_modes():
+        with disable_current_modes():
             self.numbers.name(whole, "whole", self.numbers.of(x))
         return whole
 
     def _check(self, tensor: Tensor | None, reason: str) -> None:
-        with _disable_current_modes():
+        with disable_current_modes():
             if self.is_following and (tensor is None or not self.known.has_rows(tensor, 1)):
                 self.refuse(self._mixed or reason)
             elif self.is_following and tensor is not None and (alone := self.of_some_tokens(tensor)):

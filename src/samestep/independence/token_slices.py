@@ -25,12 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
 from samestep.building.attention import AttentionCall
 from samestep.building.loss import prediction_of, target_of
 from samestep.building.named_tensors import address, tensors_of
+from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import InputError
 from samestep.independence.dependence import Along, Dependence, Mixed
 from samestep.independence.operation_trial import Given, outcome_of
@@ -47,6 +46,7 @@ from samestep.tracing.looks import tensors_seen_by
 from samestep.tracing.meta_tensors import NeedsValuesError, operands, written_by
 from samestep.tracing.trace import containers_of
 from samestep.tracing.watched_forward import answer_alike, watch_forward
+from samestep.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
 WHOLE = -1
 """The dimension of tokens of an argument that has none."""
@@ -188,7 +188,7 @@ class SliceProver(Prover):
     def slice_of(self, whole: Tensor, dim: int = 1) -> Tensor:
         """Return the slice of a tensor that has a row for each token of the whole sequence."""
         part = whole.narrow(dim, self.whole - self.size, self.size).clone()
-        with _disable_current_modes():
+        with disable_current_modes():
             self.numbers.take_rows(part, whole, dim)
             self.learn(part, Along(dim, 1, 0))
         return part
@@ -205,7 +205,7 @@ class SliceProver(Prover):
 
     def _check_unseen(self, path: str, tensors: Iterable[Tensor]) -> None:
         """Refuse a slice among the tensors that code is given which looks at values."""
-        with _disable_current_modes():
+        with disable_current_modes():
             if self.is_following and any(self.known.of(one) is not None for one in tensors if one.is_meta):
                 self.refuse(f"shapes or branches at {path} depend on values, and it is given a slice")
 
@@ -215,7 +215,7 @@ class SliceProver(Prover):
         """Return a meta tensor for a real one, with the number of its values."""
         made = super().to_meta(real)
         if made is not real:
-            with _disable_current_modes():
+            with disable_current_modes():
                 self.numbers.learn_constant(made, real)
         return made
 
@@ -223,10 +223,10 @@ class SliceProver(Prover):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with _disable_current_modes():
+        with disable_current_modes():
             given = self.numbers.seen_by(func, args, kwargs)
         outcome = super().__torch_dispatch__(func, types, args, kwargs)
-        with _disable_current_modes():
+        with disable_current_modes():
             results = [one for one in operands(outcome) or written_by(func, args, kwargs) if one.is_meta]
             self.numbers.ran(func, args, kwargs, given, results, self.where)
         return outcome
@@ -240,7 +240,7 @@ class SliceProver(Prover):
     def hooked(self, name: str, hook: Any, given: list[Tensor], results: list[Tensor]) -> None:
         """Add a hook on gradients to what its tensors are computed from, as what it makes of drawn ones."""
         super().hooked(name, hook, given, results)
-        with _disable_current_modes():
+        with disable_current_modes():
             drawn = [Given(self._of_one_token(tensor), tensor.dtype) for tensor in given]
         self._add_to_numbers([*given], "hook", outcome_of(hook, tuple(drawn)))
 
@@ -251,7 +251,7 @@ class SliceProver(Prover):
         return tuple(shape)
 
     def _add_to_numbers(self, tensors: list[Tensor], *what: Hashable) -> None:
-        with _disable_current_modes():
+        with disable_current_modes():
             for tensor in tensors:
                 if tensor.is_meta:
                     self.numbers.name(tensor, *what, self.numbers.of(tensor), where=self.where)
@@ -269,7 +269,7 @@ class SliceProver(Prover):
         self.note_attention(output)
         if not self.is_following:
             return
-        with _disable_current_modes():
+        with disable_current_modes():
             if query.dim() != 4:
                 self.refuse(f"the attention in {self.where} has no dimension of heads")
             elif not all(self.known.has_rows(tensor, 2) for tensor in (query, key, value)):
@@ -286,20 +286,20 @@ class SliceProver(Prover):
 
     def note_attention(self, output: Tensor) -> None:
         """Set the number of the output of the attention at hand."""
-        with _disable_current_modes():
+        with disable_current_modes():
             parts = [self.numbers.of(one) if isinstance(one, Tensor) else repr(one) for one in self._attention]
             self.numbers.name(output, "attention", *parts, where=self.where)
 
     def _enter_experts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what the rows of experts are computed from."""
-        with _disable_current_modes():
+        with disable_current_modes():
             self._given_to_experts = [self.numbers.of(one) for one in called_with(args, kwargs)]
         super()._enter_experts(module, args, kwargs)
 
     def _leave_experts(self, module: nn.Module, args: Any, output: Tensor) -> None:
         """Set the number of what experts have computed of their rows, each by itself."""
         super()._leave_experts(module, args, output)
-        with _disable_current_modes():
+        with disable_current_modes():
             self.numbers.name(output, "experts", self.where, *self._given_to_experts, where=self.where)
 
     def check_outputs(self, outputs: Any) -> None:
@@ -309,7 +309,7 @@ class SliceProver(Prover):
         except InputError as error:
             self.refuse(str(error))
             return
-        with _disable_current_modes():
+        with disable_current_modes():
             self.outcome = [self.numbers.of(one) for one in (logits, *self.held)]
             if logits.dim() != 3 or not self.known.has_rows(logits, 1):
                 self.refuse(

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
+from samestep.building.torch_seams import DisableTorchFunction
 from samestep.datasets import Batch, Dataset, batches
 from samestep.datasets.batch import SampleDraw, read_samples
 from samestep.examination.examine import Source
@@ -49,6 +49,7 @@ from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, Step
 from samestep.runtime.weights.pieces import Piece
 from samestep.schedules import TaskKind
 from samestep.tracing.pending_logits import PendingLogits
+from samestep.trees import keystr, tree_flatten_with_path, tree_leaves
 
 Share = tuple[int, int, tuple[int, ...]]
 """(micro-batch, chunk, indices of the samples that a rank read for it)."""
@@ -183,7 +184,7 @@ def _unseen(hook: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(hook)
     def apart(*given: Any) -> None:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             hook(*given)
 
     return apart

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from samestep.building import drawn_rows
 from samestep.building.families import facts_of
@@ -46,6 +45,7 @@ from samestep.runtime.axes import precision
 from samestep.runtime.run import Run
 from samestep.runtime.weights.pieces import Piece
 from samestep.tracing.batch_norms import without_own_groups
+from samestep.trees import tree_map_only
 
 WHAT = "plain torch"
 """The name of the check."""

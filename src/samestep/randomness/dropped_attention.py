@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.building.attention import AttentionCall
 from samestep.building.packed_positions import DocumentMask
+from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import ModelError
 
 BLOCK_ELEMENTS = 2**24
@@ -72,7 +72,7 @@ class _DroppedAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: _Dropped) -> Tensor:
         ctx.save_for_backward(query, key, value, mask)
         ctx.how = how
-        with _disable_current_modes():  # selective recompute would keep the products of all blocks
+        with disable_current_modes():  # selective recompute would keep the products of all blocks
             k_bhsd, v_bhsd = (_repeated(_raised(x), how.repeats) for x in (key, value))
             parts = []
             for rows in _blocks(query, key, how):

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from samestep.building import nf4
 from samestep.building.initial_values import fill_rest
@@ -73,6 +72,7 @@ from samestep.state.fingerprints import FirstState
 from samestep.strategies import program_of
 from samestep.tracing import pending_logits
 from samestep.tracing.checkpointed import Contexts
+from samestep.trees import tree_leaves
 
 # Order matters: from the inside out, as in `strategies.STACK`.
 TWINS: tuple[ModuleType, ...] = (tensor, expert)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.building.loss import as_number, checked
 from samestep.building.named_tensors import cast_floating
@@ -26,6 +25,7 @@ from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.step_observer import Indices
 from samestep.runtime.weights.pieces import Piece, WeightAverages
 from samestep.tracing.flow import mapped
+from samestep.trees import tree_leaves, tree_map_only
 
 
 def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | None = None) -> tuple[float, float]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from samestep.trees import tree_map_only
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

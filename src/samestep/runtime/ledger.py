@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._profiler import _RecordFunctionFast
 
-from samestep.building.torch_seams import DispatchMode
+from samestep.building.torch_seams import DispatchMode, RecordFunctionFast
 from samestep.program.program import LedgerRow, ledger_key
 from samestep.program.ranks import BESIDE
 
@@ -59,7 +58,7 @@ class owned:  # noqa: N801 (a context manager, named as what one calls)
     __slots__ = ("_label", "_name")
 
     def __init__(self, name: str) -> None:
-        self._name, self._label = name, _RecordFunctionFast(f"samestep::owner {name}")
+        self._name, self._label = name, RecordFunctionFast(f"samestep::owner {name}")
 
     def __enter__(self) -> None:
         _owners.names.append(self._name)

@@ -9,14 +9,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from samestep.building.named_tensors import cast_floating
+from samestep.building.torch_seams import DisableTorchFunction
 from samestep.randomness.mode import after_reading
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.host_copies import batch_to_device
 from samestep.runtime.step_observer import Indices
+from samestep.trees import tree_leaves
 
 
 class StepBatch(Protocol):
@@ -54,7 +55,7 @@ def read(assembly: Assembly, batch: StepBatch, indices: Indices) -> tuple[Any, f
     An empty micro-batch runs a sample of another rank with weight 0, so that all ranks issue the same collectives.
     """
     # A stage may ask for the shapes of the next micro-batch inside a forward, whose modes refuse random numbers.
-    with torch._C.DisableTorchFunction(), precision.default_outside():
+    with DisableTorchFunction(), precision.default_outside():
         samples = batch.samples(_never_empty(batch, indices))
     moved = batch_to_device(samples, assembly.parallel.mesh.device)
     return cast_floating(moved, assembly.model.master_dtype), 1.0 if len(indices) else 0.0

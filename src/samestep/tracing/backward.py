@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_map_only
 
-from samestep.building.torch_seams import DispatchMode
+from samestep.building.torch_seams import DispatchMode, current_autograd_node
 from samestep.state.snapshot import preserved_function
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import operands, run_on_meta, tensors_in
+from samestep.trees import tree_map_only
 
 
 class WorkingSet(NamedTuple):
@@ -147,7 +147,7 @@ class _BackwardTracer(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         outcome = run_on_meta(func, args, kwargs or {})
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is not None and not _is_weight(node):
             index = bisect.bisect_right(self.marks, node._sequence_nr()) - 1
             self.region = self.watch.marks[index][1] if index >= 0 else ""

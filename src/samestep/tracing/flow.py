@@ -39,7 +39,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils._pytree import tree_flatten, tree_map
+
+from samestep.trees import tree_flatten, tree_map
 
 Container = dict[Any, Any] | list[Any]
 

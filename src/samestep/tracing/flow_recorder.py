@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samestep.building.families import FamilyFacts, facts_of
-from samestep.building.torch_seams import is_transformed
+from samestep.building.torch_seams import disable_current_modes, is_transformed
 from samestep.models.spec import is_below
 from samestep.tracing.flow import (
     Change,
@@ -385,5 +384,5 @@ def _without_data(outcome: Any) -> Any:
         is_on_host = not tensor.is_meta and not tensor.is_floating_point()  # as the sizes of packed sequences must be
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device if is_on_host else "meta")
 
-    with _disable_current_modes():
+    with disable_current_modes():
         return mapped(outcome, empty)

@@ -20,13 +20,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from samestep.building.attention import AttentionCall
 from samestep.building.families import facts_of
 from samestep.building.named_tensors import address, inner_tensor, tensors_of
-from samestep.building.torch_seams import DispatchMode
+from samestep.building.torch_seams import DispatchMode, autograd_sequence_number
 from samestep.errors import ModelError, module_name
 from samestep.models.layer_spec import BatchNormCall, Cutting, Exchange, Factors, Product
 from samestep.tracing import batch_norms
@@ -47,6 +46,7 @@ from samestep.tracing.meta_tensors import (
 )
 from samestep.tracing.operations import LOOKED, Recorder, Region, Visit
 from samestep.tracing.picked_rows import PACKS, PickedRows
+from samestep.trees import tree_leaves, tree_map_only
 
 _META = torch.device("meta")
 
@@ -492,7 +492,7 @@ class ForwardTracer(DispatchMode):
                 self.region = path if self._calls[path] == 1 else f"{path}#{self._calls[path]}"
                 self.regions[self.region] = Region(path=path)
                 self.order.append(self.region)
-                self.marks.append((torch._C._autograd._get_sequence_nr(), self.region))
+                self.marks.append((autograd_sequence_number(), self.region))
             elif is_first:
                 self.order.append(path)
         self._depth += 1

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.building.named_tensors import address, inner_tensor
+from samestep.building.torch_seams import current_transform_level, num_dispatch_modes
+from samestep.trees import tree_leaves, tree_map_only
 
 _LIMIT = 2**16
 _META = torch.device("meta")
@@ -33,7 +34,7 @@ _forms: dict[Hashable, tuple[_Form, ...] | None] = {}
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on meta tensors, or return what it would."""
     # Modes further out must see the operation itself.
-    is_last = not torch._C._len_torch_dispatch_stack() and torch._C._functorch.maybe_current_level() is None
+    is_last = not num_dispatch_modes() and current_transform_level() is None
     call = _described_call(func, args, kwargs) if is_last else None
     if call is None:
         return func(*args, **kwargs)

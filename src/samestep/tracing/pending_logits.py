@@ -20,15 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from samestep.building.chunked_cross_entropy import LOGITS, Chunking, Elementwise, Head, Place, row_losses
-from samestep.building.torch_seams import DispatchMode
+from samestep.building.torch_seams import DisableTorchFunction, DispatchMode, disable_current_modes
 from samestep.errors import ModelError
 from samestep.models.spec import ModelSpec
 from samestep.state.snapshot import preserved_function
 from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
+from samestep.trees import tree_leaves, tree_map
 
 WORKS = (
     "F.cross_entropy, torch.logsumexp and elementwise functions of logits work, and so does a layout without loss_chunk"
@@ -221,7 +220,7 @@ def _moved(
         shape[made.class_dim] = classes
         return torch.empty(shape, device="meta")
 
-    with _disable_current_modes():
+    with disable_current_modes():
         result, longer = func(probe(size), *args, **kwargs), None
         if name not in _RESHAPING:
             longer = func(probe(size + 1), *args, **kwargs)
@@ -272,7 +271,7 @@ def _elementwise(
     if any(one.numel() != 1 or one.dim() > 1 for one in given):
         return None
     try:
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
             probe = torch.empty(logits.shape, dtype=logits.dtype, device="meta")
             tried = tree_map(lambda one: probe if one is logits else _on_meta(one), (args, kwargs))
             with _Watch() as watch:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from samestep.tracing.meta_tensors import operands
+from samestep.trees import tree_leaves
 
 _aten = torch.ops.aten
 

@@ -17,14 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from samestep.building.attention import AttentionCall
 from samestep.building.model import call_model, why_unfit
 from samestep.building.packed_positions import DocumentMask, lengths_of
 from samestep.building.surface import process_randomness
-from samestep.building.torch_seams import transforms_beside_hooks, uncompiled
+from samestep.building.torch_seams import disable_current_modes, num_dispatch_modes, transforms_beside_hooks, uncompiled
 from samestep.errors import ModelError, SamestepError, line_of
 from samestep.models.layer_spec import Product
 from samestep.models.spec import is_below
@@ -37,6 +35,7 @@ from samestep.tracing.meta_tensors import (
     NeedsValuesError,
     tensors_in,
 )
+from samestep.trees import tree_leaves
 
 
 class _Attention(torch.autograd.Function):
@@ -87,7 +86,7 @@ def _within_documents(watch: ForwardTracer, mask: Tensor | None) -> float:
     """Return the part of all pairs of tokens whose tokens share a document; 1 where it is not known, or there are none."""
     if not isinstance(mask, DocumentMask) or not watch.values.knows(documents := mask.documents):
         return 1.0
-    with _disable_current_modes():
+    with disable_current_modes():
         pairs = sum(length**2 for of_sample in lengths_of(watch.values.of(documents)) for length in of_sample)
     return pairs / (documents.shape[0] * documents.shape[1] ** 2)
 
@@ -108,7 +107,7 @@ def fused_attention(watch: ForwardTracer) -> Iterator[None]:
     def attention(*args: Any, **named: Any) -> Tensor:
         call = AttentionCall(*args, **named)
         query, key, value, mask = call[:4]
-        if not torch._C._len_torch_dispatch_stack():  # called outside the trace, as for the shape of a dropout mask
+        if not num_dispatch_modes():  # called outside the trace, as for the shape of a dropout mask
             return query.new_empty((*query.shape[:-1], value.shape[-1]))
         watch = held()
         assert watch is not None, "it watches this forward"
@@ -118,7 +117,7 @@ def fused_attention(watch: ForwardTracer) -> Iterator[None]:
             watch.recorder.record("attention", watch.where, tuple(call), {}, output)
         values = watch.values
         if values.keeps_all and all(tensor is None or values.knows(tensor) for tensor in call[:4]):
-            with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 known = call._replace(
                     query=values.of(query),
                     key=values.of(key),

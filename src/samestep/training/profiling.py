@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._profiler import _RecordFunctionFast
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.hooks import RemovableHandle
 
+from samestep.building.torch_seams import RecordFunctionFast
 from samestep.models.spec import ModelSpec
 from samestep.program.bodies import Task
 from samestep.runtime.processes.join import RankInfo
@@ -52,7 +52,7 @@ class Profiler(StepObserver):
         """Label what a task runs."""
         if self._profile is None:
             return nullcontext()
-        label: AbstractContextManager[None] = _RecordFunctionFast(f"samestep::task {task.kind}{task.microbatch}")
+        label: AbstractContextManager[None] = RecordFunctionFast(f"samestep::task {task.kind}{task.microbatch}")
         return label
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ def _labelled(module: nn.Module, name: str) -> tuple[RemovableHandle, RemovableH
     open_labels: list[Any] = []
 
     def enter(*_: Any) -> None:
-        label = _RecordFunctionFast(name)
+        label = RecordFunctionFast(name)
         label.__enter__()
         open_labels.append(label)
 

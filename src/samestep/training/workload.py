@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 
 from samestep.building.families import facts_of
 from samestep.building.loss import IGNORED_LABEL, loss_of, right_answers, target_of
@@ -48,6 +47,7 @@ from samestep.models.spec_json import to_json
 from samestep.runtime.assembly import traced_for
 from samestep.runtime.next_labels import check_labels
 from samestep.runtime.run import Run
+from samestep.trees import tree_leaves
 
 _TOKENS_LOOKED_AT = 2**24
 """About the number of tokens of a file whose largest id is compared with the vocabulary at once; steps look at those that they read."""

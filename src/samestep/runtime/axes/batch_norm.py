@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
+from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import ModelError
 from samestep.program.program import Program
 from samestep.program.sample_groups import GroupPart, SampleGroups
@@ -245,7 +245,7 @@ def _merged(found: Tensor, channels: int) -> _Statistics:
 def _buffers_of_a_copy(module: nn.Module) -> Iterator[None]:
     """Let a module write into copies of its buffers, inside."""
     kept = dict(module._buffers)
-    with _disable_current_modes():  # that of recompute=selective takes only what the first forward has done
+    with disable_current_modes():  # that of recompute=selective takes only what the first forward has done
         module._buffers.update({name: None if one is None else one.clone() for name, one in kept.items()})
     try:
         yield

@@ -29,14 +29,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import (
     TorchFunctionMode,
-    _get_current_function_mode,
-    _get_current_function_mode_stack,
-    _pop_mode,
-    _push_mode,
 )
 
 from samestep.building import packed_positions
 from samestep.building.packed_positions import attend_each
+from samestep.building.torch_seams import (
+    current_compile_id,
+    current_function_mode,
+    current_function_modes,
+    dynamo,
+    pop_function_mode,
+    push_function_mode,
+)
 from samestep.errors import JobError, ModelError, did_you_mean
 from samestep.examination.traced_model import TracedModel
 from samestep.job_tables import RunTable
@@ -73,8 +77,8 @@ class _Compiler:
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         """Compile one graph; where the backend cannot, return what runs its operations one by one."""
-        backend = torch._dynamo.lookup_backend(self.name)
-        compilation = torch._guards.CompileContext.current_compile_id()
+        backend = dynamo().lookup_backend(self.name)
+        compilation = current_compile_id()
         code = None if compilation is None else compilation.frame_id
         self.num_again += code in self._codes
         self._codes.add(code)
@@ -82,7 +86,7 @@ class _Compiler:
             with warnings.catch_warnings():  # of torch's own code, which inductor imports when it compiles
                 warnings.simplefilter("ignore", DeprecationWarning)
                 made: Callable[..., Any] = backend(graph, inputs)
-        except torch._dynamo.exc.TorchDynamoException:
+        except dynamo().exc.TorchDynamoException:
             raise  # by which the compiler begins anew
         except Exception as error:
             self.uncompiled[self.running] = f"{self.name} fails for it and its like: {_first_line(error)}"
@@ -154,7 +158,7 @@ class CompiledBlocks:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_off or not torch.is_grad_enabled() or path in compiler.uncompiled:
                 return forward(*args, **kwargs)
-            modes = _get_current_function_mode_stack()
+            modes = current_function_modes()
             if any(isinstance(mode, MaskSource) and mode.sees_all for mode in modes):
                 return forward(*args, **kwargs)
             outer, compiler.running = compiler.running, path
@@ -162,7 +166,7 @@ class CompiledBlocks:
             try:
                 with self._without_masks(modes):
                     return graph(*args, **kwargs)
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except dynamo().exc.TorchDynamoException as error:
                 reason = f"it cannot be compiled: {_first_line(error)}"
                 if self._num_islands > islands:  # to run it once more would communicate twice
                     raise ModelError(f'{path}: {reason}: run.compile = "none" works') from None
@@ -205,7 +209,7 @@ class CompiledBlocks:
     @contextmanager
     def _with_masks(self) -> Iterator[None]:
         """Put back the modes that a graph has suspended."""
-        inner, outer = _get_current_function_mode_stack(), self._aside
+        inner, outer = current_function_modes(), self._aside
         _replace_modes(outer)
         self._aside = []
         try:
@@ -216,10 +220,10 @@ class CompiledBlocks:
 
 
 def _replace_modes(modes: list[TorchFunctionMode]) -> None:
-    while _get_current_function_mode() is not None:
-        _pop_mode()
+    while current_function_mode() is not None:
+        pop_function_mode()
     for mode in modes:
-        _push_mode(mode)
+        push_function_mode(mode)
 
 
 def _counted(number: int, noun: str) -> str:
@@ -298,7 +302,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
 
 def _allow_more_graphs(number: int) -> None:
     """Raise the limits of the compiler, which count what earlier runs of this process have compiled, too."""
-    config = torch._dynamo.config
+    config = dynamo().config
     config.recompile_limit += number
     config.accumulated_recompile_limit += number
 
@@ -321,7 +325,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _refuse_compiled(path: str, module: nn.Module) -> None:
-    if module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule):
+    if module._compiled_call_impl is not None or isinstance(module, dynamo().OptimizedModule):
         raise ModelError(f'run.compile = "blocks" and {path}, which the model compiles itself: one of the two works')
 
 

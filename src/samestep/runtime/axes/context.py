@@ -22,7 +22,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from samestep.building.attention import AttentionCall, multi_head_attention
 from samestep.building.loss import target_of
@@ -37,6 +36,7 @@ from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.strategies.context import sent_heads
+from samestep.trees import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.building.torch_seams import storage_use_count
+
 Move = Callable[[Tensor, dist.ProcessGroup, str], Tensor]
 """Computes a tensor from one on each rank of a group; the text is the owner of its collectives in the ledger."""
 
@@ -62,11 +64,15 @@ class _MovedBeside(torch.autograd.Function):
 def _holders_of(gradient: Tensor) -> tuple[int, int, int] | None:
     """Return how often a gradient is held, as a tensor, as an object of Python and as memory; None where torch does not tell,
     or the gradient takes part in a graph."""
-    tells = hasattr(gradient, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
-    if not tells or gradient.requires_grad or type(gradient) is not Tensor:
+    if (
+        storage_use_count is None
+        or not hasattr(gradient, "_use_count")
+        or gradient.requires_grad
+        or type(gradient) is not Tensor
+    ):
         return None
-    memory = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
-    return gradient._use_count(), sys.getrefcount(gradient), memory  # type: ignore[attr-defined]
+    memory = storage_use_count(gradient.untyped_storage()._cdata)
+    return gradient._use_count(), sys.getrefcount(gradient), memory
 
 
 class _Counting(torch.autograd.Function):

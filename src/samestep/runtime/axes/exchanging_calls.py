@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
+from samestep.building.torch_seams import current_backward_id
 from samestep.errors import LayoutError
 from samestep.models.spec import ModelSpec
 from samestep.program.bodies import is_forward, starts_step
@@ -78,7 +78,7 @@ class _Calls:
 
     def enter(self, path: str | None, before: int, *_: object) -> None:
         """Note the call of a module, and check that those of the modules `before` it have been made."""
-        if torch._C._current_graph_task_id() != -1:
+        if current_backward_id() != -1:
             return  # repeated inside a backward
         self._check(before)
         if path is not None:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from samestep.building.named_tensors import cast_floating
 from samestep.errors import ModelError
 from samestep.examination.traced_model import TracedModel
 from samestep.program.program import Program
+from samestep.trees import tree_flatten, tree_map_only
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from samestep.building.torch_seams import is_transformed, transforms_beside_hooks
@@ -34,6 +33,7 @@ from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.program.program import Program
 from samestep.tracing.checkpointed import ContextFn, Contexts, _Begin, _replaced, _takes_gradient
+from samestep.trees import tree_leaves
 
 """What `checkpoint` calls: since torch 2.14 the first one, by keywords; the second one calls it for others."""
 TAKEN = "the model checkpoints its own blocks, which is taken as recompute=full"

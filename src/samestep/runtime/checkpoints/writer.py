@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from samestep.building.pretrained_form import PretrainedForm
+from samestep.building.torch_seams import default_store
 from samestep.errors import CheckpointError, SamestepError
 from samestep.models.param_spec import ParamSpec
 from samestep.output import durable_files
@@ -345,4 +345,4 @@ _alone = HashStore()
 
 def _store(world_size: int) -> Store:
     """Return the store where the ranks of this run met."""
-    return _alone if world_size == 1 else dist.distributed_c10d._get_default_store()
+    return _alone if world_size == 1 else default_store()

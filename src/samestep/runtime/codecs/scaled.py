@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from samestep.building.torch_seams import dynamo
 from samestep.runtime.codecs.codec import RUN_NUMEL
 
 _SMALLEST_SCALE = -126
@@ -66,7 +67,7 @@ class _Fused:
     def __call__(self, *tensors: Tensor | None) -> None:
         try:
             self._kernel(*tensors)
-        except torch._dynamo.exc.TorchDynamoException:  # before anything is written
+        except dynamo().exc.TorchDynamoException:  # before anything is written
             self._kernel = self._usual
             self._usual(*tensors)
 

@@ -38,7 +38,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.building.loss import as_number
 from samestep.errors import RepeatError, SamestepError, UnprovenError
@@ -71,6 +70,7 @@ from samestep.runtime.step_report import StepReport
 from samestep.schedules import TaskKind
 from samestep.state.snapshot import ModelState, preserved_function, unmoved_generators, weight_versions
 from samestep.tracing.meta_tensors import tensors_in
+from samestep.trees import tree_leaves, tree_map_only
 
 LossOf = Callable[[Indices, tuple[float, int] | None], Tensor | None]
 """Returns the sum and the count of the loss of samples that are read together, and None where there is none: on a stage that does

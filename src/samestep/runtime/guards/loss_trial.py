@@ -34,10 +34,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from samestep.building.loss import IGNORED_LABEL
 from samestep.building.named_tensors import cast_floating
+from samestep.building.torch_seams import disable_current_modes
 from samestep.runtime.axes.precision import RaiseIslands
 from samestep.state.snapshot import preserved_function
 from samestep.tracing import pending_logits
@@ -337,7 +337,7 @@ def _evaluated(loss: Loss, tree: Any, leaves: list[Tensor], raised: bool, graph:
     if graph:
         given = [leaf.clone().requires_grad_() if leaf.is_floating_point() else leaf for leaf in given]
     outputs, batch = with_tensors(tree, given)
-    with _disable_current_modes(), torch.set_grad_enabled(graph), _raised() if raised else _plain():
+    with disable_current_modes(), torch.set_grad_enabled(graph), _raised() if raised else _plain():
         total, count = loss(outputs, batch)
     is_float64 = isinstance(total, Tensor) and total.dtype is torch.float64
     went_back = graph and any(leaf.grad is not None for leaf in given)

@@ -35,7 +35,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from samestep.building.loss import target_of
 from samestep.building.model import call_model
@@ -50,6 +49,7 @@ from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.processes.messages import gather_values
 from samestep.state.fingerprints import digest
+from samestep.trees import tree_leaves
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 

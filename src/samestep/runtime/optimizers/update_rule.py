@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
-from torch.utils._pytree import tree_leaves
 
 from samestep.building.optimizer import CombinedOptimizer, OptimizerSource, class_names, member_over
 from samestep.building.torch_seams import uncompiled
@@ -43,6 +42,7 @@ from samestep.runtime.optimizers.followed_step import (
 )
 from samestep.runtime.optimizers.one_process import alone
 from samestep.state.reachable import StepCode, optimizers_in
+from samestep.trees import tree_leaves
 
 """Builds an optimizer over named tensors: whole weights on one device, pieces of them in a layout."""
 

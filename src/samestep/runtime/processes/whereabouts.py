@@ -32,6 +32,7 @@ from typing import Any
 import torch.distributed as dist
 
 from samestep import errors
+from samestep.building.torch_seams import names_of_groups
 from samestep.program.bodies import Task
 
 
@@ -148,7 +149,7 @@ def calls_made() -> dict[str, int]:
     """Return the number of calls that this rank has begun in each process group of which it is a member."""
     return {
         name: group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-        for group, name in list(dist.distributed_c10d._world.pg_names.items())
+        for group, name in list(names_of_groups().items())
     }
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.errors import LayoutError
 from samestep.program.program import Program
@@ -22,6 +21,7 @@ from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights.fsdp_units import ParamSlots, RunningUnit, keep_still, param_at
 from samestep.runtime.weights.unit_order import UnitOrder
+from samestep.trees import tree_leaves, tree_map_only
 
 
 def make_groups(

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.utils._pytree import tree_leaves
 
+from samestep.building.torch_seams import current_backward_id
 from samestep.errors import LayoutError
 from samestep.models.packing import packed_bytes
 from samestep.models.param_spec import ParamSpec
@@ -35,6 +35,7 @@ from samestep.program.program import Program
 from samestep.program.units import Unit
 from samestep.runtime.axes.forward_only import has_backward
 from samestep.runtime.axes.precision import DTYPES
+from samestep.trees import tree_leaves
 
 ParamSlots = list[tuple[nn.Module, str]]
 """Modules of a unit that hold a weight, each with the weight's name in it."""
@@ -185,7 +186,7 @@ class RunningUnit:
 
     def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Record a call, whose backward is complete once the gradients of its inputs are known."""
-        if torch._C._current_graph_task_id() != -1:
+        if current_backward_id() != -1:
             return  # recomputed inside a backward
         self._compare()
         if not has_backward():
@@ -217,7 +218,7 @@ class RunningUnit:
         return versions
 
     def _leave(self, *_: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:
+        if current_backward_id() == -1:
             self._compare()
 
     def gather_again(self, _: nn.Module, args: Any, outputs: Any) -> Any:

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import is_below
 from samestep.program.buckets import Bucket
 from samestep.program.program import Program
+from samestep.trees import tree_map_only
 
 
 class StandIn(nn.Parameter):

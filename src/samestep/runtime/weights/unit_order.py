@@ -23,16 +23,16 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from samestep.building.torch_seams import current_backward_id
 from samestep.errors import LayoutError
 from samestep.program.bodies import BodyKey, is_forward, starts_step
 from samestep.program.ops import OpKind
 from samestep.program.program import Program
 from samestep.runtime.axes.forward_only import has_backward
 from samestep.runtime.weights.fsdp_units import RunningUnit
+from samestep.trees import tree_leaves
 
 _REDUCING = (OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL)
 
@@ -108,7 +108,7 @@ class UnitOrder:
         Raises:
             LayoutError: the unit was gathered and freed before in this forward.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if current_backward_id() != -1:
             return  # repeated inside a backward, which has gathered it
         place = self._places.get(_Entry(running, True))
         if place is not None and place >= self._next:
@@ -126,7 +126,7 @@ class UnitOrder:
         self, running: RunningUnit, ahead: RunningUnit | None, _: nn.Module, args: Any, outputs: Any
     ) -> None:
         """Let the first gradient of a unit's outputs call `before_backward`, in front of FSDP2's hook, which gathers."""
-        if not has_backward() or torch._C._current_graph_task_id() != -1:
+        if not has_backward() or current_backward_id() != -1:
             return
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, Tensor) and tensor.requires_grad:

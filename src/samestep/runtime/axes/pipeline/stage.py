@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from samestep.building.model import call_model
 from samestep.building.named_tensors import cast_floating
@@ -55,6 +54,7 @@ from samestep.tracing.crossings import (
 )
 from samestep.tracing.flow import CannotPassError, Flow
 from samestep.tracing.trace import samples_traced
+from samestep.trees import tree_leaves, tree_map_only
 
 ShapesOf = Callable[[int], Hashable]
 """Returns, for a micro-batch, the shapes of its samples, which determine the shapes of activations."""

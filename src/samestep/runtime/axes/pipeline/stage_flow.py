@@ -23,12 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
-from torch.utils._pytree import tree_map_only
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samestep.building.named_tensors import copied
-from samestep.building.torch_seams import is_transformed
+from samestep.building.torch_seams import current_function_mode, is_transformed, pop_function_mode_temporarily
 from samestep.errors import ModelError
 from samestep.examination.traced_model import TracedModel
 from samestep.program.program import Program
@@ -56,6 +55,7 @@ from samestep.tracing.meta_tensors import KnownValues, NeedsValuesError
 from samestep.tracing.opened_modules import opened_modules
 from samestep.tracing.trace import containers_of
 from samestep.tracing.watched_forward import watch_forward
+from samestep.trees import tree_map_only
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -155,9 +155,9 @@ class StageForward(TorchFunctionMode):
         """Carry out the next event, or return stand-ins of its results; what runs meanwhile is no event."""
         self._depth += 1
         # Off the stack, where it is on top: torch.compile would trace it.
-        is_active = _get_current_function_mode() is self
+        is_active = current_function_mode() is self
         try:
-            with _pop_mode_temporarily() if is_active else nullcontext():
+            with pop_function_mode_temporarily() if is_active else nullcontext():
                 return self._carried_out(name, func, given, args, kwargs)
         finally:
             self._depth -= 1
@@ -354,8 +354,8 @@ class Flows:
 def _without_modes() -> Iterator[None]:
     """Suspend the function modes of the run, such as that of dropout, which would act on the copy."""
     with ExitStack() as stack:
-        while _get_current_function_mode() is not None:
-            stack.enter_context(_pop_mode_temporarily())
+        while current_function_mode() is not None:
+            stack.enter_context(pop_function_mode_temporarily())
         yield
 
 

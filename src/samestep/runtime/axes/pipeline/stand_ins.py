@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from samestep.building.families import FamilyFacts
 from samestep.examination.traced_model import TracedModel
@@ -28,6 +27,7 @@ from samestep.program.step import StepSpec
 from samestep.runtime.axes.pipeline.stage_flow import StageForward, placeholder
 from samestep.runtime.axes.precision import DTYPES
 from samestep.tracing.flow import Flow, makes_event
+from samestep.trees import tree_map_only
 
 
 @dataclass(frozen=True)
