@@ -24,7 +24,7 @@ import torch
 import samestep
 from samestep.building.loss import cross_entropy
 from samestep.job_tables import TrainTable
-from samestep.output.text_table import aligned
+from samestep.output.text_table import align_columns
 
 LIMIT = 0.01
 """The largest part of a run that its watch may take."""
@@ -83,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> int:
             cost = (watched - plain) / (every * plain)
             worst = max(worst, cost)
             rows.append([layout, str(share), f"{plain * 1e3:.1f}", f"{watched * 1e3:.1f}", f"{cost:.2%}"])
-    print(aligned(rows))
+    print(align_columns(rows))
     return int(worst > LIMIT)
 
 

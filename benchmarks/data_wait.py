@@ -30,7 +30,7 @@ from samestep.building.model import model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import open_dataset
 from samestep.examination.examine import Source
-from samestep.output.text_table import aligned
+from samestep.output.text_table import align_columns
 from samestep.runtime.processes import join
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
@@ -99,7 +99,7 @@ def main(words: Sequence[str] | None = None) -> int:
         row, hidden, _ = _row(name, reports(Decoded(read_s / BATCH), workers, chosen.steps), read_s)
         rows.append(row)
     row, _, waited = _row("the default job", default_job(chosen.steps), 0.0)
-    print(aligned([*rows, row]))
+    print(align_columns([*rows, row]))
     print(
         f"two processes hide {hidden:.0%} of reading (aim {HIDDEN:.0%}); the default job waits {waited:.2%} (aim < {WAITS:.0%})"
     )

@@ -65,7 +65,7 @@ from samestep.examination.examine import Source, prepare, with_new_blueprint, wi
 from samestep.job import Job
 from samestep.job_tables import Task
 from samestep.layout import Layout
-from samestep.output.text_table import aligned
+from samestep.output.text_table import align_columns
 from samestep.proof import sides
 from samestep.proof.sides import Subject
 from samestep.runtime.assembly import store_of
@@ -432,7 +432,7 @@ def summary(rows: Sequence[Row]) -> str:
     """Return how many families came to which outcome in each layout."""
     counts = Counter((row.layout, row.outcome) for row in rows)
     lines = [[layout, *(str(counts[layout, kind]) for kind in OUTCOMES)] for layout in COLUMNS]
-    return aligned([["layout", *OUTCOMES], *lines])
+    return align_columns([["layout", *OUTCOMES], *lines])
 
 
 if __name__ == "__main__":

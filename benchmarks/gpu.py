@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "src"))  # a machine witho
 import gpu_rows
 import torch
 
-from samestep.output.text_table import aligned
+from samestep.output.text_table import align_columns
 from samestep.runtime.processes import join
 from samestep.runtime.processes.join import RankInfo
 
@@ -140,7 +140,9 @@ def run(given: Given) -> int:
         print(f"  {given.part} failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         errors += 1
     if found:
-        print(aligned([gpu_rows.head(given.part), *(gpu_rows.cells(given.part, *row) for row in found)]), flush=True)
+        print(
+            align_columns([gpu_rows.head(given.part), *(gpu_rows.cells(given.part, *row) for row in found)]), flush=True
+        )
     return errors
 
 

@@ -54,7 +54,7 @@ def toy() -> Iterator[None]:
 
 def measured(place: RankInfo, path: Path | None = None) -> Hardware:
     """Measure the device of a lone rank and return its profile, which is written to `path`."""
-    text = profile.as_toml(microbenchmarks.device_of(place), microbenchmarks.measured(place), 1)
+    text = profile.as_toml(microbenchmarks.device_of(place), microbenchmarks.measure_figures(place), 1)
     with tempfile.TemporaryDirectory() as folder:
         written = path or Path(folder) / "this-device.toml"
         written.parent.mkdir(parents=True, exist_ok=True)

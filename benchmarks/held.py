@@ -25,7 +25,7 @@ from samestep.program.step import StepSpec
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.stepper import Stepper
-from samestep.training.out_of_memory import held
+from samestep.training.out_of_memory import held_bytes
 from samestep.training.workload import Workload
 
 STEPS = 3
@@ -106,7 +106,7 @@ def main() -> None:
         ratios = [mine / whole for mine, whole in zip(times[name], times[first], strict=True)]
         step, update = statistics.median(times[name]) * 1e3, statistics.median(updates[name]) * 1e3
         said = "equal" if losses[name] == losses[first] else f"last {losses[name][-1]:.4f} for {losses[first][-1]:.4f}"
-        each = sum(held(run).values()) / params
+        each = sum(held_bytes(run).values()) / params
         print(f"| {name} | {each:.2f} | {step:.1f} | {update:.1f} | {statistics.median(ratios):.3f} | {said} |")
 
 

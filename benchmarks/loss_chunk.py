@@ -25,7 +25,7 @@ from live import Live
 
 import samestep
 from samestep.building.loss import cross_entropy
-from samestep.output.text_table import aligned
+from samestep.output.text_table import align_columns
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.run import Run
 from samestep.simulation.memory import during_step
@@ -158,7 +158,7 @@ def main() -> int:
         print(f"the losses of the first step differ: {first}")
         return 1
     table = rows(every)
-    print(aligned([HEAD, *table]))
+    print(align_columns([HEAD, *table]))
     if given.docs:
         DOCUMENT.write_text(BLOCK.sub(lambda found: found[1] + as_markdown(table) + found[2], DOCUMENT.read_text()))
     return int(any(one.peak > every[0].peak for one in every))

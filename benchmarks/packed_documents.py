@@ -26,7 +26,7 @@ import samestep
 from samestep.building import model as calls
 from samestep.building.loss import cross_entropy
 from samestep.datasets.example import example_of
-from samestep.output.text_table import aligned
+from samestep.output.text_table import align_columns
 from samestep.simulation.memory import during_step
 
 CLASSES, WIDTH, LAYERS, MEAN, BATCH, STEPS = 256, 64, 2, 1024, 2, 3
@@ -110,7 +110,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     rows = [row(length) for length in given.tokens]
-    print(aligned([HEAD, *rows]))
+    print(align_columns([HEAD, *rows]))
     if given.docs:
         lines = [HEAD, ("---:",) * len(HEAD), *rows]
         table = "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -10,7 +10,7 @@ from cells import Row, SkippedError, joined, number, whole
 
 from samestep.hardware import Hardware
 from samestep.models.decoder import Decoder
-from samestep.models.presets import DECODERS, sized
+from samestep.models.presets import DECODERS, gpt_of_size
 
 _ALIASES = (
     (r"llama.?3(\.\d)?.?405b", "llama3-405b"),
@@ -117,7 +117,7 @@ def _base(row: Row, known: str | None) -> Decoder:
     if layers and hidden:
         return replace(DECODERS["gpt3-175b"], layers=layers, hidden=hidden, heads=max(1, hidden // 128))
     if weights:
-        found = sized(weights, whole(row, "seq_len", 2048))
+        found = gpt_of_size(weights, whole(row, "seq_len", 2048))
         stages = whole(row, "pp", 1) * whole(row, "vp", 1)
         return found if found.layers >= stages else _of_depth(found, stages)
     raise SkippedError("no sizes of the model, and its name is no preset's")

@@ -27,7 +27,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.param_spec import Cut
 from samestep.program.program import LedgerRow
-from samestep.runtime.axes.tensor import joined
+from samestep.runtime.axes.tensor import join_parts
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.ledger import Ledger
 from samestep.runtime.processes.join import RankInfo
@@ -268,7 +268,7 @@ def whole(runs_of_ranks: list[Runs], cuts: Cuts | None = None, indices: list[int
         flats = [torch.cat([found[start] for start in sorted(found)]) for _, found in sorted(by_index.items())]
         if cuts and name in cuts:
             cut, shape = cuts[name]
-            found_whole[name] = joined([flat.view(shape) for flat in flats], cut).flatten()
+            found_whole[name] = join_parts([flat.view(shape) for flat in flats], cut).flatten()
             continue
         found_whole[name] = flats[0]
         for other in flats[1:]:

@@ -22,7 +22,7 @@ from samestep.examination.traced_model import TracedModel
 from samestep.independence.tensor_plan import Cuts
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.assembly import traced_for
+from samestep.runtime.assembly import trace_for_layout
 from samestep.training import workload
 
 _KNOWN: dict[Hashable, TracedModel] = {}
@@ -53,7 +53,7 @@ def prepared(
     kept, is_cut = _KNOWN.get(key), for_any or layout.tp > 1
     if kept is None or (is_cut and kept.spec.cut_refusal == UNEXAMINED):
         _KNOWN[key] = kept = prepare(source, job, example, None if is_cut else Cuts(refusal=UNEXAMINED))
-    found = traced_for(replace(source, prepared=kept), layout, job, example)
+    found = trace_for_layout(replace(source, prepared=kept), layout, job, example)
     _KNOWN[key] = found
     _asked.add(key)
     return copied(found)

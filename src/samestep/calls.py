@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from samestep.errors import InputError, JobError, LayoutError, ModelError, shown
+from samestep.errors import InputError, JobError, LayoutError, ModelError, short_repr
 from samestep.job import Job
 from samestep.layout import Layout
 
@@ -40,7 +40,7 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 def _job(name: str, value: Any) -> None:
     if not isinstance(value, Job):
         raise JobError(
-            f"{name} = {shown(value)} is {_kind(value)}, and a samestep.Job is taken: samestep.Job(train={{...}}) makes one of "
+            f"{name} = {short_repr(value)} is {_kind(value)}, and a samestep.Job is taken: samestep.Job(train={{...}}) makes one of "
             "tables, samestep.load(path) reads one from a file"
         )
 
@@ -48,7 +48,7 @@ def _job(name: str, value: Any) -> None:
 def _layout(name: str, value: Any) -> None:
     if not isinstance(value, (str, Layout)):
         raise LayoutError(
-            f'{name} = {shown(value)} is {_kind(value)}: one line of text works, such as {name}="dp=2 tp=2"'
+            f'{name} = {short_repr(value)} is {_kind(value)}: one line of text works, such as {name}="dp=2 tp=2"'
         )
 
 
@@ -56,18 +56,20 @@ def _count(name: str, value: Any) -> None:
     try:
         operator.index(value)
     except TypeError:
-        raise InputError(f"{name} = {shown(value)} is {_kind(value)}: a whole number works, such as {name}=2") from None
+        raise InputError(
+            f"{name} = {short_repr(value)} is {_kind(value)}: a whole number works, such as {name}=2"
+        ) from None
 
 
 def _path(name: str, value: Any) -> None:
     if not isinstance(value, (str, os.PathLike)):
-        raise InputError(f"{name} = {shown(value)} is {_kind(value)}: the path of a file or a folder works")
+        raise InputError(f"{name} = {short_repr(value)} is {_kind(value)}: the path of a file or a folder works")
 
 
 def _model(name: str, value: Any) -> None:
     if not callable(value):
         raise ModelError(
-            f"{name} = {shown(value)} is {_kind(value)}: a function that builds an nn.Module works, or a module"
+            f"{name} = {short_repr(value)} is {_kind(value)}: a function that builds an nn.Module works, or a module"
         )
     if not hasattr(value, "named_parameters") or isinstance(value, type):
         _takes(name, value, (), "nothing: a lambda that calls it with its arguments works", ModelError)
@@ -79,7 +81,7 @@ def _optimizer(name: str, value: Any) -> None:
     works = "lambda params: torch.optim.AdamW(params, lr=1e-3)"
     if not callable(value):
         raise JobError(
-            f"{name} = {shown(value)} is {_kind(value)}: a function of the parameters works, such as {works}"
+            f"{name} = {short_repr(value)} is {_kind(value)}: a function of the parameters works, such as {works}"
         )
     _takes(name, value, ([],), f"one argument, a list of parameters: {works} works", JobError)
 
@@ -87,13 +89,13 @@ def _optimizer(name: str, value: Any) -> None:
 def _measure(name: str, value: Any) -> None:
     works = "a function of (outputs, batch) -> (sum, count)"
     if not callable(value):
-        raise JobError(f"{name} = {shown(value)} is {_kind(value)}: {works} works")
+        raise JobError(f"{name} = {short_repr(value)} is {_kind(value)}: {works} works")
     _takes(name, value, (None, None), f"two arguments: {works} works", JobError)
 
 
 def _main(name: str, value: Any) -> None:
     if not callable(value):
-        raise InputError(f"{name} = {shown(value)} is {_kind(value)}: a function works, which every rank calls")
+        raise InputError(f"{name} = {short_repr(value)} is {_kind(value)}: a function works, which every rank calls")
 
 
 def _takes(name: str, function: Any, args: tuple[Any, ...], what: str, error: type[InputError]) -> None:

@@ -14,7 +14,7 @@ _PACKAGES = ("samestep", "torch", "numpy", "transformers", "tokenizers", "safete
 def as_text() -> str:
     """Return the versions of Python and of the packages that results depend on, and the GPUs, one line each."""
     python = f"python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores"
-    return "\n".join([python, *map(_version, _PACKAGES), *_shadowed(), *_gpus()])
+    return "\n".join([python, *map(_version, _PACKAGES), *_list_shadowed(), *_gpus()])
 
 
 def _gpus() -> list[str]:
@@ -26,7 +26,7 @@ def _gpus() -> list[str]:
     return [f"GPU {index} {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
 
 
-def _shadowed() -> list[str]:
+def _list_shadowed() -> list[str]:
     """Return a line for each package in whose place a file of the same name on the path is imported."""
     lines = []
     for package in _PACKAGES[1:]:

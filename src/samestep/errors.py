@@ -118,7 +118,7 @@ def of_words(name: str, given: Iterable[str]) -> SamestepError:
     return kind(*given) if isinstance(kind, type) and issubclass(kind, SamestepError) else RunError(*given)
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return a value as an error shows it: of a long one the beginning."""
     try:
         text = repr(value)

@@ -52,9 +52,9 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from samestep.errors import InputError, did_you_mean, shown
+from samestep.errors import InputError, did_you_mean, short_repr
 from samestep.output.byte_sizes import gib
-from samestep.output.text_table import aligned
+from samestep.output.text_table import align_columns
 
 Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -260,7 +260,7 @@ def profile_table() -> str:
         rate = max(one.flops_per_s.get(dtype, 0.0) for dtype in ("bfloat16", "float16", "float32"))
         inside, outside = (_rate(link.bytes_per_s / 1e9) for link in (one.intra, one.inter))
         rows.append((name, str(one.devices_per_node), gib(one.memory_bytes), f"{rate / 1e12:,.4g}", inside, outside))
-    return aligned(rows) + "\n"
+    return align_columns(rows) + "\n"
 
 
 def _rate(value: float) -> str:
@@ -289,7 +289,7 @@ def _find(name_or_path: str | Path) -> Traversable:
     try:
         is_file, is_folder = path.is_file(), path.is_dir()
     except OSError as error:
-        raise InputError(f"{shown(name)} is no path of a hardware profile: {error.strerror}") from None
+        raise InputError(f"{short_repr(name)} is no path of a hardware profile: {error.strerror}") from None
     if is_file:
         return path
     if is_folder:

@@ -19,7 +19,7 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from samestep.errors import JobError, LayoutError, did_you_mean, shown
+from samestep.errors import JobError, LayoutError, did_you_mean, short_repr
 from samestep.job_tables import (
     HELD_OUT,
     PRESET,
@@ -64,7 +64,7 @@ class Job(Table):
         """
         if not callable(source):
             raise JobError(
-                f"a job is made of tables by their names, and {shown(source)} has none: Job(train={{...}}) works, and Job(**tables)"
+                f"a job is made of tables by their names, and {short_repr(source)} has none: Job(train={{...}}) works, and Job(**tables)"
             )
         try:
             super().__init__(**tables)
@@ -249,7 +249,7 @@ def load(path: str | Path, settings: Sequence[str] = ()) -> Job:
         JobError: the file cannot be read, or the job has mistakes; each is named with its file, its key and the rule.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise JobError(f"{shown(path)} is no path of a job file; samestep.load('job.toml') works")
+        raise JobError(f"{short_repr(path)} is no path of a job file; samestep.load('job.toml') works")
     if isinstance(settings, str):
         raise JobError(f"settings = {settings!r} is one setting, and a list is read: settings = [{settings!r}] works")
     path = Path(path)
@@ -373,7 +373,7 @@ def _mistakes(error: ValidationError, source: Callable[[str], str]) -> str:
         elif mistake["type"] == "value_error":
             text = re.sub(r"^Value error, ", "", mistake["msg"])
         else:
-            text = f"{mistake['msg'][0].lower()}{mistake['msg'][1:]}, got {shown(mistake['input'])}"
+            text = f"{mistake['msg'][0].lower()}{mistake['msg'][1:]}, got {short_repr(mistake['input'])}"
         lines.append(f"{source(key)}: {key}: {text}" if key else f"{source(key)}: {text}")
     return "\n".join(lines)
 

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from samestep.errors import UnprovenError, did_you_mean, shown
+from samestep.errors import UnprovenError, did_you_mean, short_repr
 from samestep.layout import MOST_RANKS, MOST_SAMPLES
 from samestep.rules import RULES
 
@@ -147,7 +147,7 @@ class ModelTable(Table):
         is_number = isinstance(asked, int) and 1 <= asked < 2**31
         if asked is None or is_number or (isinstance(asked, str) and _TOKENS.fullmatch(asked)):
             return asked
-        raise ValueError(f"input should be a number from 1, 'tokenizer' or 'tokenizer:64', got {shown(asked)}")
+        raise ValueError(f"input should be a number from 1, 'tokenizer' or 'tokenizer:64', got {short_repr(asked)}")
 
     @model_validator(mode="after")
     def _shape_is_no_module(self) -> ModelTable:
@@ -339,7 +339,9 @@ class ScheduleTable(Table):
     def _keys_have_an_effect(self) -> ScheduleTable:
         if self.name not in SCHEDULES and ":" not in self.name:
             hint = did_you_mean(self.name, SCHEDULES)
-            raise ValueError(f"name = {shown(self.name)} is none of {', '.join(SCHEDULES)}{hint}, nor module:function")
+            raise ValueError(
+                f"name = {short_repr(self.name)} is none of {', '.join(SCHEDULES)}{hint}, nor module:function"
+            )
         if self.power != 1.0 and self.name != "polynomial":
             raise ValueError(f'power = {self.power} is that of name = "polynomial", and name is {self.name!r}')
         if bool(self.decay_steps) != (self.name == "wsd"):

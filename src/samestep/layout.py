@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_type_hints
 
-from samestep.errors import LayoutError, did_you_mean, shown
+from samestep.errors import LayoutError, did_you_mean, short_repr
 from samestep.schedules import DEFAULT, SCHEDULES
 
 Recompute = Literal["none", "selective", "full"]
@@ -162,7 +162,7 @@ class Layout:
             LayoutError: a word cannot be read; the text names it and the words that can be.
         """
         if not isinstance(text, str):
-            raise LayoutError(f"{shown(text)} is no line of text; a layout is one, such as 'dp=2 tp=2'")
+            raise LayoutError(f"{short_repr(text)} is no line of text; a layout is one, such as 'dp=2 tp=2'")
         words: dict[str, Any] = {}
         for word in text.split():
             name, equals, value = word.partition("=")

@@ -296,12 +296,12 @@ def _check_stage(
             if owner == stage and needed not in done:
                 raise refused("runs", action, f" before {_label(needed, num_chunks > 1)}, which it needs")
         done.add(action)
-    for earlier, later in _disordered(actions, num_chunks):
+    for earlier, later in _misordered_pairs(actions, num_chunks):
         rule = "a chunk takes its micro-batches in ascending order, and the last ones end with the first chunk"
         raise refused("runs", earlier, f" before {_label(later, num_chunks > 1)}: {rule}")
 
 
-def _disordered(actions: Sequence[Action], num_chunks: int) -> Iterator[tuple[Action, Action]]:
+def _misordered_pairs(actions: Sequence[Action], num_chunks: int) -> Iterator[tuple[Action, Action]]:
     """Yield pairs of actions of which the first should follow the second.
 
     Gradients are accumulated in one order in every layout, and the gradients of a stage's last chunk are reduced first.

@@ -55,15 +55,15 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     pid = os.fork()
     if pid == 0:
-        with run_folder.claimed(tmp_path / "run", is_new=True):
+        with run_folder.claim_folder(tmp_path / "run", is_new=True):
             ready.touch()
             signal.pause()
     small.wait_for(ready.exists)
     with pytest.raises(JobError, match=f"is in use by process {pid} on .*: another --out starts another run"):
-        run_folder.claimed(tmp_path / "run", is_new=True).__enter__()
+        run_folder.claim_folder(tmp_path / "run", is_new=True).__enter__()
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    with run_folder.claimed(tmp_path / "run", is_new=True):
+    with run_folder.claim_folder(tmp_path / "run", is_new=True):
         assert (tmp_path / "run" / ".lock").exists()
     assert (tmp_path / "run").exists(), "it was there before"
     assert [*(tmp_path / "run").iterdir()] == []
@@ -271,7 +271,7 @@ def test_where_no_layout_of_fewer_ranks_is_allowed_the_run_says_what_would_be(
 
 
 def test_only_a_run_that_has_died_leaves_its_lock_behind(tmp_path: Path) -> None:
-    with run_folder.claimed(tmp_path, is_new=False):
+    with run_folder.claim_folder(tmp_path, is_new=False):
         lock = run_folder.lock_of(tmp_path)
         assert run_folder.is_held(tmp_path)
         assert not run_folder.is_left_behind(tmp_path, lock, 0.0)  # it lives

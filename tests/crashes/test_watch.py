@@ -85,14 +85,14 @@ def with_other_things(rank: int, world: int, layout: str) -> str:
     """Take the first step, watched; two ranks send gradients in two dtypes of the same size."""
     job = job_of("float32", 1, train={"watch_every": 1}, numerics={"on_nonfinite": "skip"})
     run = make_run(rank, world, "plain", layout, job)
-    send = replicated._sent
+    send = replicated._start_collective
 
     def in_another_dtype(kind, flat, group):
         return send(kind, flat.to((torch.bfloat16, torch.float16)[rank]), group)
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(replicated, "_sent", in_another_dtype)
+            patch.setattr(replicated, "_start_collective", in_another_dtype)
             run.step(next(iter(batches(Tokens(), job))))
     except DriftError as error:
         return str(error)

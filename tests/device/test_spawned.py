@@ -76,7 +76,7 @@ def test_a_proof_reaches_a_spawned_worker(tmp_path: Path, monkeypatch: pytest.Mo
     config = {key.rpartition(".")[2]: value for key, value in small.SMALL.items() if key.startswith("model.")}
     job = Job(model={"config": config}, data={"sequence_length": 16}, train={"global_batch": 8})
     layout = Layout.parse("dp=2")
-    source, data, example = verify._given(job, layout, None, None, None, None)
+    source, data, example = verify._prepare_inputs(job, layout, None, None, None, None)
     subject = Subject(source, data, example, job, layout, tmp_path)
     sent, traced_again = pickle.dumps(subject), []
     monkeypatch.setattr(examine, "prepare", lambda *given: traced_again.append(given) or source.prepared)

@@ -27,7 +27,7 @@ STEP_BEFORE = ("synchronize", "runtime/stepper.py:Stepper._closed")
 WRITTEN = ("to host pinned asynchronous", "runtime/weights/pieces.py:LiveWeights.begin_step")
 WRITTEN_THERE = ("synchronize", "runtime/weights/pieces.py:LiveWeights.was_written_early")
 SAMPLES = ("to device pinned asynchronous", "runtime/host_copies.py:to_device")
-GRADIENTS = ("to host pinned asynchronous", "runtime/host_copies.py:sent_beside")
+GRADIENTS = ("to host pinned asynchronous", "runtime/host_copies.py:send_to_values")
 WEIGHTS = ("to device pinned asynchronous", "runtime/host_copies.py:_send")
 ROWS_OF_EXPERTS = ("to host", "runtime/axes/expert.py:_dispatch_and_combine")
 

@@ -44,7 +44,7 @@ def test_every_legal_split_is_listed_once(kind: str, devices: int) -> None:
         for ep, zero in itertools.product(numbers, (0, 1, 2, 3))
         if (shard == 1 if zero == 0 else shard * cp > 1)
     ]
-    listed = list(candidates.listed(devices, model))
+    listed = list(candidates.list_layouts(devices, model))
     assert len(listed) == len(set(listed))
     assert all(layout.world_size == devices for layout in listed)
     assert legal(model, job_of(), listed) == legal(model, job_of(), written)
@@ -53,7 +53,7 @@ def test_every_legal_split_is_listed_once(kind: str, devices: int) -> None:
 @pytest.mark.parametrize("what", sorted(MODELS))
 def test_each_switch_by_itself_is_one_of_their_combinations(what: str) -> None:
     model = MODELS[what]
-    assert set(candidates.listed(4, model, switches=True)) <= set(candidates.layouts_of(4, model, job_of()))
+    assert set(candidates.list_layouts(4, model, switches=True)) <= set(candidates.layouts_of(4, model, job_of()))
 
 
 @LAW

@@ -19,7 +19,7 @@ from samestep.program.program import Program
 from samestep.simulation.layer_memory import saved_bytes
 from samestep.simulation.memory import at_rest
 from samestep.strategies import program_of
-from samestep.strategies.context import sent_heads
+from samestep.strategies.context import num_sent_heads
 from tests.laws.models import LAW
 
 HEADS, LENGTH, WIDTH = 8, 64, 16
@@ -56,7 +56,7 @@ def test_every_attention_exchanges_four_tensors_each_way(cp: int, rest: str, kv_
     for op in sent:
         assert op.axis == "cp"
         whole = HEADS // tp
-        heads = whole if op.owner.endswith(("query", "output")) else sent_heads(kv_heads // tp, whole, cp)
+        heads = whole if op.owner.endswith(("query", "output")) else num_sent_heads(kv_heads // tp, whole, cp)
         assert op.size_bytes == tokens * heads * WIDTH * BYTES_OF["bfloat16"]
         assert heads % cp == 0
 
@@ -88,7 +88,7 @@ def test_gradients_are_summed_over_slices_as_over_samples(zero: int) -> None:
 def test_heads_are_repeated_until_every_rank_has_those_of_its_queries(heads: int, degree: int) -> None:
     """Queries are dealt in runs: head i of 12 reads key head i * heads // 12."""
     queries = 12
-    sent = sent_heads(heads, queries, degree)
+    sent = num_sent_heads(heads, queries, degree)
     assert sent % degree == sent % heads == queries % sent == 0
     repeated = [head for head in range(heads) for _ in range(sent // heads)]
     for rank in range(degree):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.datasets.batch import shares
-from samestep.datasets.order import permuted, sample_indices
+from samestep.datasets.order import permute_positions, sample_indices
 
 lengths = st.integers(1, 400)
 keys = st.integers(-(2**70), 2**70)
@@ -17,16 +17,16 @@ seeds = st.integers(0, 2**70)
 
 @given(lengths, keys)
 def test_it_is_a_bijection(length, key):
-    assert sorted(permuted(np.arange(length), length, key)) == list(range(length))
+    assert sorted(permute_positions(np.arange(length), length, key)) == list(range(length))
 
 
 @given(st.integers(1, 2**60), keys, st.lists(st.integers(0, 2**60), min_size=1, max_size=20))
 def test_each_position_is_mapped_for_itself(length, key, numbers):
     positions = np.array(numbers) % length
-    mapped = permuted(positions, length, key)
+    mapped = permute_positions(positions, length, key)
     assert ((mapped >= 0) & (mapped < length)).all()
     assert len(np.unique(mapped)) == len(np.unique(positions))
-    alone = [permuted(positions[i : i + 1], length, key)[0] for i in range(len(positions))]
+    alone = [permute_positions(positions[i : i + 1], length, key)[0] for i in range(len(positions))]
     assert mapped.tolist() == alone
 
 
@@ -68,14 +68,14 @@ def test_epochs_and_seeds_differ():
 
 def test_small_permutations_are_all_reached_about_equally_often():
     keys = np.arange(24_000, dtype=np.uint64)
-    columns = [permuted(np.full(len(keys), position), 4, keys).tolist() for position in range(4)]
+    columns = [permute_positions(np.full(len(keys), position), 4, keys).tolist() for position in range(4)]
     counts = np.array(list(Counter(zip(*columns, strict=True)).values()))
     assert len(counts) == 24
     assert ((counts - 1000) ** 2 / 1000).sum() < 23 + 4 * np.sqrt(2 * 23)  # chi squared of 23 degrees of freedom
 
 
 def test_the_mean_place_of_a_sample_is_the_middle():
-    places = permuted(np.zeros(4000, dtype=np.int64), 1000, np.arange(4000, dtype=np.uint64))
+    places = permute_positions(np.zeros(4000, dtype=np.int64), 1000, np.arange(4000, dtype=np.uint64))
     assert abs(places.mean() - 499.5) < 4 * 1000 / np.sqrt(12 * 4000)
 
 

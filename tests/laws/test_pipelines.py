@@ -22,7 +22,7 @@ from samestep.simulation import clock, memory
 from samestep.simulation.prediction import predict
 from samestep.simulation.timeline import COMPUTE
 from samestep.strategies import program_of
-from samestep.strategies.pipeline import balanced, chunks_of
+from samestep.strategies.pipeline import balance_chunks, chunks_of
 from tests.laws.models import LAW, blocks, case, machine
 
 FLOPS = 10**9
@@ -155,7 +155,7 @@ def test_stages_of_equal_blocks_have_equal_numbers_but_the_one_with_the_head(
 ) -> None:
     stages = min(stages, count)
     costs, is_block = (100,) * count + (head,), (True,) * count + (False,)
-    *others, last = [len(run) for run in balanced(costs, is_block, stages)]
+    *others, last = [len(run) for run in balance_chunks(costs, is_block, stages)]
     assert all(later - sooner in (0, 1) for sooner, later in itertools.pairwise(others))
     assert not others or others[-1] - others[0] <= 1
     assert last - 1 <= min(others, default=count) + 1
@@ -163,9 +163,9 @@ def test_stages_of_equal_blocks_have_equal_numbers_but_the_one_with_the_head(
 
 def test_of_equal_stages_those_are_chosen_between_which_little_is_sent() -> None:
     costs, begins = (1, *(10,) * 8, 1), (False, *(True,) * 8, False)
-    assert [run.start for run in balanced(costs, begins, 3)] == [0, 3, 6]
-    assert [run.start for run in balanced(costs, begins, 3, (0, 9, 9, 9, 2, 9, 2, 9, 9, 0))] == [0, 4, 6]
-    assert [run.start for run in balanced(costs, begins, 3, (0, 9, 9, 2, 9, 9, 2, 9, 9, 0))] == [0, 3, 6]
+    assert [run.start for run in balance_chunks(costs, begins, 3)] == [0, 3, 6]
+    assert [run.start for run in balance_chunks(costs, begins, 3, (0, 9, 9, 9, 2, 9, 2, 9, 9, 0))] == [0, 4, 6]
+    assert [run.start for run in balance_chunks(costs, begins, 3, (0, 9, 9, 2, 9, 9, 2, 9, 9, 0))] == [0, 3, 6]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def quantized(folder: Path, job: Job) -> nn.Module:
     model = plain_model(folder, job)
     for path, module in model.named_modules():
         if type(module) is nn.Linear and "lm_head" not in path and "lora_" not in path:
-            module.weight = nn.Parameter(nf4.rounded(module.weight.detach()), requires_grad=False)
+            module.weight = nn.Parameter(nf4.round_weight(module.weight.detach()), requires_grad=False)
     return model
 
 
@@ -83,10 +83,10 @@ def digest(values: Tensor) -> str:
 @pytest.mark.parametrize("shape", [(64, 64), (7, 128), (96, 320)])
 def test_codes_and_scales_are_those_of_torchao(shape: tuple[int, int]) -> None:
     """`nf4.json` holds digests of what torchao 0.18 makes of `numbered`: to_nf4(weight, 64, gcd(256, numel / 64))."""
-    packed = nf4.packed(nf4.rounded(numbered(shape)))
+    packed = nf4.pack_values(nf4.round_weight(numbered(shape)))
     assert packed.numel() == packed_bytes(math.prod(shape))
-    assert torch.equal(nf4.unpacked(packed), nf4.rounded(numbered(shape)))
-    found = {"values": digest(nf4.unpacked(packed)), "codes": digest(packed[:, : shape[1] // 2])}
+    assert torch.equal(nf4.unpack_values(packed), nf4.round_weight(numbered(shape)))
+    found = {"values": digest(nf4.unpack_values(packed)), "codes": digest(packed[:, : shape[1] // 2])}
     assert found == json.loads(Path(__file__).with_name("nf4.json").read_text())["x".join(map(str, shape))]
 
 
@@ -94,9 +94,9 @@ def test_zeros_and_tiny_blocks_are_held_as_they_are_rounded() -> None:
     torch.manual_seed(3)
     weight = torch.randn(64, 128)
     weight[3], weight[5] = 0.0, 1e-6 * weight[5]
-    values = nf4.rounded(weight)
+    values = nf4.round_weight(weight)
     assert not values[3].any()
-    assert torch.equal(nf4.unpacked(nf4.packed(values)), values)
+    assert torch.equal(nf4.unpack_values(nf4.pack_values(values)), values)
     assert (values[5] * weight[5] >= 0).all()
 
 
@@ -178,7 +178,7 @@ def test_adapters_are_resumed_exported_and_merged_into_rounded_weights(folder: P
     with torch.no_grad():
         for path, module in base.named_modules():
             if type(module) is nn.Linear and path != "lm_head":
-                module.weight.copy_(nf4.rounded(module.weight))
+                module.weight.copy_(nf4.round_weight(module.weight))
     ours = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
     samestep.export(tmp_path / "run", tmp_path / "whole", merge=True)
     for found in (ours, loaded(tmp_path / "whole")):
@@ -215,7 +215,9 @@ def test_weights_of_another_run_are_rounded(folder: Path, tmp_path: Path) -> Non
     samestep.export(tmp_path, tmp_path / "trained")
     FirstWeights.of(tmp_path, run.job).load(run)
     path = piece.name.removesuffix(".weight").removesuffix(".base_layer")
-    assert torch.equal(piece.master(), nf4.rounded(loaded(tmp_path / "trained").get_submodule(path).weight.detach()))
+    assert torch.equal(
+        piece.master(), nf4.round_weight(loaded(tmp_path / "trained").get_submodule(path).weight.detach())
+    )
     assert not torch.equal(piece.master(), before)
 
 

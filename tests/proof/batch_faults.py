@@ -332,7 +332,7 @@ def a_running_statistic_is_that_of_the_rank(patch: Patch) -> None:
 @fault(Cause.CLIP_NORM, "dp=2 zero=1", optimizer={"clip_norm": 0.05})
 def the_norm_is_that_of_the_shard(patch: Patch) -> None:
     def agree(original: Any, self: Stepper, totals: Tensor, *rest: bool) -> Tensor:
-        mine = float(self.settled.weights.store.norm_squared())
+        mine = float(self.whole_assembly.weights.store.norm_squared())
         return changed(original(self, totals, *rest), norm_squared=mine)
 
     around(patch, Stepper, "_agree", agree)
@@ -349,7 +349,7 @@ def the_norm_counts_whole_weights_once_a_tp_rank(patch: Patch) -> None:
 @fault(Cause.CLIP_NORM, "dp=1 pp=2 microbatch=4", "deep_llama", optimizer={"clip_norm": 0.05})
 def the_norm_lacks_the_other_stages(patch: Patch) -> None:
     def agree(original: Any, self: Stepper, totals: Tensor, *rest: bool) -> Tensor:
-        mine = float(self.settled.weights.store.norm_squared())
+        mine = float(self.whole_assembly.weights.store.norm_squared())
         return changed(original(self, totals, *rest), norm_squared=mine)
 
     around(patch, Stepper, "_agree", agree)

@@ -227,7 +227,7 @@ def a_rank_skips_by_itself(patch: Patch) -> None:
 def a_stage_skips_by_itself(patch: Patch) -> None:
     def agree(original: Any, self: Stepper, totals: Tensor, *rest: bool) -> Tensor:
         found = original(self, totals, *rest)
-        overflows = self.settled.parallel.stage.is_last(0) and self.steps_taken == 1
+        overflows = self.whole_assembly.parallel.stage.is_last(0) and self.steps_taken == 1
         return changed(found, norm_squared=float("inf")) if overflows else found
 
     around(patch, Stepper, "_agree", agree)

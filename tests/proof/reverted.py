@@ -229,7 +229,7 @@ def weights_written_in_a_forward_are_waived(patch: Patch) -> None:
 
 @reverted("A5", "heads counted by another name", "dp=1 tp=2", Cause.FORWARD)
 def heads_are_not_counted_on_a_rank(patch: Patch) -> None:
-    patch.setattr(examine, "_tried", lambda proof, *rest: (proof, dict.fromkeys(range(1, 9), ())))
+    patch.setattr(examine, "_try_degree", lambda proof, *rest: (proof, dict.fromkeys(range(1, 9), ())))
 
 
 @reverted("A6", "norm of hidden neurons", "dp=1 tp=2", Cause.FORWARD)
@@ -237,7 +237,7 @@ def a_norm_of_cut_neurons_is_taken_for_whole(patch: Patch) -> None:
     def mapped(original: Any, flow: Any, op: Any, *args: Any) -> Any:
         return None if op.name == "linalg_vector_norm" else original(flow, op, *args)
 
-    around(patch, unit_rules, "_mapped", mapped)
+    around(patch, unit_rules, "_map_units", mapped)
     patch.setattr(cut_proof, "partial_gradients", lambda *args: PartialGradients())
 
 
@@ -304,7 +304,7 @@ def options_of_groups_are_not_restored(patch: Patch) -> None:
 
 @resumed("A16", "teacher that follows", "dp=1")
 def frozen_weights_are_not_saved(patch: Patch) -> None:
-    patch.setattr(other_state, "changed_frozen", lambda run: [])
+    patch.setattr(other_state, "changed_frozen_weights", lambda run: [])
 
 
 @resumed("A17", "buffers of later stages", "dp=1 pp=2 microbatch=8")
@@ -450,7 +450,7 @@ def subject(name: str, folder: Path) -> sides.Subject:
     job = verify._proving(
         case.job.model_copy(update={"run": Job(run={"device": "cpu", "allow": row.allow}).run}), row.steps
     )
-    source, samples, example = verify._given(job, where, case.build, case.loss, case.optimizer, case.data())
+    source, samples, example = verify._prepare_inputs(job, where, case.build, case.loss, case.optimizer, case.data())
     return sides.Subject(source, samples, example, job, where, folder)
 
 

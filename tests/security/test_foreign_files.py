@@ -59,7 +59,7 @@ def test_locks_and_drafts_do_not_follow_links(name: str, tmp_path: Path) -> None
     folder.mkdir()
     (folder / name).symlink_to(victim)
     if name == ".lock":
-        with pytest.raises(JobError, match="symbolic link"), run_folder.claimed(folder, is_new=True):
+        with pytest.raises(JobError, match="symbolic link"), run_folder.claim_folder(folder, is_new=True):
             pass
     else:
         write_whole(folder / name.removeprefix(".").removesuffix(".draft"), "new")
@@ -74,14 +74,14 @@ def test_a_folder_of_another_user_is_said(tmp_path: Path) -> None:
     folder.mkdir()
     os.chown(folder, ANOTHER, ANOTHER)
     said = pytest.warns(UserWarning, match="belongs to user 65534, who can change what this run writes")
-    with said, run_folder.claimed(folder, is_new=True):
+    with said, run_folder.claim_folder(folder, is_new=True):
         pass
 
 
 def test_a_lock_is_open_to_its_owner_alone(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
-        with run_folder.claimed(tmp_path / "run", is_new=True):
+        with run_folder.claim_folder(tmp_path / "run", is_new=True):
             assert stat.S_IMODE((tmp_path / "run" / ".lock").stat().st_mode) == 0o600
     finally:
         os.umask(old)

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from samestep.errors import InputError, JobError, RunError, WorkerError, of_words
-from samestep.runtime.processes.channel import Channel, GreetingError, TokenError, _hmac, greet, shortened, welcome
-from samestep.runtime.processes.distant_workers import DistantWorkers, Follower, _written
+from samestep.runtime.processes.channel import Channel, GreetingError, TokenError, _hmac, greet, shorten, welcome
+from samestep.runtime.processes.distant_workers import DistantWorkers, Follower, _to_json_value
 from samestep.runtime.processes.meeting import Meeting, Rendezvous, meet
 from samestep.runtime.processes.worker import Failure, failure_of
 
@@ -358,7 +358,7 @@ def test_a_long_error_is_cut_and_its_host_is_not_lost(letter: str, size: int) ->
         fail(30)
     except ValueError as error:
         failure: Failure = failure_of(1, error)
-    left.send({"rank": 1, "word": "failed", "value": _written("failed", failure), "start": 0})
+    left.send({"rank": 1, "word": "failed", "value": _to_json_value("failed", failure), "start": 0})
     heard = right.next(30.0)
     assert heard is not None
     assert not right.lost
@@ -370,8 +370,8 @@ def test_a_long_error_is_cut_and_its_host_is_not_lost(letter: str, size: int) ->
 
 
 def test_a_text_is_shortened_to_its_limit() -> None:
-    assert shortened("abc", 3) == "abc"
-    assert len(shortened("x" * 1000, 100)) == 100
+    assert shorten("abc", 3) == "abc"
+    assert len(shorten("x" * 1000, 100)) == 100
 
 
 @pytest.mark.parametrize(

@@ -394,7 +394,7 @@ def test_a_bad_cache_costs_time_and_nothing_else(
 
     def trace(job: samestep.Job) -> str:
         traced.append(job)
-        return to_json(workload.traced_model(job).spec)
+        return to_json(workload.trace_job(job).spec)
 
     monkeypatch.setattr(catalog, "_trace_elsewhere", trace)
     if state == "unreadable":
@@ -449,7 +449,7 @@ def test_a_talkative_model_is_traced(capsys: pytest.CaptureFixture[str]) -> None
 def test_mistakes_of_simulate(
     words: Words, says: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(catalog, "model_spec", lambda job: workload.traced_model(job).spec)
+    monkeypatch.setattr(catalog, "model_spec", lambda job: workload.trace_job(job).spec)
     assert small.main("simulate", *small.settings(), *words) == 2
     complaint = capfd.readouterr().err
     assert says in complaint
@@ -470,7 +470,7 @@ def test_what_cannot_be_written_is_said_before_any_work(
 def test_layouts_writes_its_table_or_says_why_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(catalog, "model_spec", lambda job: workload.traced_model(job).spec)
+    monkeypatch.setattr(catalog, "model_spec", lambda job: workload.trace_job(job).spec)
     words = ("layouts", *small.settings(), "--devices", "2", "--json")
     assert small.main(*words, tmp_path / "table.json") == 0
     assert {row["legal"] for row in json.loads((tmp_path / "table.json").read_text())} == {True}
@@ -489,7 +489,7 @@ def test_layouts_writes_its_table_or_says_why_not(
 def test_layouts_answers_for_one(
     layout: str, says: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(catalog, "model_spec", lambda job: workload.traced_model(job).spec)
+    monkeypatch.setattr(catalog, "model_spec", lambda job: workload.trace_job(job).spec)
     assert small.main("layouts", *small.settings(), "--devices", "2", "--why-not", layout) == 0
     said = capfd.readouterr().out
     assert said.startswith(says)

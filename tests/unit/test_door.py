@@ -353,7 +353,7 @@ def test_a_proof_holds_for_the_same_job_at_any_length_and_place(home: Path) -> N
     job = Job(data={"source": "text:/here/book.txt"})
     record.keep(record.record_of(job, _verdict()))
     layout, nowhere = Layout.parse("dp=2"), home / "run"
-    found = record.found(job, layout, nowhere)
+    found = record.find_record(job, layout, nowhere)
     assert found is not None
     assert "3 steps in float64 equal those of one device" in found.to_line()
     same: list[dict[str, Any]] = [
@@ -371,9 +371,9 @@ def test_a_proof_holds_for_the_same_job_at_any_length_and_place(home: Path) -> N
         {"optimizer": {"lr": 0.5}},
     ]
     base: dict[str, Any] = {"data": {"source": "text:/here/book.txt"}}
-    assert all(record.found(Job(**{**base, **tables}), layout, nowhere) for tables in same)
-    assert not any(record.found(Job(**{**base, **tables}), layout, nowhere) for tables in other)
-    assert record.found(job, Layout.parse("dp=4"), nowhere) is None
+    assert all(record.find_record(Job(**{**base, **tables}), layout, nowhere) for tables in same)
+    assert not any(record.find_record(Job(**{**base, **tables}), layout, nowhere) for tables in other)
+    assert record.find_record(job, Layout.parse("dp=4"), nowhere) is None
 
 
 def test_a_proof_ends_with_a_change_of_the_users_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,9 +383,9 @@ def test_a_proof_ends_with_a_change_of_the_users_file(home: Path, monkeypatch: p
     __import__("newcomers_model")
     job, layout = Job(model={"source": "newcomers_model:build"}), Layout.parse("dp=2")
     record.keep(record.record_of(job, _verdict()))
-    assert record.found(job, layout, home)
+    assert record.find_record(job, layout, home)
     (home / "newcomers_layers.py").write_text("WIDTH = 4\n")
-    assert record.found(job, layout, home) is None
+    assert record.find_record(job, layout, home) is None
 
 
 def test_a_damaged_record_proves_nothing(home: Path) -> None:
@@ -393,9 +393,9 @@ def test_a_damaged_record_proves_nothing(home: Path) -> None:
     made = record.record_of(job, _verdict())
     record.keep(made, home)
     (home / "home" / ".cache" / "samestep" / "proofs" / f"{made.key}.json").write_text("{")
-    assert record.found(job, layout, home) == made
+    assert record.find_record(job, layout, home) == made
     (home / record.FILE).write_text('{"key": 3}')
-    assert record.found(job, layout, home) is None
+    assert record.find_record(job, layout, home) is None
 
 
 def test_a_waived_refusal_is_noted_once_and_another_raised() -> None:

@@ -18,7 +18,7 @@ from samestep.errors import LayoutError, ModelError
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.randomness import dropped_attention
-from samestep.randomness.masks import MaskSlice, drop_mask, has_dropout, hash_positions, hashed, mix, positions
+from samestep.randomness.masks import MaskSlice, drop_mask, has_dropout, hash_bits, hash_positions, mix, positions
 from samestep.randomness.mode import Draw, DropoutMode, named_modules, recompute_contexts, track_modules
 from samestep.randomness.replacements import HANDLERS
 from tests.models import Call
@@ -165,7 +165,7 @@ def test_masks_look_random(p: float) -> None:
     samples, rows, columns = 8, 200, 300
     keys = mix(torch.arange(samples)) ^ 77
     z = (
-        drop_mask(hashed(keys, *hash_positions(torch.arange(rows), torch.arange(columns))), p).double() - p
+        drop_mask(hash_bits(keys, *hash_positions(torch.arange(rows), torch.arange(columns))), p).double() - p
     ) / math.sqrt(p * (1 - p))
     assert z.mean().abs() * math.sqrt(z.numel()) < 5
     for dim in range(3):
@@ -187,14 +187,14 @@ def test_a_draw_outside_the_model_is_not_the_models_first() -> None:
 
 def test_a_cut_asks_for_its_rows_and_columns_only() -> None:
     keys = mix(torch.arange(3))
-    whole = drop_mask(hashed(keys, *hash_positions(torch.arange(40), torch.arange(64))), 0.3)
+    whole = drop_mask(hash_bits(keys, *hash_positions(torch.arange(40), torch.arange(64))), 0.3)
     rows, columns = torch.arange(7, 31, 3), torch.arange(32, 64)
-    assert torch.equal(drop_mask(hashed(keys, *hash_positions(rows, columns)), 0.3), whole[:, rows][:, :, columns])
+    assert torch.equal(drop_mask(hash_bits(keys, *hash_positions(rows, columns)), 0.3), whole[:, rows][:, :, columns])
 
 
 def test_the_hash_is_pinned() -> None:
     # A changed hash changes every run that goes on from a checkpoint.
-    mask = drop_mask(hashed(mix(torch.arange(2)), *hash_positions(torch.arange(2), torch.arange(16))), 0.5)
+    mask = drop_mask(hash_bits(mix(torch.arange(2)), *hash_positions(torch.arange(2), torch.arange(16))), 0.5)
     assert ["".join(str(int(x)) for x in row) for row in mask.view(4, 16)] == PINNED
 
 
@@ -631,13 +631,13 @@ COLUMNS = Cut(style="column", dim=0, groups=6)
 @pytest.mark.parametrize("degree", [2, 3])
 def test_a_part_of_a_mask_is_the_part_of_the_whole(shape: tuple[int, ...], dim: int | None, degree: int) -> None:
     model, keys, device = cut_model(shape, COLUMNS), mix(torch.arange(3)) ^ 5, torch.device("cpu")
-    whole = drop_mask(hashed(keys, *hash_positions(*positions(shape, (), device))), 0.4).view(3, *shape)
+    whole = drop_mask(hash_bits(keys, *hash_positions(*positions(shape, (), device))), 0.4).view(3, *shape)
     for index in range(degree):
         part = MaskSlice(model, degree, index)
         mine = tuple(size // degree if at == dim else size for at, size in enumerate(shape))
         cuts = () if dim is None else ((dim, degree, index),)
         assert part.cuts(("a.drop", 0, 0), mine) == cuts
-        drawn = drop_mask(hashed(keys, *hash_positions(*positions(shape, cuts, device))), 0.4).view(3, *mine)
+        drawn = drop_mask(hash_bits(keys, *hash_positions(*positions(shape, cuts, device))), 0.4).view(3, *mine)
         expected = whole if dim is None else whole.chunk(degree, dim + 1)[index]
         assert torch.equal(drawn, expected)
 

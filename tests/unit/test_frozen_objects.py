@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.training.frozen_objects import frozen_behind_first
+from samestep.training.frozen_objects import freeze_after_first
 
 
 class Loop:
@@ -39,7 +39,7 @@ def in_new_interpreter(case: Callable[..., None], *words: str) -> None:
 def freezes_once() -> None:
     counts, held = [], Loop()
     freed = weakref.ref(held)
-    for step in frozen_behind_first(range(3)):
+    for step in freeze_after_first(range(3)):
         counts.append(gc.get_freeze_count())
         if step == 1:
             del held
@@ -54,7 +54,7 @@ def freezes_once() -> None:
 
 def ends_with_nothing_frozen(ends: str) -> None:
     try:
-        for step in frozen_behind_first(range(1 if ends == "one step" else 9)):
+        for step in freeze_after_first(range(1 if ends == "one step" else 9)):
             if step == 2 and ends == "break":
                 break
             if step == 2:
@@ -68,7 +68,7 @@ def ends_with_nothing_frozen(ends: str) -> None:
 def leaves_what_is_frozen() -> None:
     gc.freeze()
     count = gc.get_freeze_count()
-    assert len([*frozen_behind_first(range(3))]) == 3
+    assert len([*freeze_after_first(range(3))]) == 3
     assert gc.get_freeze_count() >= count - 100 > 0  # what has no more references is freed at once
 
 

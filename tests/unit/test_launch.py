@@ -312,7 +312,7 @@ def test_a_second_signal_kills(number: signal.Signals, end: type[BaseException],
 
 
 def test_alone_is_a_run_of_one_rank_without_network() -> None:
-    assert not joining.launched_from_outside()
+    assert not joining.is_launched_from_outside()
     handler = signal.getsignal(signal.SIGINT)
     place = join("cpu", timeout_s=60)
     try:
@@ -351,7 +351,7 @@ def _join_by_environment(rank: int, world: int, variables: list[dict[str, str]])
     """Join as a launcher's process would, in a rank that the pool had joined already."""
     dist.destroy_process_group()
     os.environ.update(variables[rank])
-    outside = joining.launched_from_outside()
+    outside = joining.is_launched_from_outside()
     place = join("cpu", timeout_s=30)
     total = torch.ones(1)
     dist.all_reduce(total)
@@ -389,13 +389,13 @@ def test_a_batch_script_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert not joining.launched_from_outside()
+    assert not joining.is_launched_from_outside()
 
 
 def test_default_ranks_and_the_warning_of_too_many() -> None:
     assert workers.default_ranks("cpu") == 2
-    assert workers.oversubscribed(1) is None
-    assert "10000 ranks of 3 threads share" in (workers.oversubscribed(10000, 3) or "")
+    assert workers.oversubscription_warning(1) is None
+    assert "10000 ranks of 3 threads share" in (workers.oversubscription_warning(10000, 3) or "")
 
 
 # ---------------------------------------------------------------- the tests' own pool

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from samestep.building.loss import cross_entropy, mse
 from samestep.runtime.guards import loss_trial
-from samestep.runtime.guards.loss_trial import LossTrial, joined, tensors_in, tried, with_tensors
+from samestep.runtime.guards.loss_trial import LossTrial, join_samples, tensors_in, try_loss_on_halves, with_tensors
 
 B, T, V = 6, 4, 5
 _draw = torch.Generator().manual_seed(0)
@@ -204,7 +204,7 @@ COUPLED = {
 @pytest.mark.parametrize("case", LEGAL)
 def test_a_sum_over_samples_passes(case: str) -> None:
     loss, outputs, batch = LEGAL[case]
-    found = tried(loss, outputs, batch, B)
+    found = try_loss_on_halves(loss, outputs, batch, B)
     assert found == LossTrial()
 
 
@@ -216,7 +216,7 @@ def test_a_sum_over_samples_passes_with_one_sample(case: str) -> None:
         outputs, batch = outputs, {"x": ROWS[:1]}
     else:
         outputs, batch = with_tensors((outputs, batch), [leaf[:1] for leaf in tensors_in((outputs, batch))])
-    found = tried(loss, outputs, batch, 1)
+    found = try_loss_on_halves(loss, outputs, batch, 1)
     assert found == LossTrial()
 
 
@@ -224,7 +224,7 @@ def test_a_sum_over_samples_passes_with_one_sample(case: str) -> None:
 @pytest.mark.parametrize("case", COUPLED)
 def test_what_couples_samples_does_not_pass(case: str) -> None:
     loss, outputs, batch = COUPLED[case]
-    found = tried(loss, outputs, batch, 2 if "two samples" in case else B)
+    found = try_loss_on_halves(loss, outputs, batch, 2 if "two samples" in case else B)
     assert found.judged
     assert found.reason.startswith("its ")
 
@@ -233,13 +233,13 @@ def test_what_couples_samples_does_not_pass(case: str) -> None:
 def test_what_couples_samples_does_not_pass_with_one_sample(case: str) -> None:
     loss, outputs, batch = COUPLED[case]
     outputs, batch = with_tensors((outputs, batch), [leaf[:1] for leaf in tensors_in((outputs, batch))])
-    assert tried(loss, outputs, batch, 1).reason
+    assert try_loss_on_halves(loss, outputs, batch, 1).reason
 
 
 def test_a_sum_over_samples_may_be_none_over_tokens() -> None:
-    assert not tried(masked, LOGITS, {"labels": IDS}, T, dim=1).reason
-    assert tried(own_shift, LOGITS, {"labels": IDS}, T, dim=1).reason.startswith("its ")
-    assert tried(mean_of_each, LOGITS, {"labels": IDS}, T, dim=1).reason.startswith("its ")
+    assert not try_loss_on_halves(masked, LOGITS, {"labels": IDS}, T, dim=1).reason
+    assert try_loss_on_halves(own_shift, LOGITS, {"labels": IDS}, T, dim=1).reason.startswith("its ")
+    assert try_loss_on_halves(mean_of_each, LOGITS, {"labels": IDS}, T, dim=1).reason.startswith("its ")
 
 
 class Centred(nn.Module):
@@ -259,7 +259,7 @@ class Centred(nn.Module):
 
 def test_a_loss_that_keeps_something_does_not_pass_and_is_as_before() -> None:
     loss = Centred()
-    found = tried(loss, ROWS, {"x": ROWS}, B)
+    found = try_loss_on_halves(loss, ROWS, {"x": ROWS}, B)
     assert "keeps something between calls" in found.reason
     assert not loss.center.any()
     assert loss.history == []
@@ -275,13 +275,13 @@ def test_a_loss_that_only_logs_passes_and_its_log_is_as_before() -> None:
         calls["number"] += 1
         return total, len(outputs)
 
-    assert tried(logging, ROWS, {"x": ROWS}, B) == LossTrial()
+    assert try_loss_on_halves(logging, ROWS, {"x": ROWS}, B) == LossTrial()
     assert (log, calls) == ([], {"number": 0})
 
 
 def test_nothing_is_judged_where_nothing_counts() -> None:
-    assert not tried(cross_entropy, LOGITS, {"labels": torch.full_like(IDS, -100)}, B).judged
-    assert not tried(cross_entropy, LOGITS * float("nan"), {"labels": IDS}, B).judged
+    assert not try_loss_on_halves(cross_entropy, LOGITS, {"labels": torch.full_like(IDS, -100)}, B).judged
+    assert not try_loss_on_halves(cross_entropy, LOGITS * float("nan"), {"labels": IDS}, B).judged
 
 
 def triplet(outputs: Any, batch: Any) -> Any:
@@ -293,11 +293,11 @@ def triplet(outputs: Any, batch: Any) -> Any:
 
 def test_what_is_zero_everywhere_is_not_judged_and_two_samples_show_what_one_does_not():
     one, other = ((ROWS[i : i + 1], {"labels": torch.tensor([i])}) for i in range(2))
-    assert not tried(triplet, *one, 1).judged
-    both = joined(one, other, (1, 1))
+    assert not try_loss_on_halves(triplet, *one, 1).judged
+    both = join_samples(one, other, (1, 1))
     assert both is not None
-    assert tried(triplet, *both, 2).reason
-    assert joined(one, (ROWS[:1, :2], {"labels": torch.tensor([1])}), (1, 1)) is None
+    assert try_loss_on_halves(triplet, *both, 2).reason
+    assert join_samples(one, (ROWS[:1, :2], {"labels": torch.tensor([1])}), (1, 1)) is None
 
 
 def test_samples_that_agree_by_chance_are_tried_with_others() -> None:
@@ -311,22 +311,22 @@ def test_samples_that_agree_by_chance_are_tried_with_others() -> None:
         (ROWS[:2], (ROWS[:2], CLASSES.new_tensor([1, 1]))),
         (ROWS[2:5], (ROWS[2:5], CLASSES.new_tensor([1, 2, 3]))),
     )
-    assert tried(by_class, *few, 2) == LossTrial()
+    assert try_loss_on_halves(by_class, *few, 2) == LossTrial()
     assert loss_trial.samples_wanted(*few, 2) > 2
-    both = joined(few, more, (2, 3))
+    both = join_samples(few, more, (2, 3))
     assert both is not None
     assert len(both[0]) == 5
-    assert tried(by_class, *both, 5).reason
-    assert joined((ROWS.T[None], few[1]), (ROWS.T[None], few[1]), (2, B)) is None
+    assert try_loss_on_halves(by_class, *both, 5).reason
+    assert join_samples((ROWS.T[None], few[1]), (ROWS.T[None], few[1]), (2, B)) is None
 
 
 def test_picked_rows_of_single_samples_are_tried_together() -> None:
     labels = IDS.masked_fill(IDS == 1, -100)
     each = [(LOGITS[i : i + 1][labels[i : i + 1] != -100], {"labels": labels[i : i + 1]}) for i in range(2)]
-    both = joined(*each, (1, 1))
+    both = join_samples(*each, (1, 1))
     assert both is not None
     assert both[0].shape[0] == int((labels[:2] != -100).sum())
-    assert [tried(loss, *both, 2).reason == "" for loss in (picked, mean_of_picked)] == [True, False]
+    assert [try_loss_on_halves(loss, *both, 2).reason == "" for loss in (picked, mean_of_picked)] == [True, False]
 
 
 def test_a_loss_that_goes_backward_itself_is_no_sum() -> None:
@@ -335,7 +335,7 @@ def test_a_loss_that_goes_backward_itself_is_no_sum() -> None:
         total.backward(retain_graph=True)
         return total, len(outputs)
 
-    assert "calls backward()" in tried(eager, ROWS, {"x": ROWS}, B).reason
+    assert "calls backward()" in try_loss_on_halves(eager, ROWS, {"x": ROWS}, B).reason
 
 
 def test_a_loss_that_takes_one_size_only_cannot_be_tried() -> None:
@@ -343,7 +343,7 @@ def test_a_loss_that_takes_one_size_only_cannot_be_tried() -> None:
         assert len(outputs) == B, "a batch of another size"
         return outputs.sum(), B
 
-    assert "AssertionError: a batch of another size" in tried(rigid, ROWS, {"x": ROWS}, B).reason
+    assert "AssertionError: a batch of another size" in try_loss_on_halves(rigid, ROWS, {"x": ROWS}, B).reason
 
 
 def test_of_large_outputs_a_few_samples_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +353,7 @@ def test_of_large_outputs_a_few_samples_are_tried(monkeypatch: pytest.MonkeyPatc
         assert len(outputs) <= 3, "more than was to be tried"
         return outputs.sum() + len(outputs) * 1e6, len(outputs)
 
-    assert tried(small, torch.zeros(1, 1).expand(64, 2**10), {"x": torch.zeros(64, 1)}, 64) == LossTrial()
+    assert try_loss_on_halves(small, torch.zeros(1, 1).expand(64, 2**10), {"x": torch.zeros(64, 1)}, 64) == LossTrial()
 
 
 def test_trees_are_copied_with_other_tensors() -> None:

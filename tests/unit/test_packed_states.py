@@ -21,11 +21,11 @@ from samestep.program.update_rules import states_per_param
 from samestep.proof import held_tensors, observation
 from samestep.proof.held_tensors import HeldTensor
 from samestep.runtime.checkpoints import checkpoint, manifests
-from samestep.runtime.optimizers.packed_states import _codes, _numbers, quantised, random_bits, rounded_at_random
+from samestep.runtime.optimizers.packed_states import _codes, _numbers, quantise, random_bits, round_stochastically
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.simulation.memory import at_rest
-from samestep.training.out_of_memory import held
+from samestep.training.out_of_memory import held_bytes
 from samestep.training.workload import Workload
 from tests.pool import pool
 from tests.traced import families_once
@@ -40,7 +40,7 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 @given(st.lists(FLOATS, min_size=1, max_size=64), st.integers(0, 2**64 - 1))
 def test_a_value_is_rounded_to_one_of_its_neighbours(numbers: list[float], salt: int) -> None:
     values = torch.tensor(numbers)
-    found = rounded_at_random(values, random_bits(torch.arange(len(values), dtype=torch.int32), salt))
+    found = round_stochastically(values, random_bits(torch.arange(len(values), dtype=torch.int32), salt))
     nearest = values.bfloat16()
     beside = torch.where(
         nearest.float().abs() > values.abs(), nearest.view(torch.int16) - 1, nearest.view(torch.int16) + 1
@@ -52,7 +52,7 @@ def test_a_value_is_rounded_to_one_of_its_neighbours(numbers: list[float], salt:
 
 def test_what_is_not_finite_stays_as_it_is() -> None:
     values = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0])
-    found = rounded_at_random(values, torch.full((5,), 0xFFFF, dtype=torch.int32))
+    found = round_stochastically(values, torch.full((5,), 0xFFFF, dtype=torch.int32))
     assert found.tolist()[:2] == [math.inf, -math.inf]
     assert found[2].isnan()
     assert found[3:].view(torch.int16).tolist() == [0, -(2**15)]
@@ -62,9 +62,9 @@ def test_what_is_not_finite_stays_as_it_is() -> None:
 def test_rounding_keeps_the_mean_over_positions_and_over_steps(part: float) -> None:
     value = torch.tensor(1.0 + part * 2.0**-7)
     positions = torch.arange(2**18, dtype=torch.int32)
-    over_positions = rounded_at_random(value.expand(2**18), random_bits(positions, 12345)).float()
+    over_positions = round_stochastically(value.expand(2**18), random_bits(positions, 12345)).float()
     over_steps = [
-        rounded_at_random(value.expand(8), random_bits(positions[:8].clone(), salt * 2**40 + 7 * salt))
+        round_stochastically(value.expand(8), random_bits(positions[:8].clone(), salt * 2**40 + 7 * salt))
         for salt in range(2000)
     ]
     for found, number in ((over_positions, 2**18), (torch.cat(over_steps).float(), 16000)):
@@ -85,7 +85,7 @@ def test_random_bits_are_a_function_of_the_position() -> None:
 
 
 def restored(values: Tensor, block: int, *, is_positive: bool) -> Tensor:
-    codes, scales = quantised(values, block, is_positive=is_positive)
+    codes, scales = quantise(values, block, is_positive=is_positive)
     return (_numbers(is_positive, CPU)[codes.int()].view(-1, block) * scales[:, None]).flatten()
 
 
@@ -267,7 +267,7 @@ def test_states_are_held_in_as_many_bytes_as_the_program_says(name: str, kind: s
     for batch in batches(Workload(job).dataset, job):
         run.step(batch)
     said = at_rest(run.program, states_per_param(job))
-    assert held(run)["optimizer"] == pytest.approx(said.optimizer, rel=0.01)
+    assert held_bytes(run)["optimizer"] == pytest.approx(said.optimizer, rel=0.01)
     numel = run.assembly.model.spec.num_params
     assert said.optimizer <= (2 + states_per_param(job) * most) * numel * 1.01
 

@@ -302,7 +302,7 @@ def test_resnet_50_has_no_fields_to_change() -> None:
 
 def test_a_gpt_of_a_given_size_has_about_so_many_weights() -> None:
     for billions in (0.125, 1.3, 18, 52, 128, 530):
-        model = spec(presets.sized(billions * 1e9, 2048), "sized")
+        model = spec(presets.gpt_of_size(billions * 1e9, 2048), "sized")
         assert model.num_params == pytest.approx(billions * 1e9, rel=0.35 if billions < 1 else 0.12)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.state.reachable import is_users
-from samestep.state.snapshot import preserved
+from samestep.state.snapshot import preserve_modules
 
 
 class Mode(enum.Enum):
@@ -49,7 +49,7 @@ class Chooses(nn.Module):
 
 def test_a_model_may_use_enumerations_and_dicts_of_its_own() -> None:
     model = Chooses()
-    with preserved(model):
+    with preserve_modules(model):
         model(torch.ones(1))
         assert OrderedDict.__contains__(KNOWN, "three")
     assert list(OrderedDict.__iter__(KNOWN)) == ["two", "one"]

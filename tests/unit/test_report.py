@@ -39,7 +39,7 @@ def _report(step: int, **changes: Any) -> StepReport:
 
 
 def _write(folder: Path, first: int, *reports: StepReport) -> Metrics:
-    metrics = Metrics(folder, first, trackers.opened(Job(), folder, first))
+    metrics = Metrics(folder, first, trackers.open_trackers(Job(), folder, first))
     for one in reports:
         metrics.write(one)
     metrics.close()
@@ -289,7 +289,7 @@ def test_a_resumed_run_continues_its_entry(word: str, tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, word, service)
     trackers.check(job)
     for first in (0, 1):
-        metrics = Metrics(tmp_path, first, trackers.opened(job, tmp_path, first))
+        metrics = Metrics(tmp_path, first, trackers.open_trackers(job, tmp_path, first))
         metrics.write(_report(first + 1))
         metrics.sync()
         metrics.close()
@@ -317,7 +317,7 @@ def test_a_function_of_the_user_is_given_each_report(tmp_path: Path, monkeypatch
 
 
 def _write_to(folder: Path, job: Job, *reports: StepReport) -> None:
-    with contextlib.closing(Metrics(folder, 0, trackers.opened(job, folder, 0))) as metrics:
+    with contextlib.closing(Metrics(folder, 0, trackers.open_trackers(job, folder, 0))) as metrics:
         for one in reports:
             metrics.write(one)
 

@@ -13,11 +13,11 @@ from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import LayoutError
 from samestep.examination import examine
-from samestep.examination.examine import Source, prepare, prepared_for, with_new_blueprint, with_slices
+from samestep.examination.examine import Source, prepare, prepare_for, with_new_blueprint, with_slices
 from samestep.independence import sequence_boundaries, tensor_plan, token_slices
 from samestep.layout import Layout
 from samestep.randomness import masks
-from samestep.runtime.assembly import traced_for
+from samestep.runtime.assembly import trace_for_layout
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.simulation.memory import at_rest, during_step
@@ -114,9 +114,9 @@ def test_without_tp_a_model_needs_no_proof_of_a_plan(model: str, layouts: list[s
     source = Source(MODELS[model], loss_of(clipped()), optimizer_of(clipped()), model)
     example = next(batches(Tokens(), clipped())).samples([0])
     whole = dataclasses.replace(source, prepared=prepare(source, clipped(), example))
-    lean = dataclasses.replace(source, prepared=prepared_for(source, clipped(), example, Layout()))
+    lean = dataclasses.replace(source, prepared=prepare_for(source, clipped(), example, Layout()))
     for where in map(Layout.parse, layouts):
-        specs = [traced_for(one, where, clipped(), example).spec for one in (whole, lean)]
+        specs = [trace_for_layout(one, where, clipped(), example).spec for one in (whole, lean)]
         ours, theirs = (
             [(program.bodies, program.tasks, program.buckets, program.units, program.step.holdings, at_rest(program), during_step(program))
              for program in programs_of(spec, clipped(), where)]
@@ -126,4 +126,4 @@ def test_without_tp_a_model_needs_no_proof_of_a_plan(model: str, layouts: list[s
     cut = Layout.parse("tp=2")
     with pytest.raises(LayoutError, match=examine.UNEXAMINED):
         programs_of(lean.prepared.spec, clipped(), cut)  # type: ignore[union-attr]
-    assert traced_for(lean, cut, clipped(), example).spec == traced_for(whole, cut, clipped(), example).spec
+    assert trace_for_layout(lean, cut, clipped(), example).spec == trace_for_layout(whole, cut, clipped(), example).spec

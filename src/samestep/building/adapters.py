@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from samestep.building import adapters, nf4
 from samestep.building.families import facts_of
-from samestep.errors import JobError, did_you_mean, shown
+from samestep.errors import JobError, did_you_mean, short_repr
 from samestep.job_tables import ALL_LINEAR, LoraTable, Task
 from samestep.models.packing import BLOCK
 
@@ -84,7 +84,7 @@ def insert(model: nn.Module, lora: LoraTable) -> nn.Module:
             changed: nn.Module = peft.inject_adapter_in_model(_configuration(lora, targets), model)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise JobError(
-            f"model.lora does not fit {type(model).__name__}: {shown(' '.join(str(error).split()))}"
+            f"model.lora does not fit {type(model).__name__}: {short_repr(' '.join(str(error).split()))}"
         ) from None
     vars(changed).pop(_SETTINGS, None)  # the job has them; what a model remembers would be a state of its training
     if lora.base == "nf4":
@@ -273,7 +273,7 @@ def _factors(weight: str, held: Collection[str]) -> tuple[str, str] | None:
     return None
 
 
-def merged(model: nn.Module, names: Collection[str], value: Value, lora: LoraTable) -> Value:
+def merge_adapters(model: nn.Module, names: Collection[str], value: Value, lora: LoraTable) -> Value:
     """Return the function of a tensor's value in the model without adapters, into whose weights they are added.
 
     `names` are those of the tensors of the model with adapters, whose values `value` returns.

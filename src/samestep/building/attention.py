@@ -52,7 +52,7 @@ def multi_head_attention(mode: TorchFunctionMode, *args: Any, **kwargs: Any) -> 
         return _MULTI_HEAD_ATTENTION(*args, **kwargs)
 
 
-def _seen_through(func: Callable[..., Any]) -> Callable[..., Any]:
+def _hide_from_modes(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of a torch function that a mode does not intercept, so that it sees the calls inside."""
     assert isinstance(func, types.FunctionType)
     names = {**func.__globals__, "has_torch_function": lambda tensors: False}
@@ -61,4 +61,4 @@ def _seen_through(func: Callable[..., Any]) -> Callable[..., Any]:
     return inner
 
 
-_MULTI_HEAD_ATTENTION = _seen_through(F.multi_head_attention_forward)
+_MULTI_HEAD_ATTENTION = _hide_from_modes(F.multi_head_attention_forward)

@@ -158,7 +158,7 @@ def call(source: Callable[[], nn.Module], seed: int) -> nn.Module:
     Raises:
         ValueError: it returned something else than a module.
     """
-    with process_randomness(seed), _uninitialised_is_filled(), _OnHost(), _CPU, warnings.catch_warnings():
+    with process_randomness(seed), _fill_uninitialised(), _OnHost(), _CPU, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the taped call has shown them already
         module = source()
     if not isinstance(module, nn.Module):
@@ -231,7 +231,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _uninitialised_is_filled() -> Iterator[None]:
+def _fill_uninitialised() -> Iterator[None]:
     """Fill uninitialised memory with NaN or the largest integer, so that two calls agree in it."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic

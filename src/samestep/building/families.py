@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from samestep.errors import ModelError, did_you_mean, shown
+from samestep.errors import ModelError, did_you_mean, short_repr
 from samestep.job_tables import Task
 
 if TYPE_CHECKING:
@@ -280,10 +280,10 @@ def family_source(family: str, fields: Mapping[str, Any], task: Task = "causal")
         ModelError: transformers, the family or a field does not exist.
     """
     check_family(family, task)
-    return functools.partial(built, f"hf:{family}", family_config(family, fields, task), task)
+    return functools.partial(build_model, f"hf:{family}", family_config(family, fields, task), task)
 
 
-def built(source: str, config: Any, task: Task, **settings: Any) -> nn.Module:
+def build_model(source: str, config: Any, task: Task, **settings: Any) -> nn.Module:
     """Return the model of a configuration with new values, in training mode; `source` is named in errors.
 
     `settings` are arguments of the class, such as a dtype.
@@ -363,7 +363,7 @@ def family_config(family: str, fields: Mapping[str, Any], task: Task = "causal")
         ModelError: the family has no such field, or refuses its value.
     """
     check_fields(family, fields)
-    return configured(f"hf:{family}", family, fields, fields, task)
+    return make_config(f"hf:{family}", family, fields, fields, task)
 
 
 def check_fields(family: str, fields: Mapping[str, Any]) -> None:
@@ -381,12 +381,12 @@ def check_fields(family: str, fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         most = MOST_LAYERS if name in facts_named(family).depth_fields else MOST_ELEMENTS
         if isinstance(value, int | float) and not -most <= value <= most:
-            raise ModelError(f"model.config.{name} = {shown(value)} is not a number up to {most}")
+            raise ModelError(f"model.config.{name} = {short_repr(value)} is not a number up to {most}")
         if name not in known and not _is_read(kind, name):
             raise ModelError(f"model.config.{name}: hf:{family} has no such field{did_you_mean(name, sorted(known))}")
 
 
-def configured(source: str, family: str, values: Mapping[str, Any], given: Mapping[str, Any], task: Task) -> Any:
+def make_config(source: str, family: str, values: Mapping[str, Any], given: Mapping[str, Any], task: Task) -> Any:
     """Return a family's configuration of these values, ready for training; the job itself has `given` some of them.
 
     Raises:
@@ -396,8 +396,8 @@ def configured(source: str, family: str, values: Mapping[str, Any], given: Mappi
     for name in (*facts_named(family).depth_fields, *(name for name, value in values.items() if type(value) is int)):
         most = MOST_LAYERS if name in facts_named(family).depth_fields else MOST_ELEMENTS
         if isinstance(value := values.get(name), int | float) and not value <= most:
-            raise ModelError(f"{source}: {name} = {shown(value)} is not a number up to {most}")
-    if named := _named_on_hub(values):
+            raise ModelError(f"{source}: {name} = {short_repr(value)} is not a number up to {most}")
+    if named := _find_hub_implementation(values):
         raise ModelError(
             f"{source}: {named} names what is on a hub, and samestep downloads nothing: 'sdpa' or 'eager' works"
         )
@@ -411,10 +411,12 @@ def configured(source: str, family: str, values: Mapping[str, Any], given: Mappi
     return config
 
 
-def _named_on_hub(values: Any, key: str = "") -> str:
+def _find_hub_implementation(values: Any, key: str = "") -> str:
     """Return the first implementation in a configuration that transformers would look for on a hub; empty without one."""
     if isinstance(values, Mapping):
-        return next((named for name, value in values.items() if (named := _named_on_hub(value, str(name)))), "")
+        return next(
+            (named for name, value in values.items() if (named := _find_hub_implementation(value, str(name)))), ""
+        )
     is_on_hub = isinstance(values, str) and key.endswith("_implementation") and not values.isidentifier()
     return f"{key} = {values!r}" if is_on_hub else ""
 

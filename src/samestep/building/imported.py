@@ -17,7 +17,7 @@ from samestep.datasets.module_search import looked_in, make_importable
 from samestep.errors import InputError, did_you_mean
 
 
-def imported(source: str, key: str, error: type[InputError], folder: str | None = None) -> Callable[..., Any]:
+def import_function(source: str, key: str, error: type[InputError], folder: str | None = None) -> Callable[..., Any]:
     """Return the function `module:function`, looked for in a job's folder and in the working directory too; `key` is the job's.
 
     Raises:
@@ -58,7 +58,7 @@ def own_sources() -> str:
     return digest.hexdigest()
 
 
-def installed() -> set[Path]:
+def installed_folders() -> set[Path]:
     """Return the folders of installed packages and of Python's own library."""
     return {Path(path).resolve() for name, path in sysconfig.get_paths().items() if "lib" in name}
 
@@ -68,7 +68,7 @@ def loaded_sources() -> dict[str, str]:
 
     They are the user's own code. The files of samestep itself stand under one name.
     """
-    own, folders = Path(__file__).resolve().parent.parent, installed()
+    own, folders = Path(__file__).resolve().parent.parent, installed_folders()
     found = {"samestep": own_sources()}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from samestep.building import drawn_rows, nf4
 from samestep.building.named_tensors import (
     NamedTensor,
-    joined,
+    join_name,
     map_attributes,
     tensors_of,
     unwrapped_name,
@@ -118,7 +118,7 @@ class Blueprint:
             raise ModelError(f"the model has no tensor {name!r}{did_you_mean(name, self._refs)}")
         if name in self.rounded:
             whole = replace(self, rounded=frozenset()).materialize(name, device, torch.float32)
-            return parts_of(nf4.rounded(whole), rows, dim).to(dtype or ref.dtype)
+            return parts_of(nf4.round_weight(whole), rows, dim).to(dtype or ref.dtype)
         constant = self.constants.get(self.canonical[name])
         part = self._slices[ref.memory]
         where = torch.device(device)
@@ -168,7 +168,7 @@ def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int, waived: Wa
         return _of(source, Tape(), seed, from_instance=True)
     made, failure, build = None, None, source.build if isinstance(source, PretrainedModel) else source
     try:
-        made = _taped(build, seed)
+        made = _build_on_tape(build, seed)
     except JobError:  # the job does not fit the model that was built
         raise
     except Exception as error:
@@ -187,7 +187,7 @@ def blueprint(source: Callable[[], nn.Module] | nn.Module, seed: int, waived: Wa
         if isinstance(source, PretrainedModel):
             raise ModelError(f"{source.folder}: its class makes another model on the meta device: {WAY_OUT}")
         return _from_calls(calls, failure, seed)
-    return _tried(made, calls, hindrance, waived)
+    return _fill_in_constants(made, calls, hindrance, waived)
 
 
 def _with_stored(source: PretrainedModel, made: Blueprint | None, failure: Exception | None) -> Blueprint:
@@ -204,7 +204,7 @@ def _with_stored(source: PretrainedModel, made: Blueprint | None, failure: Excep
     return replace(made, stored=stored, drawn=drawn)
 
 
-def _taped(source: Callable[[], nn.Module], seed: int) -> Blueprint:
+def _build_on_tape(source: Callable[[], nn.Module], seed: int) -> Blueprint:
     """Call the build function on the meta device, under a tape."""
     tape = Tape()
     surface = Surface(tape)
@@ -280,7 +280,9 @@ def _from_calls(calls: drawn_rows.PlainCalls | None, failure: Exception | None, 
     return _of(calls.module, Tape(), seed, from_instance=True)
 
 
-def _tried(made: Blueprint, calls: drawn_rows.PlainCalls | None, hindrance: str, waived: Waived) -> Blueprint:
+def _fill_in_constants(
+    made: Blueprint, calls: drawn_rows.PlainCalls | None, hindrance: str, waived: Waived
+) -> Blueprint:
     """Return a blueprint with the plain value of each constant that the tape does not make to the bit.
 
     Raises:
@@ -377,7 +379,7 @@ def fill_rest(blueprint: Blueprint, device: torch.device, float_dtype: torch.dty
     for prefix, module in blueprint.module.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[key] = fill(joined(prefix, key), buffer, True)
+                module._buffers[key] = fill(join_name(prefix, key), buffer, True)
         map_attributes(prefix, module, functools.partial(fill, is_buffer=False))
 
 

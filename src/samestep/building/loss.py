@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samestep.building.imported import imported
+from samestep.building.imported import import_function
 from samestep.errors import JobError, ModelError, did_you_mean, failures_of
 from samestep.job import Job
 from samestep.trees import tree_leaves
@@ -47,10 +47,10 @@ def named_loss(name: str, folder: str | None = None) -> LossFunction:
         raise JobError(
             f"train.loss = {name!r} is none of {', '.join(losses)}{did_you_mean(name, losses)}, nor module:function"
         )
-    return checked(imported(name, "train.loss", JobError, folder))
+    return check_results_of(import_function(name, "train.loss", JobError, folder))
 
 
-def checked(loss: LossFunction, word: str = "loss") -> LossFunction:
+def check_results_of(loss: LossFunction, word: str = "loss") -> LossFunction:
     """Return the loss, whose results must be a sum that is one number as a tensor, and a count; `word` is its name in errors.
 
     Raises:
@@ -73,7 +73,7 @@ def checked(loss: LossFunction, word: str = "loss") -> LossFunction:
             if isinstance(total, Tensor) and total.numel() == 1 and not total.is_complex() and _is_number(count):
                 return total.reshape(()), torch.as_tensor(count, device=total.device).reshape(())
         raise JobError(
-            f"the {word} {name} returned {_shown(result)}; (sum, count) works: a "
+            f"the {word} {name} returned {_describe_form(result)}; (sum, count) works: a "
             "tensor of one number, and the number of tokens or samples that it sums over"
         )
 
@@ -88,10 +88,10 @@ def _is_number(value: Any) -> bool:
     )  # of a tensor the host would wait for its device
 
 
-def _shown(value: Any) -> str:
+def _describe_form(value: Any) -> str:
     """Return text that shows of what form a value is."""
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_shown, value))})"
+        return f"({', '.join(map(_describe_form, value))})"
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}{' of complex numbers' * value.is_complex()}"
     return "None" if value is None else f"a {type(value).__name__}"

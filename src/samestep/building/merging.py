@@ -47,12 +47,14 @@ class Merged:
         plan = blueprint_of(bare)
         if (
             job.model.source.startswith("hf:")
-            and _trained_apart(plan, adapted)
+            and _find_untied_pair(plan, adapted)
             and (untied := untied_fields(plan.module))
         ):
-            bare = bare.model_copy(update={"model": bare.model.model_copy(update={"config": _joined(bare, untied)})})
+            bare = bare.model_copy(
+                update={"model": bare.model.model_copy(update={"config": _override_fields(bare, untied)})}
+            )
             plan = blueprint_of(bare)
-        if apart := _trained_apart(plan, adapted):
+        if apart := _find_untied_pair(plan, adapted):
             raise JobError(
                 f"--merge: model.lora trains {apart[0]} and {apart[1]} apart, and {type(plan.module).__name__} has one "
                 "weight for them in any configuration: without --merge the adapters themselves are written"
@@ -61,10 +63,10 @@ class Merged:
 
     def values(self, value: Value) -> Value:
         """Return the function of a tensor's value, from that of the model with adapters."""
-        return adapters.merged(self.adapted.module, self.adapted.canonical, value, self.lora)
+        return adapters.merge_adapters(self.adapted.module, self.adapted.canonical, value, self.lora)
 
 
-def _trained_apart(plan: Blueprint, adapted: Blueprint) -> tuple[str, str] | None:
+def _find_untied_pair(plan: Blueprint, adapted: Blueprint) -> tuple[str, str] | None:
     """Return two names of one tensor whose values the model with adapters makes of different tensors; None if there are none."""
     sources = {
         base: (adapted.canonical[name], name if is_adapted else "")
@@ -76,7 +78,7 @@ def _trained_apart(plan: Blueprint, adapted: Blueprint) -> tuple[str, str] | Non
     return None
 
 
-def _joined(job: Job, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _override_fields(job: Job, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a job's model with others in their place, also within tables."""
     joined = dict(job.model.config)
     for name, value in fields.items():

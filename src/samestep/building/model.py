@@ -26,9 +26,9 @@ from torch import nn
 
 from samestep.building.adapters import UNCHANGED, Adaptation
 from samestep.building.families import check_installed, family_config, family_source, is_family, near_family
-from samestep.building.imported import imported
+from samestep.building.imported import import_function
 from samestep.building.initial_values import Blueprint, blueprint
-from samestep.building.named_tensors import unwrapped
+from samestep.building.named_tensors import unwrap
 from samestep.building.packed_positions import packed_documents
 from samestep.building.pretrained import folder_config, pretrained_source
 from samestep.building.resnet import resnet
@@ -78,7 +78,7 @@ def model_source(job: Job) -> Callable[[], nn.Module]:
         raise ModelError(
             f"model.source = {source!r} is not of the form module:function, hf:FAMILY or hf:PATH{near_family(source)}"
         )
-    function = imported(source, "model.source", ModelError, job.run.folder)
+    function = import_function(source, "model.source", ModelError, job.run.folder)
     try:
         inspect.signature(function).bind(**config)
     except TypeError as error:
@@ -167,12 +167,12 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
     Raises:
         ModelError: the forward takes nothing of the batch, or not its position_ids.
     """
-    accepted = _accepted(type(unwrapped(model)).forward)
+    accepted = _accepted_arguments(type(unwrap(model)).forward)
     if isinstance(batch, Mapping):
         given = {name: value for name, value in batch.items() if accepted.takes(name) and name != "labels"}
         if not given or ("position_ids" in batch and "position_ids" not in given):
             raise ModelError(_unfit(model, batch, accepted.names))
-        with nullcontext() if plainly else packed_documents(unwrapped(model)):
+        with nullcontext() if plainly else packed_documents(unwrap(model)):
             return model(**given)
     if isinstance(batch, (tuple, list)):
         inputs = (batch[0], *batch[2:])
@@ -182,8 +182,12 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
 
 def why_unfit(model: nn.Module, batch: Any) -> str:
     """Return that the forward needs labels, or names no argument that the batch has; empty where it names one, or none at all."""
-    names = _accepted(type(unwrapped(model)).forward).names
-    if isinstance(batch, Mapping) and "labels" in batch and _accepted(type(unwrapped(model)).forward).needs_labels:
+    names = _accepted_arguments(type(unwrap(model)).forward).names
+    if (
+        isinstance(batch, Mapping)
+        and "labels" in batch
+        and _accepted_arguments(type(unwrap(model)).forward).needs_labels
+    ):
         return (
             "the loss alone is given labels; a forward that takes what it needs of them under another name in the batch works, "
             "as a mask of the positions that count"
@@ -228,7 +232,7 @@ class _Accepted:
 
 
 @functools.cache
-def _accepted(forward: Callable[..., Any]) -> _Accepted:
+def _accepted_arguments(forward: Callable[..., Any]) -> _Accepted:
     """Return the arguments of a class's forward, without the module itself."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     kinds = [one.kind for one in parameters]

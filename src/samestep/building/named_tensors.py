@@ -41,7 +41,7 @@ def tensors_of(module: nn.Module) -> Iterator[NamedTensor]:
         for prefix, owner in modules:
             for key, tensor in getattr(owner, held).items():
                 if tensor is not None:
-                    yield NamedTensor(joined(prefix, key), kind, tensor)
+                    yield NamedTensor(join_name(prefix, key), kind, tensor)
     parameters = {id(parameter) for parameter in module.parameters()}
     found: list[NamedTensor] = []
 
@@ -55,7 +55,7 @@ def tensors_of(module: nn.Module) -> Iterator[NamedTensor]:
     yield from found
 
 
-def copied(module: nn.Module) -> nn.Module:
+def copy_module(module: nn.Module) -> nn.Module:
     """Return a deep copy of a module; tensors computed from parameters, as pruning and weight_norm keep them, are constants in it.
 
     Raises:
@@ -72,7 +72,7 @@ def map_attributes(prefix: str, module: nn.Module, change: Callable[[str, Tensor
     attributes = vars(module)
     for key in [key for key in attributes if key not in _RESERVED]:
         before = attributes[key]
-        after = _map_within(joined(prefix, key), before, change, depth=3)
+        after = _map_within(join_name(prefix, key), before, change, depth=3)
         if after is not before:
             attributes[key] = after
 
@@ -96,17 +96,17 @@ def _map_within(name: str, value: Any, change: Callable[[str, Tensor], Tensor], 
     return value
 
 
-def joined(prefix: str, key: str) -> str:
+def join_name(prefix: str, key: str) -> str:
     """Return a full name."""
     return f"{prefix}.{key}" if prefix else key
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap(module: nn.Module) -> nn.Module:
     """Return the module that is wrapped, or a module itself that is no wrapper."""
     inner = next((module._modules[key] for key in _WRAPPED if key in module._modules), None)
     if inner is None and isinstance(module, _PARALLEL):
         inner = module.module
-    return module if inner is None else unwrapped(inner)
+    return module if inner is None else unwrap(inner)
 
 
 def unwrapped_prefixes(module: nn.Module) -> dict[str, str]:
@@ -117,7 +117,7 @@ def unwrapped_prefixes(module: nn.Module) -> dict[str, str]:
         if prefix:
             parent, _, key = prefix.rpartition(".")
             is_wrapped = key in _WRAPPED or (key == "module" and isinstance(owners[parent], _PARALLEL))
-            found[prefix] = found[parent] if is_wrapped else joined(found[parent], key)
+            found[prefix] = found[parent] if is_wrapped else join_name(found[parent], key)
     return found
 
 
@@ -127,7 +127,7 @@ def unwrapped_name(name: str, prefixes: Mapping[str, str]) -> str:
     while owner not in prefixes:  # a tensor within a list or a dict, which has dots of its own
         owner, _, more = owner.rpartition(".")
         key = f"{more}.{key}"
-    return joined(prefixes[owner], key)
+    return join_name(prefixes[owner], key)
 
 
 def cast_floating(batch: Any, dtype: torch.dtype) -> Any:

@@ -5,7 +5,7 @@
 The 16 levels are quantiles of a normal distribution between -1 and 1, and the scale is the block's largest magnitude, itself
 rounded to 8 bits. Dettmers et al. 2023, arXiv:2305.14314; codes and scales are those of torchao's `to_nf4`, to the bit.
 
-The job rounds (`rounded`): the weights of a model with such a base are these values in every layout. The run packs (`packed`):
+The job rounds (`round_weight`): the weights of a model with such a base are these values in every layout. The run packs (`pack_values`):
 a rank holds codes and scales of its part of a weight, as bytes in one tensor,
 
     row of 128 elements    [ 64 bytes of codes | scale 0 | scale 1 ]
@@ -43,10 +43,10 @@ def mark(module: nn.Module) -> None:
     assert isinstance(weight, Tensor)
     if not weight.is_meta:
         with torch.no_grad():
-            weight.copy_(rounded(weight.detach()))
+            weight.copy_(round_weight(weight.detach()))
 
 
-def marked(module: nn.Module) -> HeldAs:
+def mark_of(module: nn.Module) -> HeldAs:
     """Return how the weight of a module is held."""
     found: HeldAs = getattr(module, _MARK, "")
     return found
@@ -54,22 +54,22 @@ def marked(module: nn.Module) -> HeldAs:
 
 def marked_weights(model: nn.Module) -> frozenset[str]:
     """Return the names of the weights that are held in 4 bits."""
-    return frozenset(f"{path}.weight" for path, module in model.named_modules() if marked(module))
+    return frozenset(f"{path}.weight" for path, module in model.named_modules() if mark_of(module))
 
 
 # -- values ----------------------------------------------------------------------------------------
 
 
-def rounded(weight: Tensor) -> Tensor:
+def round_weight(weight: Tensor) -> Tensor:
     """Return a whole weight with its elements rounded, [rows, columns] of floating numbers -> the same in float32.
 
     A block of zeros stays as it is, and a scale that rounding would make negative is not rounded.
     """
-    scales, codes = _coded(weight)
+    scales, codes = _encode_blocks(weight)
     return (LEVELS.to(weight.device)[codes] * _rounded_scales(scales)[:, None]).view(weight.shape)
 
 
-def _coded(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _encode_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest magnitude of each block, [blocks], and the code of each element, [blocks, BLOCK]."""
     blocks = weight.to(torch.float32).reshape(-1, BLOCK)
     scales = blocks.abs().amax(dim=1)
@@ -93,16 +93,16 @@ def _rounded_scales(scales: Tensor) -> Tensor:
 # -- bytes -----------------------------------------------------------------------------------------
 
 
-def packed(values: Tensor) -> Tensor:
+def pack_values(values: Tensor) -> Tensor:
     """Return rounded values as bytes, [rows, columns] -> uint8 [rows, columns * 9/16]; a row is whole blocks."""
     rows, columns = values.shape
-    scales, codes = _coded(values)
+    scales, codes = _encode_blocks(values)
     codes = codes.to(torch.uint8).view(rows, columns)
     pairs = (codes[:, ::2] << 4) | codes[:, 1::2]
     return torch.cat((pairs, scales.view(rows, -1).view(torch.uint8)), dim=1)
 
 
-def unpacked(held: Tensor) -> Tensor:
+def unpack_values(held: Tensor) -> Tensor:
     """Return the values that bytes hold, uint8 [rows, bytes] -> float32 [rows, columns]."""
     rows, size = held.shape
     num_blocks = size // packed_bytes(BLOCK)
@@ -119,25 +119,25 @@ def multiply_packed(module: nn.Module, is_transposed: bool) -> None:
     """Make a linear module, whose weight is [in, out] if it is transposed, multiply by the bytes that it holds."""
 
     def forward(x: Tensor) -> Tensor:
-        product: Tensor = _Product.apply(x, module.weight, is_transposed)
+        product: Tensor = _PackedProduct.apply(x, module.weight, is_transposed)
         bias = module._parameters["bias"]
         return product if bias is None else product + bias
 
     module.forward = forward
 
 
-class _Product(torch.autograd.Function):
+class _PackedProduct(torch.autograd.Function):
     """x W^T with a weight that asks for no gradient; for the backward the bytes are kept, not the values."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, held: Tensor, is_transposed: bool) -> Tensor:
         ctx.save_for_backward(held)
         ctx.is_transposed = is_transposed
-        weight = unpacked(held).to(x.dtype)
+        weight = unpack_values(held).to(x.dtype)
         return x @ (weight if is_transposed else weight.T)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (held,) = ctx.saved_tensors
-        weight = unpacked(held).to(gradients[0].dtype)
+        weight = unpack_values(held).to(gradients[0].dtype)
         return gradients[0] @ (weight.T if ctx.is_transposed else weight), None, None

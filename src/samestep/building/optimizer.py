@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.building.imported import imported
+from samestep.building.imported import import_function
 from samestep.errors import JobError, did_you_mean, failures_of
 from samestep.job import Job
 from samestep.job_tables import OptimizerTable, matches
@@ -92,10 +92,12 @@ def optimizer_of(job: Job) -> Callable[[list[tuple[str, Tensor]]], Optimizer]:
     """
     table, folder = job.optimizer, job.run.folder
     if ":" in table.name:
-        return functools.partial(_from_function, imported(table.name, "optimizer.name", JobError, folder), table.name)
+        return functools.partial(
+            _from_function, import_function(table.name, "optimizer.name", JobError, folder), table.name
+        )
     for index, group in enumerate(table.groups):
         if group.name is not None and ":" in group.name:
-            imported(group.name, f"optimizer.groups.{index}.name", JobError, folder)
+            import_function(group.name, f"optimizer.groups.{index}.name", JobError, folder)
     _check_settings(table, _optimizer_class(table.name, "optimizer.name"))
     return functools.partial(_make_optimizer, table, folder)
 
@@ -170,7 +172,7 @@ def _make_optimizer(table: OptimizerTable, folder: str | None, named: list[tuple
 def _member_of(own: str, table: OptimizerTable, folder: str | None, named: list[tuple[str, Tensor]]) -> Optimizer:
     """Return the optimizer of one class, or of a function, over its parameters; "" is the job's own class."""
     if ":" in own:
-        return _from_function(imported(own, "optimizer.groups", JobError, folder), own, named)
+        return _from_function(import_function(own, "optimizer.groups", JobError, folder), own, named)
     kind = _optimizer_class(own or table.name, "optimizer.name")
     accepted = inspect.signature(kind).parameters
     options = _options({} if own else table.options)
@@ -262,7 +264,7 @@ def learning_rate_factor(job: Job) -> Callable[[int], float]:
     """
     schedule, num_steps = job.schedule, job.train.steps
     warmup, last = schedule.warmup_steps, num_steps - 1
-    own = imported(schedule.name, "schedule.name", JobError, job.run.folder) if ":" in schedule.name else None
+    own = import_function(schedule.name, "schedule.name", JobError, job.run.folder) if ":" in schedule.name else None
     first = last - schedule.decay_steps if schedule.name == "wsd" else warmup
 
     def factor(step: int) -> float:

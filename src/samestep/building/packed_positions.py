@@ -180,8 +180,8 @@ def packed_documents(model: nn.Module) -> Iterator[None]:
     dense = masks["sdpa"]
     try:
         if type(model).__module__.startswith("transformers.models."):
-            setattr(masking, _FOUND, functools.partial(_packed, found, _UNPACKED.setdefault(model, set())))
-        setattr(masking, _JOINED, functools.partial(_seen, joined, getattr(masking, _CAUSAL)))
+            setattr(masking, _FOUND, functools.partial(_find_documents, found, _UNPACKED.setdefault(model, set())))
+        setattr(masking, _JOINED, functools.partial(_mask_within_documents, joined, getattr(masking, _CAUSAL)))
         setattr(masking, _WINDOWED, lambda window: _Window(windowed(window), window))
         masks["sdpa"] = functools.partial(_mask, dense)
         yield
@@ -192,7 +192,9 @@ def packed_documents(model: nn.Module) -> Iterator[None]:
         setattr(masking, _FOUND, found)
 
 
-def _packed(asked: Callable[[Tensor], Tensor | None], unpacked: set[torch.Size], positions: Tensor) -> Tensor | None:
+def _find_documents(
+    asked: Callable[[Tensor], Tensor | None], unpacked: set[torch.Size], positions: Tensor
+) -> Tensor | None:
     """Return the document of each token, as transformers' own function does: None where no documents are packed."""
     is_one_row = (
         positions.dim() == 2 and not positions.is_meta and _is_for_all(positions)
@@ -246,7 +248,9 @@ class _CausalWithin(_Pairs):
     documents: Tensor
 
 
-def _seen(joined: Callable[..., Any], causal: Any, function: Any, positions: Tensor, documents: Tensor) -> Any:
+def _mask_within_documents(
+    joined: Callable[..., Any], causal: Any, function: Any, positions: Tensor, documents: Tensor
+) -> Any:
     """Return what transformers' own function does, with the documents where `function` says "causal" and nothing else."""
     pairs = joined(function, positions, documents)
     sees_all = isinstance(function, _Window) and function.window >= documents.shape[1]

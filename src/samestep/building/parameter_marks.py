@@ -56,7 +56,9 @@ def take_marks(module: nn.Module) -> dict[str, ParameterMarks]:
 
 def tensors_of_hooks(name: str, marks: ParameterMarks) -> dict[str, Tensor]:
     """Return the tensors without values that a parameter's hooks hold, by names of their own."""
-    held = (tensor for hook in (*marks.hooks, *marks.late_hooks) for tensor in _held(hook) if tensor.is_meta)
+    held = (
+        tensor for hook in (*marks.hooks, *marks.late_hooks) for tensor in _captured_tensors(hook) if tensor.is_meta
+    )
     return {f"{name}.hook.{index}": tensor for index, tensor in enumerate(held)}
 
 
@@ -67,11 +69,11 @@ def with_values(name: str, marks: ParameterMarks, value_of: Callable[[str], Tens
     def valued(tensor: Tensor) -> Tensor:
         return next(values) if tensor.is_meta else tensor
 
-    hooks, late = (tuple(_mapped(hook, valued) for hook in kind) for kind in (marks.hooks, marks.late_hooks))
+    hooks, late = (tuple(_map_captured(hook, valued) for hook in kind) for kind in (marks.hooks, marks.late_hooks))
     return ParameterMarks(marks.attributes, hooks, late)
 
 
-def _held(hook: Any) -> Iterator[Tensor]:
+def _captured_tensors(hook: Any) -> Iterator[Tensor]:
     """Yield the tensors in a function's closure, defaults and bound arguments."""
     found: list[Tensor] = []
 
@@ -79,17 +81,17 @@ def _held(hook: Any) -> Iterator[Tensor]:
         found.append(tensor)
         return tensor
 
-    _mapped(hook, note)
+    _map_captured(hook, note)
     yield from found
 
 
-def _mapped(hook: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_captured(hook: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a function with the tensors that it holds changed."""
 
     def of(value: Any) -> Any:
         if isinstance(value, Tensor):
             return change(value)
-        return _mapped(value, change) if isinstance(value, types.FunctionType | functools.partial) else value
+        return _map_captured(value, change) if isinstance(value, types.FunctionType | functools.partial) else value
 
     if isinstance(hook, functools.partial):
         given, named = [of(value) for value in hook.args], {key: of(value) for key, value in hook.keywords.items()}

@@ -20,7 +20,7 @@ from torch import nn
 
 from samestep.building import adapters, families
 from samestep.building.adapters import UNCHANGED, Adaptation
-from samestep.building.stored_weights import StoredWeights, stored_weights
+from samestep.building.stored_weights import StoredWeights, find_stored_weights
 from samestep.errors import ModelError, did_you_mean
 from samestep.job_tables import Task
 from samestep.models import weight_files
@@ -39,7 +39,9 @@ class PretrainedModel:
 
     def build(self) -> nn.Module:
         """Return the model with new values, in training mode and float32."""
-        return self.adaptation.of(families.built(f"hf:{self.folder}", self.config, self.task, dtype=torch.float32))
+        return self.adaptation.of(
+            families.build_model(f"hf:{self.folder}", self.config, self.task, dtype=torch.float32)
+        )
 
     def stored(self, module: nn.Module, canonical: Mapping[str, str]) -> StoredWeights:
         """Return where the values of a built model lie in the folder, which has none of its adapters."""
@@ -47,13 +49,13 @@ class PretrainedModel:
         before, now = families.num_tokens(self.before or self.config), families.num_tokens(self.config)
         tokens = (before, now) if self.before is not None and before is not None and now is not None else None
         if self.adaptation.lora is None:
-            return stored_weights(module, canonical, files, tokens)
+            return find_stored_weights(module, canonical, files, tokens)
         with torch.device("meta"):
-            bare = families.built(f"hf:{self.folder}", self.config, self.task, dtype=torch.float32)
+            bare = families.build_model(f"hf:{self.folder}", self.config, self.task, dtype=torch.float32)
         first: dict[int, str] = {}
         names = {name: first.setdefault(id(tensor), name) for name, tensor in bare.state_dict(keep_vars=True).items()}
         known = {name: names[base] for name in canonical if (base := adapters.base_name(name)) in names}
-        return replace(stored_weights(bare, names, files, tokens), canonical=known)
+        return replace(find_stored_weights(bare, names, files, tokens), canonical=known)
 
     def __call__(self) -> nn.Module:
         """Return the model with the folder's values as transformers itself loads it: what ours is held against."""
@@ -123,11 +125,11 @@ def folder_config(folder: Path, fields: Mapping[str, Any], task: Task) -> Any:
     families.check_fields(family, fields)
     if unknown := [name for name in fields if isinstance(fields[name], dict) and name not in stored]:
         raise ModelError(f"model.config.{unknown[0]}: {folder} has no such table{did_you_mean(unknown[0], stored)}")
-    values = _merged(stored, fields, families.facts_named(family))
-    return families.configured(f"hf:{folder}", family, values, fields, task)
+    values = _merge_fields(stored, fields, families.facts_named(family))
+    return families.make_config(f"hf:{folder}", family, values, fields, task)
 
 
-def _merged(stored: Mapping[str, Any], fields: Mapping[str, Any], facts: families.FamilyFacts) -> dict[str, Any]:
+def _merge_fields(stored: Mapping[str, Any], fields: Mapping[str, Any], facts: families.FamilyFacts) -> dict[str, Any]:
     """Return the stored fields with others in their place; lists with an entry for each block get those of the new depth."""
     merged = dict(stored)
     for name, value in fields.items():

@@ -22,7 +22,7 @@ from samestep.building import adapters, families
 from samestep.building.adapters import Value
 from samestep.building.initial_values import Blueprint
 from samestep.building.merging import Merged
-from samestep.building.stored_weights import by_kind, converted, loading, transforms_of
+from samestep.building.stored_weights import by_kind, convert_tensors, loading, transforms_of
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.models.weight_files import ONE_FILE
@@ -181,7 +181,7 @@ def _groups(module: nn.Module, names: Sequence[str]) -> Iterator[SavedGroup]:
 
     def maker(conversion: Any, target: str, sources: Sequence[tuple[str, str]]) -> Callable[..., Mapping[str, Tensor]]:
         def make(tensors: Sequence[Tensor]) -> Mapping[str, Tensor]:
-            made = converted(conversion, target, sources, tensors, module)
+            made = convert_tensors(conversion, target, sources, tensors, module)
             return {renamed(name): tensor for name, tensor in made.items()}
 
         return make

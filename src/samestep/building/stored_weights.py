@@ -51,7 +51,7 @@ def by_kind(transforms: Iterable[Any]) -> tuple[list[Any], list[Any]]:
     return renamings, [one for one in transforms if isinstance(one, kinds.WeightConverter)]
 
 
-def converted(
+def convert_tensors(
     conversion: Any, target: str, sources: Sources, tensors: Sequence[Tensor], model: nn.Module
 ) -> dict[str, Tensor]:
     """Return by name what a conversion makes of tensors; without a conversion the first one itself, as `target`."""
@@ -68,7 +68,7 @@ Intervals = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Origin:
+class _TensorOrigin:
     """The tensors in the files from which one or several tensors of a model are made."""
 
     sources: tuple[tuple[str, str], ...]
@@ -82,15 +82,15 @@ class _Origin:
 
     def convert(self, tensors: Sequence[Tensor], model: nn.Module) -> dict[str, Tensor]:
         """Return the model's tensors by name, made of these tensors of the files."""
-        return converted(self.conversion, self.target, self.sources, tensors, model)
+        return convert_tensors(self.conversion, self.target, self.sources, tensors, model)
 
-    def of_rows(self, rows: Sequence[int]) -> _Origin:
+    def of_rows(self, rows: Sequence[int]) -> _TensorOrigin:
         """Return the part of a stack that makes some of its rows, in this order."""
         by_pattern: dict[str, list[tuple[str, str]]] = {}
         for source in self.sources:
             by_pattern.setdefault(source[1], []).append(source)
         chosen = tuple(sources[row] for sources in by_pattern.values() for row in rows)
-        return _Origin(chosen, self.target, self.conversion, is_stack=True)
+        return _TensorOrigin(chosen, self.target, self.conversion, is_stack=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +105,7 @@ class StoredWeights:
     """The model's tensors that the folder lacks, by their first names."""
     unread: tuple[str, ...]
     """Tensors of the folder that the model does not have."""
-    _origins: Mapping[str, tuple[_Origin, str]] = field(repr=False)
+    _origins: Mapping[str, tuple[_TensorOrigin, str]] = field(repr=False)
     """By first name: the origin, and the name that it has for the tensor."""
     _resized: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
     """By first name, of tensors with an entry for each token: the dimension of the tokens, and how many of them are read."""
@@ -168,7 +168,7 @@ class StoredWeights:
         """Return values of a file, or intervals of them; without intervals they may be the file's own memory."""
         path = self.files[name].path
         try:
-            file = _opened(path)
+            file = _open_cached(path)
             if intervals is None:
                 whole: Tensor = file.get_tensor(name)
                 return whole
@@ -191,7 +191,7 @@ def parts_of(tensor: Tensor, intervals: Intervals | None, dim: int = 0) -> Tenso
     return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
 
 
-def _opened(path: Path) -> Any:
+def _open_cached(path: Path) -> Any:
     """Return a file, opened once as long as it is the same."""
     state = path.stat()
     return _open(path, state.st_ino, state.st_mtime_ns)
@@ -202,7 +202,7 @@ def _open(path: Path, *_: int) -> Any:
     return safe_open(path, "pt")
 
 
-def stored_weights(
+def find_stored_weights(
     module: nn.Module,
     canonical: Mapping[str, str],
     files: Mapping[str, StoredTensor],
@@ -218,7 +218,7 @@ def stored_weights(
     """
     held = module.state_dict()
     found, unread = _origins(module, held, files)
-    origins: dict[str, tuple[_Origin, str]] = {}
+    origins: dict[str, tuple[_TensorOrigin, str]] = {}
     resized: dict[str, tuple[int, int]] = {}
     for origin in found:
         shapes = [torch.empty(files[name].shape, device="meta", dtype=torch.float32) for name, _ in origin.sources]
@@ -273,17 +273,19 @@ def _other_shape(module: nn.Module, source: str, name: str, stored: torch.Size, 
     return f"model.source: {source} makes {name} {list(stored)}, and model.config says {list(built)}; {works}"
 
 
-def _alike(one: _Origin, other: _Origin, files: Mapping[str, StoredTensor]) -> bool:
+def _alike(one: _TensorOrigin, other: _TensorOrigin, files: Mapping[str, StoredTensor]) -> bool:
     """Return whether two tensors of the files are equal, both stored as they are."""
     if one.conversion is not None or other.conversion is not None:
         return False
-    first, second = (_opened(files[each.sources[0][0]].path).get_tensor(each.sources[0][0]) for each in (one, other))
+    first, second = (
+        _open_cached(files[each.sources[0][0]].path).get_tensor(each.sources[0][0]) for each in (one, other)
+    )
     return torch.equal(first, second)
 
 
 def _origins(
     module: nn.Module, held: Mapping[str, Tensor], files: Mapping[str, StoredTensor]
-) -> tuple[list[_Origin], list[str]]:
+) -> tuple[list[_TensorOrigin], list[str]]:
     """Return the origins of the model's tensors, and the names in the files that belong to none."""
     transforms, rename = transforms_of(module), loading().rename_source_key
     renamings, converters = by_kind(transforms)
@@ -305,7 +307,7 @@ def _origins(
     for target, sources in collected.items():
         conversion = by_pattern.get(sources[0][1])
         is_stack = conversion is not None and _stacks(conversion, sources, held[target].shape)
-        origins.append(_Origin(tuple(sources), target, conversion, is_stack))
+        origins.append(_TensorOrigin(tuple(sources), target, conversion, is_stack))
     return origins, unread
 
 

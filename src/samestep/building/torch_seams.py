@@ -62,6 +62,7 @@ __all__ = [
     "current_function_modes",
     "current_transform_level",
     "default_store",
+    "disable_compiler",
     "disable_current_modes",
     "dynamo",
     "get_unwrapped",
@@ -75,7 +76,6 @@ __all__ = [
     "push_function_mode",
     "storage_use_count",
     "transforms_beside_hooks",
-    "uncompiled",
 ]
 
 autograd_sequence_number = torch._C._autograd._get_sequence_nr
@@ -117,7 +117,7 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
-def uncompiled() -> AbstractContextManager[object]:
+def disable_compiler() -> AbstractContextManager[object]:
     """Return a context in which what a model or an optimizer has compiled runs as the code that it is.
 
     The compiler would make graphs of the modes that watch the code, too. Nothing is compiled where it is not yet imported.

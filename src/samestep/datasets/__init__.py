@@ -8,10 +8,10 @@ open_dataset(job) ── map-style dataset ──► batches(dataset, job) ─�
 There is no iterator state: to resume, `batches` takes another first step. Nothing here depends on process groups or devices.
 """
 
-from samestep.datasets.batch import Batch, BatchStream, Dataset, batches, checked_samples, read_samples, shares
+from samestep.datasets.batch import Batch, BatchStream, Dataset, batches, blame_samples, read_samples, shares
 from samestep.datasets.example import example_of
 from samestep.datasets.mixture import kind_of
-from samestep.datasets.order import permuted, sample_indices
+from samestep.datasets.order import permute_positions, sample_indices
 from samestep.datasets.source import (
     classes_of,
     of_held_out,
@@ -30,7 +30,7 @@ __all__ = [
     "Dataset",
     "Tokenizer",
     "batches",
-    "checked_samples",
+    "blame_samples",
     "classes_of",
     "example_of",
     "kind_of",
@@ -40,7 +40,7 @@ __all__ = [
     "open_held_out",
     "open_tokenizer",
     "other_readings",
-    "permuted",
+    "permute_positions",
     "read_samples",
     "remarks_on",
     "sample_indices",

@@ -192,7 +192,7 @@ def checked_batch(given: Any, method: str) -> Any:
     )
 
 
-def evaluated_batch(given: Any, method: str) -> Any:
+def batch_to_evaluate(given: Any, method: str) -> Any:
     """Return a batch, or of a data set the batch of all its samples.
 
     Raises:
@@ -249,7 +249,7 @@ def check_map_style(dataset: Any, what: str) -> None:
 
 
 @contextmanager
-def checked_samples(example: Any) -> Iterator[None]:
+def blame_samples(example: Any) -> Iterator[None]:
     """Blame samples that cannot be a batch, and not the model, where it fails on them.
 
     Raises:

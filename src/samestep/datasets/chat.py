@@ -61,7 +61,7 @@ def chat_documents(conversation: Conversation, tokenizer: Tokenizer, turns: Turn
         return [_plain(conversation, end, counted, tokenizer) for end, counted in parts]
     given = _readable(conversation, tokenizer)
     render = functools.partial(tokenizer.render_chat, settings=conversation.settings)
-    return [_encoded(_pieces(given[:end], counted, render, tokenizer), tokenizer) for end, counted in parts]
+    return [_encode(_pieces(given[:end], counted, render, tokenizer), tokenizer) for end, counted in parts]
 
 
 def unwritten(conversation: Conversation, tokenizer: Tokenizer, names: Collection[str]) -> list[str]:
@@ -135,12 +135,12 @@ def _plain(conversation: Conversation, end: int, counted: Sequence[int], tokeniz
             )
         is_reply = message["role"] == "assistant"
         runs.append((tokenizer.encode(_HEAD.format(message["role"])), False))
-        text = tokenizer.encode(_joined(message["content"]) or "")
+        text = tokenizer.encode(_join_parts(message["content"]) or "")
         runs.append((text + (closing if is_reply else newline), number in counted))
     return runs
 
 
-def _encoded(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> Counted:
+def _encode(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> Counted:
     runs = tokenizer.encode_pieces([text for text, _ in pieces])
     return [(run, counted) for run, (_, counted) in zip(runs, pieces, strict=True)]
 
@@ -200,7 +200,7 @@ def _in_form(content: Any, tokenizer: Tokenizer) -> Any:
     reads_texts, reads_parts = _forms(tokenizer)
     if isinstance(content, str) and not reads_texts:
         return [{"type": "text", "text": content}]
-    return content if reads_parts else _joined(content)
+    return content if reads_parts else _join_parts(content)
 
 
 @functools.lru_cache(maxsize=8)
@@ -217,7 +217,7 @@ def _forms(tokenizer: Tokenizer) -> tuple[bool, bool]:
     return (found[0] or not found[1], found[1])
 
 
-def _joined(content: Any) -> Any:
+def _join_parts(content: Any) -> Any:
     return "".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
@@ -261,10 +261,10 @@ def _pieces(
         before, whole = _reply(messages[: number + 1], render, tokenizer)
         reply = whole[len(before) :]
         kept = len(reply) - len(_behind_turn(messages[:number], render, tokenizer, reply))
-        pieces += [(_added(written, before), False), (reply[:kept], True), (reply[kept:], False)]
+        pieces += [(_added_text(written, before), False), (reply[:kept], True), (reply[kept:], False)]
         written = whole
     if counted[-1] + 1 < len(messages):
-        pieces.append((_added(written, render(messages, False)), False))
+        pieces.append((_added_text(written, render(messages, False)), False))
     return pieces
 
 
@@ -321,7 +321,7 @@ def _common(one: str, other: str) -> str:
     return one[: next((at for at, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) > 1), len(one))]
 
 
-def _added(written: str, longer: str) -> str:
+def _added_text(written: str, longer: str) -> str:
     if not longer.startswith(written):
         raise DataError(
             "the tokenizer's chat template writes earlier messages differently when others follow, so not all replies of the "

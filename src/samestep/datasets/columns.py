@@ -73,14 +73,14 @@ def columns(origin: Origin, dtypes: Mapping[str, Any], pieces: Pieces) -> dict[s
     try:
         home = Path.home() / ".cache" / "samestep" / "tokens"
         home.mkdir(parents=True, exist_ok=True)
-        with _locked(home / f"{digest}.lock", origin):
+        with _hold_lock(home / f"{digest}.lock", origin):
             if not (home / digest).is_dir():
                 _write(home, digest, origin, dtypes, pieces)
     except (OSError, RuntimeError) as error:  # there is no home, or it cannot be written to
         raise DataError(
             f"{origin.name}: its tokens do not fit into memory, and cannot be kept in ~/.cache/samestep: {error}"
         ) from None
-    return {name: _mapped(home / digest / name, np.dtype(dtype)) for name, dtype in dtypes.items()}
+    return {name: _map_file(home / digest / name, np.dtype(dtype)) for name, dtype in dtypes.items()}
 
 
 def stamps(files: Iterable[Path]) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ def _in_memory(dtypes: Mapping[str, Any], pieces: Iterator[tuple[int, Piece]]) -
 
 
 @contextmanager
-def _locked(path: Path, origin: Origin) -> Iterator[None]:
+def _hold_lock(path: Path, origin: Origin) -> Iterator[None]:
     """Hold the lock of a source's files; say so where another process is writing them."""
     lock = FileLock(path)
     try:
@@ -148,7 +148,7 @@ def _write(home: Path, digest: str, origin: Origin, dtypes: Mapping[str, Any], p
     draft.rename(home / digest)
 
 
-def _mapped(path: Path, dtype: np.dtype[Any]) -> Array:
+def _map_file(path: Path, dtype: np.dtype[Any]) -> Array:
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from samestep.errors import DataError, did_you_mean, shown
+from samestep.errors import DataError, did_you_mean, short_repr
 
 Message = Mapping[str, Any]
 
@@ -111,10 +111,10 @@ def document_of(row: Any, text_field: str, *, may_lack_nulls: bool = False) -> D
     if may_lack_nulls:
         given = {key: _without_nulls(value) for key, value in given.items()}
     if (name := next((key for key in ("messages", "conversations") if key in given), None)) is not None:
-        turns = [_turn(number, turn) for number, turn in enumerate(_listed(given[name], name))]
+        turns = [_turn(number, turn) for number, turn in enumerate(_parse_messages(given[name], name))]
         return _conversation(given, _with_system(given, turns))
     if "prompt" in given and "completion" in given:
-        return _prompted(given)
+        return _document_of_prompt(given)
     if "instruction" in given and "output" in given:
         return _conversation(given, _alpaca(given))
     if text_field in row:
@@ -127,7 +127,7 @@ def document_of(row: Any, text_field: str, *, may_lack_nulls: bool = False) -> D
 def no_document(names: Iterable[str], text_field: str) -> str:
     """Return that these keys of a row hold no document, and what would."""
     names = list(names)
-    keys = ", ".join(shown(name) for name in names[:8]) + ", ..." * (len(names) > 8)
+    keys = ", ".join(short_repr(name) for name in names[:8]) + ", ..." * (len(names) > 8)
     return (
         f"neither {text_field!r} nor 'messages'{did_you_mean(text_field, names[:100])}; it has {keys or 'no keys'}; data.text_field "
         "names the text's key, and 'conversations', 'prompt' with 'completion', and 'instruction' with 'output' are read too"
@@ -162,7 +162,7 @@ def _text(value: Any, name: str) -> str:
 def _conversation(row: Mapping[str, Any], messages: Sequence[Any], first_counted: int = 0) -> Conversation:
     settings: dict[str, Any] = {}
     for key in _TEMPLATE_KEYS:
-        value = _unpacked(row[key], key) if key in row else None
+        value = _parse_json(row[key], key) if key in row else None
         if not value:
             continue
         if key == "chat_template_kwargs" and isinstance(value, Mapping):
@@ -191,7 +191,9 @@ def _message(number: int, given: Any) -> Message:
     role, content = given["role"], given.get("content")
     kept = {key: value for key, value in given.items() if value is not None}
     if role == "assistant" and kept.get("weight", 1) not in (0, 1):
-        raise DataError(f"message {number} has the weight {shown(kept['weight'])}: 0, which does not count, and 1 work")
+        raise DataError(
+            f"message {number} has the weight {short_repr(kept['weight'])}: 0, which does not count, and 1 work"
+        )
     if isinstance(content, str):
         return kept
     if content is None:
@@ -213,7 +215,7 @@ def _part(number: int, part: Any) -> Message:
         return {"type": "text", "text": part["text"]}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise DataError(
-        f'the content of message {number} has a part of type {shown(kind)}; parts {{"type": "text", "text": "..."}} work'
+        f'the content of message {number} has a part of type {short_repr(kind)}; parts {{"type": "text", "text": "..."}} work'
     )
 
 
@@ -228,12 +230,12 @@ def _turn(number: int, turn: Any) -> Any:
         return turn if role == "tool" or named in _CALLS else {**_with_content(turn), "role": role}
     word = turn["from"].lower() if isinstance(turn["from"], str) else ""
     if word not in ROLES:
-        raise DataError(f"turn {number} is from {shown(turn['from'])}: {', '.join(ROLES)} work")
+        raise DataError(f"turn {number} is from {short_repr(turn['from'])}: {', '.join(ROLES)} work")
     message = {**_with_content(turn), "role": ROLES[word]}
     del message["from"]
     if word not in _CALLS:
         return message
-    called = _unpacked(message["content"], f"the {word} of turn {number}")
+    called = _parse_json(message["content"], f"the {word} of turn {number}")
     calls = called if isinstance(called, list) else [called]
     return {**message, "content": None, "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
@@ -247,7 +249,7 @@ def _with_content(turn: Mapping[str, Any]) -> dict[str, Any]:
     return {**others, "content": given[0] if given else None}
 
 
-def _prompted(row: Mapping[str, Any]) -> Document:
+def _document_of_prompt(row: Mapping[str, Any]) -> Document:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return Completion(prompt, completion)
@@ -262,7 +264,7 @@ def _prompted(row: Mapping[str, Any]) -> Document:
 
 def _alpaca(row: Mapping[str, Any]) -> list[Any]:
     """Return a row of Alpaca as messages: an instruction and its input are one, on lines of their own."""
-    pairs = [*_listed(row.get("history", []), "history"), None]
+    pairs = [*_parse_messages(row.get("history", []), "history"), None]
     messages: list[Any] = []
     for number, pair in enumerate(pairs[:-1]):
         if not isinstance(pair, list) or len(pair) != 2:
@@ -293,8 +295,8 @@ def _with_system(row: Mapping[str, Any], messages: list[Any]) -> list[Any]:
     raise DataError("the row has a 'system', and its messages begin with another one: one of them works")
 
 
-def _listed(value: Any, name: str) -> list[Any]:
-    found = _unpacked(value, name)
+def _parse_messages(value: Any, name: str) -> list[Any]:
+    found = _parse_json(value, name)
     if (
         isinstance(found, Mapping)
         and len({len(one) if isinstance(one, list) else -1 for one in found.values()} - {-1}) == 1
@@ -307,7 +309,7 @@ def _listed(value: Any, name: str) -> list[Any]:
     raise DataError(f'{name} is not a list of messages; a list of {{"role": "user", "content": "text"}} works')
 
 
-def _unpacked(value: Any, name: str) -> Any:
+def _parse_json(value: Any, name: str) -> Any:
     """Return a value, or what a text of JSON in its place says."""
     if not isinstance(value, str):
         return value

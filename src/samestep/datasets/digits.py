@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samestep.datasets.order import permuted
+from samestep.datasets.order import permute_positions
 from samestep.datasets.split import Split, part_of
 from samestep.job_tables import DataTable
 
@@ -59,6 +59,6 @@ def _everything() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """Return all images and digits, shuffled once: the lines of one writer follow each other in the file."""
     text = gzip.decompress(resources.files("samestep.datasets").joinpath("digits.csv.gz").read_bytes()).decode()
     table: npt.NDArray[Any] = np.array([line.split(",") for line in text.split()], dtype=np.float64)
-    table = table[permuted(np.arange(len(table)), len(table), 0)]
+    table = table[permute_positions(np.arange(len(table)), len(table), 0)]
     images = (table[:, :-1] / LARGEST).astype(np.float32).reshape(-1, 1, SIDE, SIDE)
     return images, table[:, -1].astype(np.int64)

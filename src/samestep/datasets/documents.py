@@ -33,7 +33,7 @@ from samestep.datasets.chat import Counted, chat_documents, unwritten
 from samestep.datasets.columns import Piece, columns
 from samestep.datasets.conversations import Conversation, Document, document_of
 from samestep.datasets.rows import DocumentRows
-from samestep.datasets.split import Split, named, part_of
+from samestep.datasets.split import Split, name_of_part, part_of
 from samestep.datasets.tokenizers import Tokenizer, token_dtype
 from samestep.errors import DataError
 from samestep.job_tables import Convention, DataTable
@@ -109,7 +109,7 @@ def packed_part(
     length = len(packed.tokens)
     works = f"data.sequence_length = {length} works" if length else "more data is needed"
     raise DataError(
-        f"{named(split, data.source)} has {length} tokens in {len(part)} of {len(starts)} documents; "
+        f"{name_of_part(split, data.source)} has {length} tokens in {len(part)} of {len(starts)} documents; "
         f"data.sequence_length = {data.sequence_length} needs as many; {works}"
     )
 
@@ -123,7 +123,7 @@ def _pieces(rows: DocumentRows, tokenizer: Tokenizer, data: DataTable) -> Iterat
     for where, row, size_bytes in rows.read():
         try:
             document = document_of(row, data.text_field, may_lack_nulls=rows.may_lack_nulls)
-            found = _counted(document, tokenizer, data)
+            found = _encode_document(document, tokenizer, data)
             names = {name for name in _said(document) - noted if looked_at[name] < _LOOKED_AT}
             lost = unwritten(document, tokenizer, names) if isinstance(document, Conversation) else []
         except (DataError, RecursionError) as error:
@@ -135,7 +135,7 @@ def _pieces(rows: DocumentRows, tokenizer: Tokenizer, data: DataTable) -> Iterat
             said = f"{where}: the tokenizer's chat template does not use {name}: what is learned lacks them\n"
             yield 0, {"remarks": np.frombuffer(said.encode("utf-8", "replace"), np.uint8)}
         for runs in found:
-            tokens, labels = _labelled(runs, tokenizer)
+            tokens, labels = _label_tokens(runs, tokenizer)
             yield size_bytes // len(found), {"tokens": tokens, "labels": labels, "starts": np.array([start])}
             start += len(tokens)
 
@@ -144,7 +144,7 @@ def _said(document: Document) -> set[str]:
     return document.said if isinstance(document, Conversation) else set()
 
 
-def _counted(document: Document, tokenizer: Tokenizer, data: DataTable) -> list[Counted]:
+def _encode_document(document: Document, tokenizer: Tokenizer, data: DataTable) -> list[Counted]:
     """Return the documents that a row's becomes, each as runs of tokens that are counted or not."""
     if isinstance(document, Conversation):
         return chat_documents(document, tokenizer, data.turns)
@@ -155,7 +155,7 @@ def _counted(document: Document, tokenizer: Tokenizer, data: DataTable) -> list[
     return [[(begin, False), (prompt, False), (completion, True), (end, True)]]
 
 
-def _labelled(runs: Counted, tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _label_tokens(runs: Counted, tokenizer: Tokenizer) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return a document's input tokens, and the label of each."""
     ids = [token for run, _ in runs for token in run]
     counted = [token if kept else NOT_COUNTED for run, kept in runs for token in run]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from samestep.datasets.split import HELD_OUT_WORDS, TRAINED_WORDS, words_of
-from samestep.errors import DataError, did_you_mean, first_line, shown
+from samestep.errors import DataError, did_you_mean, first_line, short_repr
 
 PART_BYTES = 2**20
 """Bytes of a text file that are read, and turned into tokens, at a time."""
@@ -92,7 +92,7 @@ def files_at(place: Path, source: str, *endings: str) -> list[Path]:
     if found:
         return found
     what = f"{' or '.join(endings)} file" if endings else "file"
-    there = f"; it has {', '.join(shown(file.name) for file in below[:4])}, and a file of another name works by its own path"
+    there = f"; it has {', '.join(short_repr(file.name) for file in below[:4])}, and a file of another name works by its own path"
     raise DataError(f"{source}: the folder holds no {what}{there * bool(below)}")
 
 
@@ -122,7 +122,7 @@ def _by_parts(file: Path) -> tuple[str, ...]:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_unpacked(path: Path) -> Iterator[BinaryIO]:
     """Open a file for reading, and unpack it meanwhile where it is packed.
 
     Raises:
@@ -223,10 +223,10 @@ def texts_of(path: Path) -> Iterator[str]:
     Raises:
         DataError: the file is not text in its encoding, or it is damaged.
     """
-    with opened(path) as file, lines_as(encoding_of(head_of(path, file)), file) as read:
+    with open_unpacked(path) as file, lines_as(encoding_of(head_of(path, file)), file) as read:
         line, offset, is_first = 1, 0, True
         for _, part in read_lines(path, _parts(file) if read is None else _text_parts(read)):
-            text = part if isinstance(part, str) else _decoded(part, path, line, offset)
+            text = part if isinstance(part, str) else _decode_utf8(part, path, line, offset)
             text = text.removeprefix("\ufeff") if is_first else text
             line, offset = line + text.count("\n"), offset + len(part)
             if text or is_first:
@@ -249,7 +249,7 @@ def _text_parts(file: io.TextIOWrapper) -> Iterator[str]:
         yield part + file.readline()
 
 
-def _decoded(part: bytes, path: Path, line: int, offset: int) -> str:
+def _decode_utf8(part: bytes, path: Path, line: int, offset: int) -> str:
     """Return a part of a file as text; it begins at a line and a byte of the file."""
     try:
         return part.decode()

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from samestep.errors import DataError, shown
+from samestep.errors import DataError, short_repr
 
 _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 """Formats that are read, whatever a file's name is: none that starts another program, as EPS does."""
@@ -59,7 +59,7 @@ def read_image(path: Path, mode: Literal["RGB", "L"]) -> Any:
         reason = " ".join(str(error).replace(f"{str(path)!r}", "it").split()) or type(error).__name__
         if type(error) is image.DecompressionBombError:
             reason = f"{reason[: reason.find(',')]}: a smaller image works"
-        raise DataError(f"{path} is no image that Pillow reads: {shown(reason)}") from None
+        raise DataError(f"{path} is no image that Pillow reads: {short_repr(reason)}") from None
 
 
 def _other_form(path: Path) -> str:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from samestep.datasets.files import existing
 from samestep.datasets.image_file import pillow, read_image
-from samestep.datasets.order import permuted
-from samestep.datasets.split import HELD_OUT_WORDS, TRAINED_WORDS, Split, named, part_of, words_of
+from samestep.datasets.order import permute_positions
+from samestep.datasets.split import HELD_OUT_WORDS, TRAINED_WORDS, Split, name_of_part, part_of, words_of
 from samestep.errors import DataError, did_you_mean
 from samestep.job_tables import DataTable
 
@@ -130,10 +130,10 @@ def images_part(path: str, data: DataTable, split: Split, classes: Sequence[str]
         raise DataError(
             f"{source} has the class {empty!r} without images: with images, or without the folder {folders[empty]}, it works"
         )
-    order = permuted(np.arange(len(files)), len(files), 0)
+    order = permute_positions(np.arange(len(files)), len(files), 0)
     part = part_of(len(files), data.held_out, split)
     if not len(part):
-        raise DataError(f"{named(split, data.source)} has none of {len(files)} images; more images are needed")
+        raise DataError(f"{name_of_part(split, data.source)} has none of {len(files)} images; more images are needed")
     return ImageFolder(tuple(files[order[place]] for place in part), data, tuple(numbers))
 
 

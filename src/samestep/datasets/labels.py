@@ -54,11 +54,11 @@ def convention_of(dataset: Dataset, word: Convention | None) -> Convention:
         if word == "aligned":
             raise DataError('this source gives labels of the next token, and data.labels = "aligned": "next" works')
         return said
-    seen = _Seen()
+    seen = _LabelComparison()
     for count in (LOOKED_AT, MOST_LOOKED_AT):
         places = np.unique(np.linspace(0, len(dataset) - 1, count).astype(np.int64))
         for place in places:
-            seen = seen.joined(_Seen.of(read_samples(dataset, places[places == place]), word))
+            seen = seen.joined(_LabelComparison.of(read_samples(dataset, places[places == place]), word))
         if seen.counted:
             break
     return seen.convention(word)
@@ -66,7 +66,7 @@ def convention_of(dataset: Dataset, word: Convention | None) -> Convention:
 
 def convention_of_samples(samples: Any, word: Convention | None) -> Convention:
     """Return which token the labels of some samples are, as `convention_of` does for a dataset."""
-    return _Seen.of(samples, word).convention(word)
+    return _LabelComparison.of(samples, word).convention(word)
 
 
 def _of_mixture(dataset: Mixture, word: Convention | None) -> Convention:
@@ -80,7 +80,7 @@ def _of_mixture(dataset: Mixture, word: Convention | None) -> Convention:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _LabelComparison:
     """The comparison of labels with inputs: how many are compared, and whether one of them differs."""
 
     counted: int = 0
@@ -97,7 +97,7 @@ class _Seen:
     """Whether every one with a token before is that."""
 
     @classmethod
-    def of(cls, samples: Any, word: Convention | None) -> _Seen:
+    def of(cls, samples: Any, word: Convention | None) -> _LabelComparison:
         """Return the comparison of some samples."""
         if labels_of_tokens(samples) is None:
             _refuse_batches(samples)
@@ -121,9 +121,9 @@ class _Seen:
             is_previous=not bool((has_previous & (labels[:, 1:] != inputs[:, :-1])).any()),
         )
 
-    def joined(self, other: _Seen) -> _Seen:
+    def joined(self, other: _LabelComparison) -> _LabelComparison:
         """Return the comparison of the samples of both."""
-        return _Seen(
+        return _LabelComparison(
             self.counted + other.counted,
             self.has_next + other.has_next,
             self.has_previous + other.has_previous,

@@ -42,7 +42,7 @@ def sample_indices(step: int, global_batch: int, length: int, seed: int) -> Inte
     assert length >= 1, f"dataset of {length} samples"
     positions = np.arange(global_batch, dtype=np.int64) + step * global_batch
     epochs, places = np.divmod(positions, length)
-    return permuted(places, length, _mix(_word(seed)) + epochs.astype(np.uint64) * _GOLDEN)
+    return permute_positions(places, length, _mix(_word(seed)) + epochs.astype(np.uint64) * _GOLDEN)
 
 
 def draw_key(seed: int, step: int, index: int) -> int:
@@ -50,7 +50,7 @@ def draw_key(seed: int, step: int, index: int) -> int:
     return int(_mix(_mix(_mix(_word(seed) ^ _GOLDEN) + _word(step)) + _word(index))[0])
 
 
-def permuted(positions: npt.NDArray[np.integer], length: int, key: int | _Words) -> Integers:
+def permute_positions(positions: npt.NDArray[np.integer], length: int, key: int | _Words) -> Integers:
     """Map positions in range(length) through the bijection of range(length) that belongs to `key`.
 
     `key` is an integer, or an array with one key for each position.

@@ -143,7 +143,7 @@ class _InProcesses:
             _Reads(read),
             batch_size=None,
             sampler=_Asked(foreseen, self._asked),
-            collate_fn=_unchanged,
+            collate_fn=_identity,
             num_workers=num_workers,
             prefetch_factor=AHEAD,
             pin_memory=pin,
@@ -233,7 +233,7 @@ def _bytes(states: tuple[Any, Any, Tensor]) -> bytes:
     return pickle.dumps((states[0], states[1], states[2].numpy().tobytes()))
 
 
-def _unchanged(samples: Any) -> Any:
+def _identity(samples: Any) -> Any:
     return samples
 
 

@@ -24,7 +24,7 @@ from samestep.datasets.files import (
     files_at,
     head_of,
     lines_as,
-    opened,
+    open_unpacked,
     read_lines,
     without_held_out,
 )
@@ -72,7 +72,7 @@ def jsonl_rows(path: str) -> DocumentRows:
 
     def read() -> Iterator[Row]:
         for file in files:
-            with opened(file) as content:
+            with open_unpacked(file) as content:
                 yield from _json_rows(file, content)
 
     return DocumentRows(_origin(source, files), read)
@@ -93,7 +93,7 @@ def _json_rows(file: Path, content: BinaryIO) -> Iterator[Row]:
             where = f"{file}:{number}"
             given = line if isinstance(line, str) else _utf8(line, where, is_first=number == 1)
             if given.strip():
-                yield where, parsed(given.rstrip(), where), len(line)
+                yield where, parse_json(given.rstrip(), where), len(line)
 
 
 def _utf8(line: bytes, where: str, *, is_first: bool = False) -> str:
@@ -127,7 +127,7 @@ def _elements(file: Path, text: str) -> Iterator[Row]:
         if behind == "value":
             at, behind = start + 1, ","
             continue
-        value, at = _decoded(text, start, where)
+        value, at = _decode_value(text, start, where)
         yield where, value, at - start
         line += text.count("\n", start, at)
         behind = "value"
@@ -137,19 +137,19 @@ def _elements(file: Path, text: str) -> Iterator[Row]:
         )
 
 
-def parsed(text: str, where: str) -> Any:
+def parse_json(text: str, where: str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
         DataError: it is none, or is nested deeper than Python reads.
     """
-    value, end = _decoded(text, _SPACE.match(text).end(), where)  # type: ignore[union-attr]
+    value, end = _decode_value(text, _SPACE.match(text).end(), where)  # type: ignore[union-attr]
     if rest := text[end:].strip():
         raise DataError(f"{where}: not JSON: more follows the value at column {text.index(rest, end) + 1}")
     return value
 
 
-def _decoded(text: str, start: int, where: str) -> tuple[Any, int]:
+def _decode_value(text: str, start: int, where: str) -> tuple[Any, int]:
     """Return the JSON value that begins at a place of a text, and the place where it ends."""
     try:
         try:
@@ -209,7 +209,7 @@ def parquet_rows(path: str, text_field: str) -> DocumentRows:
                 table = parquet.ParquetFile(file, page_checksum_verification=True)
                 length, names = table.metadata.num_rows, table.schema_arrow.names
             except Exception as error:  # the library raises what its parts raise
-                with opened(file) as content:
+                with open_unpacked(file) as content:
                     head_of(file, content)  # names what it is, where that is known
                 raise DataError(f"{file} is not a Parquet file: {first_line(error)}") from None
             if twice := next((name for name in wanted_columns(names, text_field) if names.count(name) > 1), None):
@@ -256,18 +256,18 @@ def _table_rows(file: Path | str, batches: Iterator[Any], each: int) -> Iterator
 def _objects(file: Path | str, batch: Any, first: int) -> list[Any]:
     """Return the rows of a batch as objects; `first` is the number of its first row."""
     try:
-        return _checked(batch)
+        return _validate_rows(batch)
     except Exception:  # as text that is not UTF-8: the row is found one by one
         found = []
         for index in range(batch.num_rows):
             try:
-                found += _checked(batch.slice(index, 1))
+                found += _validate_rows(batch.slice(index, 1))
             except Exception as error:
                 raise DataError(f"{file} row {first + index} is damaged: {first_line(error)}") from None
         return found
 
 
-def _checked(batch: Any) -> list[Any]:
+def _validate_rows(batch: Any) -> list[Any]:
     batch.validate(full=True)  # of a damaged file, offsets may lead anywhere in memory
     rows: list[Any] = batch.to_pylist()
     return rows

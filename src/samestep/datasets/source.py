@@ -27,7 +27,7 @@ from samestep.datasets.images import ImageFolder, class_names, images_part
 from samestep.datasets.mixture import Mixture
 from samestep.datasets.module_search import looked_in, make_importable
 from samestep.datasets.rows import hf_rows, jsonl_rows, parquet_rows
-from samestep.datasets.split import Split, named, part_of
+from samestep.datasets.split import Split, name_of_part, part_of
 from samestep.datasets.text import stdlib, text_tokens, tokens_of, topics
 from samestep.datasets.token_files import looked_at
 from samestep.datasets.tokenizers import open_tokenizer, tokenizer_key
@@ -71,7 +71,7 @@ def function_part(data: DataTable, split: Split, folder: str | None = None) -> D
     check_map_style(dataset, f"{source} returned")
     part = DatasetSlice(dataset, part_of(len(dataset), data.held_out, split))
     if not len(part):
-        raise DataError(f"{named(split, source)} has none of {len(dataset)} samples; more samples are needed")
+        raise DataError(f"{name_of_part(split, source)} has none of {len(dataset)} samples; more samples are needed")
     return part
 
 

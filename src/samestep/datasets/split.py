@@ -37,6 +37,6 @@ def words_of(path: Path) -> set[str]:
     return {word.lower() for word in _PART_OF_WORD.findall(path.with_suffix("").as_posix())}
 
 
-def named(split: Split, source: str) -> str:
+def name_of_part(split: Split, source: str) -> str:
     """Return the name of a part of the data for the text of an error."""
     return f"the {split.replace('_', '-')} part of {source}"

@@ -44,7 +44,7 @@ def try_template(auto: Any) -> None:
             os._exit(_status_of(lambda: auto.apply_chat_template([*_SHORT], tokenize=False)))
         finally:
             os._exit(1)
-    if status := _waited(child):
+    if status := _wait_for(child):
         what = f"does not end within {MOST_SECONDS:.0f} s" if status < 0 else f"takes over {MOST_BYTES >> 30} GiB"
         raise DataError(
             f"the tokenizer's chat template {what} for two short messages: a folder without the template works"
@@ -65,7 +65,7 @@ def _status_of(write: Callable[[], Any]) -> int:
         return 0
 
 
-def _waited(child: int) -> int:
+def _wait_for(child: int) -> int:
     """Return the exit status of a child, or -1 if it had to be ended."""
     end_s = time.monotonic() + MOST_SECONDS
     while time.monotonic() < end_s:

@@ -78,7 +78,7 @@ def read_token_file(place: Path, dtype: str) -> Array:
         DataError: the file is empty, damaged, of another format, or looks like numbers of another dtype.
     """
     try:
-        with regular_files.opened(place) as file:
+        with regular_files.open_regular(place) as file:
             head = file.read(_HEAD_BYTES)
         size_bytes = place.stat().st_size
     except OSError as error:
@@ -207,7 +207,7 @@ def read_indexed(index: Path) -> Array | Shards:
         raise DataError(f"tokens:{index} is an index, and there is no {place.name} beside it")
     try:
         dtype, lengths, pointers = _sequences(index)
-        regular_files.opened(place).close()
+        regular_files.open_regular(place).close()
     except OSError as error:
         raise DataError(f"tokens:{error.filename or index} cannot be read: {error.strerror}") from None
     size_bytes, ends = place.stat().st_size, pointers + lengths * dtype.itemsize

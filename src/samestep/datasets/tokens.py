@@ -25,7 +25,7 @@ from torch import Tensor
 
 from samestep.datasets.columns import Shards
 from samestep.datasets.files import existing, files_at, without_held_out
-from samestep.datasets.split import Split, named, part_of
+from samestep.datasets.split import Split, name_of_part, part_of
 from samestep.datasets.token_files import index_at, read_indexed, read_token_file
 from samestep.errors import DataError
 from samestep.job_tables import Convention, DataTable
@@ -111,7 +111,7 @@ def stream_part(
         return stream
     works = f"data.sequence_length = {len(part) - 1} works" if len(part) > 1 else "more data is needed"
     raise DataError(
-        f"{named(split, data.source)} has {len(part) * each} of {len(tokens)} tokens; data.sequence_length = "
+        f"{name_of_part(split, data.source)} has {len(part) * each} of {len(tokens)} tokens; data.sequence_length = "
         f"{data.sequence_length} needs {data.sequence_length + 1}; {works}"
     )
 

@@ -23,7 +23,7 @@ from samestep.building.loss import cross_entropy
 from samestep.building.model import JobModel
 from samestep.building.named_tensors import cast_floating
 from samestep.building.optimizer import OptimizerSource
-from samestep.datasets import checked_samples
+from samestep.datasets import blame_samples
 from samestep.errors import LayoutError, ModelError, failures_of
 from samestep.examination.recording import MaskRecorder, Placing, record_masks
 from samestep.examination.traced_model import TracedModel
@@ -75,12 +75,12 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
     """Build the model on the meta device and trace it on one sample of `example`; nothing else examines it.
 
     `planned` is the plan of tensor parallelism, if not the one that is found for the model. To prove a plan takes a third of
-    the time, so a model that is to run without tp is given one that is refused (`prepared_for`).
+    the time, so a model that is to run without tp is given one that is refused (`prepare_for`).
 
     Raises:
         ModelError: the model cannot be built or traced.
     """
-    plan = built(source, job)
+    plan = build_blueprint(source, job)
     dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
     one = _first_of(example, dtype)
     experts = experts_module.experts_of(plan.module)
@@ -88,7 +88,7 @@ def prepare(source: Source, job: Job, example: Any, planned: tensor_plan.Cuts | 
     expert_calls: dict[str, tuple[Any, Any]] = {}
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
     recorder, stages = Recorder(), job.model.stages
-    with checked_samples(example), ExitStack() as stack:
+    with blame_samples(example), ExitStack() as stack:
         changes = stack.enter_context(
             kept_state.record_changes(plan.module)
         )  # first: it looks when the others have gone
@@ -174,7 +174,7 @@ def _with_samples(
         placed.extend(found.masks)
 
     value_of = functools.partial(plan.materialize, device=torch.device("cpu"))
-    with snapshot.preserved(plan.module), record_checkpointed(plan.module):
+    with snapshot.preserve_modules(plan.module), record_checkpointed(plan.module):
         found = samples.examine(
             plan.module, one, source.loss, experts, value_of,
             keeps_all=bool(spec.varies_at), takes_gradients=bool(spec.differentiates_at), around=placing,
@@ -190,7 +190,7 @@ def _once_more(module: nn.Module, experts: ExpertModules) -> Iterator[None]:
     At their first forward modules make tables, and install hooks that record their outputs: both are taken back.
     """
     with (
-        snapshot.preserved(module),
+        snapshot.preserve_modules(module),
         record_checkpointed(module),
         record_masks(module, samples_traced(module)),
         experts_module.record_dispatches(module, experts),
@@ -253,7 +253,7 @@ def _proven(
             counts: dict[int, tuple[tuple[str, str, int], ...]] = {}
             proof = tensor_plan.proof_of(spec, plan.module, planned, shareable, recorder, cuts_logits)
             if degree := cut_proof.smallest_degree(proof):
-                proof, counts = _tried(proof, plan, experts, shareable, sample, degree)
+                proof, counts = _try_degree(proof, plan, experts, shareable, sample, degree)
             if not proof.refusal:
                 return proof, counts, shareable
             proofs.append(proof)
@@ -268,7 +268,7 @@ def _proven(
             return first, {}, shareable
 
 
-def _tried(
+def _try_degree(
     proof: cut_proof.CutProof,
     plan: Blueprint,
     experts: ExpertModules,
@@ -291,10 +291,10 @@ def _tried(
 def with_new_blueprint(source: Source, job: Job) -> TracedModel:
     """Return the source's traced model with a blueprint of its own, for another run; the analysis is shared."""
     assert source.prepared is not None
-    return replace(source.prepared, blueprint=built(source, job))
+    return replace(source.prepared, blueprint=build_blueprint(source, job))
 
 
-def built(source: Source, job: Job) -> Blueprint:
+def build_blueprint(source: Source, job: Job) -> Blueprint:
     """Return the source's model on the meta device, in training mode, with how each of its values is made."""
     # Whoever calls from Python wants the exceptions of their own function as they are.
     named = isinstance(source.model, JobModel)
@@ -340,7 +340,7 @@ UNEXAMINED = "its plan of tensor parallelism was not examined"
 """The refusal of a model that was traced for layouts without tp, which need no proof of a plan."""
 
 
-def prepared_for(source: Source, job: Job, example: Any, layout: Layout | None) -> TracedModel:
+def prepare_for(source: Source, job: Job, example: Any, layout: Layout | None) -> TracedModel:
     """Return the model of a source, traced for a layout with or without tp, or for any; what is known already is not traced again.
 
     Raises:
@@ -370,7 +370,7 @@ def with_slices(traced: TracedModel, layout: Layout, example: Any) -> TracedMode
     value_of = functools.partial(traced.blueprint.materialize, device=torch.device("cpu"))
     one = _first_of(example, torch.float32)
     if not (analysis.parts_examined and spec.slice_refusal):
-        with snapshot.preserved(traced.module):
+        with snapshot.preserve_modules(traced.module):
             spec = token_slices.prove(traced.module, one, spec, value_of, analysis.experts, parts)
     analysis = replace(analysis, spec=spec, parts_examined=(*analysis.parts_examined, parts))
     return replace(traced, analysis=analysis)
@@ -401,7 +401,7 @@ def _with_degree(traced: TracedModel, degree: int, example: Any) -> TracedModel:
         return traced
     dtype = next((param.dtype for param in plan.module.parameters() if param.is_floating_point()), torch.float32)
     sample, shareable = _first_of(example, dtype), analysis.shareable_heads
-    proof, counts = _tried(traced.cuts, plan, analysis.experts, shareable, sample, degree)
+    proof, counts = _try_degree(traced.cuts, plan, analysis.experts, shareable, sample, degree)
     if proof.refusal:
         raise LayoutError(f"tp={degree}: {analysis.spec.name} cannot be cut so, {proof.refusal}; tp=1 works")
     return replace(traced, analysis=replace(analysis, counts={**analysis.counts, **counts}), cuts=proof)

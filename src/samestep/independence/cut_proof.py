@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from samestep.building.families import facts_of
 from samestep.building.loss import prediction_of
 from samestep.errors import InputError
-from samestep.independence.feature_units import MixesError, UnitFlow, UnitRows, WeightCut, met_by
+from samestep.independence.feature_units import MixesError, UnitFlow, UnitRows, WeightCut, cut_weights_of
 from samestep.independence.rank_trial import Count, DiffersError, Forward, RankTrial, alike, having
 from samestep.independence.unit_rules import data_in, follow, owners_in
 from samestep.models.spec import is_below
@@ -67,7 +67,7 @@ def partial_gradients(operations: list[Operation], entered: Mapping[str, set[int
     Raises:
         MixesError: a gradient would be partial in one use of a tensor, and whole in another.
     """
-    search = _Search(operations, entered, flow)
+    search = _CutSearch(operations, entered, flow)
     for index, op in enumerate(operations):
         if search.meets(index):
             for view in op.given:
@@ -97,14 +97,14 @@ def check_whole_gradients(operations: list[Operation], partial: PartialGradients
         seen = [view for view in (*op.given, *op.results) if view.takes_gradient and view.storage in partial.storages]
         if path is not None and (index in partial.operations or seen):
             readers = [one for one in operations if any(view in one.given for view in seen)]
-            met = frozenset(name for one in readers for name in met_by(flow, one))
+            met = frozenset(name for one in readers for name in cut_weights_of(flow, one))
             raise MixesError(
                 f"shapes or branches at {path} depend on values, and its result meets what tp cuts in the code around it: its "
                 "gradient would be partial"
             ).at(path, met)
 
 
-class _Search:
+class _CutSearch:
     def __init__(self, operations: list[Operation], entered: Mapping[str, set[int]], flow: UnitFlow) -> None:
         self.operations, self.entered, self.flow = operations, entered, flow
         self.found = PartialGradients()
@@ -165,7 +165,7 @@ class _Search:
                 raise MixesError(
                     f"{path} computes with its input both what meets what tp cuts and what does not: its gradient would be "
                     "partial in one use; a module of its own for each works"
-                ).at(path, met_by(self.flow, op))
+                ).at(path, cut_weights_of(self.flow, op))
 
     def close(self) -> None:
         """Add everything that must have partial gradients too."""
@@ -187,7 +187,7 @@ class _Search:
                 raise MixesError(
                     f"{op.where or 'the model'} sums over what tp cuts, and its result meets what tp cuts in the same module: "
                     "its gradient would be partial"
-                ).at(meeting.where, met_by(self.flow, meeting))
+                ).at(meeting.where, cut_weights_of(self.flow, meeting))
             if self.is_copied_input(view, op):
                 continue
             if op.where in self.entered and view.storage in self.entered[op.where]:
@@ -204,7 +204,7 @@ class _Search:
             raise MixesError(
                 f"{meeting.where or 'the model'} computes {meeting.name} of a whole tensor and of what tp cuts, and the "
                 "loss gets the whole tensor too: its gradient would be partial in one use alone"
-            ).at(meeting.where, met_by(self.flow, meeting))
+            ).at(meeting.where, cut_weights_of(self.flow, meeting))
         for view in op.results:
             if view.storage in self._taking:
                 self.add(view.storage, meeting)
@@ -328,7 +328,7 @@ def prove(
     for way in ways:
         cuts_logits = way is not gathered
         try:
-            cuts, flow = _followed(model, way, whole, recorder, looking)
+            cuts, flow = _follow_cuts(model, way, whole, recorder, looking)
             partial = partial_gradients(recorder.operations, recorder.entered, flow)
             check_whole_gradients(recorder.operations, partial, flow)
         except MixesError as reason:
@@ -340,7 +340,9 @@ def prove(
             held = frozenset(
                 one for one, state in flow.states.items() if state == "partial" or isinstance(state, UnitRows)
             )
-            return CutProof(way, cuts, flow.groups, uses, _copied(flow, partial), held, cuts_logits, tried, looking)
+            return CutProof(
+                way, cuts, flow.groups, uses, _copied_paths(flow, partial), held, cuts_logits, tried, looking
+            )
     return CutProof(styles, looking=looking, refusal=refusal, refused_at=where, refused=refused)
 
 
@@ -362,7 +364,7 @@ def to_gather(model: nn.Module, proof: CutProof) -> frozenset[str]:
     return frozenset({path for path in found if proof.styles[path] != "gather"} or found)
 
 
-def _copied(flow: UnitFlow, partial: PartialGradients) -> frozenset[str]:
+def _copied_paths(flow: UnitFlow, partial: PartialGradients) -> frozenset[str]:
     by_columns = {path for path, style in flow.styles.items() if style in COPYING}
     return frozenset(by_columns - partial.uncopied | partial.copied)
 
@@ -394,7 +396,7 @@ def _are_logits(flow: UnitFlow, model: nn.Module, heads: list[str]) -> bool:
     return found is not None and found.is_last and found.outer == 1 and found.sources <= names
 
 
-def _followed(
+def _follow_cuts(
     model: nn.Module,
     styles: Mapping[str, str],
     whole: Collection[str],

@@ -235,7 +235,7 @@ def identity_of(tensor: Tensor) -> tuple[object, ...]:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), shape, tensor.stride(), tensor._version
 
 
-def joined(parts: Sequence[Along | Mixed], where: str) -> Dependence:
+def join_dependences(parts: Sequence[Along | Mixed], where: str) -> Dependence:
     """Return the dependence of a value that is computed from values of these dependences."""
     shown = next((part for part in parts if isinstance(part, Mixed) and part.shown), None)
     unclear = next((part for part in parts if isinstance(part, Mixed)), None)
@@ -282,7 +282,7 @@ Moves = Callable[[int, Along], Dependence]
 """Returns what the rows of an operand, told by its number, become that lie along a MOVED dimension or are of one row."""
 
 
-def mapped(call: Call, given: Sequence[Operand], moves: Moves | None = None) -> Dependence:
+def map_dependence(call: Call, given: Sequence[Operand], moves: Moves | None = None) -> Dependence:
     """Return the dependence of a result from the dimensions that its operands become.
 
     Those without elements give nothing, unless rows are mixed in what says that they have none: with other values they may.
@@ -302,7 +302,7 @@ def mapped(call: Call, given: Sequence[Operand], moves: Moves | None = None) -> 
             found = moves(at, found) if moves is not None and is_moved else _become(call, found, dims)
         if found is not None:
             parts.append(found)
-    result = joined(parts, call.text)
+    result = join_dependences(parts, call.text)
     if isinstance(result, Along) and result.dim != NO_DIM:
         for tensor, dims in constants:
             _check_constant(call, tensor, dims, result)
@@ -341,7 +341,7 @@ def nothing_known(call: Call) -> Iterator[Dependence]:
     """Rule of an operation without one: nothing is known of its results."""
     parts = [part for tensor in call.given if (part := unknown(call, tensor))]
     for _ in call.results:
-        yield joined(parts, call.text)
+        yield join_dependences(parts, call.text)
 
 
 _Numbers = npt.NDArray[np.uint64]

@@ -47,7 +47,7 @@ Map = Callable[[Computation], Iterable[Sequence[Operand]]]
 """Returns for each result of a call its operands."""
 
 
-def named(call: Computation) -> dict[str, Any]:
+def bind_arguments(call: Computation) -> dict[str, Any]:
     """Return all arguments of a call by name, with their defaults."""
     schema = call.func._schema.arguments
     given = {one.name: value for one, value in zip(schema, call.args, strict=False)} | dict(call.kwargs)
@@ -68,12 +68,12 @@ def elementwise(call: Computation) -> Iterator[list[Operand]]:
         yield [broadcast(tensor, result) for tensor in call.given if len(tensor.shape) <= len(result.shape)]
 
 
-def copied(call: Computation) -> Iterator[list[Operand]]:
+def copy_into(call: Computation) -> Iterator[list[Operand]]:
     """Map of copy_(self, source): what self was is overwritten."""
     yield [broadcast(call.args[1], call.results[0])]
 
 
-def _looked_up(call: Computation) -> Iterator[list[Operand]]:
+def _look_up(call: Computation) -> Iterator[list[Operand]]:
     """Map of operations that hold each element of one tensor against all of another."""
     first, *others = call.given
     yield [broadcast(first, call.results[0]), *((other, [SUMMED] * len(other.shape)) for other in others)]
@@ -87,11 +87,11 @@ def _of_a_triangle(call: Computation) -> Iterator[list[Operand]]:
 
 def along(call: Computation) -> Iterator[list[Operand]]:
     """Map of sums, norms, sorts and scans along dimensions."""
-    arguments, (first, *others) = named(call), call.given
+    arguments, (first, *others) = bind_arguments(call), call.given
     size, dims = len(first.shape), arguments.get("dim")
     if "normalized_shape" in arguments:
         dims = range(-len(arguments["normalized_shape"]), 0)
-    chosen = {dim % max(size, 1) for dim in (range(size) if dims in (None, [], ()) else _listed(dims))}
+    chosen = {dim % max(size, 1) for dim in (range(size) if dims in (None, [], ()) else _as_sequence(dims))}
     for result in call.results:
         kept, mine = len(result.shape) == size, []
         for dim in range(size):
@@ -100,7 +100,7 @@ def along(call: Computation) -> Iterator[list[Operand]]:
         yield [(first, mine), *(broadcast(one, result) for one in others if len(one.shape) <= len(result.shape))]
 
 
-def _listed(dims: Any) -> Sequence[int]:
+def _as_sequence(dims: Any) -> Sequence[int]:
     return [dims] if isinstance(dims, int) else dims
 
 
@@ -115,7 +115,7 @@ def _within(call: Computation, last: int) -> Iterator[list[Operand]]:
 
 def _likelihood(call: Computation) -> Iterator[list[Operand]]:
     """Map of nll_loss [N, C] and nll_loss2d [N, C, ...]: a mean is that of the labels that count, those of all samples."""
-    arguments = named(call)
+    arguments = bind_arguments(call)
     x, labels, weight = arguments["self"], arguments["target"], arguments["weight"]
     channel = min(1, len(x.shape) - 1)
     for result in call.results:
@@ -157,7 +157,7 @@ def attention(call: Computation) -> Iterator[list[Operand]]:
 
 def _convolution(call: Computation) -> Iterator[list[Operand]]:
     """Map of convolutions [N, C, ...]: channels of a group are summed, positions too unless the kernel has one."""
-    (result,), arguments = call.results, named(call)
+    (result,), arguments = call.results, bind_arguments(call)
     x, weight, bias, groups = (arguments[name] for name in ("input", "weight", "bias", "groups"))
     is_pointwise = {*weight.shape[2:], *arguments["stride"]} == {1} and not any(arguments["padding"])
     channels = Blocks(1, x.shape[1] // groups, result.shape[1] // groups) if groups > 1 else SUMMED
@@ -182,7 +182,7 @@ def _embedding(call: Computation) -> Iterator[list[Operand]]:
 
 def _by_channel(call: Computation) -> Iterator[list[Operand]]:
     """Map of batch norm: in training the statistics of a channel are those of all other dimensions."""
-    arguments = named(call)
+    arguments = bind_arguments(call)
     x, uses_batch = arguments["input"], bool(arguments.get("training", arguments.get("train", True)))
     own = [1 if dim == 1 else SUMMED if uses_batch else dim for dim in range(len(x.shape))]
     others = [tensor for tensor in call.given if tensor is not x]
@@ -223,46 +223,46 @@ def along_dimension(dim: int) -> Map:
 # -- positions that go elsewhere -------------------------------------------------------------------
 
 
-def _moved(x: Any, dims: Iterable[int]) -> list[Operand]:
+def _move_dims(x: Any, dims: Iterable[int]) -> list[Operand]:
     moved = {dim % len(x.shape) for dim in dims}
     return [(x, [MOVED if dim in moved else dim for dim in range(len(x.shape))])]
 
 
 def cat(call: Computation) -> Iterator[list[Operand]]:
     """Map of cat: positions along its dimension stand beside those of other pieces."""
-    size, dim = len(call.results[0].shape), named(call)["dim"]
-    yield [operand for piece in call.args[0] if len(piece.shape) == size for operand in _moved(piece, [dim])]
+    size, dim = len(call.results[0].shape), bind_arguments(call)["dim"]
+    yield [operand for piece in call.args[0] if len(piece.shape) == size for operand in _move_dims(piece, [dim])]
 
 
 def stack(call: Computation) -> Iterator[list[Operand]]:
     """Map of stack: pieces along a new dimension."""
     size = len(call.results[0].shape)
-    dim = named(call)["dim"] % size
+    dim = bind_arguments(call)["dim"] % size
     yield [(piece, [at for at in range(size) if at != dim]) for piece in call.args[0]]
 
 
 def pad(call: Computation) -> Iterator[list[Operand]]:
     """Map of constant padding."""
     x, pad = call.args[:2]
-    yield _moved(x, (-1 - at // 2 for at, by in enumerate(pad) if by))
+    yield _move_dims(x, (-1 - at // 2 for at, by in enumerate(pad) if by))
 
 
-def turned(call: Computation) -> Iterator[list[Operand]]:
+def roll_or_flip(call: Computation) -> Iterator[list[Operand]]:
     """Map of roll and flip; a roll without dimensions rolls all of them as one."""
-    x, dims = call.args[0], named(call)["dims"]
-    yield _moved(x, dims or range(len(x.shape)))
+    x, dims = call.args[0], bind_arguments(call)["dims"]
+    yield _move_dims(x, dims or range(len(x.shape)))
 
 
 def repeat(call: Computation) -> Iterator[list[Operand]]:
     """Map of repeat: the positions of each repetition stand beside those of others."""
-    x, times = call.args[0], named(call)["repeats"]
+    x, times = call.args[0], bind_arguments(call)["repeats"]
     lead = len(times) - len(x.shape)
     yield [(x, [lead + dim if times[lead + dim] == 1 else MOVED for dim in range(len(x.shape))])]
 
 
 def _glu(call: Computation) -> Iterator[list[Operand]]:
     x = call.args[0]
-    yield _moved(x, [named(call)["dim"]])
+    yield _move_dims(x, [bind_arguments(call)["dim"]])
 
 
 # -- positions that values choose ------------------------------------------------------------------
@@ -270,8 +270,8 @@ def _glu(call: Computation) -> Iterator[list[Operand]]:
 
 def _gather(call: Computation) -> Iterator[list[Operand]]:
     """Map of gather: each element of the index chooses one along a dimension of the first tensor."""
-    x, index = named(call)["self"], named(call)["index"]
-    (result,), dim = call.results, named(call)["dim"] % max(len(x.shape), 1)
+    x, index = bind_arguments(call)["self"], bind_arguments(call)["index"]
+    (result,), dim = call.results, bind_arguments(call)["dim"] % max(len(x.shape), 1)
     yield [(x, [SUMMED if one == dim else one for one in range(len(x.shape))]), broadcast(index, result)]
 
 
@@ -281,11 +281,11 @@ def _take(call: Computation) -> Iterator[list[Operand]]:
     yield [(x, [SUMMED] * len(x.shape)), broadcast(index, call.results[0])]
 
 
-def _scattered(call: Computation) -> Iterator[list[Operand]]:
+def _scatter_by_index(call: Computation) -> Iterator[list[Operand]]:
     """Map of scatter and its kin: positions along one dimension are chosen by values."""
     for result in call.results:
         size = len(result.shape)
-        own = [SUMMED if one == named(call)["dim"] % max(size, 1) else one for one in range(size)]
+        own = [SUMMED if one == bind_arguments(call)["dim"] % max(size, 1) else one for one in range(size)]
         yield [(tensor, own[: len(tensor.shape)]) for tensor in call.given]
 
 
@@ -345,19 +345,19 @@ def _places_of(index: Any, found: Picks) -> list[Target]:
 def index_select(call: Computation) -> Iterator[list[Operand]]:
     """Map of index_select: the positions of an index along one dimension."""
     x, dim, index = call.args[:3]
-    yield [*_moved(x, [dim]), (index, [dim % max(len(x.shape), 1)] * len(index.shape))]
+    yield [*_move_dims(x, [dim]), (index, [dim % max(len(x.shape), 1)] * len(index.shape))]
 
 
-def written(call: Computation) -> Iterator[list[Operand]]:
+def write_at_indices(call: Computation) -> Iterator[list[Operand]]:
     """Map of index_put, index_add and index_copy: a source is written to the places that indices choose.
 
     A mask stands beside the elements of what is written into.
     """
-    arguments = named(call)
+    arguments = bind_arguments(call)
     target = arguments["self"]
     if "indices" not in arguments:  # index_add, index_copy
         dim, index = arguments["dim"], arguments["index"]
-        yield [*_moved(target, [dim]), *_moved(arguments["source"], [dim]), (index, [MOVED] * len(index.shape))]
+        yield [*_move_dims(target, [dim]), *_move_dims(arguments["source"], [dim]), (index, [MOVED] * len(index.shape))]
         return
     source, found = arguments["values"], picks(target, arguments["indices"])
     covered = {dim for _, dims in found.indices for dim in dims}
@@ -391,8 +391,8 @@ _ELEMENTWISE = {
 TRIANGLES = (_aten.tril, _aten.triu, _aten.tril_, _aten.triu_)
 MAPS: dict[Any, Map] = {
     **dict.fromkeys(_ELEMENTWISE, elementwise),
-    **dict.fromkeys((_aten.copy_, _aten.copy), copied),
-    **dict.fromkeys((_aten.bucketize, _aten.isin), _looked_up),
+    **dict.fromkeys((_aten.copy_, _aten.copy), copy_into),
+    **dict.fromkeys((_aten.bucketize, _aten.isin), _look_up),
     **dict.fromkeys(TRIANGLES, _of_a_triangle),
     **dict.fromkeys(
         (
@@ -423,14 +423,14 @@ MAPS: dict[Any, Map] = {
             _aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_, _aten.scatter_reduce,
             _aten.scatter_reduce_,
         ),
-        _scattered,
+        _scatter_by_index,
     ),
     _aten.gather: _gather,
     _aten.take: _take,
     _aten.cat: cat,
     _aten.stack: stack,
     _aten.constant_pad_nd: pad,
-    **dict.fromkeys((_aten.roll, _aten.flip), turned),
+    **dict.fromkeys((_aten.roll, _aten.flip), roll_or_flip),
     _aten.repeat: repeat,
     _aten.glu: _glu,
     **dict.fromkeys((_aten.index, _aten._unsafe_index, _aten.masked_select), index),
@@ -440,7 +440,7 @@ MAPS: dict[Any, Map] = {
             _aten.index_put, _aten.index_put_, _aten._unsafe_index_put, _aten.index_add, _aten.index_add_,
             _aten.index_copy, _aten.index_copy_,
         ),
-        written,
+        write_at_indices,
     ),
     **dict.fromkeys(
         (
@@ -458,7 +458,7 @@ _SPATIAL = ("pool", "upsample", "reflection_pad", "replication_pad", "im2col", "
 
 def is_elementwise(func: Any) -> bool:
     """Return whether an operation works element by element on aligned operands."""
-    return torch.Tag.pointwise in func.tags or MAPS.get(func.overloadpacket) in (elementwise, copied)
+    return torch.Tag.pointwise in func.tags or MAPS.get(func.overloadpacket) in (elementwise, copy_into)
 
 
 def map_of(func: Any) -> Map | None:

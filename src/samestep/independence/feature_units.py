@@ -170,7 +170,7 @@ class UnitFlow:
         found = along(view, state)
         if found is None:
             raise MixesError(
-                f"{place(op)} takes a part {list(view.shape)} of {named(state.sources)}, of which a rank would hold "
+                f"{place(op)} takes a part {list(view.shape)} of {describe_sources(state.sources)}, of which a rank would hold "
                 "other elements",
                 state.sources,
                 _parts_in(view, state),
@@ -193,7 +193,7 @@ class UnitFlow:
             raise LikeError(name, view.strides[dim] if view.storage in self.weights else None, size)
         what = f"{name}, with" if name else "a tensor with"
         raise MixesError(
-            f"{place(op)} computes {op.name} of {named(found.sources)} and {what} {size} elements of its own for what "
+            f"{place(op)} computes {op.name} of {describe_sources(found.sources)} and {what} {size} elements of its own for what "
             "tp cuts, which every rank would hold whole"
         )
 
@@ -217,14 +217,18 @@ class UnitFlow:
         if isinstance(state, UnitRows):
             held = along(view, state)
             if held is None or (held.dim, held.outer) != (found.dim, found.outer):
-                raise MixesError(f"{place(op)} writes {named(found.sources)} into other rows of another tensor")
+                raise MixesError(
+                    f"{place(op)} writes {describe_sources(found.sources)} into other rows of another tensor"
+                )
         elif op.writes and state != "uniform":
-            raise MixesError(f"{place(op)} writes {named(found.sources)} into a tensor that every rank has whole")
+            raise MixesError(
+                f"{place(op)} writes {describe_sources(found.sources)} into a tensor that every rank has whole"
+            )
         else:
             self.states[view.storage] = rows
 
 
-def met_by(flow: UnitFlow, op: Operation) -> frozenset[str]:
+def cut_weights_of(flow: UnitFlow, op: Operation) -> frozenset[str]:
     """Return the names of the cut weights whose units an operation is given."""
     states = [flow.states.get(view.storage) for view in op.given if view.values is None]
     return frozenset(name for state in states if isinstance(state, UnitRows) for name in state.sources)
@@ -248,7 +252,7 @@ def place(op: Operation) -> str:
     return op.where or "the model's own code"
 
 
-def named(sources: Iterable[str]) -> str:
+def describe_sources(sources: Iterable[str]) -> str:
     """Return what these weights' outputs are, as text."""
     names = sorted(sources)
     return (

@@ -49,7 +49,7 @@ SAMPLES = -1
 # -- operations that write -------------------------------------------------------------------------
 
 
-def _written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _mutated_operands(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors into which an operation writes."""
     if not func._schema.is_mutable:
         return []
@@ -77,7 +77,7 @@ class _WriteRecorder(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.written.update(map(address, _written_by(func, args, kwargs or {})))
+        self.written.update(map(address, _mutated_operands(func, args, kwargs or {})))
         self.counts_tokens |= _counts_tokens(func, args)
         return run_on_meta(func, args, kwargs or {})
 
@@ -98,12 +98,12 @@ def record_changes(module: nn.Module) -> Iterator[Changes]:
             yield changes
         after = Snapshot(module)
         held = {address(tensor) for value in after.values.values() for tensor in value.tensors}
-        changes.found = bool(held & recorder.written) or recorder.counts_tokens or bool(_changed(before, after))
+        changes.found = bool(held & recorder.written) or recorder.counts_tokens or bool(_changed_slots(before, after))
     finally:
         before.restore()
 
 
-def _changed(before: Snapshot, after: Snapshot) -> set[Slot]:
+def _changed_slots(before: Snapshot, after: Snapshot) -> set[Slot]:
     """Return the slots whose numbers, structure or tensors differ."""
     none = Content(None, [])
     slots = before.values.keys() | after.values.keys()
@@ -176,7 +176,7 @@ class _StateTracer(ForwardTracer):
         if _counts_tokens(func, args):
             self.counting = self.innermost
         given = operands(*args, *(kwargs or {}).values())
-        written = _written_by(func, args, kwargs or {})
+        written = _mutated_operands(func, args, kwargs or {})
         keys = {self.key(tensor) for tensor in given}
         for tensor in written:
             is_whole = tensor.numel() == tensor.untyped_storage().nbytes() // max(1, tensor.element_size())
@@ -268,8 +268,8 @@ def examine(
     finally:
         start.restore()
     found = [
-        *_written_in_place(module, start, first, again),
-        *_replaced(start, first, again, wider, looks=bool(spec.varies_at), acts=acts),
+        *_find_written_state(module, start, first, again),
+        *_find_replaced_state(start, first, again, wider, looks=bool(spec.varies_at), acts=acts),
     ]
     if first.watch.counting is not None:
         found.append(StateSpec(owner=first.watch.counting, name="weight", kind="counts"))
@@ -332,7 +332,7 @@ def _is_known(module: nn.Module, state: StateSpec, spec: ModelSpec) -> bool:
     return state.owner in spec.coupled_modules and state.name in ("running_mean", "running_var", "num_batches_tracked")
 
 
-def _written_in_place(module: nn.Module, start: Snapshot, first: _Traced, again: _Traced) -> Iterator[StateSpec]:
+def _find_written_state(module: nn.Module, start: Snapshot, first: _Traced, again: _Traced) -> Iterator[StateSpec]:
     """Yield the tensors that were there at the start and that forwards write into."""
     weights = {address(param) for param in module.parameters()}
     listed: set[int] = set()
@@ -354,7 +354,7 @@ def _written_in_place(module: nn.Module, start: Snapshot, first: _Traced, again:
                 )
 
 
-def _replaced(
+def _find_replaced_state(
     start: Snapshot, first: _Traced, again: _Traced, wider: _Traced, *, looks: bool, acts: bool
 ) -> Iterator[StateSpec]:
     """Yield the attributes that forwards replace, and of which a later forward reads what an earlier one left.
@@ -362,7 +362,7 @@ def _replaced(
     `acts` tells whether forwards do something else once numbers that they keep have changed.
     """
     none = Content(None, [])
-    for slot in sorted(_changed(start, first.after) | _changed(first.after, again.after)):
+    for slot in sorted(_changed_slots(start, first.after) | _changed_slots(first.after, again.after)):
         old, new, newer, wide = (seen.values.get(slot, none) for seen in (start, first.after, again.after, wider.after))
         known = set(old.identities)
         made = [tensor for tensor, where in zip(new.tensors, new.identities, strict=True) if where not in known]

@@ -76,9 +76,9 @@ def try_apart(
     writes into.
     """
     try:
-        return _remembered(compute, args, named, tuple(results))
+        return _try_cached(compute, args, named, tuple(results))
     except TypeError:  # arguments that cannot be compared
-        return _remembered.__wrapped__(compute, args, named, tuple(results))
+        return _try_cached.__wrapped__(compute, args, named, tuple(results))
 
 
 def try_sums(
@@ -107,20 +107,20 @@ def _outcome_of(compute: Callable[..., Any], given: tuple[Given, ...]) -> bytes:
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
             warnings.simplefilter("ignore")
-            made = compute(*(_drawn(one, 2, True, generator) for one in given))
+            made = compute(*(_draw_operand(one, 2, True, generator) for one in given))
     except Exception:  # the user's own code
         return b""
     return b"".join(one.double().numpy().tobytes() for one in tree_flatten(made)[0] if isinstance(one, Tensor))
 
 
 @functools.lru_cache(maxsize=512)
-def _remembered(
+def _try_cached(
     compute: Callable[..., Any],
     args: tuple[Any, ...],
     named: tuple[tuple[str, Any], ...],
     results: tuple[RowsAlong, ...],
 ) -> Outcome:
-    outcome = _in_a_thread(_tried, compute, args, named, results)
+    outcome = _in_a_thread(_try_operation, compute, args, named, results)
     is_guess = any(isinstance(one, Given) and one.is_guess for one in tree_flatten((args, named))[0])
     return "fails" if outcome == "differs" and is_guess else outcome
 
@@ -131,20 +131,20 @@ def _in_a_thread(trial: Callable[..., Any], *args: Any) -> Any:
         return thread.submit(trial, *args).result()
 
 
-def _tried(compute: Callable[..., Any], args: Any, named: Any, results: tuple[RowsAlong, ...]) -> Outcome:
+def _try_operation(compute: Callable[..., Any], args: Any, named: Any, results: tuple[RowsAlong, ...]) -> Outcome:
     given, run = _runnable(compute, args, named)
     counts = {one.rows.count for one in given if one.rows is not None}
     if len(counts) != 1:
         return "fails"
     (count,) = counts
-    return _in_any_precision(given, lambda wide: _compared(run, given, results, count, wide))
+    return _in_any_precision(given, lambda wide: _compare_parts(run, given, results, count, wide))
 
 
 def _sums_tried(
     compute: Callable[..., Any], args: Any, named: Any, dims: tuple[int | None, ...], is_hook: bool
 ) -> Outcome:
     given, run = _runnable(compute, args, named)
-    return _in_any_precision(given, lambda wide: _added(run, given, dims, is_hook, wide))
+    return _in_any_precision(given, lambda wide: _compare_sums(run, given, dims, is_hook, wide))
 
 
 def _runnable(
@@ -161,7 +161,7 @@ def _runnable(
         args, named = tree_unflatten(filled, tree)
         outcome = compute(*args, **named)
         found = [one for one in tree_flatten(outcome)[0] if isinstance(one, Tensor)]
-        return found or [tensors[at] for at in _written(compute, leaves, places)]
+        return found or [tensors[at] for at in _mutated_positions(compute, leaves, places)]
 
     return _smaller([leaf for leaf in leaves if isinstance(leaf, Given)]), run
 
@@ -180,7 +180,7 @@ def _in_any_precision(given: list[Given], trial: Callable[[bool], Outcome]) -> O
     return "fails"
 
 
-def _written(compute: Any, leaves: list[Any], places: list[int]) -> list[int]:
+def _mutated_positions(compute: Any, leaves: list[Any], places: list[int]) -> list[int]:
     """Return the positions among the tensors of those that an operation writes into."""
     schema = getattr(compute, "_schema", None)
     if schema is None:
@@ -197,11 +197,11 @@ def _smaller(given: list[Given]) -> list[Given]:
         largest = max((size for size in sizes if size % 2 == 0 and size >= 16 and size not in fixed), default=0)
         if not largest:
             break
-        given = [_halved(one, largest) for one in given]
+        given = [_halve_dim(one, largest) for one in given]
     return given
 
 
-def _halved(one: Given, size: int) -> Given:
+def _halve_dim(one: Given, size: int) -> Given:
     shape = tuple(at // 2 if at == size else at for at in one.shape)
     rows, changed = one.rows, shape != one.shape
     if rows is not None and shape[rows.dim] != one.shape[rows.dim]:
@@ -209,7 +209,7 @@ def _halved(one: Given, size: int) -> Given:
     return replace(one, shape=shape, rows=rows, values=None if changed else one.values)
 
 
-def _drawn(one: Given, high: int, wide: bool, generator: torch.Generator) -> Tensor:
+def _draw_operand(one: Given, high: int, wide: bool, generator: torch.Generator) -> Tensor:
     if one.values is not None:
         return torch.tensor(one.values, dtype=one.dtype).reshape(one.shape)
     if one.dtype is torch.bool:
@@ -220,7 +220,7 @@ def _drawn(one: Given, high: int, wide: bool, generator: torch.Generator) -> Ten
     return value if wide and one.dtype.is_floating_point else value.to(one.dtype)
 
 
-def _compared(
+def _compare_parts(
     run: Callable[[list[Tensor]], list[Tensor]],
     given: list[Given],
     results: tuple[RowsAlong, ...],
@@ -230,7 +230,7 @@ def _compared(
     """Run the operation whole and on parts, and compare them."""
     generator = torch.Generator().manual_seed(0)
     high = max(2, min((size for one in given for size in one.shape if size > 1), default=2))
-    whole = [_drawn(one, high, wide, generator) for one in given]
+    whole = [_draw_operand(one, high, wide, generator) for one in given]
     outputs, gradients, upstream = _with_gradients(run, given, whole, None, generator)
     again, _, _ = _with_gradients(run, given, whole, upstream, generator)
     is_random = not all(_is_same(a, b, 0.0) for a, b in zip(outputs, again, strict=True))
@@ -277,7 +277,7 @@ _SCALES = (1.0, 1e-3, 1e3)
 """Sizes of the gradients of a trial: a backward may limit large ones alone, or small ones."""
 
 
-def _added(
+def _compare_sums(
     run: Callable[[list[Tensor]], list[Tensor]],
     given: list[Given],
     dims: tuple[int | None, ...],
@@ -287,7 +287,7 @@ def _added(
     """Run a backward on gradients and on two parts of them, and compare the sums."""
     generator = torch.Generator().manual_seed(0)
     high = max(2, min((size for one in given for size in one.shape if size > 1), default=2))
-    whole = [_drawn(one, high, wide, generator) for one in given]
+    whole = [_draw_operand(one, high, wide, generator) for one in given]
     above: list[Tensor | None] = [*whole] if is_hook else _with_gradients(run, given, whole, None, generator)[2]
     if len(above) != len(dims):
         return "fails"

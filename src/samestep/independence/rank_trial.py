@@ -51,7 +51,7 @@ class DiffersError(ModelError):
 
 
 @dataclass(slots=True)
-class _Search:
+class _FurthestTrial:
     """The furthest that any trial has come."""
 
     reached: int
@@ -142,7 +142,7 @@ class _Compared(Recorder):
             part = (
                 part_of(whole, state, degree)
                 if isinstance(state, UnitRows)
-                else _repeated_like(whole, mine, degree, state)
+                else _shrink_repeats(whole, mine, degree, state)
             )
             if part is None or part.shape != mine.shape:
                 continue
@@ -172,9 +172,9 @@ class _Compared(Recorder):
         a, b = _offset(whole, there), _offset(mine, here)
         while whole.storage in self.copies:
             copy, state = self.copies[whole.storage]
-            whole, a = copy.given[0], _copied_from(copy, a)
+            whole, a = copy.given[0], _source_offset(copy, a)
         while mine.storage in self.mine:
-            b = _copied_from(self.mine[mine.storage], b)
+            b = _source_offset(self.mine[mine.storage], b)
             mine = self.mine[mine.storage].given[0]
         if not self._is_same(whole.storage, mine.storage):
             return False
@@ -190,7 +190,7 @@ def _is_copy(op: Operation, written: Collection[int]) -> bool:
     return is_clone and not {op.results[0].storage, op.given[0].storage} & {*written}
 
 
-def _repeated_like(whole: View, mine: View, degree: int, state: State) -> View | None:
+def _shrink_repeats(whole: View, mine: View, degree: int, state: State) -> View | None:
     """Return a whole tensor as a rank sees it: with fewer repetitions of the elements that it repeats."""
     is_free = isinstance(state, frozenset) or state == "uniform"
     fits = len(whole.shape) == len(mine.shape) and all(
@@ -222,7 +222,7 @@ def _offset(view: View, index: list[int]) -> int:
     return view.offset + sum(at * stride for at, stride in zip(index, view.strides, strict=True))
 
 
-def _copied_from(copy: Operation, offset: int) -> int:
+def _source_offset(copy: Operation, offset: int) -> int:
     """Return the offset of the element of which a copy has one at this offset."""
     given, result = copy.given[0], copy.results[0]
     rest, index = offset - result.offset, [0] * len(result.shape)
@@ -291,13 +291,15 @@ class RankTrial:
         reached, error = self._tried(counts)
         if error is None:
             return counts
-        search = _Search(reached, error)
+        search = _FurthestTrial(reached, error)
         found = self._found(counts, reached, error, search)
         if found is None:
             raise search.error
         return found
 
-    def _found(self, counts: list[Count], reached: int, error: DiffersError, search: _Search) -> list[Count] | None:
+    def _found(
+        self, counts: list[Count], reached: int, error: DiffersError, search: _FurthestTrial
+    ) -> list[Count] | None:
         """Return counts with more attributes, with which the forward succeeds; None where there are none."""
         single = [one for one in self._candidates(error.where) if one not in counts]
         pairs = [(a, b) for a, b in itertools.combinations(single, 2) if a.path == b.path and a.name != b.name]

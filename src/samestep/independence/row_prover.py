@@ -18,16 +18,16 @@ from samestep.independence.dependence import (
     Dependences,
     Mixed,
     RowHistories,
-    joined,
+    join_dependences,
     nothing_known,
 )
 from samestep.independence.dimension_maps import FILLS, attention, is_elementwise
 from samestep.independence.operation_trial import Given, Outcome, RowsAlong, try_apart, try_sums
-from samestep.independence.row_rules import assumed, by_map, rule_of
+from samestep.independence.row_rules import assume_rows_stay, by_map, rule_of
 from samestep.models.analysis import ExpertModules
 from samestep.tracing import experts as experts_module
 from samestep.tracing.forward import ForwardTracer
-from samestep.tracing.meta_tensors import operands, written_by
+from samestep.tracing.meta_tensors import mutated_operands, operands
 from samestep.tracing.operations import FEW_ELEMENTS
 from samestep.tracing.picked_rows import PACKS
 from samestep.trees import tree_flatten, tree_map_only
@@ -100,9 +100,9 @@ class Prover(ForwardTracer):
         if not self.is_following:
             return
         with disable_current_modes():
-            given = [found for one in experts_module.called_with(args, kwargs) if (found := self.known.of(one))]
+            given = [found for one in experts_module.routing_arguments(args, kwargs) if (found := self.known.of(one))]
             of_rows = all(isinstance(found, Mixed) or found.dim == 0 for found in given)
-            found = joined(given, f"{self.where} by its experts")
+            found = join_dependences(given, f"{self.where} by its experts")
             self._of_rows = found if of_rows else Mixed(f"{self.where} by its experts", shown=True)
             self.is_following = self._of_rows is None
 
@@ -131,7 +131,7 @@ class Prover(ForwardTracer):
         outcome = super().__torch_dispatch__(func, types, args, kwargs)
         if self.is_following:
             with disable_current_modes():
-                results = operands(outcome) or written_by(func, args, kwargs)
+                results = operands(outcome) or mutated_operands(func, args, kwargs)
                 self._carry_on(func, args, kwargs, [t for t in results if t.is_meta])
         return outcome
 
@@ -223,7 +223,7 @@ class Prover(ForwardTracer):
 
     def without_rule(self, call: Call) -> list[Dependence]:
         """Return the dependences of the results of an operation that has no rule, and is tried on drawn values."""
-        found = list(assumed(call))
+        found = list(assume_rows_stay(call))
         rows = [
             RowsAlong(one.dim, one.inner, self.num_rows)
             for one, result in zip(found, call.results, strict=True)

@@ -28,11 +28,20 @@ from samestep.independence.dependence import (
     Pick,
     Rule,
     identity_of,
-    joined,
-    mapped,
+    join_dependences,
+    map_dependence,
     nothing_known,
 )
-from samestep.independence.dimension_maps import MAPS, MOVED, Map, Operand, along_dimension, is_mask, map_of, named
+from samestep.independence.dimension_maps import (
+    MAPS,
+    MOVED,
+    Map,
+    Operand,
+    along_dimension,
+    bind_arguments,
+    is_mask,
+    map_of,
+)
 
 _aten = torch.ops.aten
 
@@ -40,25 +49,25 @@ _aten = torch.ops.aten
 # -- by a known number -----------------------------------------------------------------------------
 
 
-def arranged(call: Call) -> Iterator[Dependence]:
+def rearrange(call: Call) -> Iterator[Dependence]:
     """Rule of operations that put positions elsewhere, which by itself mixes no rows."""
     (operands,) = MAPS[call.func.overloadpacket](call)
-    found = mapped(call, operands, lambda at, rows: _arranged(call, operands, at, rows))
+    found = map_dependence(call, operands, lambda at, rows: _rearrange_rows(call, operands, at, rows))
     yield Mixed(call.text, shown=False) if found == Mixed(call.text, shown=True) else found
 
 
-def _arranged(call: Call, operands: Sequence[Operand], at: int, rows: Along) -> Along | Mixed:
+def _rearrange_rows(call: Call, operands: Sequence[Operand], at: int, rows: Along) -> Along | Mixed:
     packet = call.func.overloadpacket
     if packet in (_aten.cat, _aten.stack):
         return _beside(call, operands, at, rows)
     if rows.dim == NO_DIM:
         return rows
-    (tensor,), named_args = call.given, named(call)
+    (tensor,), named_args = call.given, bind_arguments(call)
     if packet is _aten.constant_pad_nd:
-        return _shifted(call, rows, named_args["pad"][2 * (tensor.dim() - 1 - rows.dim)])
+        return _shift_rows(call, rows, named_args["pad"][2 * (tensor.dim() - 1 - rows.dim)])
     if packet is _aten.roll and named_args["dims"]:
         pairs = zip(named_args["shifts"], named_args["dims"], strict=False)
-        return _shifted(call, rows, sum(by for by, dim in pairs if dim % tensor.dim() == rows.dim))
+        return _shift_rows(call, rows, sum(by for by, dim in pairs if dim % tensor.dim() == rows.dim))
     if packet is _aten.repeat and tensor.shape[rows.dim] % (rows.inner * call.known.num_rows) == 0:
         return rows._replace(
             dim=rows.dim + call.results[0].dim() - tensor.dim()
@@ -66,7 +75,7 @@ def _arranged(call: Call, operands: Sequence[Operand], at: int, rows: Along) -> 
     return Mixed(call.text, shown=False)
 
 
-def _shifted(call: Call, rows: Along, by: int) -> Along | Mixed:
+def _shift_rows(call: Call, rows: Along, by: int) -> Along | Mixed:
     """Return the dependence of a result whose position p is the operand's position p - by."""
     if not by:
         return rows
@@ -77,7 +86,7 @@ def _shifted(call: Call, rows: Along, by: int) -> Along | Mixed:
 
 def _beside(call: Call, operands: Sequence[Operand], at: int, rows: Along) -> Along | Mixed:
     """Return the dependence of a piece among others along a dimension: it fits where its rows go on counting."""
-    dim = named(call)["dim"] % call.results[0].dim()
+    dim = bind_arguments(call)["dim"] % call.results[0].dim()
     is_cat = call.func.overloadpacket is _aten.cat
     pieces = [piece for piece, _ in operands]
     sizes = [piece.shape[dim] if is_cat else 1 for piece in pieces]
@@ -93,9 +102,9 @@ def _beside(call: Call, operands: Sequence[Operand], at: int, rows: Along) -> Al
 # -- by values -------------------------------------------------------------------------------------
 
 
-def picked(call: Call) -> Iterator[Dependence]:
+def pick_rows(call: Call) -> Iterator[Dependence]:
     """Rule of x[i, j, ...], x[mask] and index_select: the rows that an index picks are in an order of its own."""
-    ((x, dims), *indices), place, covers = *MAPS[call.func.overloadpacket](call), *_chosen(call)
+    ((x, dims), *indices), place, covers = *MAPS[call.func.overloadpacket](call), *_index_coverage(call)
     found = call.known.of(x)
     given: list[Operand] = [(x, dims)]
     for (index, places), (_, covered) in zip(indices, covers, strict=True):
@@ -109,14 +118,14 @@ def picked(call: Call) -> Iterator[Dependence]:
     def moved(at: int, rows: Along) -> Along | Mixed:
         if rows.dim == NO_DIM:
             return rows
-        return Mixed(call.text, shown=False) if at else _picked(call, rows, covers, place)
+        return Mixed(call.text, shown=False) if at else _pick_along_rows(call, rows, covers, place)
 
-    yield mapped(call, given, moved)
+    yield map_dependence(call, given, moved)
 
 
-def _chosen(call: Call) -> tuple[int, list[tuple[Tensor, range]]]:
+def _index_coverage(call: Call) -> tuple[int, list[tuple[Tensor, range]]]:
     """Return the first dimension of what is picked, or written; and each index with the dimensions that it covers."""
-    arguments = named(call)
+    arguments = bind_arguments(call)
     if "dim" in arguments:
         dim = arguments["dim"] % max(call.args[0].dim(), 1)
         return dim, [(arguments["index"], range(dim, dim + 1))]
@@ -124,7 +133,7 @@ def _chosen(call: Call) -> tuple[int, list[tuple[Tensor, range]]]:
     return found.place, found.indices
 
 
-def _picked(call: Call, rows: Along, covers: list[tuple[Tensor, range]], place: int) -> Along | Mixed:
+def _pick_along_rows(call: Call, rows: Along, covers: list[tuple[Tensor, range]], place: int) -> Along | Mixed:
     """Return the dependence of what indices pick along the dimension of rows."""
     index, covered = next((index, dims) for index, dims in covers if rows.dim in dims)
     size = call.args[0].shape[rows.dim]
@@ -155,14 +164,14 @@ def _counts(call: Call, index: Tensor) -> bool:
     return values is not None and values.flatten().tolist() == list(range(values.numel()))
 
 
-def written_back(call: Call) -> Iterator[Dependence]:
+def write_rows_back(call: Call) -> Iterator[Dependence]:
     """Rule of index_put and index_add: rows that were picked by the same index return to their places."""
-    (operands,), (place, covers) = dimension_maps.written(call), _chosen(call)
+    (operands,), (place, covers) = dimension_maps.write_at_indices(call), _index_coverage(call)
     (target, _), (source, places), *_ = operands
     own, found = call.known.of(target), call.known.of(source)
     if isinstance(found, Along) and found.dim != NO_DIM and places[found.dim] == MOVED:
         is_one = len(covers) == 1 and (is_mask(covers[0][0]) or covers[0][0].dim() == 1)
-        yield _restored(call, target, place, found, *covers[0]) if is_one else Mixed(call.text, shown=False)
+        yield _restore_rows(call, target, place, found, *covers[0]) if is_one else Mixed(call.text, shown=False)
         return
 
     def moved(at: int, rows: Along) -> Along | Mixed:
@@ -172,7 +181,7 @@ def written_back(call: Call) -> Iterator[Dependence]:
                     _note_constant(call, index, rows, covered)
         return rows if at == 0 or rows.dim == NO_DIM else Mixed(call.text, shown=False)
 
-    result = mapped(call, operands, moved)
+    result = map_dependence(call, operands, moved)
     if found is None and isinstance(own, Along) and any(own.dim in covered for _, covered in covers):
         for dim, to in enumerate(places):
             if to == MOVED and source.shape[dim] > 1:  # which row gets which of its elements, the number of rows says
@@ -180,7 +189,7 @@ def written_back(call: Call) -> Iterator[Dependence]:
     yield result
 
 
-def _restored(call: Call, target: Tensor, place: int, source: Along, index: Tensor, covered: range) -> Dependence:
+def _restore_rows(call: Call, target: Tensor, place: int, source: Along, index: Tensor, covered: range) -> Dependence:
     """Return the dependence of a target into which picked rows are written."""
     pick, before = source.start, call.known.of(target)
     if isinstance(pick, Pick):
@@ -190,7 +199,11 @@ def _restored(call: Call, target: Tensor, place: int, source: Along, index: Tens
     else:
         own = Along(place, source.inner, pick)
         is_restored = index.numel() == target.shape[place] and _counts(call, index)
-    return joined([own, *([] if before is None else [before])], call.text) if is_restored else Mixed(call.text, False)
+    return (
+        join_dependences([own, *([] if before is None else [before])], call.text)
+        if is_restored
+        else Mixed(call.text, False)
+    )
 
 
 def _places(call: Call) -> Iterator[Dependence]:
@@ -201,34 +214,40 @@ def _places(call: Call) -> Iterator[Dependence]:
         yield shown or (Mixed(call.text, shown=False) if given else None)
 
 
-def _sorted(call: Call) -> Iterator[Dependence]:
+def _sort_rows(call: Call) -> Iterator[Dependence]:
     """Rule of sort: along the dimension of rows the values are mixed, and the places are a permutation to pick by."""
     for result, operands in zip(call.results, dimension_maps.along(call), strict=True):
-        found = mapped(call, operands)
+        found = map_dependence(call, operands)
         is_order = result.dtype is torch.int64 and found == Mixed(call.text, shown=True)
         yield Mixed(call.text, shown=False) if is_order else found
 
 
-ARRANGING = (dimension_maps.cat, dimension_maps.stack, dimension_maps.pad, dimension_maps.turned, dimension_maps.repeat)
+ARRANGING = (
+    dimension_maps.cat,
+    dimension_maps.stack,
+    dimension_maps.pad,
+    dimension_maps.roll_or_flip,
+    dimension_maps.repeat,
+)
 BY_MAP: dict[Map, Rule] = {
-    **dict.fromkeys(ARRANGING, arranged),
-    **dict.fromkeys((dimension_maps.index, dimension_maps.index_select), picked),
-    dimension_maps.written: written_back,
+    **dict.fromkeys(ARRANGING, rearrange),
+    **dict.fromkeys((dimension_maps.index, dimension_maps.index_select), pick_rows),
+    dimension_maps.write_at_indices: write_rows_back,
 }
 """The rule of the operations of each map that moves, picks or writes back rows."""
 BY_OPERATION: dict[Any, Rule] = {
     **dict.fromkeys((_aten.nonzero, _aten.bincount, _aten.histc), _places),
-    **dict.fromkeys((_aten.sort, _aten.argsort), _sorted),
+    **dict.fromkeys((_aten.sort, _aten.argsort), _sort_rows),
 }
 """The rule of operations that name places."""
 
 
 def by_map(of: Map, call: Call) -> Iterator[Dependence]:
     """Rule of an operation by its map of dimensions."""
-    return (mapped(call, operands) for operands in of(call))
+    return (map_dependence(call, operands) for operands in of(call))
 
 
-def assumed(call: Call) -> Iterator[Dependence]:
+def assume_rows_stay(call: Call) -> Iterator[Dependence]:
     """Rule of an operation that is to be tried: a dimension of rows stays where it is, if the result has it too."""
     rows = [(tensor, found) for tensor in call.given if isinstance(found := call.known.of(tensor), Along)]
     alike = {found for _, found in rows}

@@ -25,11 +25,11 @@ from samestep.building.named_tensors import address
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import ModelError
 from samestep.independence.dependence import NO_DIM, Along, Call, Dependence, Mixed
-from samestep.independence.dimension_maps import named
+from samestep.independence.dimension_maps import bind_arguments
 from samestep.independence.row_prover import Prover
-from samestep.independence.row_rules import assumed
+from samestep.independence.row_rules import assume_rows_stay
 from samestep.models.analysis import ExpertModules
-from samestep.state.snapshot import preserved_function
+from samestep.state.snapshot import preserve_function
 from samestep.tracing.batch_norms import OPERATIONS, InsideCalls
 from samestep.tracing.forward import ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError, operands, tensors_in
@@ -147,15 +147,15 @@ class _SampleProver(Prover):
     def untried(self, call: Call) -> list[Dependence]:
         """Return the dependences of the results of an operation that is assumed to keep samples apart, and listed."""
         self.tried.append(call.text)
-        return list(assumed(call))
+        return list(assume_rows_stay(call))
 
     def _follow(self, call: Call) -> None:
         """Take batch norm to keep samples apart: a layout computes its statistics over the same groups of samples."""
         is_one = self.calls_of_batch_norm.is_inside and call.func.overloadpacket in OPERATIONS
-        if not is_one or not named(call).get("training", True):
+        if not is_one or not bind_arguments(call).get("training", True):
             super()._follow(call)
             return
-        x, owner = named(call)["input"], self.batch_norms[-1][1].owner
+        x, owner = bind_arguments(call)["input"], self.batch_norms[-1][1].owner
         rows = self.known.of(x) if self.known.is_ordered(x) else None
         if not isinstance(rows, Along) or rows.dim != 0 or len(x) != NUM_SAMPLES * rows.inner:
             self.otherwise_called.add(owner)
@@ -185,7 +185,7 @@ class _SampleProver(Prover):
         self._read = set()
         self.is_following = False
         try:
-            with self, torch.no_grad(), preserved_function(loss):
+            with self, torch.no_grad(), preserve_function(loss):
                 loss(outputs, self._batch)
         except Exception:  # the user's own code, which may look at values
             return None

@@ -46,7 +46,7 @@ def record_calls(model: nn.Module) -> Iterator[Calls]:
     calls, facts = Calls(), facts_of(model)
 
     def enter(path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        given = given_of(args, kwargs, facts)
+        given = first_input_of(args, kwargs, facts)
         calls.entered.setdefault(path, []).append(given)
         if given is not None:
             calls.states.setdefault(path, state_of(given))
@@ -340,7 +340,7 @@ def with_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
-def given_of(args: tuple[Any, ...], kwargs: dict[str, Any], facts: FamilyFacts) -> Tensor | None:
+def first_input_of(args: tuple[Any, ...], kwargs: dict[str, Any], facts: FamilyFacts) -> Tensor | None:
     """Return the first tensor that a module is given."""
     given = args[0] if args else kwargs[facts.name_of_hidden(kwargs)] if kwargs else None
     return given if isinstance(given, Tensor) else None

@@ -22,7 +22,7 @@ from samestep.building.families import facts_of
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import InputError
 from samestep.independence.dependence import Along
-from samestep.independence.sequence_boundaries import first_of, given_of, with_first, with_given
+from samestep.independence.sequence_boundaries import first_input_of, first_of, with_first, with_given
 from samestep.independence.token_slices import SliceProver, differing
 from samestep.independence.value_numbers import Table
 from samestep.models.analysis import ExpertModules, ModelAnalysis
@@ -62,7 +62,7 @@ def refuse_slices(
 def _refusal_of(watch: _TokenProver, module: nn.Module, sample: Any, value_of: ValueOf, experts: ExpertModules) -> str:
     """Run the forward; return why it is not shown to work on a slice, or an empty text."""
     try:
-        with snapshot.preserved(module), watch.placed(module), watch.experts_by_row(module, experts):
+        with snapshot.preserve_modules(module), watch.placed(module), watch.experts_by_row(module, experts):
             watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
     except NeedsValuesError:
         return f"{watch.where} looks at values of a rank's tokens"
@@ -161,7 +161,7 @@ class _TokenProver(SliceProver):
         return part
 
     def _gather(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        given = given_of(args, kwargs, self._facts)
+        given = first_input_of(args, kwargs, self._facts)
         self.is_following = not self.refusal
         self._check(given, f"{path} is not given a row for each token")
         if any(is_below(one, path) for one in self.looking):

@@ -32,7 +32,7 @@ OUTSIDE = ""
 
 
 @dataclass(slots=True)
-class _Flow:
+class _LinearFlow:
     """The layers whose outputs reach each linear layer without another linear layer in between."""
 
     reaching: dict[str, set[str]] = field(default_factory=dict)
@@ -84,7 +84,9 @@ def _adds_nothing_else(part: nn.Module) -> bool:
     return isinstance(part, nn.Linear) and (type(part).forward is nn.Linear.forward or part.bias is None)
 
 
-def _vocabulary(model: nn.Module, linears: Mapping[str, nn.Module], inside: Collection[str], flow: _Flow) -> list[str]:
+def _vocabulary(
+    model: nn.Module, linears: Mapping[str, nn.Module], inside: Collection[str], flow: _LinearFlow
+) -> list[str]:
     """Return the paths of the head and of the embedding of the same vocabulary; the largest embedding without a head."""
     outside = ((path, part) for path, part in model.named_modules() if not block_of(path, containers_of(model)))
     tables = {path: part for path, part in outside if isinstance(part, nn.Embedding)}
@@ -97,7 +99,7 @@ def _vocabulary(model: nn.Module, linears: Mapping[str, nn.Module], inside: Coll
 
 def _flow(
     model: nn.Module, operations: list[Operation], linears: Mapping[str, nn.Module], blocks: Collection[str]
-) -> _Flow:
+) -> _LinearFlow:
     weights = {
         param.untyped_storage()._cdata: path
         for path, part in model.named_modules()
@@ -105,7 +107,7 @@ def _flow(
     }
     outside = {key for key, path in weights.items() if not block_of(path, blocks)}
     reached: dict[int, frozenset[str]] = {}
-    flow = _Flow()
+    flow = _LinearFlow()
     for op in operations:
         if op.func == "outputs":
             prediction = op.args[0]

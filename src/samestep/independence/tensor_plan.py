@@ -71,7 +71,7 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
     """
     own = getattr(model, "tensor_plan", None)
     if own is not None:
-        return _matched(model, dict(own))
+        return _match_plan(model, dict(own))
     facts = facts_of(model)
     given = facts.plan_of(model) or {}
     plan = {pattern: style for pattern, style in given.items() if not _is_of_experts(model, experts, pattern)}
@@ -94,7 +94,7 @@ def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
         elif given:
             reason = "its plan names experts alone, which ep distributes, or modules that it does not have"
         return Cuts(refusal=reason, is_open=True)
-    cuts = replace(_matched(model, styles), may_shrink=True)
+    cuts = replace(_match_plan(model, styles), may_shrink=True)
     for part in facts.vocabulary_parts(model):
         path = next((path for path, module in model.named_modules() if module is part), None)
         if path is not None:
@@ -148,7 +148,7 @@ def _is_of_experts(model: nn.Module, experts: Collection[str], pattern: str) -> 
     return any(fnmatch.fnmatch(name, pattern) for below in names for name in below)
 
 
-def _matched(model: nn.Module, plan: Plan) -> Cuts:
+def _match_plan(model: nn.Module, plan: Plan) -> Cuts:
     """Return the modules of the model that the plan's patterns match.
 
     Raises:

@@ -39,11 +39,11 @@ from samestep.models.analysis import ExpertModules
 from samestep.models.spec import ModelSpec
 from samestep.state import snapshot
 from samestep.tracing.crossings import with_slices_of
-from samestep.tracing.experts import called_with
+from samestep.tracing.experts import routing_arguments
 from samestep.tracing.flow import CannotPassError, reads_shape_alone
 from samestep.tracing.forward import ValueOf
 from samestep.tracing.looks import tensors_seen_by
-from samestep.tracing.meta_tensors import NeedsValuesError, operands, written_by
+from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands, operands
 from samestep.tracing.trace import containers_of
 from samestep.tracing.watched_forward import answer_alike, watch_forward
 from samestep.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
@@ -68,8 +68,8 @@ def prove(
         reason = (
             "its samples are no sequences" if not length else "they are too short" if blocks else "it has no blocks"
         )
-        return _refused(spec, length, reason)
-    sample = _shortened(sample, length, size * parts)
+        return _refuse_slices(spec, length, reason)
+    sample = _shorten_sample(sample, length, size * parts)
     table: Table = {}
     watches = [
         SliceProver(module, blocks, size * parts, size * parts, table, spec.looks_in),
@@ -81,10 +81,10 @@ def prove(
         watch.has_backward = bool(spec.differentiates_at)
     for watch in watches:
         if refusal := _refusal_of(watch, module, sample, value_of, experts):
-            return _refused(spec, length, refusal)
+            return _refuse_slices(spec, length, refusal)
     if path := differing(*watches):
         refusal = f"{path} computes differently, or with other numbers, on slices of another length"
-        return _refused(spec, length, refusal)
+        return _refuse_slices(spec, length, refusal)
     slices = {name: WHOLE if dim is None else dim for watch in watches for name, dim in watch.slices.items()}
     whole, sliced = (watch.flow for watch in watches)
     assert whole is not None
@@ -92,9 +92,9 @@ def prove(
     try:
         layers = with_slices_of(spec.layers, whole, sliced)
     except CannotPassError as reason:
-        return _refused(spec, length, str(reason))
+        return _refuse_slices(spec, length, str(reason))
     tried = tuple(dict.fromkeys((*spec.tried, *(text for watch in watches for text in watch.tried))))
-    proven = _refused(spec, length, "")
+    proven = _refuse_slices(spec, length, "")
     return dataclasses.replace(proven, slices=tuple(sorted(slices.items())), layers=layers, tried=tried)
 
 
@@ -103,7 +103,7 @@ def differing(whole: SliceProver, part: SliceProver) -> str:
     return "" if whole.outcome == part.outcome else first_difference(whole.numbers, part.numbers)
 
 
-def _refused(spec: ModelSpec, length: int, reason: str) -> ModelSpec:
+def _refuse_slices(spec: ModelSpec, length: int, reason: str) -> ModelSpec:
     return dataclasses.replace(spec, length=length, slice_refusal=reason)
 
 
@@ -116,7 +116,7 @@ def _length(sample: Any) -> int:
     return labels.shape[1] if labels.dim() == 2 else 0
 
 
-def _shortened(sample: Any, length: int, wanted: int) -> Any:
+def _shorten_sample(sample: Any, length: int, wanted: int) -> Any:
     return tree_map_only(Tensor, lambda t: t[:, :wanted] if t.dim() > 1 and t.shape[1] == length else t, sample)
 
 
@@ -131,7 +131,7 @@ def _refusal_of(
     handles.append(module.register_forward_hook(lambda _, args, outputs: watch.check_outputs(outputs)))
     try:
         reshaping = Reshaping(watch.whole, watch.size, lambda: bool(watch.slices), watch.slice_of)
-        with snapshot.preserved(module), reshaping, watch.experts_by_row(module, experts):
+        with snapshot.preserve_modules(module), reshaping, watch.experts_by_row(module, experts):
             watch_forward(module, sample, 1, "the model", containers_of(module), watch, value_of)
     except NeedsValuesError:
         return f"{watch.where} looks at values of its slice"
@@ -227,7 +227,7 @@ class SliceProver(Prover):
             given = self.numbers.seen_by(func, args, kwargs)
         outcome = super().__torch_dispatch__(func, types, args, kwargs)
         with disable_current_modes():
-            results = [one for one in operands(outcome) or written_by(func, args, kwargs) if one.is_meta]
+            results = [one for one in operands(outcome) or mutated_operands(func, args, kwargs) if one.is_meta]
             self.numbers.ran(func, args, kwargs, given, results, self.where)
         return outcome
 
@@ -293,7 +293,7 @@ class SliceProver(Prover):
     def _enter_experts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note what the rows of experts are computed from."""
         with disable_current_modes():
-            self._given_to_experts = [self.numbers.of(one) for one in called_with(args, kwargs)]
+            self._given_to_experts = [self.numbers.of(one) for one in routing_arguments(args, kwargs)]
         super()._enter_experts(module, args, kwargs)
 
     def _leave_experts(self, module: nn.Module, args: Any, output: Tensor) -> None:
@@ -358,7 +358,7 @@ class SliceProver(Prover):
 _RESHAPES = (torch.reshape, Tensor.reshape, Tensor.view)
 
 
-def reshaped(func: Any, args: tuple[Any, ...], length: int, size: int) -> tuple[Any, ...]:
+def fit_reshape(func: Any, args: tuple[Any, ...], length: int, size: int) -> tuple[Any, ...]:
     """Return the arguments of a reshape on slices, where the code computed the shape from whole sequences.
 
     A reshape of [B, size, ...] to [B, length, ...] keeps its shape, as at the end of GPT-2.
@@ -414,7 +414,7 @@ def _is_by_element(func: Any) -> bool:
     return getattr(func, "__name__", "").strip("_") in _BY_ELEMENT
 
 
-def met_by_slices(
+def slice_whole_operands(
     func: Any, args: tuple[Any, ...], length: int, size: int, slice_of: Callable[[Tensor], Tensor]
 ) -> tuple[Any, ...]:
     """Return the arguments of an operation by elements, with slices of those that have rows for the whole sequence.
@@ -458,8 +458,8 @@ class Reshaping(TorchFunctionMode):
     ) -> Any:
         if not self._has_begun():
             return func(*args, **(kwargs or {}))
-        given = reshaped(func, args, self._length, self._size)
-        given = met_by_slices(func, given, self._length, self._size, self._slice_of)
+        given = fit_reshape(func, args, self._length, self._size)
+        given = slice_whole_operands(func, given, self._length, self._size, self._slice_of)
         outcome = func(*given, **(kwargs or {}))
         if self._written and operands(outcome) and not reads_shape_alone(func):
             self._check_unwritten(args)

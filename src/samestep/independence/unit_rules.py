@@ -57,8 +57,8 @@ from samestep.independence.feature_units import (
     UnitFlow,
     UnitRows,
     WeightCut,
-    met_by,
-    named,
+    cut_weights_of,
+    describe_sources,
     place,
 )
 from samestep.independence.operation_trial import Given, RowsAlong, try_apart
@@ -78,13 +78,13 @@ def by_map(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     """
     found = operands_of(op)
     if found is None or len(found) != len(op.results):
-        yield from tried(flow, op)
+        yield from try_units(flow, op)
         return
     for view, operands in zip(op.results, found, strict=True):
-        yield _mapped(flow, op, view, operands)
+        yield _map_units(flow, op, view, operands)
 
 
-def _mapped(flow: UnitFlow, op: Operation, result: View, operands: Sequence[Operand]) -> UnitDim | None:
+def _map_units(flow: UnitFlow, op: Operation, result: View, operands: Sequence[Operand]) -> UnitDim | None:
     """Return the units of a result from the dimensions that its operands become.
 
     Raises:
@@ -97,7 +97,7 @@ def _mapped(flow: UnitFlow, op: Operation, result: View, operands: Sequence[Oper
     for view, dims in given:
         found = flow.along(view, op)
         if found is not None:
-            total = _joined(total, _become(found, dims[found.dim], op), op)
+            total = _join_units(total, _become(found, dims[found.dim], op), op)
     if total is None:
         return None
     for view, dims in given:
@@ -105,7 +105,7 @@ def _mapped(flow: UnitFlow, op: Operation, result: View, operands: Sequence[Oper
         if at is not None and flow.along(view, op) is None:
             flow.check_whole(view, at, total, op)
     if result.shape[total.dim] != total.units * total.inner * total.outer:
-        raise MixesError(f"{place(op)} computes {op.name} of a part of {named(total.sources)}")
+        raise MixesError(f"{place(op)} computes {op.name} of a part of {describe_sources(total.sources)}")
     return total
 
 
@@ -124,16 +124,16 @@ def _become(found: UnitDim, to: Target, op: Operation) -> UnitDim:
         MixesError: they are summed over, or moved.
     """
     if to in (SUMMED, MOVED):
-        raise MixesError(f"{place(op)} computes {op.name} across {named(found.sources)}")
+        raise MixesError(f"{place(op)} computes {op.name} across {describe_sources(found.sources)}")
     if isinstance(to, Blocks):
         inner, size = math.lcm(found.inner, to.each), found.inner * found.units
         if size % inner:
-            raise MixesError(f"{place(op)} computes {op.name} across {named(found.sources)}")
+            raise MixesError(f"{place(op)} computes {op.name} across {describe_sources(found.sources)}")
         return replace(found, dim=to.dim, units=size // inner, inner=inner // to.each * to.gives)
     return replace(found, dim=to)
 
 
-def _joined(a: UnitDim | None, b: UnitDim | None, op: Operation) -> UnitDim | None:
+def _join_units(a: UnitDim | None, b: UnitDim | None, op: Operation) -> UnitDim | None:
     """Return the units of a result of two operands with these units.
 
     Raises:
@@ -143,11 +143,13 @@ def _joined(a: UnitDim | None, b: UnitDim | None, op: Operation) -> UnitDim | No
         return a or b
     sources = a.sources | b.sources
     if (a.dim, a.outer) != (b.dim, b.outer):
-        raise MixesError(f"{place(op)} computes {op.name} across {named(sources)}: their units are in other dimensions")
+        raise MixesError(
+            f"{place(op)} computes {op.name} across {describe_sources(sources)}: their units are in other dimensions"
+        )
     finer = a if a.units >= b.units else b
     coarser = b if finer is a else a
     if finer.units % coarser.units:
-        raise MixesError(f"{place(op)} computes {op.name} across {named(sources)}: their units do not match")
+        raise MixesError(f"{place(op)} computes {op.name} across {describe_sources(sources)}: their units do not match")
     return replace(finer, sources=sources)
 
 
@@ -209,9 +211,11 @@ def _check_sum(flow: UnitFlow, op: Operation, a: UnitDim | None, b: UnitDim | No
             if a is None
             else ""
         )
-        raise MixesError(f"{place(op)} sums over {named(known.sources)} {side}".rstrip())
+        raise MixesError(f"{place(op)} sums over {describe_sources(known.sources)} {side}".rstrip())
     if a.outer != b.outer:
-        raise MixesError(f"{place(op)} sums over {named(a.sources)}: their units are in other places than the weight's")
+        raise MixesError(
+            f"{place(op)} sums over {describe_sources(a.sources)}: their units are in other places than the weight's"
+        )
     units = max((flow.groups[name] for name in a.sources), default=a.units)
     for name in b.sources:
         flow.groups[name] = math.gcd(flow.groups[name], math.lcm(units, a.units) if a.units % units == 0 else a.units)
@@ -223,7 +227,9 @@ def _embedding(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     if found is None or found.dim != 0:
         yield from by_map(flow, op)
     elif flow.styles.get(op.where) != "vocab" or flow.along(op.args[1], op) is not None:
-        raise MixesError(f"{place(op)} looks up rows of {named(found.sources)} and is not planned as 'vocab'")
+        raise MixesError(
+            f"{place(op)} looks up rows of {describe_sources(found.sources)} and is not planned as 'vocab'"
+        )
     else:
         flow.states[op.results[0].storage] = "partial"
 
@@ -234,17 +240,17 @@ def _glu(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     found, dim = flow.along(tensor, op), (op.args[1] if len(op.args) > 1 else -1) % len(tensor.shape)
     assert found is not None
     if found.dim == dim and found.outer % 2:
-        raise MixesError(f"{place(op)} computes {op.name} across {named(found.sources)}", found.sources, 2)
+        raise MixesError(f"{place(op)} computes {op.name} across {describe_sources(found.sources)}", found.sources, 2)
     yield replace(found, outer=found.outer // 2) if found.dim == dim else found
 
 
-def _written(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
+def _write_elements(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     """Rule of elements that are written to the places that a mask or whole indices choose."""
     _, (source, places), *indices = _operands(op)
     is_several = any(to == MOVED and size > 1 for to, size in zip(places, source.shape, strict=True))
     for total in by_map(flow, op):
         if total is not None and is_several and any(total.dim in dims for _, dims in indices):
-            raise MixesError(f"{place(op)} writes elements one after the other into {named(total.sources)}")
+            raise MixesError(f"{place(op)} writes elements one after the other into {describe_sources(total.sources)}")
         yield total
 
 
@@ -256,15 +262,15 @@ def _attention(flow: UnitFlow, op: Operation) -> None:
         if found is not None and found.dim >= len(query.shape) - 2:
             what = "features of heads or tokens" if len(query.shape) > 3 else "features"
             raise MixesError(
-                f"{place(op)} attends across {named(found.sources)}: a rank would hold {what}, not whole heads"
+                f"{place(op)} attends across {describe_sources(found.sources)}: a rank would hold {what}, not whole heads"
             )
-    total = _mapped(flow, op, op.results[0], next(iter(dimension_maps.attention(op))))
+    total = _map_units(flow, op, op.results[0], next(iter(dimension_maps.attention(op))))
     if total is not None:
         flow.states[op.results[0].storage] = "uniform"
         flow.learn(op.results[0], total, op)
 
 
-def _left(flow: UnitFlow, op: Operation) -> None:
+def _leave_module(flow: UnitFlow, op: Operation) -> None:
     """The end of a module's forward, where `reduce` and `gather_last` make partial and cut tensors whole."""
     style = flow.styles.get(op.where)
     for view in op.results:
@@ -298,11 +304,11 @@ def check_unseen(flow: UnitFlow, op: Operation) -> None:
     for view in op.given:
         state = flow.states.get(view.storage) if view.values is None else None
         if isinstance(state, UnitRows) or state == "partial":
-            names = named(state.sources if isinstance(state, UnitRows) else ())
+            names = describe_sources(state.sources if isinstance(state, UnitRows) else ())
             raise MixesError(f"shapes or branches at {place(op)} depend on values, and it is given {names}")
 
 
-def tried(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
+def try_units(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     """Rule of an operation that has none: its units stay where they are, if a trial on drawn values passes.
 
     Raises:
@@ -311,14 +317,14 @@ def tried(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
     given = [found for view in op.given if (found := flow.along(view, op)) is not None]
     total = given[0] if given else None
     for found in given:
-        total = _joined(total, found, op)
-    names = named(total.sources if total else ())
+        total = _join_units(total, found, op)
+    names = describe_sources(total.sources if total else ())
     if total is None or any(
         total.dim >= len(view.shape) or view.shape[total.dim] != total.outer * total.inner * total.units
         for view in op.results
     ):
         raise MixesError(f"{place(op)} computes {op.name} of {names}, and nothing is known of this operation")
-    units = _tried_units(flow, op, op.func, op.args, total, len(op.results))
+    units = _most_separate_units(flow, op, op.func, op.args, total, len(op.results))
     flow.tried.append(f"{place(op)} by {op.name}")
     for name in total.sources:
         flow.groups[name] = math.gcd(flow.groups[name], units)
@@ -326,7 +332,7 @@ def tried(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
         yield replace(total, units=units, inner=total.inner * total.units // units)
 
 
-def _tried_units(
+def _most_separate_units(
     flow: UnitFlow, op: Operation, compute: Any, args: tuple[Any, ...], total: UnitDim, num_results: int
 ) -> int:
     """Return the largest number of units that a trial shows to be computed apart, forward and backward.
@@ -349,7 +355,7 @@ def _tried_units(
             return units
     name = compute.__self__.__name__ if op.func == "function" else op.name
     raise MixesError(
-        f"{place(op)} computes {name} of {named(total.sources)}, and on a part of it, it does not compute that part of the "
+        f"{place(op)} computes {name} of {describe_sources(total.sources)}, and on a part of it, it does not compute that part of the "
         "whole"
     )
 
@@ -370,16 +376,16 @@ def _function(flow: UnitFlow, op: Operation) -> None:
         return
     if len(known) < len(results) or not known:
         raise MixesError(
-            f"{place(op)} computes {op.args[0].__self__.__name__} of {named(met_by(flow, op))}: its backward is not known"
+            f"{place(op)} computes {op.args[0].__self__.__name__} of {describe_sources(cut_weights_of(flow, op))}: its backward is not known"
         )
-    units = _tried_units(flow, op, op.args[0], op.args[1:], known[0], len(known))
+    units = _most_separate_units(flow, op, op.args[0], op.args[1:], known[0], len(known))
     for name in known[0].sources:
         flow.groups[name] = math.gcd(flow.groups[name], units)
     flow.tried.append(f"{place(op)} by the gradient of {op.args[0].__self__.__name__}")
 
 
 EVENTS: dict[str, Callable[[UnitFlow, Operation], None]] = {
-    "attention": _attention, "function": _function, "left": _left, "outputs": _outputs,
+    "attention": _attention, "function": _function, "left": _leave_module, "outputs": _outputs,
     LOOKED: check_unseen,
 }  # fmt: skip
 
@@ -389,7 +395,7 @@ _RULES: dict[Any, _Rule] = {
     **dict.fromkeys(dimension_maps.PRODUCTS, _product),
     _aten.embedding: _embedding,
     _aten.glu: _glu,
-    **dict.fromkeys((_aten.index_put, _aten.index_put_, _aten._unsafe_index_put), _written),
+    **dict.fromkeys((_aten.index_put, _aten.index_put_, _aten._unsafe_index_put), _write_elements),
 }
 
 
@@ -494,7 +500,7 @@ def _carry_on(flow: UnitFlow, op: Operation, *, is_unseen: bool) -> None:
         else:
             _compute(flow, op)
     except MixesError as reason:
-        raise reason.at(op.where, met_by(flow, op)) from None
+        raise reason.at(op.where, cut_weights_of(flow, op)) from None
     flow.history.append((*before, *(flow.states.get(view.storage) for view in op.results)))
 
 
@@ -504,7 +510,7 @@ def _compute(flow: UnitFlow, op: Operation) -> None:
         _without_units(flow, op, packet, is_elementwise(op.func))
         return
     if packet in FILLS:
-        _filled(flow, op)
+        _fill_equal(flow, op)
         return
     for view, found in zip(op.results, rule_of(op.func)(flow, op), strict=False):
         flow.learn(view, found, op)
@@ -523,7 +529,7 @@ def _without_units(flow: UnitFlow, op: Operation, packet: Any, is_pointwise: boo
         owners = {flow.weights.get(v.storage) or flow.made_of.get(v.storage) for v in op.given if v.numel > 1}
         if is_pointwise and not op.writes and len(owners) == 1 and None not in owners:
             flow.made_of[view.storage] = next(iter(owners)) or ""
-        repeated = _repeated(flow, op, view) if is_pointwise or packet is _aten.repeat else []
+        repeated = _repeated_dims(flow, op, view) if is_pointwise or packet is _aten.repeat else []
         if repeated and not op.writes and not _is_random(op):
             flow.states[view.storage] = frozenset(repeated)
 
@@ -532,7 +538,7 @@ def _is_random(op: Operation) -> bool:
     return torch.Tag.nondeterministic_seeded in op.func.tags
 
 
-def _repeated(flow: UnitFlow, op: Operation, result: View) -> list[tuple[int, int]]:
+def _repeated_dims(flow: UnitFlow, op: Operation, result: View) -> list[tuple[int, int]]:
     """Return strides and sizes of the dimensions of a result along which all operands repeat their elements."""
     found = []
     for dim, size in enumerate(result.shape):
@@ -546,7 +552,7 @@ def _repeated(flow: UnitFlow, op: Operation, result: View) -> list[tuple[int, in
     return found
 
 
-def _filled(flow: UnitFlow, op: Operation) -> None:
+def _fill_equal(flow: UnitFlow, op: Operation) -> None:
     """A tensor of equal elements: with units where it has the shape of an operand that has."""
     for view in op.results:
         like = next((one for one in op.given if one.shape == view.shape), None)

@@ -88,7 +88,7 @@ class ValueNumbers:
 
     def seen_by(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Operand]:
         """Return the operands of an operation as they are now, in their order."""
-        return [self._seen(one) for _, value in _named(func, args, kwargs) for one in operands(value)]
+        return [self._seen(one) for _, value in _name_arguments(func, args, kwargs) for one in operands(value)]
 
     def _seen(self, tensor: Tensor) -> Operand:
         """Return a tensor as it is now."""
@@ -120,7 +120,7 @@ class ValueNumbers:
         if not made:
             return
         along = next((found.dim for _, one in made if isinstance(found := self._known.of(one), Along)), None)
-        aligned = _aligned(func, args, kwargs, given, made[0][1], along) if along is not None else {}
+        aligned = _align_constants(func, args, kwargs, given, made[0][1], along) if along is not None else {}
         left_out = _SIZES | _OTHER_SIZES.get(packet, frozenset())
         if packet in FILLS or packet in _OVERWRITING:
             left_out |= {"self"}
@@ -129,8 +129,8 @@ class ValueNumbers:
             packet in (_aten.cat, _aten.stack) and along is not None and isinstance(self._known.of(made[0][1]), Along)
         )
         parts = []
-        for name, value in _named(func, args, kwargs):
-            part = _described(value, keys)
+        for name, value in _name_arguments(func, args, kwargs):
+            part = _describe_value(value, keys)
             if beside and name == "tensors" and isinstance(part, tuple) and _joins_rows(func, args, kwargs, along):
                 part = tuple(dict.fromkeys(part))
             if name not in left_out:
@@ -184,7 +184,7 @@ def _key(one: Operand, is_elementwise: bool, aligned: int | None) -> Hashable:
     return one.number, one.tensor.dtype, dims, offset if any(offset) else (), one.takes_gradient
 
 
-def _aligned(
+def _align_constants(
     func: Any, args: Any, kwargs: Any, given: list[Operand], result: Tensor, along: int
 ) -> dict[int, int | None]:
     """Return which dimension of each constant goes along that of the rows of a result."""
@@ -203,16 +203,16 @@ def _joins_rows(func: Any, args: Any, kwargs: Any, along: int | None) -> bool:
     return along is not None and dim % size == along
 
 
-def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+def _name_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[str, Any]]:
     schema = func._schema.arguments
     return [*((one.name, value) for one, value in zip(schema, args, strict=False)), *sorted(kwargs.items())]
 
 
-def _described(value: Any, keys: Any) -> Hashable:
+def _describe_value(value: Any, keys: Any) -> Hashable:
     if isinstance(value, Tensor):
         return next(keys)
     if isinstance(value, list | tuple):
-        return tuple(_described(one, keys) for one in value)
+        return tuple(_describe_value(one, keys) for one in value)
     return repr(value)
 
 

@@ -114,7 +114,7 @@ def device_of(place: RankInfo) -> Device:
     return Device("a core", int(psutil.virtual_memory().total) // place.world_size, 0)
 
 
-def measured(place: RankInfo) -> Figures:
+def measure_figures(place: RankInfo) -> Figures:
     """Measure this rank's figures while all other ranks measure theirs.
 
     Collective over the world: every rank must call it; if one does not, the others wait for it in the first collective.
@@ -135,8 +135,8 @@ def _turn(place: RankInfo) -> Figures:
         Figures,
         sent=_all_sent(place) if many else {},
         products={name: _products(dtype, EDGES[place.device.type], place) for name, dtype in DTYPES.items()},
-        copied_bytes_per_s=_copied_bytes_per_s(place),
-        kernel_launch_s=_taken_s(tiny, place, waits=False) / TINY,
+        copied_bytes_per_s=_measure_copy_bytes_per_s(place),
+        kernel_launch_s=_time_work_s(tiny, place, waits=False) / TINY,
         beside_s=_beside_s(place) if many else (),
     )
     if place.device.type == "cuda":
@@ -168,7 +168,7 @@ def _middle(turns: Sequence[Figures]) -> Figures:
     )
 
 
-def _taken_s(work: Callable[[], Any], place: RankInfo, *, waits: bool = True, collective: bool = False) -> float:
+def _time_work_s(work: Callable[[], Any], place: RankInfo, *, waits: bool = True, collective: bool = False) -> float:
     """Time `work` many times on all ranks at once; return the least seconds on a GPU, the median on a CPU.
 
     Args:
@@ -196,10 +196,10 @@ def _tries(once: Callable[[], float], place: RankInfo, *, collective: bool) -> i
     """Return the number of tries that take `ENOUGH_S` together; the first call, which sets things up, is not counted."""
     once()
     count = max(3, min(50, int(ENOUGH_S[place.device.type] / max(min(once() for _ in range(3)), 1e-6))))
-    return _agreed(count, place) if collective else count
+    return _agree_on_count(count, place) if collective else count
 
 
-def _agreed(count: int, place: RankInfo) -> int:
+def _agree_on_count(count: int, place: RankInfo) -> int:
     """Return rank 0's count on every rank; every rank must call it."""
     agreed = torch.tensor([count], device=place.device)
     dist.broadcast(agreed, src=0)
@@ -215,14 +215,14 @@ def _products(dtype: torch.dtype, edges: tuple[int, ...], place: RankInfo) -> di
         # Equal numbers draw less power, at which a GPU is a tenth faster than with those of a model.
         a, b = (torch.randn(edge, edge, dtype=dtype, device=place.device) for _ in range(2))
         result = torch.empty_like(a)
-        found[edge] = 2 * edge**3 / _taken_s(functools.partial(torch.mm, a, b, out=result), place)
+        found[edge] = 2 * edge**3 / _time_work_s(functools.partial(torch.mm, a, b, out=result), place)
     return found
 
 
-def _copied_bytes_per_s(place: RankInfo) -> float:
+def _measure_copy_bytes_per_s(place: RankInfo) -> float:
     source = torch.ones(COPIED_BYTES[place.device.type], dtype=torch.uint8, device=place.device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _taken_s(lambda: target.copy_(source), place)
+    return 2 * source.nbytes / _time_work_s(lambda: target.copy_(source), place)
 
 
 def _kernel_s(tiny: Callable[[], None], device: torch.device) -> float:
@@ -272,7 +272,7 @@ def _in_blocks_s(place: RankInfo) -> float:
     def both() -> None:
         blocks(x).sum().backward()
 
-    return _taken_s(both, place) / operations / (1 + BACKWARD_KERNELS)
+    return _time_work_s(both, place) / operations / (1 + BACKWARD_KERNELS)
 
 
 def _small_attention_flops_per_s(place: RankInfo) -> float:
@@ -284,7 +284,7 @@ def _small_attention_flops_per_s(place: RankInfo) -> float:
         torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
 
     flops = (1 + ATTENTION_BACKWARD) * 2 * samples * heads * length * length * width
-    return flops / _taken_s(both, place)
+    return flops / _time_work_s(both, place)
 
 
 def _elementwise_bytes_per_s(place: RankInfo) -> float:
@@ -296,7 +296,7 @@ def _elementwise_bytes_per_s(place: RankInfo) -> float:
         torch.softmax(given, -1)
         torch.nn.functional.layer_norm(given, _CACHED[-1:])
 
-    return 3 * 2 * given.nbytes / _taken_s(work, place)
+    return 3 * 2 * given.nbytes / _time_work_s(work, place)
 
 
 def _once_s(place: RankInfo) -> float:
@@ -310,7 +310,7 @@ def _once_s(place: RankInfo) -> float:
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
 
-    return _taken_s(update, place)
+    return _time_work_s(update, place)
 
 
 def _unit_s(place: RankInfo) -> float:
@@ -329,8 +329,10 @@ def _unit_s(place: RankInfo) -> float:
     def both(model: nn.Module) -> None:
         model(x).sum().backward()
 
-    alone_s, whole_s = (_taken_s(functools.partial(both, model), place, collective=True) for model in (plain, sharded))
-    sent_s = _taken_s(lambda: _all_gather(sent), place, collective=True)
+    alone_s, whole_s = (
+        _time_work_s(functools.partial(both, model), place, collective=True) for model in (plain, sharded)
+    )
+    sent_s = _time_work_s(lambda: _all_gather(sent), place, collective=True)
     return max(0.0, (whole_s - alone_s) / (3 * UNITS) - sent_s)
 
 
@@ -338,7 +340,7 @@ def _attention_flops_per_s(place: RankInfo) -> float:
     """Return the FLOP/s of a causal attention of 16 heads of 128 over `ATTENDED_TOKENS` tokens."""
     length, heads, width = ATTENDED_TOKENS, 16, 128
     q, k, v = (torch.randn(1, heads, length, width, dtype=torch.bfloat16, device=place.device) for _ in range(3))
-    taken_s = _taken_s(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), place)
+    taken_s = _time_work_s(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), place)
     return 2 * length * length * width * heads / taken_s
 
 
@@ -366,7 +368,7 @@ def _all_sent(place: RankInfo) -> dict[str, dict[int, float]]:
     for name, size in itertools.product(_COLLECTIVES, MESSAGES[place.device.type]):
         buffer = torch.zeros(max(size // 4 // place.world_size, 1) * place.world_size, device=place.device)
         send = functools.partial(_COLLECTIVES[name], buffer)
-        taken_s = _behind_s(compute, send, place) if compute else _taken_s(send, place, collective=True)
+        taken_s = _behind_s(compute, send, place) if compute else _time_work_s(send, place, collective=True)
         sent[name][buffer.nbytes] = taken_s
     return sent
 
@@ -389,10 +391,10 @@ def _computing(place: RankInfo) -> Callable[[], None]:
     """Return a function that computes products for about `_BETWEEN_S` seconds on every rank."""
     a = torch.ones(_CACHED)
     product = functools.partial(torch.mm, a, a, out=torch.empty_like(a))
-    return _repeated(product, _agreed(round(_BETWEEN_S / _taken_s(product, place, collective=True)), place))
+    return _repeat(product, _agree_on_count(round(_BETWEEN_S / _time_work_s(product, place, collective=True)), place))
 
 
-def _repeated(work: Callable[[], Any], times: int) -> Callable[[], None]:
+def _repeat(work: Callable[[], Any], times: int) -> Callable[[], None]:
     """Return a function that calls `work` the given number of times, and at least once."""
 
     def repeated() -> None:
@@ -408,13 +410,13 @@ def _beside_s(place: RankInfo) -> tuple[float, float, float]:
     edge, size = EDGES[kind][-2], MESSAGES[kind][-2]
     a, buffer = torch.ones(edge, edge, device=place.device), torch.zeros(size // 4, device=place.device)
     product = functools.partial(torch.mm, a, a, out=torch.empty_like(a))
-    send_s = _taken_s(lambda: dist.all_reduce(buffer), place, collective=True)
-    once_s = _taken_s(product, place, collective=True)
-    compute = _repeated(product, _agreed(round(send_s / once_s), place))
+    send_s = _time_work_s(lambda: dist.all_reduce(buffer), place, collective=True)
+    once_s = _time_work_s(product, place, collective=True)
+    compute = _repeat(product, _agree_on_count(round(send_s / once_s), place))
 
     def both() -> None:
         work = dist.all_reduce(buffer, async_op=True)
         compute()
         work.wait()
 
-    return _taken_s(compute, place, collective=True), send_s, _taken_s(both, place, collective=True)
+    return _time_work_s(compute, place, collective=True), send_s, _time_work_s(both, place, collective=True)

@@ -80,7 +80,7 @@ def measure(
         _make_folder(path)
     check_writable(path)
     count = _default_ranks(device) if ranks is None else ranks
-    device_found, found = workers.run_workers(_measured, ranks=count, device=device, quiet=True)
+    device_found, found = workers.run_workers(_measure_rank, ranks=count, device=device, quiet=True)
     write_whole(path, as_toml(device_found, found, count))
     return hardware.load(path)
 
@@ -114,8 +114,8 @@ def _make_folder(path: Path) -> None:
         raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def _measured(place: RankInfo) -> tuple[Device, Figures]:
-    return microbenchmarks.device_of(place), microbenchmarks.measured(place)
+def _measure_rank(place: RankInfo) -> tuple[Device, Figures]:
+    return microbenchmarks.device_of(place), microbenchmarks.measure_figures(place)
 
 
 def as_toml(device: Device, found: Figures, ranks: int) -> str:
@@ -124,9 +124,9 @@ def as_toml(device: Device, found: Figures, ranks: int) -> str:
     on_gpu = device.num_units > 0
     table: dict[str, Any] = {
         "memory_bytes": device.memory_bytes,
-        "memory_bytes_per_s": _rounded(found.copied_bytes_per_s),
+        "memory_bytes_per_s": _round_digits(found.copied_bytes_per_s),
         "devices_per_node": ranks,
-        "kernel_launch_s": _rounded(found.kernel_launch_s),
+        "kernel_launch_s": _round_digits(found.kernel_launch_s),
         "library": "nccl" if on_gpu else "gloo",
     }
     sources = {
@@ -137,15 +137,15 @@ def as_toml(device: Device, found: Figures, ranks: int) -> str:
         "library": f"measured: torch.distributed's on {'GPUs' if on_gpu else 'CPUs'}",
     }
     if on_gpu:
-        table |= {"num_units": device.num_units, "kernel_s": _rounded(found.kernel_s)}
+        table |= {"num_units": device.num_units, "kernel_s": _round_digits(found.kernel_s)}
         sources["num_units"] = f"measured: as the driver says of {device.name}"
         sources["kernel_s"] = "measured: kernels on one element behind a long product"
     else:
         elementwise = min(1.0, found.elementwise_bytes_per_s / found.copied_bytes_per_s)
         table |= {
-            "kernel_s": _rounded(found.kernel_s),
-            "host_step_s": _rounded(found.host_step_s),
-            "memory_efficiency": _rounded(elementwise),
+            "kernel_s": _round_digits(found.kernel_s),
+            "host_step_s": _round_digits(found.host_step_s),
+            "memory_efficiency": _round_digits(elementwise),
         }
         sources["memory_efficiency"] = "measured: activation, softmax and norm of one MiB, bytes read and written"
         sources["kernel_s"] = (
@@ -153,17 +153,17 @@ def as_toml(device: Device, found: Figures, ranks: int) -> str:
         )
         sources["host_step_s"] = f"measured: AdamW and the norm of {microbenchmarks.SMALL} small gradients"
         if ranks > 1:
-            table["fsdp_unit_s"] = _rounded(found.fsdp_unit_s)
+            table["fsdp_unit_s"] = _round_digits(found.fsdp_unit_s)
             sources["fsdp_unit_s"] = (
                 f"measured: {microbenchmarks.UNITS} blocks of width {microbenchmarks.WIDTH} under FSDP2, without their gathers"
             )
     table["overlap"], sources["overlap"] = _overlap(found)
-    table["flops_per_s"] = {name: _rounded(rate) for name, rate in best.items()}
+    table["flops_per_s"] = {name: _round_digits(rate) for name, rate in best.items()}
     for name, rates in found.products.items():
         curve = ", ".join(f"{edge}^3 {rate:.3g}" for edge, rate in rates.items())
         sources[f"flops_per_s.{name}"] = f"measured: FLOP/s of products {curve}; the best"
     part = found.attention_flops_per_s / best["bfloat16" if on_gpu else "float32"]
-    attention = _rounded(min(1.0, part if on_gpu else part / ATTENTION_REACHED))
+    attention = _round_digits(min(1.0, part if on_gpu else part / ATTENTION_REACHED))
     if on_gpu:
         table["efficiency"] = dict.fromkeys(best, 1.0) | {"attention": attention}
         sources |= {
@@ -190,11 +190,11 @@ def _sides(rates: dict[int, float]) -> dict[str, float]:
     best, reached, parts = max(rates.values()), 0.0, {}
     for edge, rate in sorted(rates.items()):
         reached = max(reached, rate / best)
-        parts[str(edge)] = min(1.0, _rounded(reached))
+        parts[str(edge)] = min(1.0, _round_digits(reached))
     return parts
 
 
-def _rounded(value: float) -> float:
+def _round_digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
@@ -228,7 +228,7 @@ def _intra(found: Figures, ranks: int) -> tuple[dict[str, float], dict[str, str]
         key: f"measured: fitted to the {len(times)} times listed at bytes_per_s, {off:.0%} off on average"
         for key in link
     }
-    return {key: _rounded(value) for key, value in link.items()}, about | {"bytes_per_s": f"measured: {said}"}
+    return {key: _round_digits(value) for key, value in link.items()}, about | {"bytes_per_s": f"measured: {said}"}
 
 
 def _least_deviations(terms: Sequence[tuple[float, ...]], times: Sequence[float]) -> tuple[tuple[float, ...], float]:

@@ -33,7 +33,7 @@ from samestep.hardware import Hardware, Link
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.output.output_file import write_whole
-from samestep.output.text_table import aligned
+from samestep.output.text_table import align_columns
 from samestep.runtime.optimizers.optimizer_source import check_optimizer
 from samestep.runtime.processes import join, workers
 from samestep.runtime.processes.join import RankInfo
@@ -97,13 +97,13 @@ class StepTimes:
             for row in self.rows
         ]  # fmt: skip
         if self.kept:
-            return f"{aligned([head[:4], *(row[:4] for row in cells)])}\nnot refitted, and nothing written: {self.kept}"
+            return f"{align_columns([head[:4], *(row[:4] for row in cells)])}\nnot refitted, and nothing written: {self.kept}"
         compute, links = self.factors
         written = (
             f"refitted: {self.path}, in which compute takes {compute:.3g} and links {links:.3g} times as long as before; plan, "
             "simulate and train --layout auto read it, and without the file a shipped profile"
         )
-        return f"{aligned([head, *cells])}\n{written}"
+        return f"{align_columns([head, *cells])}\n{written}"
 
 
 def step_times(job: Job, layouts: Sequence[Layout]) -> StepTimes:

@@ -21,7 +21,7 @@ _OWN_NAMES = {"c_attn": ("qkv",), "query_key_value": ("qkv",), "c_fc": ("up_proj
 """Names of linear layers in transformers that presets have under another name."""
 
 
-def adapted(model: ModelSpec, lora: LoraTable) -> ModelSpec:
+def add_adapters(model: ModelSpec, lora: LoraTable) -> ModelSpec:
     """Return the shape of a model of linear layers in blocks, with adapters beside those that `lora` names.
 
     Raises:

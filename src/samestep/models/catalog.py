@@ -20,7 +20,7 @@ from samestep.errors import InputError, ModelError, did_you_mean
 from samestep.job import Job
 from samestep.job_tables import PRESET
 from samestep.models import presets
-from samestep.models.adapted_spec import adapted
+from samestep.models.adapted_spec import add_adapters
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import FORMAT_VERSION, from_json
 from samestep.models.weight_files import digest_of
@@ -38,7 +38,7 @@ def model_spec(job: Job) -> ModelSpec:
     if job.model.preset is not None:
         length = job.data.sequence_length if "sequence_length" in job.data.model_fields_set else None
         found = presets.preset(job.model.preset, length, job.model.config)
-        return found if job.model.lora is None else adapted(found, job.model.lora)
+        return found if job.model.lora is None else add_adapters(found, job.model.lora)
     if ":" not in job.model.source:
         words = [f"{PRESET}{name}" for name in presets.PRESETS]
         if hint := did_you_mean(job.model.source.lower(), words):
@@ -101,7 +101,7 @@ def _trace_elsewhere(job: Job) -> str:
     )
     with started as process:
         try:
-            said, errors = _awaited(process, job)
+            said, errors = _await_trace(process, job)
         except BaseException:
             process.kill()
             raise
@@ -113,7 +113,7 @@ def _trace_elsewhere(job: Job) -> str:
     raise ModelError(f"tracing {job.model.source} failed: {words[-1]}")
 
 
-def _awaited(process: subprocess.Popen[str], job: Job) -> tuple[str, str]:
+def _await_trace(process: subprocess.Popen[str], job: Job) -> tuple[str, str]:
     """Send a job to a process that traces its model, and return what it writes; say what takes so long meanwhile."""
     waited_s, given = 0.0, job.model_dump_json()
     while True:

@@ -20,7 +20,7 @@ from samestep.models.param_spec import ParamSpec, Use
 from samestep.models.spec import ModelSpec
 
 
-def _tied(embedding: ParamSpec, head: int) -> ParamSpec:
+def _tie_to_head(embedding: ParamSpec, head: int) -> ParamSpec:
     """Return the weight of an embedding that the layer `head` uses too."""
     uses = (Use(layer=0, owner=embedding.name.rpartition(".")[0]), Use(layer=head, owner="lm_head"))
     return replace(embedding, shared=True, aliases=("lm_head.weight",), uses=uses)
@@ -39,16 +39,16 @@ def spec(decoder: Decoder, name: str) -> ModelSpec:
     for index in range(decoder.layers):
         is_sparse = decoder.is_sparse(index)
         path = f"model.layers.{index}"
-        layers.append(_named(work[is_sparse], path))
+        layers.append(_prefix_names(work[is_sparse], path))
         params += _params(sparse if is_sparse and sparse else dense, index + 1, path, is_block=True)
     layers.append(_layer(decoder, head, "norm+lm_head", ("model.norm", "lm_head"), False))
     params += _params(head, decoder.layers + 1, "")
     if decoder.tied:
-        params = [_tied(p, decoder.layers + 1) if p.name.endswith("tokens.weight") else p for p in params]
+        params = [_tie_to_head(p, decoder.layers + 1) if p.name.endswith("tokens.weight") else p for p in params]
     if decoder.adapter_rank:
         params = [p if ".lora_" in p.name else replace(p, trainable=False) for p in params]
         layers = [
-            replace(layer, products=tuple(map(_frozen, layer.products)), has_backward=index > 0)
+            replace(layer, products=tuple(map(_freeze_product, layer.products)), has_backward=index > 0)
             for index, layer in enumerate(layers)
         ]
     return ModelSpec(
@@ -66,11 +66,11 @@ def spec(decoder: Decoder, name: str) -> ModelSpec:
     )
 
 
-def _frozen(product: Product) -> Product:
+def _freeze_product(product: Product) -> Product:
     return replace(product, factors="frozen") if product.factors == "weight" and product.owner != "lora" else product
 
 
-def _named(layer: LayerSpec, path: str) -> LayerSpec:
+def _prefix_names(layer: LayerSpec, path: str) -> LayerSpec:
     """Return the layer of a block with the block's path in the names of its modules, sums and dispatches."""
 
     def placed(parts: tuple[PartialSum, ...]) -> tuple[PartialSum, ...]:

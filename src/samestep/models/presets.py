@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields, replace
 from itertools import chain
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from samestep.errors import ModelError, did_you_mean, shown
+from samestep.errors import ModelError, did_you_mean, short_repr
 from samestep.models.decoder import Decoder
 from samestep.models.decoder_spec import spec
 from samestep.models.layer_spec import BatchNormCall, LayerSpec, Product
@@ -235,7 +235,7 @@ def _wrong_kinds(decoder: Decoder) -> Iterator[str]:
     kinds = get_type_hints(Decoder)
     for field in fields(Decoder):
         value, kind = getattr(decoder, field.name), kinds[field.name]
-        given = f"{field.name}={shown(value)}"
+        given = f"{field.name}={short_repr(value)}"
         least, most = 1 if field.default is MISSING else 0, MOST_LAYERS if field.name == "layers" else MOST_ELEMENTS
         if kind is int and (type(value) is not int or value < least):
             yield f"{given} is not a whole number of at least {least}"
@@ -279,7 +279,7 @@ def _misfits(decoder: Decoder) -> Iterator[str]:
         yield f"dense_layers={decoder.dense_layers} of layers={decoder.layers}; 0 to {decoder.layers} work"
 
 
-def sized(num_params: float, sequence: int, vocab: int = 50257) -> Decoder:
+def gpt_of_size(num_params: float, sequence: int, vocab: int = 50257) -> Decoder:
     """Return a GPT of about `num_params` weights, with the ratio of width to depth of Brown et al. 2020 (table 2.1)."""
     known = [decoder for name, decoder in DECODERS.items() if name.startswith("gpt3-")]
     near = min(known, key=lambda d: abs(math.log((12 * d.layers * d.hidden + vocab) * d.hidden / num_params)))
@@ -328,7 +328,7 @@ def resnet(name: str = "resnet50", size: int = 224, classes: int = 1000, *, norm
     in most published runs.
     """
     stem = [_Convolution("conv", 7, 3, 64, size // 2)]
-    layers = [_convolved("conv1", stem, size * size * 3, is_block=False)]
+    layers = [_convolution_layer("conv1", stem, size * size * 3, is_block=False)]
     shapes = [(f"conv1.{part}", shape, 0) for part, shape in _shapes(stem)]
     channels, side = 64, size // 4
     for stage, (width, count) in enumerate(_STAGES):
@@ -342,10 +342,10 @@ def resnet(name: str = "resnet50", size: int = 224, classes: int = 1000, *, norm
             if block == 0:
                 parts.append(_Convolution("downsample", 1, channels, 4 * width, side // half))
             shapes += [(f"{path}.{part}", shape, len(layers)) for part, shape in _shapes(parts)]
-            layers.append(_convolved(path, parts, layers[-1].output_elements, is_block=True))
+            layers.append(_convolution_layer(path, parts, layers[-1].output_elements, is_block=True))
             channels, side = 4 * width, side // half
     shapes += [("fc.weight", (classes, channels), len(layers)), ("fc.bias", (classes,), len(layers))]
-    layers.append(_classified(channels, side, classes))
+    layers.append(_classifier_layer(channels, side, classes))
     channels_of = [
         (path.removesuffix(".weight"), shape[0]) for path, shape, _ in shapes if path.endswith("_norm.weight")
     ]
@@ -373,7 +373,7 @@ def _shapes(parts: Sequence[_Convolution]) -> Iterator[tuple[str, tuple[int, ...
         yield from ((f"{part.name}_norm.{leaf}", (part.made,)) for leaf in ("weight", "bias"))
 
 
-def _convolved(path: str, parts: Sequence[_Convolution], given_elements: int, *, is_block: bool) -> LayerSpec:
+def _convolution_layer(path: str, parts: Sequence[_Convolution], given_elements: int, *, is_block: bool) -> LayerSpec:
     """Return a layer of convolutions; a block adds its input to the third one's result."""
     products = tuple(
         Product(
@@ -403,7 +403,7 @@ def _convolved(path: str, parts: Sequence[_Convolution], given_elements: int, *,
     )
 
 
-def _classified(channels: int, side: int, classes: int) -> LayerSpec:
+def _classifier_layer(channels: int, side: int, classes: int) -> LayerSpec:
     """Return the last layer: the mean over an image, and the product with the weight of the classes."""
     product = Product(rows=1, inner=channels, columns=classes, owner="fc")
     return LayerSpec(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from samestep.job import Job
 from samestep.models.presets import DECODERS, PRESETS, preset
-from samestep.output.text_table import aligned
+from samestep.output.text_table import align_columns
 
 USUAL_TOKENS = 4 * 2**20
 """Tokens of a step where none are published: as many as in LLaMA and Llama 2."""
@@ -106,4 +106,4 @@ def presets() -> str:
         length = f"{DECODERS[name].sequence:,}" if name in DECODERS else ""
         step = f"{TOKENS[name] / 1e6:.3g}M" if name in TOKENS else ""
         rows.append((f"preset:{name}", f"{spec.num_params / 1e9:.3f}B", length, step))
-    return aligned(rows)
+    return align_columns(rows)

@@ -133,7 +133,7 @@ _Found = TypeVar("_Found")
 _MOST_REMEMBERED = 64
 
 
-def remembered(
+def cache_by_model(
     function: Callable[Concatenate[ModelSpec, _Rest], _Found],
 ) -> Callable[Concatenate[ModelSpec, _Rest], _Found]:
     """Cache the latest results of a function of a model, as `functools.lru_cache` does, by the identity of the model.
@@ -163,7 +163,7 @@ def is_moved(model: ModelSpec, param: ParamSpec) -> bool:
     return not any(is_below(name, root) for name in (param.name, *param.aliases) for root in roots)
 
 
-@remembered
+@cache_by_model
 def read_by_own_code(model: ModelSpec) -> frozenset[str]:
     """Return the names of the weights that code outside of their layer's modules reads, such as a class token."""
     return frozenset(param.name for param in model.params if param.read_outside or is_moved(model, param))

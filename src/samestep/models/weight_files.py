@@ -114,7 +114,7 @@ def _in_file(path: Path) -> dict[str, StoredTensor]:
         ModelError: it is missing or damaged.
     """
     try:
-        with regular_files.opened(path) as file:
+        with regular_files.open_regular(path) as file:
             size = int.from_bytes(file.read(8), "little")
             head: dict[str, Any] = regular_files.parse_json(file.read(min(size, _LARGEST_HEAD)))
         tables = {name: one for name, one in head.items() if name != "__metadata__"}

@@ -96,7 +96,7 @@ def remove_folder(folder: Path) -> None:
 def digest_of(path: Path) -> str:
     """Return the digest of a file, as `write_new` returned it."""
     digest = xxhash.xxh3_128()
-    with regular_files.opened(path) as file:
+    with regular_files.open_regular(path) as file:
         while piece := file.read(_PIECE_BYTES):
             digest.update(piece)
     return digest.hexdigest()

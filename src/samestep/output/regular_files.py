@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
-def opened(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; links to one are followed.
 
     Raises:
@@ -35,7 +35,7 @@ def read(path: Path, most_bytes: int) -> bytes:
         OSError: it cannot be read, or is no regular file.
         ValueError: it holds more than `most_bytes`.
     """
-    with opened(path) as file:
+    with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size <= most_bytes:
             found = file.read(most_bytes + 1)
             if len(found) <= most_bytes:

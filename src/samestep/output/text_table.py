@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 
-def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
+def align_columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
     """Return the rows as lines with columns two blanks apart, aligned left for the indices in `left` and right otherwise."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [

@@ -67,7 +67,7 @@ def schedule_words(schedule: str, virtual_stages: int = 2) -> Words:
     return {"schedule": schedule, **chunks}
 
 
-def listed(devices: int, model: ModelSpec, *, switches: bool = False) -> Iterator[Layout]:
+def list_layouts(devices: int, model: ModelSpec, *, switches: bool = False) -> Iterator[Layout]:
     """Yield every split of `devices` over the axes of `model`; with `switches`, each switch of it by itself too."""
     for degree in degrees(devices, model):
         for split in splits(degree):
@@ -87,7 +87,7 @@ def layouts_of(devices: int, model: ModelSpec, job: Job, *, thin: Hardware | Non
     """
     for degree in degrees(devices, model, thin=thin):
         for split in splits(degree):
-            yield from switched(split, model, job, thin=thin)
+            yield from vary_switches(split, model, job, thin=thin)
 
 
 # -- splits ----------------------------------------------------------------------------------------
@@ -143,16 +143,16 @@ def reductions(split: Layout, hardware: Hardware) -> Iterator[Layout]:
 # -- switches --------------------------------------------------------------------------------------
 
 
-def switched(split: Layout, model: ModelSpec, job: Job, *, thin: Hardware | None = None) -> Iterator[Layout]:
+def vary_switches(split: Layout, model: ModelSpec, job: Job, *, thin: Hardware | None = None) -> Iterator[Layout]:
     """Yield a split with every combination of its switches: micro-batch, schedule, recomputation and all else."""
     every = variants(split, model) if thin else tuple(_combinations(split, model))
     for summed in reductions(split, thin) if thin else (split,):
-        for one in sized(summed, job, thin=thin):
+        for one in vary_microbatches(summed, job, thin=thin):
             for words in every:
                 yield replace(one, **words)
 
 
-def sized(split: Layout, job: Job, *, thin: Hardware | None = None) -> Iterator[Layout]:
+def vary_microbatches(split: Layout, job: Job, *, thin: Hardware | None = None) -> Iterator[Layout]:
     """Yield a split with every micro-batch that is smaller than a rank's share of the samples, and with the whole share.
 
     What `accumulate` says is about several micro-batches.
@@ -197,7 +197,7 @@ def variants(split: Layout, model: ModelSpec) -> tuple[Words, ...]:
     return tuple({**words, "loss_chunk": chunk, "recompute": recompute} for words, chunk, recompute in every)
 
 
-def scheduled(split: Layout, model: ModelSpec) -> Iterator[Layout]:
+def vary_schedules(split: Layout, model: ModelSpec) -> Iterator[Layout]:
     """Yield a split under every schedule of the thinned list."""
     for words in _schedules(split, model):
         yield replace(split, **words)

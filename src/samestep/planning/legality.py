@@ -14,8 +14,8 @@ from samestep.layout import Layout, check_degree
 from samestep.models import catalog
 from samestep.models.published import as_published
 from samestep.models.spec import ModelSpec
-from samestep.output.text_table import aligned
-from samestep.planning.candidates import listed, schedule_words
+from samestep.output.text_table import align_columns
+from samestep.planning.candidates import list_layouts, schedule_words
 from samestep.program.ops import OpKind
 from samestep.program.program import Program
 from samestep.schedules import DEFAULT, SCHEDULES
@@ -133,7 +133,7 @@ def row_of(model: ModelSpec, job: Job, layout: Layout) -> Row:
         program = program_of(model, job, layout)
     except LayoutError as error:
         return Row(layout, reason=str(error))
-    return Row(layout, memory=at_rest(program), sent=_sent(program))
+    return Row(layout, memory=at_rest(program), sent=_sent_bytes(program))
 
 
 @calls.checked
@@ -153,7 +153,7 @@ def layouts(job: Job, devices: int, *, switches: bool = False) -> tuple[Row, ...
     check_degree("devices", devices)
     job, _ = as_published(job)
     model = catalog.model_spec(job)
-    return tuple(row_of(model, job, layout) for layout in listed(devices, model, switches=switches))
+    return tuple(row_of(model, job, layout) for layout in list_layouts(devices, model, switches=switches))
 
 
 def why_refused(job: Job, layout: Layout, devices: int) -> str:
@@ -166,7 +166,7 @@ def why_refused(job: Job, layout: Layout, devices: int) -> str:
     return f"{named}, on which it is {f'refused: {reason}' if reason else 'legal'}"
 
 
-def _sent(program: Program) -> dict[str, int]:
+def _sent_bytes(program: Program) -> dict[str, int]:
     sent: dict[str, int] = {}
     for _, op in program.ops():
         if op.axis is not None and op.owner != "scalars":
@@ -197,11 +197,11 @@ def as_text(rows: Sequence[Row], *, whole: bool = False) -> str:
     A table of more rows than a screen has begins with the legal ones, and has one line for each rule that refuses others.
     """
     if whole or len(rows) <= SCREENFUL:
-        return aligned([_HEAD, *map(_cells, rows)], left=(0, len(_HEAD) - 1))
+        return align_columns([_HEAD, *map(_cells, rows)], left=(0, len(_HEAD) - 1))
     legal = [row for row in rows if not row.reason]
     lines = [f"{len(legal):,} of {len(rows):,} layouts are legal{_more(len(legal), _LEGAL)}"]
     if legal:
-        lines.append(aligned([_HEAD, *map(_cells, legal[:_LEGAL])], left=(0, len(_HEAD) - 1)))
+        lines.append(align_columns([_HEAD, *map(_cells, legal[:_LEGAL])], left=(0, len(_HEAD) - 1)))
     rules: dict[str, list[Row]] = {}
     for row in rows:
         if row.reason:

@@ -56,8 +56,8 @@ def savings(
     found = [
         saving
         for saving in (
-            _rounded(best, model, job, hardware, states_per_param),
-            _halved(best, model, job, hardware, states_per_param),
+            _try_tf32(best, model, job, hardware, states_per_param),
+            _try_half_precision(best, model, job, hardware, states_per_param),
             _of_bytes(best, model, job, hardware, states_per_param),
             _as_they_are(best, model, job, hardware, states_per_param),
         )
@@ -66,7 +66,7 @@ def savings(
     return sorted(found, key=lambda saving: saving.step_s)
 
 
-def _rounded(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, states: int) -> Saving | None:
+def _try_tf32(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, states: int) -> Saving | None:
     """Round the factors of products as they are multiplied."""
     if job.numerics.precision != "float32" or job.numerics.tf32 or TF32 not in hardware.flops_per_s:
         return None
@@ -74,7 +74,7 @@ def _rounded(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, s
     return Saving(change="numerics.tf32=true", step_s=said.step_s, before_s=best.step_s, before_bytes=best.peak.total)
 
 
-def _halved(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, states: int) -> Saving | None:
+def _try_half_precision(best: Prediction, model: ModelSpec, job: Job, hardware: Hardware, states: int) -> Saving | None:
     """Compute in half precision, with masters, gradients and reductions as they are."""
     if job.numerics.precision != "float32":
         return None  # float64 is asked for by who wants every digit

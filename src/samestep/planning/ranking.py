@@ -10,7 +10,7 @@ from samestep.errors import LayoutError
 from samestep.hardware import Hardware
 from samestep.layout import Layout
 from samestep.output.byte_sizes import gib
-from samestep.output.text_table import aligned
+from samestep.output.text_table import align_columns
 from samestep.planning.nearest_layout import nearest
 from samestep.planning.search import MOST_PLAYED, Fallen, Plan
 from samestep.simulation import cost
@@ -34,7 +34,7 @@ def as_text(found: Plan) -> str:
         shown = [*found.best, *([found.safe] if found.safe and found.safe not in found.best else [])]
         rows = [(*_cells(one), _mark(found, one)) for one in shown]
         head = tuple(title.format(found.best[0].unit) for title in _HEAD)
-        lines.append(aligned([head, *rows], left=(0, len(head) - 1)))
+        lines.append(align_columns([head, *rows], left=(0, len(head) - 1)))
         lines.append(_fits(found))
         lines.append(f"the best is bound by {binds(found.best[0])}")
         lines += _cautions(found.best)
@@ -42,7 +42,7 @@ def as_text(found: Plan) -> str:
             lines.append("nothing fits without offload; the time of the update on the host is not predicted")
     else:
         lines.append(found.nearest)
-    lines += _kept_free(found.hardware)
+    lines += _describe_kept_free(found.hardware)
     rules: Counter[str] = Counter()
     for one in found.fallen:
         rules[one.rule] += len(one.group.splits)
@@ -55,7 +55,7 @@ def as_text(found: Plan) -> str:
             f"the search ended after {MOST_PLAYED} layouts were played: one that was not played may be faster than those shown"
         )
     lines.append(f"model: {found.labels['model']}; figures of {found.hardware.name}: {found.labels['hardware']}")
-    lines.append(expected())
+    lines.append(describe_accuracy())
     lines += [f'  "{next(one.group.layouts())}" {one.reason}' for one in examples(found.fallen)]
     return "\n".join(lines)
 
@@ -81,7 +81,7 @@ def _fits(found: Plan) -> str:
     return f'{text}; "{safe.layout}" with {safe.chance_to_fit:.0%}, in {slower}: take it where nothing was tried yet'
 
 
-def _kept_free(machine: Hardware) -> list[str]:
+def _describe_kept_free(machine: Hardware) -> list[str]:
     """Return a line on the memory that is kept free, if any is."""
     if not machine.kept_free:
         return []
@@ -108,7 +108,7 @@ def _free(one: Prediction) -> float:
     return 1 - one.peak.total / one.hardware.memory_bytes
 
 
-def expected() -> str:
+def describe_accuracy() -> str:
     """Return a line on how far predictions have been from what was measured."""
     time, memory = intervals()["time"], intervals()["memory"]
     return (
@@ -133,7 +133,7 @@ def examples(fallen: Sequence[Fallen]) -> list[Fallen]:
 def binds(best: Prediction) -> str:
     """Return the name of the part that takes most of the best layout's step, and its share."""
     busy = best.step_s * (1 - best.bubble_fraction) - best.exposed_comm_s
-    launched = _launched(best)
+    launched = _launch_fraction(best)
     parts = {
         "launches of small kernels": busy * launched if launched > 0.5 else 0.0,  # a smaller part belongs to compute
         "compute": busy if launched <= 0.5 else busy * (1 - launched),
@@ -144,7 +144,7 @@ def binds(best: Prediction) -> str:
     return f"{name} ({parts[name] / best.step_s:.0%} of the step); {_free(best):.0%} of the memory is free"
 
 
-def _launched(one: Prediction) -> float:
+def _launch_fraction(one: Prediction) -> float:
     """Return the fraction of compute that is not arithmetic and memory traffic: launches, shortest kernels, the host's work."""
     at_once = replace(one.hardware, kernel_launch_s=0.0, kernel_s=0.0, host_step_s=0.0, fsdp_unit_s=0.0)
     spent_s = work_s = 0.0

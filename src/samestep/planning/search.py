@@ -204,7 +204,7 @@ class _Search:
                 continue
             degrees = replace(degrees, offload=offload)
             refusals = self._refusals(degrees)
-            for sized in candidates.sized(degrees, self.job, thin=self.hardware) if refusals else ():
+            for sized in candidates.vary_microbatches(degrees, self.job, thin=self.hardware) if refusals else ():
                 groups = tuple(
                     group
                     for words in candidates.variants(sized, self.model)
@@ -226,7 +226,7 @@ class _Search:
                 continue
             for summed in candidates.reductions(plain, self.hardware):
                 split = _split_of(summed)
-                for one in candidates.scheduled(summed, self.model):
+                for one in candidates.vary_schedules(summed, self.model):
                     reason = refusal_of(self.builder.step(one)) if one != plain else None
                     reasons = found.setdefault((one.schedule, one.virtual_stages), {})
                     reasons.setdefault(reason, []).append(split)
@@ -362,7 +362,7 @@ def plan(
     """
     began = time.perf_counter()
     search = _Search(model, job, hardware, top, states_per_param)
-    with _uncollected():
+    with _pause_collector():
         search.run(devices)
         if may_offload and not search.best and any(one.rule == "memory" for one in search.fallen):
             search.run(devices, offload=True)
@@ -392,7 +392,7 @@ def _enough(model: ModelSpec, job: Job, hardware: Hardware, devices: int, states
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def _pause_collector() -> Iterator[None]:
     """Leave garbage for later: all that a search makes lives as long as it does, and to go through it takes a third of
     the time."""
     was_on = gc.isenabled()

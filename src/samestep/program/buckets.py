@@ -88,7 +88,7 @@ class Bucket:
             yield member, max(0, min(member.offset + member.numel, last) - max(member.offset, first))
 
 
-def padded(numel: int, multiple: int) -> int:
+def round_up(numel: int, multiple: int) -> int:
     """Return a number of elements rounded up to a multiple of `multiple`."""
     return -(-numel // multiple) * multiple
 
@@ -204,14 +204,14 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
     held = owners_of([param.numel for param in params], owners)
     # A rank's chunk begins at no block's middle.
     aligned = LARGEST_BLOCK if step.optimizer_states == "8bit" and holding.num_shards > 1 else 1
-    sizes = [padded(param.numel, aligned) for param in params]
+    sizes = [round_up(param.numel, aligned) for param in params]
     loads = [sum(size for size, owner in zip(sizes, held, strict=True) if owner == rank) for rank in range(owners)]
-    chunk = padded(max(loads), multiple // owners * aligned)
+    chunk = round_up(max(loads), multiple // owners * aligned)
     offsets = [rank * chunk for rank in range(owners)]
     members = []
     for param, owner in zip(params, held, strict=True):
         members.append(Member(name=param.name, offset=offsets[owner], numel=param.numel))
-        offsets[owner] += padded(param.numel, aligned)
+        offsets[owner] += round_up(param.numel, aligned)
     return Bucket(
         name=f"bucket.{index}",
         members=tuple(members),
@@ -273,7 +273,7 @@ def start_reductions(ops: Ops, step: StepSpec, buckets: tuple[Bucket, ...], redu
         is_of_experts = following is not None and following.kind is OpKind.ALL_TO_ALL and following.codec is None
         if done is None or is_of_experts:
             continue
-        while waiting and _finished(waiting[0], layer_of, done):
+        while waiting and _is_filled_by(waiting[0], layer_of, done):
             first = reduction(waiting.pop(0))[:1]
             if sent is not None:
                 behind_sends.extend(part.but(after=(*part.after, *sent.after)) for part in first)
@@ -300,6 +300,6 @@ def finish_reductions(
             yield part.but(after=(*part.after, before.name))
 
 
-def _finished(bucket: Bucket, layer_of: Mapping[str, int], op: Op) -> bool:
+def _is_filled_by(bucket: Bucket, layer_of: Mapping[str, int], op: Op) -> bool:
     """Return whether a layer's backward leaves the last gradient of a bucket."""
     return op.layer is not None and min(layer_of[member.name] for member in bucket.members) >= op.layer

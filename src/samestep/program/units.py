@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from samestep.models.packing import packed_bytes
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import is_below
-from samestep.program.buckets import padded
+from samestep.program.buckets import round_up
 from samestep.program.codecs import CodedPart
 from samestep.program.exchange_times import Contributions
 from samestep.program.holding import SHARDS
@@ -100,7 +100,7 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     own: dict[int, list[ParamSpec]] = {}
     order: dict[str, int] = {}
     roots_of = {param.name: _roots(step, param) for param in step.model.params}
-    with_root = _gathered_with_root(step)
+    with_root = _weights_gathered_with_root(step)
     shared = _sharing(step, with_root)
     for param in step.model.params:
         owners = _owners(step, param)
@@ -134,7 +134,7 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
     return _with_prefetch(units, chunks)
 
 
-def _gathered_with_root(step: StepSpec) -> set[str]:
+def _weights_gathered_with_root(step: StepSpec) -> set[str]:
     """Return the names of weights that are gathered with the root: those that its code reads, under their own name or
     another, and those that cannot be gathered at another time.
 
@@ -294,7 +294,7 @@ def _span(params: list[ParamSpec]) -> tuple[int, int]:
 
 def padded_rows(param: ParamSpec, multiple: int) -> int:
     """Return the elements of `param` with its first dimension padded to a multiple, as FSDP2 cuts it."""
-    return padded(param.rows, multiple) * param.row_numel
+    return round_up(param.rows, multiple) * param.row_numel
 
 
 def partial_sizes(step: StepSpec, unit: Unit, axis: str) -> dict[str, int]:
@@ -325,5 +325,5 @@ def coded_parts(
     for block in sorted({step.gradient_block(param) for param in params}, reverse=True):
         alike = [param for param in params if step.gradient_block(param) == block]
         numel = sum(padded_rows(param, unit.num_shards) // left_of for param in alike)
-        found[CodedPart(padded(numel, made.ranks * block), block)] = tuple(param.name for param in alike)
+        found[CodedPart(round_up(numel, made.ranks * block), block)] = tuple(param.name for param in alike)
     return found

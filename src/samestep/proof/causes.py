@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from samestep.models.spec import is_below
-from samestep.proof.comparison import Comparison, Misfit, copies_of, matched, unclipped, whole_of
+from samestep.proof.comparison import Comparison, Misfit, copies_of, match_places, unclip_gradients, whole_of
 from samestep.proof.evidence import CLOSE, BatchPart, Evidence, Found, held_part, numbers
 from samestep.proof.gradient_causes import gradients_cause, scales_of, spread_of
 from samestep.proof.held_tensors import HeldTensor
@@ -51,7 +51,7 @@ def _start(evidence: Evidence, first: Comparison) -> Found:
 def _is_elsewhere(reference: Sequence[HeldTensor], held: HeldTensor) -> bool:
     """Return whether every held element occurs in the whole tensor, in another place."""
     whole = whole_of(reference)[held.name]
-    values, _, _ = matched(held, whole)
+    values, _, _ = match_places(held, whole)
     return bool(torch.isin(values, whole).all()) and bool((values != values[0]).any())
 
 
@@ -67,7 +67,7 @@ def _forward(evidence: Evidence, first: Comparison) -> Found:
     misfit = first.misfits[0]
     path, step = misfit.name, misfit.step or 1
     where = f"{path} in step {step} on rank {misfit.rank} (error {misfit.error:.1e}); everything before it agrees"
-    if coupled := _coupled(evidence, step):
+    if coupled := _explain_coupling(evidence, step):
         return Cause.COUPLED, f"{coupled}; first {where}"
     if GIVEN in path:
         return Cause.POSITIONS, f"first the argument {where}"
@@ -87,7 +87,7 @@ def _forward(evidence: Evidence, first: Comparison) -> Found:
             Cause.MISSING_REDUCTION,
             f"the outputs of {sums} add up to the right output of {where}{evidence.collectives(path)}",
         )
-    if drawn := _drawn_between(evidence, misfit, step):
+    if drawn := _find_random_part(evidence, misfit, step):
         return drawn[0], f"{drawn[1]} draws what ranks cut among themselves; first {where}"
     ratio = _output_ratio(evidence, path, step)
     times = f", {ratio:g} times the right output" if ratio else ""
@@ -125,7 +125,7 @@ def _is_same(given: Output, right: Output) -> bool:
     return abs(given.projection - right.projection) <= scale and abs(given.norm - right.norm) <= scale
 
 
-def _drawn_between(evidence: Evidence, misfit: Misfit, step: int) -> tuple[Cause, str] | None:
+def _find_random_part(evidence: Evidence, misfit: Misfit, step: int) -> tuple[Cause, str] | None:
     """Return what is drawn in parts, by a module whose output no rank has whole, before the first output that differs.
 
     Such a module ran behind the last output that agrees, or holds the one that differs.
@@ -201,7 +201,7 @@ def _loss(evidence: Evidence, first: Comparison) -> Found:
             Cause.AUXILIARY_LOSS,
             f"forwards agree, but the balancing loss of step {step} is {ratio:.6g} times the right one",
         )
-    coupled, whole = _coupled(evidence, step), evidence.reference.steps[step - 1].count
+    coupled, whole = _explain_coupling(evidence, step), evidence.reference.steps[step - 1].count
     is_mean = abs(sum(part.count for part in parts) - whole) >= 1  # which counts the same, however much it is given
     if coupled and not is_mean:
         return Cause.COUPLED, f"forwards agree, and the loss is no sum over samples: {coupled}"
@@ -213,13 +213,13 @@ def _loss(evidence: Evidence, first: Comparison) -> Found:
     if last and abs(_ratio(kept) - ours) <= CLOSE * abs(ours):
         return Cause.LAST_MICROBATCH, f"the loss {ours:g} of step {step} is that of the last micro-batches alone"
     times = f"the loss of step {step} is {ours / right:.6g} times the right one"
-    if scales_of(evidence, step, {held.name: held for held in unclipped(evidence.reference, step - 1)}):
+    if scales_of(evidence, step, {held.name: held for held in unclip_gradients(evidence.reference, step - 1)}):
         return Cause.LOSS_SCALE, f"forwards agree, but {times}"
     where = f"{times}, and gradients are no multiple of the right ones: no module differs whose output has a row for each sample"
     return (Cause.DROPOUT, f"first the masks: {where}") if evidence.dropout("") else (Cause.FORWARD, where)
 
 
-def _coupled(evidence: Evidence, step: int) -> str | None:
+def _explain_coupling(evidence: Evidence, step: int) -> str | None:
     """Return text that shows that one device computes something else on the parts of a batch; None where it does not."""
     if evidence.balances:
         return None  # a part has no balancing loss
@@ -295,10 +295,10 @@ def _weights(evidence: Evidence, first: Comparison) -> Found:
         return Cause.SKIP, f"ranks {sorted(skipped)} skip step {step}, and the others take it"
     before = evidence.reference.start if step == 1 else evidence.reference.steps[step - 2].weights
     held = held_part(evidence, misfit, lambda seen: seen.steps[step - 1].weights)
-    values, wanted, _ = matched(held, whole_of(before)[misfit.name])
+    values, wanted, _ = match_places(held, whole_of(before)[misfit.name])
     if torch.allclose(values, wanted, rtol=1e-9, atol=1e-12):
         return Cause.STALE_WEIGHT, f"{misfit.name} on rank {misfit.rank} still has the values from before step {step}"
-    if (idle := _moved_idly(evidence, misfit.name, step)) is not None:
+    if (idle := _explain_idle_move(evidence, misfit.name, step)) is not None:
         return Cause.IDLE, idle
     holders = [(seen.rank, seen.steps[step - 1].weights) for seen in evidence.ranks]
     if any(spread_of(copies) > CLOSE * float(wanted.abs().max()) for copies in copies_of(holders, misfit.name)):
@@ -306,7 +306,7 @@ def _weights(evidence: Evidence, first: Comparison) -> Found:
     return Cause.UPDATE, f"gradients agree, but not the update of {misfit.name} in step {step}"
 
 
-def _moved_idly(evidence: Evidence, name: str, step: int) -> str | None:
+def _explain_idle_move(evidence: Evidence, name: str, step: int) -> str | None:
     """Return text that shows that a weight without a gradient is moved, and not on one device; None where it is not so."""
     right = evidence.reference.steps[step - 1]
     before = evidence.reference.start if step == 1 else evidence.reference.steps[step - 2].weights
@@ -347,7 +347,7 @@ def _buffers(evidence: Evidence, first: Comparison) -> Found:
     return Cause.BUFFER, f"{misfit.name} on rank {misfit.rank} differs after the last step"
 
 
-def _held_out(evidence: Evidence, first: Comparison) -> Found:
+def _explain_held_out(evidence: Evidence, first: Comparison) -> Found:
     return Cause.FORWARD, "training agrees, but not the loss of a forward without gradients"
 
 
@@ -382,5 +382,5 @@ _BY_KIND: dict[str, Callable[[Evidence, Comparison], Found]] = {
     "optimizer": _optimizer,
     "optimizer state": _optimizer,
     "buffers": _buffers,
-    "held-out loss": _held_out,
+    "held-out loss": _explain_held_out,
 }

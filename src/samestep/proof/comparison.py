@@ -77,17 +77,17 @@ def compare(reference: Observation, ranks: Sequence[Observation], limit: Limit) 
         found.append(_outputs(reference, ranks, index, limit))
         found.append(_numbers("loss", reference, ranks, index, limit))
         found.append(
-            held_comparison(
+            compare_held(
                 "gradients",
                 index + 1,
-                unclipped(reference, index),
-                [(r.rank, unclipped(r, index)) for r in ranks],
+                unclip_gradients(reference, index),
+                [(r.rank, unclip_gradients(r, index)) for r in ranks],
                 limit,
             )
         )
         found.append(_numbers("gradient norm", reference, ranks, index, limit))
         found.append(
-            held_comparison(
+            compare_held(
                 "weights",
                 index + 1,
                 reference.steps[index].weights,
@@ -96,7 +96,7 @@ def compare(reference: Observation, ranks: Sequence[Observation], limit: Limit) 
             )
         )
     found.append(
-        held_comparison("buffers", None, reference.buffers, [(r.rank, r.buffers) for r in ranks], limit, partly=True)
+        compare_held("buffers", None, reference.buffers, [(r.rank, r.buffers) for r in ranks], limit, partly=True)
     )
     held_out = Comparison("held-out loss", None, allowance=limit("loss", "loss", len(reference.steps)))
     for seen in ranks:
@@ -107,11 +107,11 @@ def compare(reference: Observation, ranks: Sequence[Observation], limit: Limit) 
 def compare_updates(reference: Observation, ranks: Sequence[Observation], limit: Limit) -> list[Comparison]:
     """Compare the job's own optimizer on equal gradients: the weights after each step, and its state after the last."""
     found = [
-        held_comparison("optimizer", index + 1, weights, [(r.rank, r.updated[index]) for r in ranks], limit)
+        compare_held("optimizer", index + 1, weights, [(r.rank, r.updated[index]) for r in ranks], limit)
         for index, weights in enumerate(reference.updated)
     ]
     states = [(r.rank, r.state) for r in ranks]
-    return [*found, held_comparison("optimizer state", None, reference.state, states, limit)]
+    return [*found, compare_held("optimizer state", None, reference.state, states, limit)]
 
 
 def checks_of(comparisons: Sequence[Comparison]) -> tuple[Check, ...]:
@@ -141,7 +141,7 @@ def _check(what: str, comparisons: Sequence[Comparison]) -> Check:
 
 def _starts(reference: Observation, ranks: Sequence[Observation]) -> Comparison:
     """Compare the first weights, which must be equal to the bit."""
-    return held_comparison("start", None, reference.start, [(r.rank, r.start) for r in ranks], lambda *_: 0.0)
+    return compare_held("start", None, reference.start, [(r.rank, r.start) for r in ranks], lambda *_: 0.0)
 
 
 def _data(reference: Observation, ranks: Sequence[Observation]) -> Comparison:
@@ -207,7 +207,7 @@ def relative(ours: float, theirs: float) -> float:
     return abs(ours - theirs) / max(1.0, abs(theirs))
 
 
-def unclipped(seen: Observation, index: int) -> list[HeldTensor]:
+def unclip_gradients(seen: Observation, index: int) -> list[HeldTensor]:
     """Return a step's gradients divided by the clipping factor that the rank's own norm gives."""
     step = seen.steps[index]
     if step.factor == 1.0:
@@ -218,7 +218,7 @@ def unclipped(seen: Observation, index: int) -> list[HeldTensor]:
 # -- tensors, of which a rank holds parts ----------------------------------------------------------
 
 
-def held_comparison(
+def compare_held(
     what: str,
     step: int | None,
     reference: Sequence[HeldTensor],
@@ -244,7 +244,7 @@ def held_comparison(
         seen = torch.zeros(expected.numel(), dtype=torch.bool)
         worst, at = 0.0, ranks[0][0]
         for rank, one in copies:
-            values, wanted, index = matched(one, expected)
+            values, wanted, index = match_places(one, expected)
             seen[index] = True
             error = _difference(values, wanted) / scale
             if not error <= worst:
@@ -254,7 +254,7 @@ def held_comparison(
     return found
 
 
-def matched(held: HeldTensor, expected: Tensor) -> tuple[Tensor, Tensor, Tensor | slice]:
+def match_places(held: HeldTensor, expected: Tensor) -> tuple[Tensor, Tensor, Tensor | slice]:
     """Return the held values without padding, the expected values in their places, and the places."""
     if isinstance(held.places, range):
         index = slice(held.places.start, held.places.stop)

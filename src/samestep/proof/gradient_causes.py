@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from samestep.program.ranks import stages_of
-from samestep.proof.comparison import Comparison, Misfit, copies_of, matched, unclipped, whole_of
+from samestep.proof.comparison import Comparison, Misfit, copies_of, match_places, unclip_gradients, whole_of
 from samestep.proof.evidence import CLOSE, BatchPart, Evidence, Found, held_part, numbers
 from samestep.proof.held_tensors import HeldTensor
 from samestep.proof.verdict import Cause
@@ -39,17 +39,17 @@ def gradients_cause(evidence: Evidence, first: Comparison) -> Found:
     affected = f"{len(first.misfits)} of {first.compared} gradients differ in step {step}, first {misfit.name}"
     if misfit.missing:
         return Cause.MISSING_GRADIENT, f"{affected}: no rank holds {misfit.missing} of its elements"
-    right = {held.name: held for held in unclipped(evidence.reference, step - 1)}
-    holders = [(seen.rank, unclipped(seen, step - 1)) for seen in evidence.ranks]
-    held = held_part(evidence, misfit, lambda seen: unclipped(seen, step - 1))
-    values, wanted, _ = matched(held, right[misfit.name].values)
+    right = {held.name: held for held in unclip_gradients(evidence.reference, step - 1)}
+    holders = [(seen.rank, unclip_gradients(seen, step - 1)) for seen in evidence.ranks]
+    held = held_part(evidence, misfit, lambda seen: unclip_gradients(seen, step - 1))
+    values, wanted, _ = match_places(held, right[misfit.name].values)
     if len(first.misfits) < first.compared and not values.abs().max() and wanted.abs().max():
         return Cause.MISSING_GRADIENT, f"{affected}: it has none at all on rank {misfit.rank}"
     tied = next((one.name for one in order if evidence.aliases.get(one.name)), None)
     if (
         tied is not None
         and len(first.misfits) <= max(2, first.compared // 2)
-        and (found := _tied(evidence, tied, step))
+        and (found := _explain_tied_weight(evidence, tied, step))
     ):
         return found
     scales = scales_of(evidence, step, right) if evidence.clips else {}
@@ -58,9 +58,11 @@ def gradients_cause(evidence: Evidence, first: Comparison) -> Found:
             Cause.CLIP_NORM,
             f"{affected}: ranks scale their gradients by {numbers(scales.values())}, each by a norm of its own",
         )
-    if coupled := _coupled_gradient(evidence, misfit.name, step, right[misfit.name].values):
+    if coupled := _explain_coupled_gradient(evidence, misfit.name, step, right[misfit.name].values):
         return Cause.COUPLED, f"{affected}: {coupled}"
-    if part := _scaled_part(evidence, step, right) or _scaled_chunk(evidence, _largest(order, right), step):
+    if part := _explain_scaled_part(evidence, step, right) or _explain_scaled_chunk(
+        evidence, _largest(order, right), step
+    ):
         return Cause.PART_SCALE, f"{affected}: {part}"
     found = _combination(evidence, misfit, step, len(first.misfits) == first.compared) or _elsewhere(
         evidence, misfit, step
@@ -71,7 +73,7 @@ def gradients_cause(evidence: Evidence, first: Comparison) -> Found:
         return Cause.MISSING_REDUCTION, f"{affected}: its copies over the {axis} ranks add up to the right gradient"
     if torch.allclose(values.sort().values, wanted.sort().values, rtol=CLOSE, atol=1e-12):
         return Cause.ROWS_SWAPPED, f"{affected}: it has the right elements in other places"
-    if tied is not None and (found := _tied(evidence, tied, step)):
+    if tied is not None and (found := _explain_tied_weight(evidence, tied, step)):
         return found
     spread = max((spread_of(copies) for copies in copies_of(holders, misfit.name)), default=0.0)
     if spread > CLOSE * float(wanted.abs().max()):
@@ -80,7 +82,7 @@ def gradients_cause(evidence: Evidence, first: Comparison) -> Found:
     return Cause.BACKWARD, f"{affected}; forwards agree, so look at the backward of {path}{evidence.collectives(path)}"
 
 
-def _coupled_gradient(evidence: Evidence, name: str, step: int, right: Tensor) -> str | None:
+def _explain_coupled_gradient(evidence: Evidence, name: str, step: int, right: Tensor) -> str | None:
     """Return text that shows that on one device a gradient is not the sum over parts of the batch; None where it is."""
     if evidence.balances:
         return None
@@ -96,7 +98,11 @@ def scales_of(evidence: Evidence, step: int, right: Mapping[str, HeldTensor]) ->
     """Return the factor by which each rank scales all its gradients; an empty dict where a rank has no single factor."""
     scales = {}
     for seen in evidence.ranks:
-        held = [matched(one, right[one.name].values)[:2] for one in unclipped(seen, step - 1) if one.name in right]
+        held = [
+            match_places(one, right[one.name].values)[:2]
+            for one in unclip_gradients(seen, step - 1)
+            if one.name in right
+        ]
         if not held:
             continue
         ours, wanted = (torch.cat([pair[i].flatten().double() for pair in held]) for i in (0, 1))
@@ -107,7 +113,7 @@ def scales_of(evidence: Evidence, step: int, right: Mapping[str, HeldTensor]) ->
     return scales
 
 
-def _scaled_part(evidence: Evidence, step: int, right: Mapping[str, HeldTensor]) -> str | None:
+def _explain_scaled_part(evidence: Evidence, step: int, right: Mapping[str, HeldTensor]) -> str | None:
     """Return text that names a pipeline stage, or experts, whose gradients alone are one factor times the right ones."""
     factors = _factors(evidence, step, right)
     wrong = {key: factor for key, factor in factors.items() if factor is None or abs(factor - 1) > CLOSE}
@@ -130,9 +136,9 @@ def _scaled_part(evidence: Evidence, step: int, right: Mapping[str, HeldTensor])
 def _factors(evidence: Evidence, step: int, right: Mapping[str, HeldTensor]) -> dict[tuple[str, str], float | None]:
     """Return the factor of each gradient, by weight and expert: None where it has no single one on all ranks that hold it."""
     found: dict[tuple[str, str], float | None] = {}
-    for held in (held for seen in evidence.ranks for held in unclipped(seen, step - 1) if held.name in right):
+    for held in (held for seen in evidence.ranks for held in unclip_gradients(seen, step - 1) if held.name in right):
         whole = right[held.name].values
-        values, wanted, index = matched(held, whole)
+        values, wanted, index = match_places(held, whole)
         stacked, own = evidence.experts(held.name)
         places = torch.arange(len(whole))[index]
         rows = places // (len(whole) // stacked) if stacked else torch.zeros_like(places)
@@ -155,17 +161,17 @@ def _largest(misfits: Sequence[Misfit], right: Mapping[str, HeldTensor]) -> Misf
     return max(misfits, key=lambda one: right[one.name].values.numel())
 
 
-def _scaled_chunk(evidence: Evidence, misfit: Misfit, step: int) -> str | None:
+def _explain_scaled_chunk(evidence: Evidence, misfit: Misfit, step: int) -> str | None:
     """Return text that names the chunks of the loss that do not count once; None where no such weights fit."""
     parts = evidence.chunks(misfit.name, step - 1)
     if len(parts) < 2:
         return None
     total = sum(part.count for part in evidence.parts(step - 1))
     for seen in evidence.ranks:
-        for held in unclipped(seen, step - 1):
+        for held in unclip_gradients(seen, step - 1):
             if held.name != misfit.name:
                 continue
-            columns = [matched(held, part.flatten() / total)[1] for part in parts]
+            columns = [match_places(held, part.flatten() / total)[1] for part in parts]
             fit = _fit(held.values, columns)
             if fit is not None and max(fit) - min(fit) > CLOSE:
                 counts = ", ".join(
@@ -175,17 +181,17 @@ def _scaled_chunk(evidence: Evidence, misfit: Misfit, step: int) -> str | None:
     return None
 
 
-def _tied(evidence: Evidence, name: str, step: int) -> Found | None:
+def _explain_tied_weight(evidence: Evidence, name: str, step: int) -> Found | None:
     """Explain a tied weight's gradient as a combination of the gradients of its single uses; None where none fits."""
     uses = evidence.uses(name, step - 1)
     total = sum(uses[1:], uses[0])
-    right = whole_of(unclipped(evidence.reference, step - 1))[name]
+    right = whole_of(unclip_gradients(evidence.reference, step - 1))[name]
     scale = float(right.flatten() @ total.flatten() / (total.flatten() @ total.flatten()))
     for seen in evidence.ranks:
-        for held in unclipped(seen, step - 1):
+        for held in unclip_gradients(seen, step - 1):
             if held.name != name:
                 continue
-            columns = [matched(held, use.flatten() * scale)[1] for use in uses]
+            columns = [match_places(held, use.flatten() * scale)[1] for use in uses]
             fit = _fit(held.values, columns)
             if fit is not None and any(abs(one - 1) > CLOSE for one in fit):
                 names = (name, *evidence.aliases[name])
@@ -200,37 +206,41 @@ def _combination(evidence: Evidence, misfit: Misfit, step: int, everywhere: bool
     total = sum(part.count for part in parts)
     fits: dict[int, list[float]] = {}
     for seen in evidence.ranks:
-        for held in unclipped(seen, step - 1):
+        for held in unclip_gradients(seen, step - 1):
             if held.name == misfit.name:
-                columns = [matched(held, part.gradients[misfit.name].flatten() / total)[1] for part in parts]
+                columns = [match_places(held, part.gradients[misfit.name].flatten() / total)[1] for part in parts]
                 fit = _fit(held.values, columns)
                 if fit is None:
                     return None
                 fits[seen.rank] = fit
     if not fits or all(abs(one - 1) <= CLOSE for fit in fits.values() for one in fit):
         return None
-    return _named(evidence, parts, fits, everywhere)
+    return _name_cause(evidence, parts, fits, everywhere)
 
 
 def _elsewhere(evidence: Evidence, misfit: Misfit, step: int) -> Found | None:
     """Explain a rank's gradient as a combination of its own elements and another rank's; None where none fits."""
     parts = evidence.parts(step - 1)
     total = sum(part.count for part in parts)
-    held = {seen.rank: [h for h in unclipped(seen, step - 1) if h.name == misfit.name] for seen in evidence.ranks}
+    held = {
+        seen.rank: [h for h in unclip_gradients(seen, step - 1) if h.name == misfit.name] for seen in evidence.ranks
+    }
     for mine in held.get(misfit.rank, ()):
         for rank, others in held.items():
             for other in others:
                 if other.key == mine.key or len(other.values) != len(mine.values):
                     continue
                 whole = [part.gradients[misfit.name].flatten() / total for part in parts]
-                columns = [matched(place, one)[1] for place in (mine, other) for one in whole]
+                columns = [match_places(place, one)[1] for place in (mine, other) for one in whole]
                 fit = _fit(mine.values, columns)
                 if fit is not None and any(abs(c) > CLOSE for c in fit[len(parts) :]):
                     return Cause.WRONG_GROUP, f"rank {misfit.rank} holds a sum with elements that belong to rank {rank}"
     return None
 
 
-def _named(evidence: Evidence, parts: Sequence[BatchPart], fits: Mapping[int, list[float]], everywhere: bool) -> Found:
+def _name_cause(
+    evidence: Evidence, parts: Sequence[BatchPart], fits: Mapping[int, list[float]], everywhere: bool
+) -> Found:
     """Return the cause that the coefficients of each rank's fit show; `everywhere` if every gradient differs."""
     by_rank = {seen.rank: seen for seen in evidence.ranks}
     last = max(part.microbatch for part in parts)
@@ -328,7 +338,7 @@ def _copies_add_up(
                 if len(mine) < 2:
                     continue
                 held = next(h for rank, all_held in holders for h in all_held if h.name == name and rank in group)
-                _, wanted, _ = matched(held, right)
+                _, wanted, _ = match_places(held, right)
                 if not torch.allclose(
                     sum(mine[1:], mine[0]), wanted, rtol=CLOSE, atol=CLOSE * float(right.abs().max())
                 ):

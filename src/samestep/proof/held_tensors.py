@@ -45,7 +45,7 @@ def replicas_of(run: Run) -> list[tuple[str, Assembly]]:
     """
     if run.replicas is None:
         return [("", run.assembly)]
-    return [(of_replica(number), assembly) for number, assembly in run.replicas.numbered]
+    return [(of_replica(number), assembly) for number, assembly in run.replicas.numbered_assemblies]
 
 
 def held_gradients(run: Run) -> list[HeldTensor]:
@@ -60,7 +60,7 @@ def held_gradients(run: Run) -> list[HeldTensor]:
     ]
     moved = run.replicas.pieces if run.replicas is not None else ()
     found += [(p.name, p.gradient(), places_of(run, p)) for p in moved if is_moved(p.name) in ended]
-    return _copied(found)
+    return _copy_to_host(found)
 
 
 def held_weights(run: Run) -> list[HeldTensor]:
@@ -73,7 +73,7 @@ def held_weights(run: Run) -> list[HeldTensor]:
     if run.replicas is not None:
         outer = zip(run.replicas.pieces, run.replicas.weights, strict=True)
         found += [(piece.name, weight, places_of(run, piece)) for piece, weight in outer]
-    return _copied(found)
+    return _copy_to_host(found)
 
 
 def held_state(run: Run) -> list[HeldTensor]:
@@ -88,7 +88,7 @@ def held_state(run: Run) -> list[HeldTensor]:
         elif isinstance(value, Tensor | int | float):
             number = torch.as_tensor(value)  # or the state of a whole weight, such as a number a row
             held.append((name, number, range(number.numel())))
-    return _copied(held)
+    return _copy_to_host(held)
 
 
 def _states(run: Run) -> Iterator[tuple[str, Piece, str, Any]]:
@@ -101,14 +101,14 @@ def _states(run: Run) -> Iterator[tuple[str, Piece, str, Any]]:
 
 def held_buffers(run: Run) -> list[HeldTensor]:
     """Return a copy of the buffers of the layers that this rank runs."""
-    return _copied(
+    return _copy_to_host(
         (name, buffer, range(buffer.numel()))
         for name, buffer in run.model.named_buffers()
         if not runs_elsewhere(run.program, name)
     )
 
 
-def _copied(found: Iterable[tuple[str, Tensor, Tensor | range]]) -> list[HeldTensor]:
+def _copy_to_host(found: Iterable[tuple[str, Tensor, Tensor | range]]) -> list[HeldTensor]:
     """Copy tensors to the CPU, all of one dtype into one storage: thousands of small tensors would be slow to write and read."""
     names, tensors, places = zip(*found, strict=True) if (found := list(found)) else ((), (), ())
     flat = [tensor.detach().flatten().cpu() for tensor in tensors]
@@ -129,7 +129,7 @@ def places_of(run: Run, piece: Piece) -> Tensor | range:
     return lies.runs(piece.start, piece.stop).positions()
 
 
-def held_whole(tensors: Mapping[str, Tensor]) -> list[HeldTensor]:
+def copy_whole(tensors: Mapping[str, Tensor]) -> list[HeldTensor]:
     """Return a copy of whole tensors."""
     return [
         HeldTensor(name, tensor.detach().flatten().cpu().clone(), range(tensor.numel()))

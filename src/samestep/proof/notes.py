@@ -15,7 +15,7 @@ from samestep.proof.held_tensors import HeldTensor
 from samestep.proof.observation import Observation, ObservedStep, Output, PlainSteps
 from samestep.proof.verdict import Check
 from samestep.runtime.checkpoints import writer
-from samestep.runtime.processes.plain_data import Packer, unpacked
+from samestep.runtime.processes.plain_data import Packer, unpack_plain
 
 _CLASSES = (Observation, ObservedStep, PlainSteps, HeldTensor, Output, Check)
 
@@ -34,4 +34,4 @@ def read(note: Path) -> Any:
     """Return the value of a note; its tensors lie in the file, of which the pages that are used are read."""
     record = json.loads(note.with_suffix(".json").read_text(encoding="utf-8"))
     with safe_open(note.with_suffix(".safetensors"), "pt") as file:
-        return unpacked(record, file.get_tensor, _CLASSES)
+        return unpack_plain(record, file.get_tensor, _CLASSES)

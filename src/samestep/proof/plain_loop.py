@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from samestep.building import drawn_rows
 from samestep.building.families import facts_of
 from samestep.building.model import call_model
-from samestep.building.named_tensors import cast_floating, copied, map_attributes, tensors_of
+from samestep.building.named_tensors import cast_floating, copy_module, map_attributes, tensors_of
 from samestep.datasets import Batch, Dataset, batches
 from samestep.examination.examine import Source, set_training
 from samestep.program.codecs import PLAIN
 from samestep.proof import comparison, plain_replicas
 from samestep.proof.comparison import Comparison, Limit
-from samestep.proof.held_tensors import HeldTensor, held_whole
+from samestep.proof.held_tensors import HeldTensor, copy_whole
 from samestep.proof.observation import Observation, PlainSteps
 from samestep.proof.plain_contributions import PlainContributions
 from samestep.proof.verdict import Cause
@@ -58,7 +58,7 @@ def follow(run: Run, source: Source, dataset: Dataset, seen: Observation) -> Pla
         if run.replicas is not None:
             return _follow_apart(run, source, dataset, seen)
         model = _model(run, source, steps)
-        start = {name: param.detach().clone() for name, param in _trained(model).items()}
+        start = {name: param.detach().clone() for name, param in _trained_params(model).items()}
         unused = _take_steps(model, run, source, dataset, seen, steps)
         _update(model, run, start, source, seen, steps, unused)
     except Exception as error:  # the user's own code, in which anything may fail
@@ -99,7 +99,9 @@ def _model(run: Run, source: Source, steps: PlainSteps) -> nn.Module:
     assert source.prepared is not None
     ours, job = source.prepared.blueprint, run.job
     model = (
-        copied(source.model) if isinstance(source.model, nn.Module) else drawn_rows.call(source.model, job.train.seed)
+        copy_module(source.model)
+        if isinstance(source.model, nn.Module)
+        else drawn_rows.call(source.model, job.train.seed)
     )
     for name, tensor in {one.name: one.tensor for one in tensors_of(model)}.items():
         if name not in ours.canonical:
@@ -121,7 +123,7 @@ def _model(run: Run, source: Source, steps: PlainSteps) -> nn.Module:
     return model
 
 
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def _trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
@@ -130,7 +132,7 @@ def _take_steps(
 ) -> list[set[str]]:
     """Take the steps with the same SGD as one device; return the parameters without a gradient in each step."""
     unused: list[set[str]] = []
-    params, limit = _trained(model), run.job.optimizer.clip_norm
+    params, limit = _trained_params(model), run.job.optimizer.clip_norm
     optimizer = torch.optim.SGD(params.values(), lr=seen.learning_rate, momentum=0.9)
     contributions = _contributions(run, source)
     for batch in batches(dataset, run.job):
@@ -139,7 +141,7 @@ def _take_steps(
         unused.append(without)
         steps.unused.append(sorted(without))
         steps.losses.append(loss)
-        steps.gradients.append(held_whole({name: _gradient(param) for name, param in params.items()}))
+        steps.gradients.append(copy_whole({name: _gradient(param) for name, param in params.items()}))
         norm = torch.nn.utils.clip_grad_norm_(params.values(), math.inf if limit is None else limit)
         steps.norms.append(float(norm))
         for name in without:  # a codec gives back what it has lost of earlier gradients
@@ -147,7 +149,7 @@ def _take_steps(
         if not math.isnan(loss):
             optimizer.step()
         _round_states(run, source, optimizer, params, batch.step)
-        steps.weights.append(held_whole(params))
+        steps.weights.append(copy_whole(params))
     return unused
 
 
@@ -214,17 +216,17 @@ def _update(
     unused: Sequence[set[str]],
 ) -> None:
     """Take the steps of the job's own optimizer on one device's gradients, and on none where the plain loop has none."""
-    params = _trained(model)
+    params = _trained_params(model)
     for name, value in start.items():
         params[name].copy_(value)
     optimizer = source.optimizer(list(params.items()))
     for index in range(len(seen.updated)):
-        given = comparison.whole_of(comparison.unclipped(seen, index))
+        given = comparison.whole_of(comparison.unclip_gradients(seen, index))
         for name, param in params.items():
             param.grad = None if name in unused[index] else given[name].view_as(param).to(param, copy=True)
         optimizer.step()
         _round_states(run, source, optimizer, params, index)
-        steps.updated.append(held_whole(params))
+        steps.updated.append(copy_whole(params))
 
 
 def _round_states(
@@ -252,7 +254,7 @@ def compare(one: Observation, limit: Limit) -> list[Comparison]:
         numbers = Comparison(WHAT, index + 1, allowance=limit(WHAT, "", index + 1))
         for what, mine, theirs in (("loss", seen.loss, steps.losses[index]), ("norm", seen.norm, steps.norms[index])):
             numbers.note(what, comparison.relative(mine, theirs), 0)
-        gradients = comparison.unclipped(one, index)
+        gradients = comparison.unclip_gradients(one, index)
         found.append(numbers)
         found += _tensors("gradient", index, steps.gradients[index], gradients, limit)
         found += _tensors("weight", index, steps.weights[index], seen.weights, limit)
@@ -264,7 +266,7 @@ def compare(one: Observation, limit: Limit) -> list[Comparison]:
 
 def _tensors(what: str, index: int, theirs: list[HeldTensor], mine: list[HeldTensor], limit: Limit) -> list[Comparison]:
     named = [[HeldTensor(f"{what} of {t.name}", t.values, t.places) for t in side] for side in (theirs, mine)]
-    return [comparison.held_comparison(WHAT, index + 1, named[0], [(0, named[1])], limit)]
+    return [comparison.compare_held(WHAT, index + 1, named[0], [(0, named[1])], limit)]
 
 
 def cause(one: Observation, first: Comparison) -> tuple[Cause, str]:

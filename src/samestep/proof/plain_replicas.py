@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from samestep.datasets import Batch, Dataset, batches
 from samestep.job import Job
-from samestep.proof.held_tensors import HeldTensor, held_whole, of_replica
+from samestep.proof.held_tensors import HeldTensor, copy_whole, of_replica
 from samestep.proof.observation import Observation, PlainSteps
 from samestep.proof.plain_contributions import PlainContributions
 
@@ -47,7 +47,7 @@ def take_steps(
     `part_of` returns the part with which a weight is exchanged, by its name in the model.
     """
     steps, numerics, limit = PlainSteps(), job.numerics, job.optimizer.clip_norm
-    outer, *replicas = (_trained(model) for model in models)
+    outer, *replicas = (_trained_params(model) for model in models)
     optimizers = [torch.optim.SGD(one.values(), lr=seen.learning_rate, momentum=0.9) for one in replicas]
     exchanges = _Exchanges(job, outer, replicas, contributions, part_of)
     for batch in batches(dataset, job):
@@ -67,8 +67,8 @@ def take_steps(
         steps.norms.append(math.hypot(*norms) / math.sqrt(len(norms)))
         moved = exchanges.take(batch.step + 1)
         own = [{name: param for name, param in one.items() if name not in moved} for one in replicas]
-        steps.gradients.append([*_of_replicas(own, _gradient), *held_whole(moved)])
-        steps.weights.append([*_of_replicas(replicas, Tensor.detach), *held_whole(outer)])
+        steps.gradients.append([*_of_replicas(own, _gradient), *copy_whole(moved)])
+        steps.weights.append([*_of_replicas(replicas, Tensor.detach), *copy_whole(outer)])
     return steps
 
 
@@ -138,12 +138,12 @@ class _Exchanges:
 def _of_replicas(replicas: Sequence[Params], what: Callable[[nn.Parameter], Tensor]) -> list[HeldTensor]:
     """Return a copy of something of each weight of each replica."""
     named = {f"{name}{of_replica(number)}": what(p) for number, one in enumerate(replicas) for name, p in one.items()}
-    return held_whole(named)
+    return copy_whole(named)
 
 
 def _gradient(param: nn.Parameter) -> Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad
 
 
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def _trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import xxhash
 
-from samestep.building.imported import installed, own_sources
+from samestep.building.imported import installed_folders, own_sources
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.weight_files import digest_of
@@ -76,19 +76,19 @@ def keep(record: ProofRecord, folder: Path | None = None) -> None:
     if folder is not None:
         write_whole(folder / FILE, text)
     with contextlib.suppress(OSError, RuntimeError):  # without a writable home folder there is no cache
-        path = _cached(record.key)
+        path = _cache_path(record.key)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
 
 
-def found(job: Job, layout: Layout, folder: Path) -> ProofRecord | None:
+def find_record(job: Job, layout: Layout, folder: Path) -> ProofRecord | None:
     """Return the record that holds for a job and a layout, from the run folder or the cache; None if there is none.
 
     The modules of the user's functions must have been imported: their files are a part of the key.
     """
     key = key_of(job, layout)
     with contextlib.suppress(RuntimeError):
-        for path in (folder / FILE, _cached(key)):
+        for path in (folder / FILE, _cache_path(key)):
             # A file that is missing, damaged or of another form proves nothing.
             with contextlib.suppress(OSError, ValueError, TypeError):
                 record = ProofRecord(**json.loads(path.read_text(encoding="utf-8")))
@@ -97,7 +97,7 @@ def found(job: Job, layout: Layout, folder: Path) -> ProofRecord | None:
     return None
 
 
-def _cached(key: str) -> Path:
+def _cache_path(key: str) -> Path:
     return Path.home() / ".cache" / "samestep" / "proofs" / f"{key}.json"
 
 
@@ -140,6 +140,6 @@ def _files_of(job: Job) -> list[Path]:
         home, is_package = Path(file).resolve().parent, Path(file).name == "__init__.py"
         beside = home.parent if is_package else home
         paths |= {*home.rglob("*.py")} if is_package else {Path(file).resolve()}
-        if not any(beside.is_relative_to(folder) for folder in installed()):
+        if not any(beside.is_relative_to(folder) for folder in installed_folders()):
             paths |= {*beside.glob("*.py")}
     return sorted(paths)

@@ -30,7 +30,7 @@ WHAT = "resume"
 _NEXT = "the next step"
 
 
-def compared(
+def compare_resumes(
     run: Run, gradients: Mapping[str, Tensor], unused: Collection[str], folders: tuple[Path, Path]
 ) -> Iterator[tuple[str, float]]:
     """Resume a run that has just been saved in the first folder, and again from the second; yield what differs, and how far.
@@ -39,18 +39,18 @@ def compared(
 
     Collective over the world: every rank must iterate; if one does not, the others wait for it when files are written.
     """
-    steps, saved = run.steps_taken, _held(run)
+    steps, saved = run.steps_taken, _copy_held(run)
     (_,) = observation.feed(run, [dict(gradients)], [unused], steps)
-    further = _held(run)
+    further = _copy_held(run)
     _load(run, folders[0])
     yield f"{_NEXT} of a run that resumes behind step {steps}", float(run.steps_taken - steps)
-    yield from _errors(_held(run), saved, "in a resumed run")
+    yield from _errors(_copy_held(run), saved, "in a resumed run")
     (_,) = observation.feed(run, [dict(gradients)], [unused], steps)
-    yield from _errors(_held(run), further, "one step behind a resume")
+    yield from _errors(_copy_held(run), further, "one step behind a resume")
     checkpoint.save(run, folders[1], keep=1)
     _load(run, folders[1])
     yield f"{_NEXT} of a run that resumes again behind step {steps + 1}", float(run.steps_taken - steps - 1)
-    yield from _errors(_held(run), further, "in a run that has resumed twice")
+    yield from _errors(_copy_held(run), further, "in a run that has resumed twice")
 
 
 def _load(run: Run, folder: Path) -> None:
@@ -60,7 +60,7 @@ def _load(run: Run, folder: Path) -> None:
     checkpoint.load(run, manifests.list_checkpoints(folder)[-1])
 
 
-def _held(run: Run) -> list[HeldTensor]:
+def _copy_held(run: Run) -> list[HeldTensor]:
     return [*held_tensors.held_weights(run), *held_tensors.held_state(run)]
 
 

@@ -39,7 +39,7 @@ from samestep.proof.evidence import BatchPart, Evidence
 from samestep.proof.observation import Observation, ObservedRun
 from samestep.proof.verdict import Cause, Check
 from samestep.randomness import masks
-from samestep.runtime.assembly import Assembly, traced_for
+from samestep.runtime.assembly import Assembly, trace_for_layout
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.optimizers.optimizer_source import check_optimizer
@@ -71,7 +71,7 @@ class Subject:
     def __reduce__(self) -> tuple[Any, ...]:
         # A traced module has hooks of its own, which cannot be sent: a spawned worker traces the model again.
         source = dataclasses.replace(self.source, prepared=None)
-        return _traced_again, (source, self.dataset, self.example, self.job, self.layout, self.folder)
+        return _trace_again, (source, self.dataset, self.example, self.job, self.layout, self.folder)
 
     def observed(self, layout: Layout, job: Job, place: RankInfo) -> ObservedRun:
         """Return a run that takes its steps with SGD over the weights as the subject's own optimizer divides them.
@@ -108,9 +108,9 @@ class Subject:
         return list(programs_of(spec, self.job, self.layout, self.job.run.ranks_per_node))
 
 
-def _traced_again(source: Source, dataset: Dataset, example: Any, job: Job, layout: Layout, folder: Path) -> Subject:
+def _trace_again(source: Source, dataset: Dataset, example: Any, job: Job, layout: Layout, folder: Path) -> Subject:
     """Return a subject in a worker that inherits nothing."""
-    prepared = traced_for(source, layout, job, example)
+    prepared = trace_for_layout(source, layout, job, example)
     return Subject(dataclasses.replace(source, prepared=prepared), dataset, example, job, layout, folder)
 
 
@@ -124,7 +124,7 @@ def _sgd(named: list[tuple[str, Tensor]]) -> Optimizer:
 def one_device(place: RankInfo, subject: Subject) -> None:
     """Run one device's side, and the plain torch loop that it is held against, and write the observation of both."""
     observed = subject.observed(Layout(), subject.job_of_one_device, place)
-    seen = _noted(observed, subject, None)
+    seen = _observe_steps(observed, subject, None)
     seen.plain = plain_loop.follow(observed.run, subject.source, subject.dataset, seen)
     notes.write(subject.note("one"), seen)
 
@@ -136,20 +136,20 @@ def in_layout(place: RankInfo, subject: Subject) -> None:
     """
     one: Observation = notes.read(subject.note("one"))
     observed = subject.observed(subject.layout, subject.job, place)
-    seen = _noted(observed, subject, one)
+    seen = _observe_steps(observed, subject, one)
     if one.updated:
         if place.rank == 0:
             shutil.rmtree(subject.folder / "checkpoints", ignore_errors=True)
             shutil.rmtree(subject.folder / "resumed", ignore_errors=True)
         checkpoint.save(observed.run, subject.folder / "checkpoints", keep=1)
         if observed.run.replicas is None:
-            gradients = comparison.whole_of(comparison.unclipped(one, -1))
+            gradients = comparison.whole_of(comparison.unclip_gradients(one, -1))
             folders = (subject.folder / "checkpoints", subject.folder / "resumed")
-            seen.resumed = list(resumes.compared(observed.run, gradients, one.steps[-1].unused, folders))
+            seen.resumed = list(resumes.compare_resumes(observed.run, gradients, one.steps[-1].unused, folders))
     notes.write(subject.note(f"rank-{place.rank}"), seen)
 
 
-def _noted(observed: ObservedRun, subject: Subject, one: Observation | None) -> Observation:
+def _observe_steps(observed: ObservedRun, subject: Subject, one: Observation | None) -> Observation:
     """Take the steps with SGD, then the job's own optimizer on one device's gradients; return the observation of both."""
     run = observed.run
     start = [piece.master().clone() for piece in run.updater.pieces]
@@ -162,7 +162,7 @@ def _noted(observed: ObservedRun, subject: Subject, one: Observation | None) -> 
         return seen
     observation.restart(run, start, buffers)
     run.adopt(lambda assembly: assembly.with_optimizer(subject.source.optimizer, subject.job.numerics))
-    given = [comparison.whole_of(comparison.unclipped(one or seen, i)) for i in range(len(seen.steps))]
+    given = [comparison.whole_of(comparison.unclip_gradients(one or seen, i)) for i in range(len(seen.steps))]
     seen.updated = list(observation.feed(run, given, [step.unused for step in (one or seen).steps]))
     seen.state = held_tensors.held_state(run)
     return seen
@@ -174,7 +174,7 @@ def _observations(subject: Subject) -> tuple[Observation, list[Observation]]:
     return notes.read(subject.note("one")), ranks
 
 
-def compiled(subject: Subject) -> tuple[str, ...]:
+def compiler_results(subject: Subject) -> tuple[str, ...]:
     """Return what the compiler made of the blocks of the layout's first rank."""
     seen: Observation = notes.read(subject.note("rank-0"))
     return seen.compiled
@@ -199,10 +199,10 @@ def judge(place: RankInfo, subject: Subject) -> Judgement:
     limit = comparison.constant(FLOAT64_ALLOWANCE)
     steps = comparison.compare(one, ranks, limit)
     updates = comparison.compare_updates(one, ranks, limit)
-    loaded, refusal = _given_back(run, subject)
+    loaded, refusal = _load_on_one_device(run, subject)
     given_back = [
-        comparison.held_comparison("checkpoint", None, one.updated[-1], [(0, loaded.updated[-1])], limit),
-        comparison.held_comparison("checkpoint state", None, one.state, [(0, loaded.state)], limit),
+        comparison.compare_held("checkpoint", None, one.updated[-1], [(0, loaded.updated[-1])], limit),
+        comparison.compare_held("checkpoint state", None, one.state, [(0, loaded.state)], limit),
     ]
     resumed = resumes.compare(ranks, FLOAT64_ALLOWANCE)
     plainly = plain_loop.compare(one, limit)
@@ -225,7 +225,7 @@ def judge(place: RankInfo, subject: Subject) -> Judgement:
     return checks, *found
 
 
-def _given_back(run: Run, subject: Subject) -> tuple[Observation, str]:
+def _load_on_one_device(run: Run, subject: Subject) -> tuple[Observation, str]:
     """Read the layout's checkpoint on one device; return the loaded weights and state, and the error's text if it failed."""
     refusal = ""
     try:
@@ -407,11 +407,11 @@ def measure_rounding(place: RankInfo, subject: Subject) -> None:
     run = observed.run
     start = [piece.master().clone() for piece in run.updater.pieces]
     buffers = [buffer.clone() for buffer in run.model.buffers()]
-    seen = _noted(observed, subject, None)
+    seen = _observe_steps(observed, subject, None)
     if place.local_rank == 0:
         notes.write(subject.note("one"), seen)
     rounding = _rounding(subject)
-    for seed in _unclaimed(subject):
+    for seed in _claim_seeds(subject):
         generator = torch.Generator().manual_seed(seed)
         signs = [torch.randint(0, 2, v.shape, generator=generator).to(v) * 2 - 1 for v in start]
         observation.restart(run, [v * (1 + rounding * s) for v, s in zip(start, signs, strict=True)], buffers)
@@ -425,7 +425,7 @@ def _rounding(subject: Subject) -> float:
     return torch.finfo(DTYPES[subject.programs()[0].step.compute_dtype]).eps
 
 
-def _unclaimed(subject: Subject) -> Iterator[int]:
+def _claim_seeds(subject: Subject) -> Iterator[int]:
     """Yield the seeds of the perturbed runs that no other worker has claimed."""
     for seed in range(PERTURBED_RUNS):
         try:

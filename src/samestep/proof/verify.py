@@ -44,7 +44,7 @@ from samestep.planning import legality
 from samestep.proof import notes, record, sides
 from samestep.proof.sides import Subject
 from samestep.proof.verdict import Cause, Check, Verdict
-from samestep.runtime.assembly import store_of, traced_for
+from samestep.runtime.assembly import store_of, trace_for_layout
 from samestep.runtime.axes import compiled_blocks
 from samestep.runtime.next_labels import check_labels
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
@@ -105,12 +105,12 @@ def verify(
     try:
         proving = _proving(job, steps)
         try:
-            source, data, example = _given(proving, where, model, loss, optimizer, dataset)
+            source, data, example = _prepare_inputs(proving, where, model, loss, optimizer, dataset)
         except ModelError as error:
             if job.numerics.precision == "float64":
                 raise
             proving = _proving(job, steps, job.numerics.precision)
-            source, data, example = _given(
+            source, data, example = _prepare_inputs(
                 proving, where, model, loss, optimizer, dataset
             )  # raises if that is no reason
             notes = (*notes, _without_float64(error, job))
@@ -174,7 +174,7 @@ def _without_float64(error: Exception, job: Job) -> str:
     return f"the model cannot run in float64 ({reason}): it is proven in {job.numerics.precision} alone, up to rounding"
 
 
-def _given(
+def _prepare_inputs(
     job: Job,
     layout: Layout,
     model: Callable[[], nn.Module] | nn.Module | None,
@@ -194,7 +194,7 @@ def _given(
         optimizer_of(job) if optimizer is None else optimizer_source(optimizer, names),
         name,
     )
-    traced = traced_for(source, layout, job, example)
+    traced = trace_for_layout(source, layout, job, example)
     check_labels(traced.module, source.loss, job, data)
     return dataclasses.replace(source, prepared=traced), data, example
 
@@ -233,7 +233,7 @@ def shrunk(subject: Subject) -> tuple[Subject, str] | None:
     table = subject.job.model
     smaller = table.model_copy(update={"config": {**table.config, key: depth}})
     job = subject.job.model_copy(update={"model": smaller})
-    source, data, example = _given(job, subject.layout, None, None, None, None)
+    source, data, example = _prepare_inputs(job, subject.layout, None, None, None, None)
     note = f"the whole model needs {gibibytes}: proven with {depth} of {len(blocks)} layers, at full width"
     return dataclasses.replace(subject, source=source, dataset=data, example=example, job=job), note
 
@@ -277,7 +277,7 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
     layout, own = subject.layout, job.numerics.precision
     notes: list[str] = []
     exact = subject if subject.job.numerics.precision == "float64" else None
-    rounded = _rounded(subject, own) if own != "float64" else None
+    rounded = _in_precision(subject, own) if own != "float64" else None
     if exact is None:
         precision = "job"
     try:
@@ -290,10 +290,10 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
         notes.append(_without_float64(error, job))
     subjects = [one for one in (exact, rounded if precision == "job" else None) if one]
     _launch(subject, layout.world_size, _in_layout, subjects)
-    checks, cause, explanation = _judged(subjects)
+    checks, cause, explanation = _judge_all(subjects)
     if exact and (why := sides.hindrance(exact)):
         notes.append(f"not held against a plain torch loop, which fails: {why}")
-    notes += sides.compiled(subjects[0])
+    notes += sides.compiler_results(subjects[0])
     proven = _proven_exchanges(job)
     if changed := [key for key, value in proven.items() if value != getattr(job.numerics, key)]:
         said = ", ".join(f"numerics.{key} = {proven[key]}, not {getattr(job.numerics, key)}" for key in changed)
@@ -310,7 +310,7 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
     )
 
 
-def _rounded(subject: Subject, own: str) -> Subject:
+def _in_precision(subject: Subject, own: str) -> Subject:
     """Return the same subject in the job's own precision, with a copy of the traced model of its own."""
     numerics = subject.job.numerics.model_copy(update={"precision": own})
     job = subject.job.model_copy(update={"numerics": numerics})
@@ -346,7 +346,7 @@ def _in_layout(place: RankInfo, subjects: Sequence[Subject]) -> None:
         sides.in_layout(place, subject)
 
 
-def _judged(subjects: Sequence[Subject]) -> sides.Judgement:
+def _judge_all(subjects: Sequence[Subject]) -> sides.Judgement:
     """Compare in every precision, in parallel; return the checks up to the first precision that differs, and its cause."""
     workers = min(len(subjects), _workers(subjects[0].job.run))
     _launch(subjects[0], workers, _judge, subjects, workers, apart=True)

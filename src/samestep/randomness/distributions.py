@@ -38,27 +38,27 @@ def _uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Return numbers in [0, 1), none of which the dtype rounds up to 1."""
     kept = _BITS.get(dtype, 24)
     whole = ((bits >> 8) + 2**23) >> (24 - kept)
-    return (whole.to(_computed(dtype)) * 2.0**-kept).to(dtype)
+    return (whole.to(_compute_dtype(dtype)) * 2.0**-kept).to(dtype)
 
 
-def _centred(bits: Tensor, dtype: torch.dtype) -> Tensor:
+def _centred_numbers(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Return numbers in (-1, 1), in at least float32."""
-    return ((bits >> 9).to(_computed(dtype)) + 0.5) * 2.0**-22
+    return ((bits >> 9).to(_compute_dtype(dtype)) + 0.5) * 2.0**-22
 
 
 def _normal(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.erfinv(_centred(bits, dtype)) * math.sqrt(2.0)
+    return torch.erfinv(_centred_numbers(bits, dtype)) * math.sqrt(2.0)
 
 
 def _exponential(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    return -((_centred(bits, dtype) + 1.0) * 0.5).log()
+    return -((_centred_numbers(bits, dtype) + 1.0) * 0.5).log()
 
 
 def _integers(bits: Tensor, low: int, high: int) -> Tensor:
     return (((bits.to(torch.int64) + 2**31) * (high - low)) >> 32) + low
 
 
-def _computed(dtype: torch.dtype) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.float64
 
 
@@ -69,7 +69,7 @@ def _new(draw: Callable[[Tensor, torch.dtype], Tensor]) -> Callable[..., Tensor]
     """Return the handler of `torch.rand` or `torch.randn`, given a size."""
 
     def handler(mode: MaskSource, func: Any, /, *size: Any, **named: Any) -> Tensor:
-        return _made(mode, func, _size_of(size, named), draw, named)
+        return _draw_new(mode, func, _size_of(size, named), draw, named)
 
     return handler
 
@@ -78,7 +78,9 @@ def _new_integers(mode: MaskSource, func: Any, /, *args: Any, **named: Any) -> T
     """Handle `torch.randint([low,] high, size)`."""
     *bounds, size = (*args, named.pop("size")) if "size" in named else args
     low, high = _range(mode, func, bounds, named)
-    return _made(mode, func, tuple(size), lambda bits, _: _integers(bits, low, high), {"dtype": torch.int64, **named})
+    return _draw_new(
+        mode, func, tuple(size), lambda bits, _: _integers(bits, low, high), {"dtype": torch.int64, **named}
+    )
 
 
 def _range(mode: MaskSource, func: Any, bounds: Sequence[Any], named: dict[str, Any]) -> tuple[int, int]:
@@ -96,7 +98,7 @@ def _size_of(size: tuple[Any, ...], named: dict[str, Any]) -> tuple[int, ...]:
     return tuple(given[0]) if len(given) == 1 and not isinstance(given[0], int) else tuple(given)
 
 
-def _made(
+def _draw_new(
     mode: MaskSource,
     func: Any,
     shape: Sequence[int],
@@ -120,7 +122,7 @@ def _like(draw: Callable[[Tensor, torch.dtype], Tensor]) -> Callable[..., Tensor
     """Return the handler of `torch.rand_like` or `torch.randn_like`."""
 
     def handler(mode: MaskSource, func: Any, /, input: Tensor, **named: Any) -> Tensor:
-        return _made(mode, func, input.shape, draw, named, like=input)
+        return _draw_new(mode, func, input.shape, draw, named, like=input)
 
     return handler
 
@@ -128,13 +130,13 @@ def _like(draw: Callable[[Tensor, torch.dtype], Tensor]) -> Callable[..., Tensor
 def _integers_like(mode: MaskSource, func: Any, /, input: Tensor, *bounds: Any, **named: Any) -> Tensor:
     """Handle `torch.randint_like(input, [low,] high)`."""
     low, high = _range(mode, func, bounds, named)
-    return _made(mode, func, input.shape, lambda bits, _: _integers(bits, low, high), named, like=input)
+    return _draw_new(mode, func, input.shape, lambda bits, _: _integers(bits, low, high), named, like=input)
 
 
 def _permutation(mode: MaskSource, func: Any, /, n: int, **named: Any) -> Tensor:
     """Handle `torch.randperm`: one order for the whole step."""
     named = {"dtype": torch.int64, **named}
-    return _made(mode, func, (n,), lambda bits, _: bits.argsort(stable=True), named, is_shared=True)
+    return _draw_new(mode, func, (n,), lambda bits, _: bits.argsort(stable=True), named, is_shared=True)
 
 
 # -- of given parameters -----------------------------------------------------------------------------------------------
@@ -146,7 +148,7 @@ def _normal_of(
     """Handle `torch.normal` of tensors, of numbers, or of one of each."""
     like = mean if isinstance(mean, Tensor) else std if isinstance(std, Tensor) else None
     if like is None:
-        return _made(mode, func, tuple(size), lambda bits, dtype: _normal(bits, dtype) * std + mean, named)
+        return _draw_new(mode, func, tuple(size), lambda bits, dtype: _normal(bits, dtype) * std + mean, named)
     _check_others(mode, func, named)
     with torch.no_grad():
         both = torch.broadcast_tensors(*(one for one in (mean, std) if isinstance(one, Tensor)))[0]
@@ -168,7 +170,7 @@ def _quantile_of(quantile: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., 
     def handler(mode: MaskSource, func: Any, /, input: Tensor, generator: Any = None) -> Tensor:
         _check_others(mode, func, {"generator": generator})
         bits = mode.hashes(input, input.shape, input.device, func.__name__)
-        return quantile(input, _centred(bits, torch.float64)).to(input.dtype)
+        return quantile(input, _centred_numbers(bits, torch.float64)).to(input.dtype)
 
     return handler
 
@@ -233,7 +235,7 @@ def _rrelu(
 # -- tensors that are filled -------------------------------------------------------------------------------------------
 
 
-def _filled(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _make_fill_handler(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the handler of a method that fills a tensor, whose parameters `draw` takes behind bits and dtype."""
 
     def handler(mode: MaskSource, func: Any, /, self: Tensor, *args: Any, **named: Any) -> Tensor:
@@ -265,11 +267,11 @@ def _fill_exponential(bits: Tensor, dtype: torch.dtype, lambd: float = 1.0) -> T
 
 
 def _fill_cauchy(bits: Tensor, dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> Tensor:
-    return (_centred(bits, dtype) * (math.pi / 2)).tan() * sigma + median
+    return (_centred_numbers(bits, dtype) * (math.pi / 2)).tan() * sigma + median
 
 
 def _fill_geometric(bits: Tensor, dtype: torch.dtype, p: float) -> Tensor:
-    return (((_centred(bits, dtype) + 1.0) * 0.5).log() / math.log1p(-p)).ceil().clamp_min(1.0)
+    return (((_centred_numbers(bits, dtype) + 1.0) * 0.5).log() / math.log1p(-p)).ceil().clamp_min(1.0)
 
 
 def _fill_bernoulli(bits: Tensor, dtype: torch.dtype, p: Any = 0.5) -> Tensor:
@@ -327,13 +329,13 @@ DRAWS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.gumbel_softmax: _soft_choices,
     Tensor.bernoulli: _bernoulli,
     Tensor.multinomial: _choices,
-    Tensor.uniform_: _filled(_fill_uniform),
-    Tensor.normal_: _filled(_fill_normal),
-    Tensor.log_normal_: _filled(_fill_log_normal),
-    Tensor.exponential_: _filled(_fill_exponential),
-    Tensor.cauchy_: _filled(_fill_cauchy),
-    Tensor.geometric_: _filled(_fill_geometric),
-    Tensor.bernoulli_: _filled(_fill_bernoulli),
-    Tensor.random_: _filled(_fill_integers),
+    Tensor.uniform_: _make_fill_handler(_fill_uniform),
+    Tensor.normal_: _make_fill_handler(_fill_normal),
+    Tensor.log_normal_: _make_fill_handler(_fill_log_normal),
+    Tensor.exponential_: _make_fill_handler(_fill_exponential),
+    Tensor.cauchy_: _make_fill_handler(_fill_cauchy),
+    Tensor.geometric_: _make_fill_handler(_fill_geometric),
+    Tensor.bernoulli_: _make_fill_handler(_fill_bernoulli),
+    Tensor.random_: _make_fill_handler(_fill_integers),
 }
 """The handler of each function that draws from a distribution."""

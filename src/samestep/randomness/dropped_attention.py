@@ -55,12 +55,12 @@ class _Dropped(NamedTuple):
     """The mask of packed documents, of which each block makes its rows."""
 
 
-def dropped_attention(call: AttentionCall, drop: DropPart) -> Tensor:
+def attend_with_dropout(call: AttentionCall, drop: DropPart) -> Tensor:
     """Return what `scaled_dot_product_attention` does with these arguments, with the weights dropped that `drop` says."""
     query, key, value, mask, p, is_causal, scale, enable_gqa = call
     repeats = query.size(-3) // key.size(-3) if enable_gqa else 1
     documents = mask if isinstance(mask, DocumentMask) else None
-    each = math.prod(torch.broadcast_shapes(query.shape[:-2], _repeated(key, repeats).shape[:-2])) * key.size(-2)
+    each = math.prod(torch.broadcast_shapes(query.shape[:-2], _repeat_heads(key, repeats).shape[:-2])) * key.size(-2)
     block = max(BLOCK_ELEMENTS // max(each, 1), LEAST_QUERIES)
     how = _Dropped(drop, p, query.size(-1) ** -0.5 if scale is None else scale, is_causal, repeats, block, documents)
     result: Tensor = _DroppedAttention.apply(query, key, value, None if documents is not None else mask, how)
@@ -73,41 +73,41 @@ class _DroppedAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, mask)
         ctx.how = how
         with disable_current_modes():  # selective recompute would keep the products of all blocks
-            k_bhsd, v_bhsd = (_repeated(_raised(x), how.repeats) for x in (key, value))
+            k_bhsd, v_bhsd = (_repeat_heads(_widen(x), how.repeats) for x in (key, value))
             parts = []
             for rows in _blocks(query, key, how):
                 weights_bhls = _weights(rows, query, k_bhsd, mask, how)
-                parts.append(_kept(weights_bhls, how.drop(*rows), how.p) @ v_bhsd[..., : rows.num_keys, :])
+                parts.append(_apply_drop(weights_bhls, how.drop(*rows), how.p) @ v_bhsd[..., : rows.num_keys, :])
             return (parts[0] if len(parts) == 1 else torch.cat(parts, -2)).to(query.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         query, key, value, mask = ctx.saved_tensors
         how: _Dropped = ctx.how
-        k_bhsd, v_bhsd = (_repeated(_raised(x), how.repeats) for x in (key, value))
+        k_bhsd, v_bhsd = (_repeat_heads(_widen(x), how.repeats) for x in (key, value))
         of_keys, of_values = torch.zeros_like(k_bhsd), torch.zeros_like(v_bhsd)
         of_queries: list[Tensor] = []
         of_mask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
         for rows in _blocks(query, key, how):
             weights_bhls, drop_bhls = _weights(rows, query, k_bhsd, mask, how), how.drop(*rows)
-            given_bhld = _raised(gradients[0][..., rows.start : rows.stop, :])
+            given_bhld = _widen(gradients[0][..., rows.start : rows.stop, :])
             some = slice(rows.num_keys)
-            _add(of_values[..., some, :], _kept(weights_bhls, drop_bhls, how.p).transpose(-2, -1) @ given_bhld)
+            _add(of_values[..., some, :], _apply_drop(weights_bhls, drop_bhls, how.p).transpose(-2, -1) @ given_bhld)
             found_bhls = (given_bhld @ v_bhsd[..., some, :].transpose(-2, -1)).sum_to_size(weights_bhls.shape)
-            found_bhls = _kept(found_bhls, drop_bhls, how.p)
+            found_bhls = _apply_drop(found_bhls, drop_bhls, how.p)
             found_bhls = torch.ops.aten._softmax_backward_data(found_bhls, weights_bhls, -1, weights_bhls.dtype)
             if of_mask is not None:
                 _add(_of_rows(of_mask, rows), found_bhls)
             found_bhls = found_bhls * how.scale
             of_queries.append(found_bhls @ k_bhsd[..., some, :])
-            q_bhld = _raised(query[..., rows.start : rows.stop, :])
+            q_bhld = _widen(query[..., rows.start : rows.stop, :])
             _add(of_keys[..., some, :], found_bhls.transpose(-2, -1) @ q_bhld)
         found = torch.cat(of_queries, -2).sum_to_size(query.shape).to(query.dtype)
-        kept = (_summed(one, how.repeats, x) for one, x in ((of_keys, key), (of_values, value)))
+        kept = (_sum_heads(one, how.repeats, x) for one, x in ((of_keys, key), (of_values, value)))
         return found, *kept, of_mask, None
 
 
-class _Rows(NamedTuple):
+class _QueryBlock(NamedTuple):
     """A block of queries, and the number of the first keys that they may look at."""
 
     start: int
@@ -115,16 +115,16 @@ class _Rows(NamedTuple):
     num_keys: int
 
 
-def _blocks(query: Tensor, key: Tensor, how: _Dropped) -> Iterator[_Rows]:
+def _blocks(query: Tensor, key: Tensor, how: _Dropped) -> Iterator[_QueryBlock]:
     num_queries, num_keys = query.size(-2), key.size(-2)
     for start in range(0, num_queries, how.block):
         stop = min(start + how.block, num_queries)
-        yield _Rows(start, stop, min(stop, num_keys) if how.is_causal or how.documents is not None else num_keys)
+        yield _QueryBlock(start, stop, min(stop, num_keys) if how.is_causal or how.documents is not None else num_keys)
 
 
-def _weights(rows: _Rows, query: Tensor, k_bhsd: Tensor, mask: Tensor | None, how: _Dropped) -> Tensor:
+def _weights(rows: _QueryBlock, query: Tensor, k_bhsd: Tensor, mask: Tensor | None, how: _Dropped) -> Tensor:
     """Return a block's weights of keys, before dropout."""
-    q_bhld = _raised(query[..., rows.start : rows.stop, :]) * how.scale
+    q_bhld = _widen(query[..., rows.start : rows.stop, :]) * how.scale
     scores_bhls = q_bhld @ k_bhsd[..., : rows.num_keys, :].transpose(-2, -1)
     if how.is_causal:
         future_ls = torch.ones(scores_bhls.shape[-2:], dtype=torch.bool, device=query.device).triu(rows.start + 1)
@@ -144,12 +144,12 @@ def _weights(rows: _Rows, query: Tensor, k_bhsd: Tensor, mask: Tensor | None, ho
     return scores_bhls.masked_fill(blind_bhl1, 0.0).softmax(-1).masked_fill(blind_bhl1, 0.0)
 
 
-def _kept(x: Tensor, drop: Tensor, p: float) -> Tensor:
+def _apply_drop(x: Tensor, drop: Tensor, p: float) -> Tensor:
     """Return the elements of x that are not dropped, scaled, and zeros."""
     return torch.where(drop, 0.0, x).mul(1.0 / (1.0 - p) if p < 1.0 else 0.0)
 
 
-def _of_rows(mask: Tensor, rows: _Rows) -> Tensor:
+def _of_rows(mask: Tensor, rows: _QueryBlock) -> Tensor:
     """Return a block's part of a mask, which may be one for all queries or keys."""
     if mask.dim() > 1 and mask.size(-2) > 1:
         mask = mask[..., rows.start : rows.stop, :]
@@ -160,15 +160,15 @@ def _add(total: Tensor, part: Tensor) -> None:
     total.add_(part.sum_to_size(total.shape))
 
 
-def _raised(x: Tensor) -> Tensor:
+def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _repeated(x: Tensor, repeats: int) -> Tensor:
+def _repeat_heads(x: Tensor, repeats: int) -> Tensor:
     return x if repeats == 1 else x.repeat_interleave(repeats, -3)
 
 
-def _summed(gradient: Tensor, repeats: int, like: Tensor) -> Tensor:
+def _sum_heads(gradient: Tensor, repeats: int, like: Tensor) -> Tensor:
     """Return the gradient of a tensor of keys or values from that of its repeated heads."""
     if repeats > 1:
         gradient = gradient.unflatten(-3, (-1, repeats)).sum(-3)

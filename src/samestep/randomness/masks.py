@@ -148,11 +148,11 @@ def positions(shape: tuple[int, ...], cuts: MaskCuts, device: torch.device) -> l
 
 
 def hash_positions(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Hash positions in a sample's uncut tensor, int64 [R] and [C], for `hashed`; return int64 [R] and int32 [C]."""
+    """Hash positions in a sample's uncut tensor, int64 [R] and [C], for `hash_bits`; return int64 [R] and int32 [C]."""
     return rows * _GOLDEN, mix(columns).view(torch.int32).view(-1, 2)[:, 0].contiguous()
 
 
-def hashed(keys: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def hash_bits(keys: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Return 32 hashed bits an element, int32 [B, R, C], for samples with these keys [B] at these hashed positions."""
     halves = mix(keys[:, None] + rows).view(torch.int32).view(keys.numel(), rows.numel(), 2)
     bits = columns ^ halves[..., :1]

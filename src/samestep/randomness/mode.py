@@ -38,7 +38,16 @@ from samestep.building.torch_seams import is_transformed
 from samestep.errors import ModelError
 from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.randomness.dropped_attention import DropPart, MaskSource
-from samestep.randomness.masks import MaskCuts, MaskSlice, drop_mask, hash_positions, hashed, mix, positions, rates_of
+from samestep.randomness.masks import (
+    MaskCuts,
+    MaskSlice,
+    drop_mask,
+    hash_bits,
+    hash_positions,
+    mix,
+    positions,
+    rates_of,
+)
 from samestep.randomness.replacements import HANDLERS
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
@@ -129,7 +138,7 @@ class _Bits:
 
     def whole(self) -> Tensor:
         """Return the bits of the whole draw, int32."""
-        return self._arranged(hashed(self.keys, self.rows, self.columns), self.shape, self.each)
+        return self._arranged(hash_bits(self.keys, self.rows, self.columns), self.shape, self.each)
 
     def part(self, start: int, stop: int, num_columns: int) -> Tensor:
         """Return the bits from `start` to before `stop` along the last dimension but one, of so many of the first columns."""
@@ -137,7 +146,7 @@ class _Bits:
             return self.whole()[..., start:stop, :num_columns]
         size = (stop - start, num_columns)
         rows = self.rows.view(self.each[:-1])[..., start:stop].flatten()
-        bits = hashed(self.keys, rows, self.columns[:num_columns])
+        bits = hash_bits(self.keys, rows, self.columns[:num_columns])
         return self._arranged(bits, (*self.shape[:-2], *size), (*self.each[:-2], *size))
 
     def _arranged(self, bits: Tensor, shape: tuple[int, ...], each: tuple[int, ...]) -> Tensor:
@@ -161,7 +170,7 @@ class _Frame:
 
 
 @dataclass(slots=True, eq=False)
-class _Tracker:
+class _ModeTracker:
     """The modes active on one model, and the hooks by which its modules report their forwards."""
 
     modes: list[DropoutMode] = field(default_factory=list)
@@ -182,7 +191,7 @@ class _Tracker:
         )
 
 
-_TRACKERS: WeakKeyDictionary[nn.Module, _Tracker] = WeakKeyDictionary()
+_TRACKERS: WeakKeyDictionary[nn.Module, _ModeTracker] = WeakKeyDictionary()
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -200,7 +209,7 @@ def track_modules(model: nn.Module) -> None:
     The first `DropoutMode` of a model does it. Call it again after modules were added or replaced: a module without
     hooks would draw in the name of its parent. Without an active mode the hooks do nothing.
     """
-    tracker = _TRACKERS.setdefault(model, _Tracker())
+    tracker = _TRACKERS.setdefault(model, _ModeTracker())
     for name, module in named_modules(model).items():
         if module in tracker.in_graph:
             continue
@@ -211,12 +220,12 @@ def track_modules(model: nn.Module) -> None:
 
 def leave_out(model: nn.Module, in_graph: Set[nn.Module]) -> None:
     """Install no hooks on modules whose calls a graph contains."""
-    _TRACKERS.setdefault(model, _Tracker()).in_graph = in_graph
+    _TRACKERS.setdefault(model, _ModeTracker()).in_graph = in_graph
 
 
 def untrack_modules(model: nn.Module) -> None:
     """Remove the hooks where nothing draws: a module with hooks takes longer to call."""
-    tracker = _TRACKERS.setdefault(model, _Tracker())
+    tracker = _TRACKERS.setdefault(model, _ModeTracker())
     for hook in tracker.hooks:
         hook.remove()
     tracker.hooks.clear()
@@ -224,7 +233,7 @@ def untrack_modules(model: nn.Module) -> None:
     tracker.num_removed += 1
 
 
-def _hook(module: nn.Module, name: str, tracker: _Tracker) -> RemovableHandle:
+def _hook(module: nn.Module, name: str, tracker: _ModeTracker) -> RemovableHandle:
     """Install the hooks that report the forwards of one module to the active mode; return the handle of the first."""
 
     round_ = tracker.num_removed
@@ -442,7 +451,7 @@ def after_reading(model: nn.Module) -> None:
 
 def place_samples(model: nn.Module, masks: tuple[MaskSpec, ...]) -> None:
     """Tell a model's modes where each draw has its samples, as a trace has found them."""
-    tracker = _TRACKERS.setdefault(model, _Tracker())
+    tracker = _TRACKERS.setdefault(model, _ModeTracker())
     tracker.rows = {(mask.owner, mask.entry, mask.draw): mask.rows or IN_ORDER for mask in masks}
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from samestep.building.attention import AttentionCall, multi_head_attention
 from samestep.randomness.distributions import DRAWS
-from samestep.randomness.dropped_attention import MaskSource, dropped_attention
+from samestep.randomness.dropped_attention import MaskSource, attend_with_dropout
 
 _SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU: what alpha_dropout puts in place of a dropped element
 
@@ -34,7 +34,7 @@ class _DropoutKind:
     """Least number of dimensions of an input with a batch."""
 
 
-def _dropped(mode: MaskSource, what: str, kind: _DropoutKind, x: Tensor, p: float, inplace: bool) -> Tensor:
+def _drop_elements(mode: MaskSource, what: str, kind: _DropoutKind, x: Tensor, p: float, inplace: bool) -> Tensor:
     """Drop elements of `x` with probability p and scale the others; the backward is exact, and keeps the bool mask."""
     if x.dim() < kind.min_dims:
         raise mode.refuse(
@@ -66,7 +66,7 @@ def _functional(kind: _DropoutKind) -> Callable[..., Tensor]:
     ) -> Tensor:
         if not training or p == 0:
             return input
-        return _dropped(mode, func.__name__, kind, input, p, inplace)
+        return _drop_elements(mode, func.__name__, kind, input, p, inplace)
 
     return handler
 
@@ -75,7 +75,7 @@ def _native(kind: _DropoutKind, inplace: bool) -> Callable[..., Tensor]:
     """Return the handler of `torch.dropout`, `torch.dropout_` and similar functions."""
 
     def handler(mode: MaskSource, func: Callable[..., Tensor], input: Tensor, p: float, train: bool) -> Tensor:
-        return input if not train or p == 0 else _dropped(mode, func.__name__, kind, input, p, inplace)
+        return input if not train or p == 0 else _drop_elements(mode, func.__name__, kind, input, p, inplace)
 
     return handler
 
@@ -92,7 +92,7 @@ def _attention(mode: MaskSource, func: Callable[..., Tensor], *args: Any, **kwar
     shape = torch.Size((*torch.broadcast_shapes(query.shape[:-2], of_keys), query.size(-2), key.size(-2)))
     if call.attn_mask is not None:
         shape = torch.broadcast_shapes(shape, call.attn_mask.shape)
-    return dropped_attention(call, mode.drop_part(query, shape, call.dropout_p, func.__name__))
+    return attend_with_dropout(call, mode.drop_part(query, shape, call.dropout_p, func.__name__))
 
 
 def _multi_head_attention(mode: MaskSource, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -124,11 +124,11 @@ def _recurrent(mode: MaskSource, func: Callable[..., Any], /, *args: Any) -> Any
         x, *end = func(x, given, weights[layer * each :][:each], has_biases, 1, 0.0, train, *form)
         ends.append(end)
         if layer + 1 < num_layers:
-            x = _dropped(mode, func.__name__, _DropoutKind(), x, dropout, inplace=False)
+            x = _drop_elements(mode, func.__name__, _DropoutKind(), x, dropout, inplace=False)
     return (x, *map(torch.cat, zip(*ends, strict=True)))
 
 
-def _refused(mode: MaskSource, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _refuse_random(mode: MaskSource, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Refuse random numbers that samestep cannot make the same in every layout, unless the user allows them."""
     if mode.allows_random:
         return func(*args, **kwargs)
@@ -152,7 +152,7 @@ def _handlers() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Return the handler of each function that the mode intercepts."""
     homes = (torch, torch.Tensor, F, nn.init)
     handlers: dict[Callable[..., Any], Callable[..., Any]] = {
-        getattr(home, name): _refused for home in homes for name in _REFUSED.split() if hasattr(home, name)
+        getattr(home, name): _refuse_random for home in homes for name in _REFUSED.split() if hasattr(home, name)
     }
     handlers |= DRAWS
     handlers |= {getattr(torch, name): _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}

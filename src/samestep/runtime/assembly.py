@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from samestep.building import nf4
 from samestep.building.initial_values import fill_rest
-from samestep.building.loss import checked, cross_entropy
+from samestep.building.loss import check_results_of, cross_entropy
 from samestep.building.optimizer import OptimizerSource, learning_rate_factor
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import JobError
-from samestep.examination.examine import Loss, Source, prepared_for, with_slices
+from samestep.examination.examine import Loss, Source, prepare_for, with_slices
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
 from samestep.job_tables import NumericsTable
@@ -192,7 +192,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     Raises:
         InputError: the model, the optimizer or the number of processes does not fit the layout.
     """
-    decided = _decided(source, layout, job, place, example)
+    decided = _decide(source, layout, job, place, example)
     several_hosts = place.ranks_per_node < place.world_size
     messages.check(decided.spec, decided.program.step.layout, job, several_hosts=several_hosts)
     waived = forward_state.check(decided.traced.analysis.states, decided.program, job.run)
@@ -204,13 +204,15 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     held = [name for name, value in plan.module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)]
     state_names = {name: plan.canonical.get(name, name) for name in held}
     cut = _cut(decided, mesh)
-    store = _filled(decided, mesh)
+    store = _fill_weights(decided, mesh)
     exchanging_calls.watch(plan.module, decided.program)
     return Assembly(
         parallel=_parallel(decided, mesh, cut),
-        model=replace(_prepared(decided, mesh, cut, store), remarks=tuple(waived), form=form, state_names=state_names),
+        model=replace(
+            _prepare_model(decided, mesh, cut, store), remarks=tuple(waived), form=form, state_names=state_names
+        ),
         objective=_objective(decided, mesh, example),
-        weights=_updated(decided, mesh, store),
+        weights=_with_updater(decided, mesh, store),
     )
 
 
@@ -230,13 +232,13 @@ class _Decided:
     program: Program
 
 
-def _decided(source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> _Decided:
+def _decide(source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> _Decided:
     """Trace the model and make the program of this rank.
 
     Raises:
         InputError: the model or the optimizer does not fit the layout.
     """
-    traced = with_slices(prepared_for(source, job, example, layout), layout, example)
+    traced = with_slices(prepare_for(source, job, example, layout), layout, example)
     traced, flows = pipeline.with_flows(traced, layout, job, example, source.loss)
     layout = recompute.layout_for(layout, traced.analysis)
     ranks = Ranks.of(layout)
@@ -254,7 +256,7 @@ def _decided(source: Source, layout: Layout, job: Job, place: RankInfo, example:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _AppliedAxes:
     """What the axes have put around the modules of a model."""
 
     slicing: context.Slicing | context.WholeSequences
@@ -263,7 +265,7 @@ class _Cut:
     deferred: Deferred
 
 
-def _cut(decided: _Decided, mesh: meshes.Mesh) -> _Cut:
+def _cut(decided: _Decided, mesh: meshes.Mesh) -> _AppliedAxes:
     """Let the axes work on the modules, from the inside out; the weights are still on the meta device."""
     traced, program = decided.traced, decided.program
     plan, model = traced.blueprint, traced.module
@@ -281,10 +283,10 @@ def _cut(decided: _Decided, mesh: meshes.Mesh) -> _Cut:
     dropout.place_samples(model, decided.spec.masks)
     deferred = Deferred(traced, program)
     recompute.apply(model, program)
-    return _Cut(slicing, norms, compiled, deferred)
+    return _AppliedAxes(slicing, norms, compiled, deferred)
 
 
-def _filled(decided: _Decided, mesh: meshes.Mesh) -> WeightStore:
+def _fill_weights(decided: _Decided, mesh: meshes.Mesh) -> WeightStore:
     """Give this rank its part of every weight, in the store of the layout, and fill the rest of the model."""
     job, program, spec = decided.job, decided.program, decided.spec
     plan, model = decided.traced.blueprint, decided.traced.module
@@ -326,7 +328,7 @@ def _packing(decided: _Decided, mesh: meshes.Mesh) -> StatePacking | None:
     return StatePacking(states, decided.job.train.seed, slice_of, decided.program.step.state_blocks)
 
 
-def _parallel(decided: _Decided, mesh: meshes.Mesh, cut: _Cut) -> Parallel:
+def _parallel(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes) -> Parallel:
     """Return what carries out the program between ranks; the model is filled."""
     traced, program, model = decided.traced, decided.program, decided.traced.module
     is_staged = program.step.layout.pp > 1
@@ -349,7 +351,7 @@ def _parallel(decided: _Decided, mesh: meshes.Mesh, cut: _Cut) -> Parallel:
     )
 
 
-def _prepared(decided: _Decided, mesh: meshes.Mesh, cut: _Cut, store: WeightStore) -> PreparedModel:
+def _prepare_model(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes, store: WeightStore) -> PreparedModel:
     """Return the filled module and the facts that a run needs about it."""
     traced, program, spec, model = decided.traced, decided.program, decided.spec, decided.traced.module
     layout = program.step.layout
@@ -382,7 +384,7 @@ def _objective(decided: _Decided, mesh: meshes.Mesh, example: Any) -> Objective:
     """Return the sum that a step minimises in this layout."""
     program, loss = decided.program, decided.source.loss
     if loss is not cross_entropy:
-        loss = checked(given_instance.watching(loss, decided.source.model, decided.traced.module))
+        loss = check_results_of(given_instance.watching(loss, decided.source.model, decided.traced.module))
     # In chunks each part of the logits knows that it is cut.
     if tensor.cuts_logits(program) and program.step.layout.loss_chunk is None:
         loss = functools.partial(tensor.cut_loss, mesh)
@@ -393,7 +395,7 @@ def _objective(decided: _Decided, mesh: meshes.Mesh, example: Any) -> Objective:
     )
 
 
-def _updated(decided: _Decided, mesh: meshes.Mesh, store: WeightStore) -> Weights:
+def _with_updater(decided: _Decided, mesh: meshes.Mesh, store: WeightStore) -> Weights:
     """Return the weights of a store, with the optimizer that updates them."""
     job = decided.job
     updater = Updater.over(
@@ -473,8 +475,10 @@ def _recompute_contexts(
     """Return the contexts of a forward and of its recomputation, during which the forward's modes are not active."""
     first, repeated = dropout.recompute_contexts(model)
     records, taken = norms.recompute_contexts()
-    islands = precision.raised_islands(program)
-    return recompute.nested(first, records), recompute.nested(islands, repeated, slicing.for_recompute(), taken)
+    islands = precision.raise_islands(program)
+    return recompute.nest_contexts(first, records), recompute.nest_contexts(
+        islands, repeated, slicing.for_recompute(), taken
+    )
 
 
 def _nominal_count(example: Any, global_batch: int) -> float:
@@ -486,12 +490,12 @@ def _nominal_count(example: Any, global_batch: int) -> float:
     return float(2 ** round(math.log2(max(1.0, global_batch * each))))
 
 
-def traced_for(source: Source, layout: Layout, job: Job, example: Any) -> TracedModel:
+def trace_for_layout(source: Source, layout: Layout, job: Job, example: Any) -> TracedModel:
     """Return the model of a source with what a layout needs to know; what is known already is not traced again.
 
     Raises:
         LayoutError: the forward of a rank of this layout does not compute its part of the whole model's.
     """
-    traced = with_slices(prepared_for(source, job, example, layout), layout, example)
+    traced = with_slices(prepare_for(source, job, example, layout), layout, example)
     recorded = pipeline.with_flows(traced, layout, job, example, source.loss)[0].flows
     return traced if len(recorded) == len(traced.flows) else replace(traced, flows=recorded)

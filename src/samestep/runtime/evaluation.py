@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.building.loss import as_number, checked
+from samestep.building.loss import as_number, check_results_of
 from samestep.building.named_tensors import cast_floating
 from samestep.errors import ModelError
 from samestep.examination.examine import Loss
@@ -24,7 +24,7 @@ from samestep.runtime.held_assembly import PreparedRun
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.step_observer import Indices
 from samestep.runtime.weights.pieces import Piece, WeightAverages
-from samestep.tracing.flow import mapped
+from samestep.tracing.flow import map_tensors
 from samestep.trees import tree_leaves, tree_map_only
 
 
@@ -39,10 +39,10 @@ def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | No
     """
     parallel = assembly.parallel
     mesh, dp = parallel.mesh, parallel.program.step.layout.dp
-    size = parallel.batch_norms.evaluated_at_once(parallel.program.step.microbatch_samples * dp)
+    size = parallel.batch_norms.num_evaluated_at_once(parallel.program.step.microbatch_samples * dp)
     everything = batch.shares(0, 1, 1)[0]
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    used = assembly.objective.loss if measure is None else checked(measure, "measure")
+    used = assembly.objective.loss if measure is None else check_results_of(measure, "measure")
     with _forward_only(assembly):
         for start in range(0, max(1, len(everything)), size):
             part = everything[start : start + size]
@@ -94,7 +94,7 @@ def forward(assembly: Assembly, samples: Any, around: Callable[[], AbstractConte
     stage.finish_forward()
     if outputs is None:
         return None
-    return precision.for_loss(mapped(outputs, Tensor.detach) if takes_gradients else outputs)
+    return precision.for_loss(map_tensors(outputs, Tensor.detach) if takes_gradients else outputs)
 
 
 _EVALUATION = -1
@@ -119,7 +119,7 @@ def _forward_only(assembly: Assembly) -> Iterator[None]:
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:
-        with torch.no_grad(), precision.raised_islands(assembly.parallel.program):
+        with torch.no_grad(), precision.raise_islands(assembly.parallel.program):
             yield
     finally:
         for part, training in modes.items():
@@ -128,7 +128,7 @@ def _forward_only(assembly: Assembly) -> Iterator[None]:
 
 
 @contextmanager
-def averaged(run: PreparedRun) -> Iterator[None]:
+def use_averages(run: PreparedRun) -> Iterator[None]:
     """Let a run's model have the averages of its weights inside, which hold the weights meanwhile.
 
     Before the first update the average of a weight is the weight.

@@ -59,7 +59,7 @@ class HeldAssembly:
         if self.job.numerics.exchange_every == 1:
             self._current = assemble(*given)
         else:
-            self.replicas = LocalReplicas.assembled(*given)
+            self.replicas = LocalReplicas.assemble_replicas(*given)
             self._current = self.replicas.assemblies[0]
         where = self._current.parallel.program.step.layout
         is_other = where != self.layout
@@ -90,7 +90,7 @@ class HeldAssembly:
             yield 0, self.current
             return
         try:
-            for number, assembly in self.replicas.numbered:
+            for number, assembly in self.replicas.numbered_assemblies:
                 self._current = assembly
                 yield number, assembly
         finally:

@@ -72,7 +72,7 @@ class Reading:
         return found
 
 
-def sent_beside(gradients: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+def send_to_values(gradients: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
     """Return gradients where the values are; those on the host arrive there before any `Reading` that is made later."""
     return [
         gradient
@@ -84,7 +84,7 @@ def sent_beside(gradients: Sequence[Tensor], values: Sequence[Tensor]) -> list[T
 
 def beside(gradients: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
     """Return gradients where the values are: those that are copied to the host are waited for once, together."""
-    found = sent_beside(gradients, values)
+    found = send_to_values(gradients, values)
     apart = next((one for one, other in zip(gradients, found, strict=True) if one is not other), None)
     if apart is not None:
         torch.cuda.current_stream(apart.device).synchronize()

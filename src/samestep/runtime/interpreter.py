@@ -114,7 +114,7 @@ class Interpreter:
         """Return the context of a training forward: raised float32 islands, and the dropout mode if one is needed."""
         parallel, model = self.assembly.parallel, self.assembly.model
         make_mode = self.observer.dropout_mode()
-        with precision.raised_islands(parallel.program):
+        with precision.raise_islands(parallel.program):
             if make_mode is None and model.dropout.dropout is dropout.Dropout.ABSENT:
                 yield
                 return

@@ -37,7 +37,7 @@ LINK = "link of "
 _FSDP_LABEL = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((?P<owner>.*)\))?$")
 
 
-class _Owners(threading.local):
+class _OwnerStack(threading.local):
     """Owners of the collectives this thread issues, innermost last."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class _Owners(threading.local):
         self.is_outside = False
 
 
-_owners = _Owners()
+_owners = _OwnerStack()
 
 
 class owned:  # noqa: N801 (a context manager, named as what one calls)

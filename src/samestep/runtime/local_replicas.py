@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from samestep.errors import ModelError
-from samestep.examination.examine import Source, prepared_for, with_new_blueprint
+from samestep.examination.examine import Source, prepare_for, with_new_blueprint
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.exchange_times import ExchangeTimes, Phase
@@ -100,7 +100,9 @@ class LocalReplicas:
         return cls([*assemblies], first, weights, [torch.zeros_like(one) for one in weights], job, times)
 
     @classmethod
-    def assembled(cls, source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> LocalReplicas:
+    def assemble_replicas(
+        cls, source: Source, layout: Layout, job: Job, place: RankInfo, example: Any
+    ) -> LocalReplicas:
         """Build, cut and fill a model for each replica of one rank; they begin with equal weights.
 
         Collective over the world, as `assemble` says.
@@ -108,7 +110,7 @@ class LocalReplicas:
         Raises:
             InputError: the model, the optimizer or the number of processes does not fit the layout or the job.
         """
-        source = replace(source, prepared=prepared_for(source, job, example, layout))
+        source = replace(source, prepared=prepare_for(source, job, example, layout))
         found = [assemble(source, layout, job, place, example)]
         while len(found) < found[0].parallel.program.step.replicas_each:
             another = replace(source, prepared=with_new_blueprint(source, job))
@@ -116,7 +118,7 @@ class LocalReplicas:
         return cls.of(found, job)
 
     @property
-    def numbered(self) -> Iterator[tuple[int, Assembly]]:
+    def numbered_assemblies(self) -> Iterator[tuple[int, Assembly]]:
         """The replicas of this rank, with their numbers among all."""
         return enumerate(self.assemblies, self.first)
 
@@ -282,7 +284,7 @@ class LocalReplicas:
 
     def states(self, piece_index: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield what is kept of one piece: by each replica's number, its weights and its optimizer's state of them."""
-        for number, assembly in self.numbered:
+        for number, assembly in self.numbered_assemblies:
             updater = assembly.weights.updater
             piece = updater.pieces[piece_index]
             yield str(number), {WEIGHT: piece.master(), **updater.state_of(piece)}
@@ -290,7 +292,7 @@ class LocalReplicas:
     def sums(self, own: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the scalars of all replicas, zeros but for this rank's `own`, one tensor for each of its replicas."""
         found = torch.zeros(self.job.numerics.replicas, len(own[0]), dtype=torch.float64, device=device)
-        for (number, _), scalars in zip(self.numbered, own, strict=True):
+        for (number, _), scalars in zip(self.numbered_assemblies, own, strict=True):
             found[number] = scalars
         return found.view(-1)
 

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from samestep import calls
 from samestep.building.loss import named_loss
 from samestep.building.pretrained_form import PretrainedForm
-from samestep.datasets.batch import Dataset, checked_batch, evaluated_batch
-from samestep.examination.examine import Loss, Source, built
+from samestep.datasets.batch import Dataset, batch_to_evaluate, checked_batch
+from samestep.examination.examine import Loss, Source, build_blueprint
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.program import Program
@@ -123,7 +123,7 @@ class Run:
         Raises:
             LayoutError: the run is not prepared yet.
         """
-        return self._stepper.settled
+        return self._stepper.whole_assembly
 
     @property
     def program(self) -> Program:
@@ -179,7 +179,7 @@ class Run:
         """
         self._refuse_averaged("save")
         if not self._own.is_prepared and self._load_from is not None:  # no step was left to take
-            return checkpoint.copied(self, self._load_from, Path(folder))
+            return checkpoint.copy_checkpoint(self, self._load_from, Path(folder))
         return checkpoint.save(self, Path(folder), self.job.checkpoint.keep)
 
     @calls.checked
@@ -196,7 +196,7 @@ class Run:
             SaveError: the folder exists, or the file system does not allow it.
         """
         self._refuse_averaged("save_pretrained")
-        form = self._stepper.held.model.form or PretrainedForm.of(built(self._own.source, self.job), self.job)
+        form = self._stepper.held.model.form or PretrainedForm.of(build_blueprint(self._own.source, self.job), self.job)
         checkpoint.save_pretrained(self, form, Path(folder))
         return Path(folder)
 
@@ -212,7 +212,7 @@ class Run:
             CheckpointError: there is none, or it is damaged, lacks a tensor, or belongs to a job with another result.
         """
         self._refuse_averaged("load")
-        found = checkpoint.found_in(Path(folder))
+        found = checkpoint.find_checkpoint(Path(folder))
         if self._own.is_prepared:
             checkpoint.load(self, found)
             self._stepper.wait_for_first_update()
@@ -231,14 +231,16 @@ class Run:
             LayoutError: the run is not prepared yet.
         """
         if not self._own.is_prepared and self._load_from is not None:  # no step was left to take
-            return self._stored_state(self._load_from) if on_every_rank or self.place.rank == 0 else {}
+            return self._read_stored_state(self._load_from) if on_every_rank or self.place.rank == 0 else {}
         with self._own.outer_weights():
             return whole_state.state_dict(self, on_every_rank=on_every_rank)
 
-    def _stored_state(self, folder: Path) -> dict[str, Tensor]:
+    def _read_stored_state(self, folder: Path) -> dict[str, Tensor]:
         """Return what `state_dict` returns of a run that was loaded and not prepared, read from its checkpoint."""
         manifests.check_digests(manifest := manifests.read_manifest(folder), folder)
-        return whole_state.stored_state_dict(built(self._own.source, self.job), manifest, folder, self.job.numerics)
+        return whole_state.stored_state_dict(
+            build_blueprint(self._own.source, self.job), manifest, folder, self.job.numerics
+        )
 
     def step(self, batch: StepBatch) -> StepReport:
         """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
@@ -299,7 +301,7 @@ class Run:
         Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
         time limit.
         """
-        given = self.labelled(evaluated_batch(batch, "run.evaluate"))
+        given = self.labelled(batch_to_evaluate(batch, "run.evaluate"))
         with self._kernels(), self._own.outer_weights():
             return evaluation.evaluate(self.assembly, given, self.job.train.seed, measure)
 
@@ -311,7 +313,7 @@ class Run:
         Raises:
             ModelError: when it is entered, the job averages no weights.
         """
-        return evaluation.averaged(self)
+        return evaluation.use_averages(self)
 
     def _refuse_averaged(self, word: str) -> None:
         if self._own.is_prepared and (averages := self._own.current.weights.updater.averages) is not None:

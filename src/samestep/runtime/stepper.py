@@ -173,7 +173,7 @@ class Stepper:
         return self._own.current
 
     @property
-    def settled(self) -> Assembly:
+    def whole_assembly(self) -> Assembly:
         """The assembly, whose weights are whole.
 
         Raises:
@@ -210,11 +210,11 @@ class Stepper:
             return self._step(batch)
         self.held.weights.store.settle()  # what is repeated or compared reads any weight
         if self._observer.is_proof:  # which compares more
-            return self._compared_step(batch) if regularly else self._step(batch)
+            return self._take_compared_step(batch) if regularly else self._step(batch)
         self._trials.loss_is_tried &= not regularly  # again: a loss may come to couple samples later
         watching = self._canary.watching(batch, self._observer, is_first=taken == 1, replays=regularly)
-        with watching as canary, self._observed_by(canary):
-            return canary.checked(self._compared_step(batch) if regularly else self._step(batch))
+        with watching as canary, self._observe_with(canary):
+            return canary.checked(self._take_compared_step(batch) if regularly else self._step(batch))
 
     @functools.cached_property
     def _drift_monitor(self) -> DriftMonitor:
@@ -237,14 +237,14 @@ class Stepper:
     def _outside(self) -> OutsideChanges:
         return OutsideChanges(self._own.source.model, self.held)
 
-    def _compared_step(self, batch: StepBatch) -> StepReport:
+    def _take_compared_step(self, batch: StepBatch) -> StepReport:
         """Take a step, and compare what several ranks must hold alike."""
         if self._own.layout.world_size == 1:
             return self._step(batch, may_run_ahead=False)
         return self._drift_monitor.watch(lambda: self._step(batch, may_run_ahead=False), batch.shares(0, 1, 1)[0])
 
     @contextmanager
-    def _observed_by(self, observer: StepObserver) -> Iterator[None]:
+    def _observe_with(self, observer: StepObserver) -> Iterator[None]:
         before, self._observer = self._observer, observer
         try:
             yield
@@ -266,7 +266,7 @@ class Stepper:
         if reason := reason or self._outside.refusal(self.held):
             self.refusals.add("state", f"step {batch.step + 1}: {reason}")
         self._trials.try_data(self.held, batch)
-        running = nonfinite.saved(model.running_buffers)
+        running = nonfinite.save_values(model.running_buffers)
         if self._runs_ahead:
             weights.updater.live.begin_step(self.place.device)
         is_usual = (
@@ -426,7 +426,8 @@ class Stepper:
             self.refusals.add("state", f"step {batch.step + 1}: {reason}")
         for name in weights.store.written():
             self.refusals.add(
-                "state", f"step {batch.step + 1}: {forward_state.lost_write(name, f'zero={self._own.layout.zero}')}"
+                "state",
+                f"step {batch.step + 1}: {forward_state.explain_lost_write(name, f'zero={self._own.layout.zero}')}",
             )
         norm_squared = weights.store.norm_squared() + weights.updater.overflow(self.place.device)
         weights.store.take_back()
@@ -445,7 +446,7 @@ class Stepper:
         self._data_wait_s = interpreter.data_wait_s
         for reason in self.held.model.replaced.take_over(inside=True):
             self.refusals.add("state", f"step {batch.step + 1}: {reason}")
-        for line in self.settled.model.compiled.news():
+        for line in self.whole_assembly.model.compiled.news():
             self.refusals.remark(line)
         return totals
 

@@ -56,9 +56,11 @@ def play(programs: Sequence[Program], hardware: Hardware) -> Timeline:
         LayoutError: the stages deadlock; the op at which each waits is named.
         InputError: the hardware has no speed for the program's dtype.
     """
-    rendezvous = _Rendezvous()
+    rendezvous = _StageMeeting()
     programs = [program.amid_steps() for program in programs]
-    stages = [_Stage(index, program, hardware, rendezvous, len(programs)) for index, program in enumerate(programs)]
+    stages = [
+        _PlayedStage(index, program, hardware, rendezvous, len(programs)) for index, program in enumerate(programs)
+    ]
     waiting = list(stages)
     while waiting:
         moved = False
@@ -72,7 +74,7 @@ def play(programs: Sequence[Program], hardware: Hardware) -> Timeline:
 
 
 @dataclass(slots=True)
-class _Rendezvous:
+class _StageMeeting:
     """The times of ops in which several stages take part."""
 
     sent: dict[tuple[str, int, bool, int], tuple[float, float]] = field(default_factory=dict)
@@ -143,10 +145,10 @@ class _Contention:
         return tuple(ends_s)
 
 
-class _Stage:
+class _PlayedStage:
     """One stage while its program is played."""
 
-    def __init__(self, index: int, program: Program, hardware: Hardware, rendezvous: _Rendezvous, count: int) -> None:
+    def __init__(self, index: int, program: Program, hardware: Hardware, rendezvous: _StageMeeting, count: int) -> None:
         self.index, self.at, self.done = index, "", False
         self.runs: list[LineSpan] = []
         self._program = program

@@ -100,7 +100,7 @@ def _exchange_s(size_bytes: int, group: GroupShape, hardware: Hardware) -> float
     away = group.num_ranks - group.inside if group.nodes > 1 else 0
     here = group.num_ranks - 1 - away
     near_s = here * (near.latency_s + part / near.bytes_per_s)
-    return max(near_s, away * part / (far.bytes_per_s * _reached(hardware)) + far.latency_s * bool(away))
+    return max(near_s, away * part / (far.bytes_per_s * _network_efficiency(hardware)) + far.latency_s * bool(away))
 
 
 def _link(group: GroupShape, kind: OpKind, hardware: Hardware) -> Link:
@@ -112,12 +112,12 @@ def _link(group: GroupShape, kind: OpKind, hardware: Hardware) -> Link:
         return near
     return Link(
         latency_s=hardware.inter.latency_s,
-        bytes_per_s=min(near.bytes_per_s, hardware.inter.bytes_per_s * group.inside * _reached(hardware)),
+        bytes_per_s=min(near.bytes_per_s, hardware.inter.bytes_per_s * group.inside * _network_efficiency(hardware)),
         collective_s=hardware.inter.collective_s,
     )
 
 
-def _reached(hardware: Hardware) -> float:
+def _network_efficiency(hardware: Hardware) -> float:
     """Return the fraction of the network's rate that is reached; a profile without efficiencies has achieved rates."""
     return NETWORK_REACHED if hardware.efficiency and hardware.library == "nccl" else 1.0
 

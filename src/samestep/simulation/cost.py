@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple
 from samestep.errors import InputError
 from samestep.hardware import Hardware
 from samestep.models.layer_spec import Product
-from samestep.models.spec import ModelSpec, remembered
+from samestep.models.spec import ModelSpec, cache_by_model
 from samestep.program.codecs import CODECS, PLAIN
 from samestep.program.holding import SHARDS
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, TF32, Op, OpKind
@@ -106,7 +106,7 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
     dtypes = _Dtypes(dtype if op.flops else values, values, step.master_dtype)
     is_whole = op.kind is not OpKind.RECOMPUTE or step.layout.recompute == "full"
     part: BackwardPart = "all" if not step.splits_backward else "weights" if op.kind is OpKind.WEIGHT else "inputs"
-    unpacked = _packed(step.model).get(op.layer, 0) if is_whole and part != "weights" else 0
+    unpacked = _packed_numel_by_layer(step.model).get(op.layer, 0) if is_whole and part != "weights" else 0
     unpacking_s = unpacked * UNPACKED_BYTES / _bandwidth(hardware)
     return unpacking_s + _layer_s(work, op.kind, is_whole, part, step.microbatch_samples, dtypes, hardware)
 
@@ -114,8 +114,8 @@ def seconds(op: Op, program: Program, hardware: Hardware) -> float:
 # -- compute -----------------------------------------------------------------------------------------------------------
 
 
-@remembered
-def _packed(model: ModelSpec) -> dict[int, int]:
+@cache_by_model
+def _packed_numel_by_layer(model: ModelSpec) -> dict[int, int]:
     """Return the elements in 4 bits of the layers that have any."""
     found: dict[int, int] = {}
     for param in model.params:
@@ -241,7 +241,7 @@ def _matrix_s(
     if dtype in hardware.efficiency:
         aligned = next(part for multiple, part in ALIGNED if k % multiple == 0 and n % multiple == 0)
         rate *= REACHED * hardware.efficiency[dtype] * aligned
-    rate *= _reached_by(min(m, k, n), hardware.efficiency_by_shortest_side.get(dtype, {}))
+    rate *= _product_efficiency(min(m, k, n), hardware.efficiency_by_shortest_side.get(dtype, {}))
     compute_s = 2.0 * m * k * n * count / rate
     if hardware.num_units:
         compute_s = min(
@@ -254,7 +254,7 @@ def _matrix_s(
     return max(compute_s, moved / _bandwidth(hardware)) + cast_s + hardware.kernel_s
 
 
-def _reached_by(side: int, known: Mapping[int, float]) -> float:
+def _product_efficiency(side: int, known: Mapping[int, float]) -> float:
     """Return the fraction of the best rate that a product with a shortest side of this length reaches."""
     below = max((one for one in known if one <= side), default=0)
     above = min((one for one in known if one >= side), default=0)
@@ -346,7 +346,7 @@ def _coding_s(op: Op, step: StepSpec, hardware: Hardware) -> float:
 
 def _factoring_s(op: Op, rank: int, hardware: Hardware) -> float:
     """Return the seconds of products of matrices with factors, for each of which a matrix is read or written."""
-    reached = _reached_by(rank, hardware.efficiency_by_shortest_side.get(op.dtype, {}))
+    reached = _product_efficiency(rank, hardware.efficiency_by_shortest_side.get(op.dtype, {}))
     moved = FACTOR_PASSES * op.flops / (2 * rank) * BYTES_OF[op.dtype]
     return max(op.flops / (_peak(hardware, op.dtype) * reached), moved / _bandwidth(hardware))
 

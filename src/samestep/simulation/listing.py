@@ -37,10 +37,12 @@ def program_text(found: Prediction) -> str:
     """Return the tasks and bodies of every stage as text, one line for each op."""
     several = len(found.programs) > 1
     stages = enumerate(found.programs)
-    return "\n".join(line for stage, program in stages for line in (*[f"stage {stage}"][:several], *_listed(program)))
+    return "\n".join(
+        line for stage, program in stages for line in (*[f"stage {stage}"][:several], *_list_program(program))
+    )
 
 
-def _listed(program: Program) -> Iterator[str]:
+def _list_program(program: Program) -> Iterator[str]:
     """Yield the lines of a program: its tasks, and the ops of each body."""
     tasks = " ".join(f"{task.body}[{task.microbatch}]" for task in program.tasks)
     yield f'program of "{program.step.layout}": {tasks}'

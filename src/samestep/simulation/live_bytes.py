@@ -35,7 +35,7 @@ def peak_of(program: Program, arriving: dict[str, int]) -> Peak:
 
     `arriving` is the bytes of gradients that a step allocates anew, by the name of the op that brings them.
     """
-    sizes = _Sizes.of(program, arriving)
+    sizes = _OpSizes.of(program, arriving)
     known: dict[tuple[BodyKey, frozenset[Buffer]], tuple[Peak, int, int, frozenset[Buffer]]] = {}
     peak: Peak | None = None
     buffers, activations, logits = frozenset[Buffer](), 0, 0
@@ -54,7 +54,7 @@ def peak_of(program: Program, arriving: dict[str, int]) -> Peak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sizes:
+class _OpSizes:
     """Bytes that the ops of a program keep and work on, by layer and by op."""
 
     saved: list[Saved]
@@ -75,7 +75,7 @@ class _Sizes:
     """Kind of the op behind which a layer's activations are freed."""
 
     @classmethod
-    def of(cls, program: Program, arriving: dict[str, int]) -> _Sizes:
+    def of(cls, program: Program, arriving: dict[str, int]) -> _OpSizes:
         """Find the sizes of a program."""
         step = program.step
         return cls(
@@ -100,7 +100,7 @@ class _LiveBytes:
     Activations and logits count from the start of the body; buffers are those that ops allocate and free.
     """
 
-    def __init__(self, sizes: _Sizes, buffers: frozenset[Buffer]) -> None:
+    def __init__(self, sizes: _OpSizes, buffers: frozenset[Buffer]) -> None:
         self.sizes = sizes
         self.buffers = {buffer.name: buffer for buffer in buffers}
         self.buffer_bytes = {"gradients": 0, "buffers": 0}

@@ -122,11 +122,11 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
     step = program.step
     each = step.replicas_each
     weights, gradients = (each * one for one in (_whole, _in_buckets, _in_units, _in_units)[step.zero](program))
-    gradients += _owned(program, rank)[1] * BYTES_OF[step.master_dtype] + _coded_bytes(program)
-    copies = sum(_copy_bytes(step, piece) for piece in _updated(program, rank))
+    gradients += _owned_weights(program, rank)[1] * BYTES_OF[step.master_dtype] + _coded_bytes(program)
+    copies = sum(_copy_bytes(step, piece) for piece in _updated_pieces(program, rank))
     kept = each * (copies + _state_bytes(program, states_per_param, rank))
     if step.trains_apart:  # the weights that replicas moved from, and the momentum of their moves
-        kept += 2 * BYTES_OF[step.master_dtype] * sum(piece.numel for piece in _updated(program, rank))
+        kept += 2 * BYTES_OF[step.master_dtype] * sum(piece.numel for piece in _updated_pieces(program, rank))
     optimizer, host = (0, kept) if step.layout.offload else (kept, 0)
     return MemoryUse(
         weights=weights,
@@ -146,7 +146,7 @@ def _state_bytes(program: Program, states_per_param: int, rank: int) -> int:
     return sum(
         step.state_bytes(piece.param, piece.numel) * step.num_states(piece.param, states_per_param)
         + piece.numel * average
-        for piece in _updated(program, rank)
+        for piece in _updated_pieces(program, rank)
     )
 
 
@@ -201,12 +201,12 @@ def _copy_bytes(step: StepSpec, piece: _Updated) -> int:
     return piece.numel * step.master_copy_bytes if piece.dtype != step.master_dtype else 0
 
 
-def _updated(program: Program, rank: int) -> list[_Updated]:
+def _updated_pieces(program: Program, rank: int) -> list[_Updated]:
     """Return the pieces that a rank updates; those of which it owns a whole copy come last."""
     step = program.step
     lent = {member.name for owners in program.owners for member in owners.members}
     params = [param for param in _trainable(step) if param.name not in lent]
-    owned, _ = _owned(program, rank)
+    owned, _ = _owned_weights(program, rank)
     if step.zero >= 2:
         return [*(_Updated(param, _cut_numel(step, param, rank), step.master_dtype) for param in params), *owned]
     if step.zero == 0:
@@ -220,7 +220,7 @@ def _updated(program: Program, rank: int) -> list[_Updated]:
     return [*(piece for piece in pieces if piece.numel), *owned]
 
 
-def _widened(program: Program, states_per_param: int, rank: int) -> int:
+def _widened_bytes(program: Program, states_per_param: int, rank: int) -> int:
     """Return the bytes that an update works on beside what is held: joined masters and wide states of some pieces."""
     step = program.step
     if step.layout.offload:
@@ -240,7 +240,7 @@ def _chunks(program: Program, rank: int) -> list[list[_Updated]]:
     step = program.step
     if not step.splits_masters and step.optimizer_states == "float32":
         return []
-    pieces = _updated(program, rank)
+    pieces = _updated_pieces(program, rank)
     return [[pieces[index] for index in chunk] for chunk in update_chunks([piece.numel for piece in pieces])]
 
 
@@ -256,7 +256,7 @@ def _split_bytes(program: Program, rank: int) -> int:
     return max((2 * sum(numels) + 5 * max(numels, default=0) for numels in split), default=0)
 
 
-def _owned(program: Program, rank: int) -> tuple[list[_Updated], int]:
+def _owned_weights(program: Program, rank: int) -> tuple[list[_Updated], int]:
     """Return the weights that a rank updates whole, and the elements that come to it: gradients, parts passed on."""
     step = program.step
     at, params = step.ranks.coordinate, {param.name: param for param in step.model.params}
@@ -277,7 +277,7 @@ def _owned(program: Program, rank: int) -> tuple[list[_Updated], int]:
 def during_step(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:
     """Return what `rank` holds at the op of the step at which it holds most."""
     rest = at_rest(program, states_per_param, rank)
-    widened = _widened(program, states_per_param, rank)
+    widened = _widened_bytes(program, states_per_param, rank)
     arriving = _arriving(program)
     update = Peak(f"{OpKind.UPDATE}:optimizer", sum(arriving.values()), 0, 0, widened)
     most = max(peak_of(program, arriving), update, key=lambda peak: peak.total)
@@ -313,7 +313,7 @@ def during_init(program: Program, rank: int = 0) -> MemoryUse:
 def saving_host_bytes(program: Program, states_per_param: int = 2, rank: int = 0) -> int:
     """Return the bytes of the host that a checkpoint takes until it is on disk: values and states that `rank` updates."""
     step = program.step
-    values = sum(piece.numel for piece in _updated(program, rank)) * BYTES_OF[step.master_dtype]
+    values = sum(piece.numel for piece in _updated_pieces(program, rank)) * BYTES_OF[step.master_dtype]
     return values + step.replicas_each * _state_bytes(program, states_per_param, rank)
 
 

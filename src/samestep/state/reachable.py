@@ -108,9 +108,9 @@ class Reached:
     """Integers in the code."""
 
 
-def reached_from(root: Any) -> Reached:
+def reachable_from(root: Any) -> Reached:
     """Return the variables that the code of a model, or of a function, reaches."""
-    found = _Follower()
+    found = _CodeFollower()
     if isinstance(root, nn.Module):
         for path, part in root.named_modules():
             found.of_module(path, part)
@@ -120,7 +120,7 @@ def reached_from(root: Any) -> Reached:
     return found.reached
 
 
-class _Follower:
+class _CodeFollower:
     """Follows functions, classes and objects, each once."""
 
     def __init__(self) -> None:
@@ -404,8 +404,8 @@ class StepCode:
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Put back, in the end, the numbers and the containers that the code can reach outside of the optimizer."""
-        numbers = [(place, _copied(read(place))) for place in self.places]
-        containers = [(value, _copied(value)) for value in self._containers]
+        numbers = [(place, _copy_value(read(place))) for place in self.places]
+        containers = [(value, _copy_value(value)) for value in self._containers]
         try:
             yield
         finally:
@@ -448,7 +448,7 @@ def write(place: Place, value: Any) -> None:
         holder[key] = value
 
 
-def _copied(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 and not value.is_meta else value
     return value.copy() if isinstance(value, list | dict | set | collections.deque) else value

@@ -8,7 +8,7 @@ What a model keeps from one forward to the next, besides its weights, and a cont
     generators           the process-wide ones of torch, numpy and Python, and those that a module or a variable holds
 
 Inside `ModelState.restored()` the model has the values that it had when the state was taken; afterwards it has again those
-that it has now. So a forward inside leaves no trace but in the generators, which `unmoved_generators` puts back.
+that it has now. So a forward inside leaves no trace but in the generators, which `preserve_generators` puts back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.named_tensors import address
-from samestep.state.reachable import Variable, reached_from
+from samestep.state.reachable import Variable, reachable_from
 
 _DEPTH = 5
 _LARGEST_COPY = 2**24
@@ -87,7 +87,7 @@ class Snapshot:
         self._kept: list[Any] = []  # so that no id is given to another object
         self.values: dict[Slot, Content] = {}
         self._data: list[tuple[nn.Parameter, Tensor, int]] = []
-        self._reached = reached_from(root)
+        self._reached = reachable_from(root)
         modules = list(root.named_modules()) if isinstance(root, nn.Module) else []
         for name, part in self._reached.modules:
             modules += [(f"{name}.{path}".rstrip("."), inner) for path, inner in part.named_modules()]
@@ -250,7 +250,7 @@ class KeptValues:
 
 
 @contextmanager
-def preserved(module: nn.Module) -> Iterator[None]:
+def preserve_modules(module: nn.Module) -> Iterator[None]:
     """Restore all modules after what runs inside, so that nothing of a trace stays in them."""
     before = Snapshot(module)
     try:
@@ -260,7 +260,7 @@ def preserved(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def preserved_function(function: Callable[..., Any]) -> Iterator[None]:
+def preserve_function(function: Callable[..., Any]) -> Iterator[None]:
     """Restore what a function reaches after calls inside: itself a module, a method, a partial, or variables around it."""
     before = KeptValues(function, _LARGEST_COPY)
     try:
@@ -359,15 +359,15 @@ def weight_versions(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def unmoved_generators(held: Iterable[Any] = ()) -> Iterator[None]:
+def preserve_generators(held: Iterable[Any] = ()) -> Iterator[None]:
     """Put every random number generator back, afterwards: those of the process, and those among the objects `held`."""
     put_back: list[Callable[[], Any]] = [
-        _kept(random.setstate, random.getstate()),
-        _kept(_set_numpy, np.random.get_state()),
+        _defer_call(random.setstate, random.getstate()),
+        _defer_call(_set_numpy, np.random.get_state()),
     ]
-    put_back.append(_kept(torch.set_rng_state, torch.get_rng_state()))
+    put_back.append(_defer_call(torch.set_rng_state, torch.get_rng_state()))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        put_back.append(_kept(torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+        put_back.append(_defer_call(torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
     put_back += [state_of_generator(value)[1] for value in held if isinstance(value, GENERATORS)]
     try:
         yield
@@ -380,5 +380,5 @@ def _set_numpy(state: Any) -> None:
     np.random.set_state(state)
 
 
-def _kept(function: Callable[..., Any], *values: Any) -> Callable[[], Any]:
+def _defer_call(function: Callable[..., Any], *values: Any) -> Callable[[], Any]:
     return lambda: function(*values)

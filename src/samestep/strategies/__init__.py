@@ -125,7 +125,7 @@ class ProgramBuilder:
             raise LayoutError(reason)
 
         def of_stage(sized: StepSpec) -> Program:
-            return _stacked(_with_tasks(self.before_stages(sized)), _from(pipeline))
+            return _apply_all(_with_tasks(self.before_stages(sized)), _from(pipeline))
 
         return tuple(_of_all_sizes(replace(step, stage=stage), of_stage) for stage in range(layout.pp))
 
@@ -140,10 +140,10 @@ class ProgramBuilder:
         if found is None:
             cut = self._shared.get(key)
             if cut is None:
-                cut = self._shared[key] = _stacked(_on_one_rank(step), _before(recompute))
+                cut = self._shared[key] = _apply_all(_on_one_rank(step), _before(recompute))
             mine = replace(cut, step=step.cut_like(cut.step))
             between = _before(pipeline)[len(_before(recompute)) :]
-            found = self._shared[(*key, layout.recompute)] = _stacked(mine, between)
+            found = self._shared[(*key, layout.recompute)] = _apply_all(mine, between)
         return replace(found, step=step.cut_like(found.step))
 
 
@@ -176,7 +176,7 @@ def _of_all_sizes(step: StepSpec, program_for: Callable[[StepSpec], Program]) ->
 
 
 def _program_for(step: StepSpec) -> Program:
-    return _stacked(_with_tasks(_stacked(_on_one_rank(step), _before(pipeline))), _from(pipeline))
+    return _apply_all(_with_tasks(_apply_all(_on_one_rank(step), _before(pipeline))), _from(pipeline))
 
 
 def _before(strategy: ModuleType) -> tuple[ModuleType, ...]:
@@ -187,7 +187,7 @@ def _from(strategy: ModuleType) -> tuple[ModuleType, ...]:
     return STACK[STACK.index(strategy) :]
 
 
-def _stacked(program: Program, strategies: tuple[ModuleType, ...]) -> Program:
+def _apply_all(program: Program, strategies: tuple[ModuleType, ...]) -> Program:
     for strategy in strategies:
         program = strategy.apply(program)
     return program

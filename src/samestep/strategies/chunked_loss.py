@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from samestep.models.layer_spec import LayerSpec
-from samestep.models.spec import ModelSpec, remembered
+from samestep.models.spec import ModelSpec, cache_by_model
 from samestep.program.ops import OpKind
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -66,7 +66,7 @@ def apply(program: Program) -> Program:
     )
 
 
-@remembered
+@cache_by_model
 def chunked_model(model: ModelSpec, chunk: int) -> ModelSpec:
     """Return the model whose last layer keeps no logits."""
     return replace(model, layers=(*model.layers[:-1], _without_logits(model.layers[-1], chunk)))

@@ -57,7 +57,7 @@ def apply(program: Program) -> Program:
         return program
     axes = {**program.axes, made.axis: made.ranks}
     return program.with_bodies(
-        lambda key, ops: tuple(_exchanged(ops, program, made)) if key == UPDATE_BODY else ops, axes=axes
+        lambda key, ops: tuple(_add_exchanges(ops, program, made)) if key == UPDATE_BODY else ops, axes=axes
     )
 
 
@@ -89,7 +89,7 @@ def _exchange_of_moves(program: Program, made: Contributions, part: int) -> dict
     }
 
 
-def _exchanged(ops: Ops, program: Program, made: Contributions) -> Iterator[Op]:
+def _add_exchanges(ops: Ops, program: Program, made: Contributions) -> Iterator[Op]:
     """Yield the ops of the update with what is sent of each unit before the step's scalars."""
     for op in ops:
         if op.owner != "scalars":

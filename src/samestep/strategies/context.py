@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from samestep.models.layer_spec import Exchange, LayerSpec
-from samestep.models.spec import ModelSpec, gradients_within, is_below, remembered
+from samestep.models.spec import ModelSpec, cache_by_model, gradients_within, is_below
 from samestep.program.bodies import BodyKey, is_backward
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
@@ -88,10 +88,10 @@ def apply(program: Program) -> Program:
         return program
     local = replace(step, model=slice_model(step.model, step.layout.cp))
     axes = {**program.axes, AXIS: step.layout.cp}
-    return replace(program, step=local).with_bodies(lambda key, ops: tuple(_sliced(key, ops, local)), axes=axes)
+    return replace(program, step=local).with_bodies(lambda key, ops: tuple(_slice_ops(key, ops, local)), axes=axes)
 
 
-@remembered
+@cache_by_model
 def slice_model(model: ModelSpec, degree: int) -> ModelSpec:
     """Return the local model of a rank that works on a slice of the sequence."""
     first = next(index for index, layer in enumerate(model.layers) if layer.is_block)
@@ -99,13 +99,13 @@ def slice_model(model: ModelSpec, degree: int) -> ModelSpec:
     return replace(model, layers=layers, logit_rows=model.logit_rows // degree)
 
 
-def sent_heads(heads: int, query_heads: int, degree: int) -> int:
+def num_sent_heads(heads: int, query_heads: int, degree: int) -> int:
     """Return the number of heads that are sent: repeated equally until every rank has those that its queries need."""
     least = math.lcm(heads, degree)
     return least if query_heads % least == 0 else query_heads
 
 
-def _sliced(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
+def _slice_ops(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
     """Yield the ops of a body with a slice's FLOPs, and the all_to_alls of each layer after its compute."""
     for op in ops:
         if op.layer is None:
@@ -128,13 +128,13 @@ def _exchanges(layer: LayerSpec, step: StepSpec, after: Op, *, backward: bool) -
             for count in (exchange.heads, exchange.query_heads)
         )
         slice_numel_per_head = exchange.elements // exchange.heads // step.layout.cp
-        numel = slice_numel_per_head * sent_heads(heads, queries, step.layout.cp) * step.microbatch_samples
+        numel = slice_numel_per_head * num_sent_heads(heads, queries, step.layout.cp) * step.microbatch_samples
         owner = f"{layer.repeats or layer.name}.{exchange.role}"
         op = Op(kind=OpKind.ALL_TO_ALL, owner=owner, axis=AXIS, dtype=step.compute_dtype, after=(after.name,))
         yield op.but(is_exposed=True).sized(numel)
 
 
-@remembered
+@cache_by_model
 def _query_heads(model: ModelSpec, tp: int) -> set[int]:
     """Return the numbers of query heads of the model's attentions on one rank of `tp`."""
     exchanges = (exchange for layer in model.layers for exchange in layer.exchanges if exchange.role == "query")

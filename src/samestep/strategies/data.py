@@ -91,9 +91,9 @@ def apply(program: Program) -> Program:
         axes |= {made.sent_over: made.ranks} if made.ranks > 1 else {}
     elif step.layout.num_replicas > 1:
         axes |= _axes(step)
-    program = program.with_bodies(lambda key, ops: _reduced(key, ops, program, buckets))
+    program = program.with_bodies(lambda key, ops: _add_reductions(key, ops, program, buckets))
     if program.units and tied:
-        ties = tuple(_tied_units(step, program.units))
+        ties = tuple(_reduce_tied_units(step, program.units))
         program = program.with_bodies(lambda key, ops: (*ties, *ops) if key == UPDATE_BODY else ops)
     if has_partial:
         parts = tuple(_partial_sums(program, () if made is not None else buckets))
@@ -102,12 +102,12 @@ def apply(program: Program) -> Program:
         axes["world"] = step.layout.world_size
         waits = tuple(_reductions_of(program))
         program = program.with_bodies(
-            lambda key, ops: _agreed(ops, waits, step.num_scalars) if key == UPDATE_BODY else ops
+            lambda key, ops: _add_scalars(ops, waits, step.num_scalars) if key == UPDATE_BODY else ops
         )
     return replace(program, buckets=buckets, axes=axes)
 
 
-def _reduced(key: BodyKey, ops: Ops, program: Program, buckets: tuple[Bucket, ...]) -> Ops:
+def _add_reductions(key: BodyKey, ops: Ops, program: Program, buckets: tuple[Bucket, ...]) -> Ops:
     """Return the ops of a body with the reductions of the gradients that the step's last backward leaves."""
     step, chunks, units = program.step, program.chunks, program.units
 
@@ -127,10 +127,10 @@ def _reduced(key: BodyKey, ops: Ops, program: Program, buckets: tuple[Bucket, ..
         return ops
     if key != UPDATE_BODY:
         return ops
-    return (*finish_reductions(step, chunks, buckets, reduction), *ops, *_gathered_weights(buckets))
+    return (*finish_reductions(step, chunks, buckets, reduction), *ops, *_gather_weights(buckets))
 
 
-def _gathered_weights(buckets: tuple[Bucket, ...]) -> Iterator[Op]:
+def _gather_weights(buckets: tuple[Bucket, ...]) -> Iterator[Op]:
     """Yield the all_gathers of zero=1, which give every rank the chunks that the others have updated.
 
     The next forward needs those of its first layers first, which backward has finished last.
@@ -237,7 +237,7 @@ def _reduce_units(ops: Ops, step: StepSpec, units: Mapping[str, Unit], *, is_las
             yield summed.sized(numel)
 
 
-def _tied_units(step: StepSpec, units: tuple[Unit, ...]) -> Iterator[Op]:
+def _reduce_tied_units(step: StepSpec, units: tuple[Unit, ...]) -> Iterator[Op]:
     """Yield, for each tied weight, the all_reduce of its reduced gradient shard among the stages that hold it.
 
     In the order of the model's weights, which all stages have in common.
@@ -281,7 +281,7 @@ def _before_update(ops: Ops, sums: tuple[Op, ...]) -> Ops:
     return (*ops[:place], *sums, *ops[place:])
 
 
-def _agreed(ops: Ops, waits: tuple[str, ...], num_scalars: int) -> Ops:
+def _add_scalars(ops: Ops, waits: tuple[str, ...], num_scalars: int) -> Ops:
     """Return the ops with the all_reduce of the step's scalars before the update.
 
     It waits for every reduction, because the gradient norm is that of the reduced gradients.

@@ -36,7 +36,7 @@ from dataclasses import replace
 
 from samestep.models.layer_spec import ExpertDispatch, LayerSpec, Product
 from samestep.models.param_spec import ParamSpec
-from samestep.models.spec import ModelSpec, remembered
+from samestep.models.spec import ModelSpec, cache_by_model
 from samestep.program.bodies import is_forward
 from samestep.program.holding import Holding
 from samestep.program.ops import BYTES_OF, Op, OpKind, Ops
@@ -78,7 +78,7 @@ def refusal(step: StepSpec) -> str | None:
     return f"reduce=hierarchical sums over all data ranks, and experts differ with ep={layout.ep}: reduce=ring works"
 
 
-@remembered
+@cache_by_model
 def _experts_of(model: ModelSpec) -> tuple[int, str | None]:
     """Return the greatest common divisor of the numbers of experts, and an expert weight that several modules use."""
     weights = [param for param in model.params if param.experts]
@@ -121,7 +121,7 @@ def apply(program: Program) -> Program:
     holders = step.ranks.size(SAME)
     # FSDP2 needs a group of the ranks with the same experts, even if it has a single rank.
     axes = {**program.axes, AXIS: degree, **({SAME: holders} if holders > 1 or step.zero >= 2 else {})}
-    return replace(program, step=local).with_bodies(lambda _, ops: tuple(_exchanged(ops, local)), axes=axes)
+    return replace(program, step=local).with_bodies(lambda _, ops: tuple(_add_dispatches(ops, local)), axes=axes)
 
 
 def _choices(ops: Ops, step: StepSpec) -> Op:
@@ -135,7 +135,7 @@ def _hold(degree: int, param: ParamSpec, holding: Holding) -> Holding:
     return holding.sharded(AXIS, degree).summed_over(SAME) if param.experts else holding
 
 
-@remembered
+@cache_by_model
 def shard_experts(model: ModelSpec, degree: int) -> ModelSpec:
     """Return the local model of a rank that holds one of `degree` shards of the experts."""
     params = tuple(_shard_param(param, degree) for param in model.params)
@@ -169,7 +169,7 @@ def _shard_layer(layer: LayerSpec, degree: int) -> LayerSpec:
     )
 
 
-def _exchanged(ops: Ops, step: StepSpec) -> Iterator[Op]:
+def _add_dispatches(ops: Ops, step: StepSpec) -> Iterator[Op]:
     """Yield the ops with dispatch and combine of a layer's experts after its compute."""
     for op in ops:
         yield op

@@ -37,7 +37,7 @@ from samestep import schedules
 from samestep.layout import Layout
 from samestep.models.layer_spec import Crossing
 from samestep.models.param_spec import ParamSpec, Use
-from samestep.models.spec import ModelSpec, remembered
+from samestep.models.spec import ModelSpec, cache_by_model
 from samestep.program.bodies import UPDATE_BODY, BodyKey, Task, is_backward, position
 from samestep.program.holding import Holding
 from samestep.program.ops import Op, OpKind, Ops
@@ -100,7 +100,7 @@ def _refuse_number(model: ModelSpec, layout: Layout) -> str:
     )
 
 
-@remembered
+@cache_by_model
 def _refuse_statistics(model: ModelSpec, pp: int) -> str | None:
     """Return which module of several layers keeps statistics of its calls, which stages would keep apart."""
     entered = {path for layer in model.layers for path, _ in layer.entered}
@@ -123,13 +123,13 @@ def _refuse_crossings(step: StepSpec) -> str | None:
     )
 
 
-@remembered
+@cache_by_model
 def num_starts(model: ModelSpec, is_cut: bool = False) -> int:
     """Return the largest number of chunks into which the layers of a model can be divided, with a tensor cut or without."""
     return sum(starts(model, len(model.layers), is_cut))
 
 
-@remembered
+@cache_by_model
 def starts(model: ModelSpec, count: int, is_cut: bool = False) -> tuple[bool, ...]:
     """Return for each layer whether one of `count` chunks can begin with it, under a tensor cut or without.
 
@@ -190,7 +190,7 @@ def _ties(model: ModelSpec, chunks: tuple[range, ...], num_stages: int) -> dict[
     return {tie_of(stages): len(stages) for stages in _stages_of(model, chunks, num_stages).values() if len(stages) > 1}
 
 
-@remembered
+@cache_by_model
 def _stages_of(model: ModelSpec, chunks: tuple[range, ...], num_stages: int) -> dict[str, tuple[int, ...]]:
     """Return the stages that use each weight."""
     stage_of = [index % num_stages for index, layers in enumerate(chunks) for _ in layers]
@@ -209,10 +209,10 @@ def _params_of(model: ModelSpec, chunks: tuple[range, ...], stage: int, num_stag
         if stages == (stage,):
             yield param
         elif stage in stages:
-            yield _used_on(param, tuple(use for use in param.uses if stage_of[use.layer] == stage), stages)
+            yield _weight_on_stage(param, tuple(use for use in param.uses if stage_of[use.layer] == stage), stages)
 
 
-def _used_on(param: ParamSpec, uses: tuple[Use, ...], stages: tuple[int, ...]) -> ParamSpec:
+def _weight_on_stage(param: ParamSpec, uses: tuple[Use, ...], stages: tuple[int, ...]) -> ParamSpec:
     """Return a weight as a stage has it that holds one of several copies."""
     owners = Counter({use.owner: 0 for use in uses})
     for use in uses:
@@ -234,10 +234,10 @@ def chunks_of(model: ModelSpec, count: int, is_cut: bool = False) -> tuple[range
     without FLOPs are spread too.
     """
     costs = tuple(layer.forward_flops + 1 for layer in model.layers)
-    return balanced(costs, starts(model, count, is_cut), count, sent_before(model, count, is_cut))
+    return balance_chunks(costs, starts(model, count, is_cut), count, elements_sent_before(model, count, is_cut))
 
 
-def sent_before(model: ModelSpec, count: int, is_cut: bool = False) -> tuple[int, ...]:
+def elements_sent_before(model: ModelSpec, count: int, is_cut: bool = False) -> tuple[int, ...]:
     """Return the elements of a sample that cross the boundary before each layer, 0 where none of `count` chunks can begin."""
     return tuple(
         sum(one.elements + one.fixed_elements for one in crossings_at(model, index)) if index and may_begin else 0
@@ -246,7 +246,7 @@ def sent_before(model: ModelSpec, count: int, is_cut: bool = False) -> tuple[int
 
 
 @functools.lru_cache(maxsize=256)
-def balanced(
+def balance_chunks(
     costs: tuple[int, ...], begins: tuple[bool, ...], count: int, sent: tuple[int, ...] = ()
 ) -> tuple[range, ...]:
     """Return layers of these costs in `count` chunks, of which the costliest costs as little as possible.
@@ -316,7 +316,7 @@ def _without_weights(op: Op, step: StepSpec) -> Op:
 def _chunk_ops(ops: Ops, step: StepSpec, chunk: range, backward: bool) -> Iterator[Op]:
     """Yield the receives of a chunk, the ops of its layers, and its sends."""
     comes_in, goes_out = (chunk.stop, chunk.start) if backward else (chunk.start, chunk.stop)
-    received = tuple(_passed(OpKind.RECV, step, comes_in, (), backward))
+    received = tuple(_pass_tensors(OpKind.RECV, step, comes_in, (), backward))
     yield from received
     layer: int | None = None
     before = tuple(op.name for op in received)
@@ -326,10 +326,10 @@ def _chunk_ops(ops: Ops, step: StepSpec, chunk: range, backward: bool) -> Iterat
         if layer in chunk:
             yield op.but(after=(*op.after, *before)) if before else op
             before, name = (), op.name
-    yield from _passed(OpKind.SEND, step, goes_out, (name,), backward)
+    yield from _pass_tensors(OpKind.SEND, step, goes_out, (name,), backward)
 
 
-def _passed(kind: OpKind, step: StepSpec, boundary: int, after: tuple[str, ...], backward: bool) -> Iterator[Op]:
+def _pass_tensors(kind: OpKind, step: StepSpec, boundary: int, after: tuple[str, ...], backward: bool) -> Iterator[Op]:
     """Yield the sends or the receives of the tensors, or their gradients, that cross the boundary before a layer."""
     if boundary in (0, len(step.model.layers)):
         return

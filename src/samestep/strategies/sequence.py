@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.param_spec import ParamSpec
-from samestep.models.spec import ModelSpec, is_below, remembered
+from samestep.models.spec import ModelSpec, cache_by_model, is_below
 from samestep.program.bodies import BodyKey, is_backward, is_forward
 from samestep.program.holding import Holding
 from samestep.program.ops import Op, OpKind, Ops
@@ -96,7 +96,7 @@ def _hold(param: ParamSpec, holding: Holding) -> Holding:
     return holding.partial(AXIS) if param.partial == "sequence" else holding
 
 
-@remembered
+@cache_by_model
 def _cut(model: ModelSpec, degree: int) -> ModelSpec:
     """Return the model whose blocks keep and pass on 1/tp of the sequence, except for gathered inputs of cut parts."""
     last = max(index for index, layer in enumerate(model.layers) if layer.is_block)

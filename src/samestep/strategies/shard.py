@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from samestep.models.param_spec import ParamSpec
-from samestep.models.spec import ModelSpec, is_below, read_by_own_code, remembered
+from samestep.models.spec import ModelSpec, cache_by_model, is_below, read_by_own_code
 from samestep.program.bodies import UPDATE_BODY, BodyKey, ends_step, is_forward, starts_step
 from samestep.program.codecs import PLAIN, exchange
 from samestep.program.holding import REPLICAS, SHARDS, Holding
@@ -96,7 +96,7 @@ def _refuse_again(step: StepSpec) -> str | None:
     return None
 
 
-@remembered
+@cache_by_model
 def _refuse_weights(model: ModelSpec) -> str | None:
     """Refuse weights that FSDP2 cannot cut, or gather apart from others."""
     for param in model.params:
@@ -148,15 +148,15 @@ def _with_units(
     same = (id(ops), gathers if is_forward(key) else reduces)
     if same not in known:
         rewritten = (
-            _gathered_forward(ops, units if gathers else ())
+            _gather_in_forward(ops, units if gathers else ())
             if is_forward(key)
-            else _scattered_backward(ops, step, units, reduces=reduces)
+            else _scatter_in_backward(ops, step, units, reduces=reduces)
         )
         known[same] = tuple(_with_buffers(rewritten, step, units, left))
     return known[same]
 
 
-def _gathered_forward(ops: Ops, units: tuple[Unit, ...]) -> Iterator[Op]:
+def _gather_in_forward(ops: Ops, units: tuple[Unit, ...]) -> Iterator[Op]:
     """Gather each unit before the first layer that uses it."""
     starting = by_layer((unit for unit in units if unit.num_shards > 1), lambda unit: unit.first_layer)
     done: list[str] = []
@@ -170,7 +170,7 @@ def _gathered_forward(ops: Ops, units: tuple[Unit, ...]) -> Iterator[Op]:
             done.append(op.name)
 
 
-def _scattered_backward(ops: Ops, step: StepSpec, units: tuple[Unit, ...], *, reduces: bool) -> Iterator[Op]:
+def _scatter_in_backward(ops: Ops, step: StepSpec, units: tuple[Unit, ...], *, reduces: bool) -> Iterator[Op]:
     """Gather each unit before its backward, with the unit that this prefetches, and scatter its gradient behind it.
 
     A unit whose input takes no gradient is scattered at the very end.

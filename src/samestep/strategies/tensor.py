@@ -34,7 +34,7 @@ from dataclasses import replace
 from samestep.models.layer_spec import LayerSpec, PartialSum
 from samestep.models.packing import BLOCK
 from samestep.models.param_spec import Cut, ParamSpec
-from samestep.models.spec import ModelSpec, gradients_within, remembered
+from samestep.models.spec import ModelSpec, cache_by_model, gradients_within
 from samestep.program.holding import Holding
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
@@ -100,7 +100,7 @@ def _cuts_block(param: ParamSpec, degree: int, block: int) -> bool:
     return each * math.prod(param.shape[cut.dim + 1 :]) % block != 0
 
 
-@remembered
+@cache_by_model
 def refuse_degree(model: ModelSpec, degree: int) -> str | None:
     """Return why a degree would cut through a group of a weight, or why the model cannot be cut at all."""
     if model.cut_refusal:
@@ -151,7 +151,7 @@ def _hold(degree: int, param: ParamSpec, holding: Holding) -> Holding:
     return whole.partial(AXIS) if param.partial == "cut" else whole
 
 
-@remembered
+@cache_by_model
 def cut_model(model: ModelSpec, degree: int, cuts_loss: bool = True) -> ModelSpec:
     """Return the local model of one of `degree` ranks.
 

@@ -53,7 +53,7 @@ def apply(program: Program) -> Program:
         return program
     dtype = step.master_dtype
     return program.with_bodies(
-        lambda key, ops: tuple(_exchanged(ops, owners, dtype)) if key == UPDATE_BODY else ops, owners=owners
+        lambda key, ops: tuple(_add_exchanges(ops, owners, dtype)) if key == UPDATE_BODY else ops, owners=owners
     )
 
 
@@ -65,7 +65,7 @@ def _over_data(step: StepSpec, params: list[ParamSpec]) -> Iterator[Owners]:
         parts = {p.name: -(-p.rows // ranks) * p.row_numel for p in mine}
         wholes = {p.name: p.numel for p in mine}
         if mine:
-            yield _owned(axis, ranks, parts, wholes, dict.fromkeys(parts), axis, is_cut=False)
+            yield _assign_owners(axis, ranks, parts, wholes, dict.fromkeys(parts), axis, is_cut=False)
 
 
 def _over_cuts(step: StepSpec, params: list[ParamSpec], lenders: Mapping[str, int]) -> Iterator[Owners]:
@@ -76,10 +76,10 @@ def _over_cuts(step: StepSpec, params: list[ParamSpec], lenders: Mapping[str, in
         parts = {p.name: p.numel for p in mine}
         wholes = {p.name: p.numel * ranks for p in mine}
         held = {p.name: lenders.get(p.name) for p in mine}
-        yield _owned(axis, ranks, parts, wholes, held, step.holding(mine[0]).data_axis, is_cut=True)
+        yield _assign_owners(axis, ranks, parts, wholes, held, step.holding(mine[0]).data_axis, is_cut=True)
 
 
-def _owned(
+def _assign_owners(
     axis: str,
     ranks: int,
     parts: Mapping[str, int],
@@ -123,7 +123,7 @@ def _chunks(program: Program) -> dict[str, int]:
     }
 
 
-def _exchanged(ops: Ops, owners: tuple[Owners, ...], dtype: str) -> Iterator[Op]:
+def _add_exchanges(ops: Ops, owners: tuple[Owners, ...], dtype: str) -> Iterator[Op]:
     """Yield the update's ops with the exchange of gradients before the step's scalars, and of weights after the update."""
 
     def op(one: Owners, name: str, numel: int, after: tuple[str, ...]) -> Op:

@@ -65,14 +65,14 @@ def arrange(
         modules = [] if owns_weights else [watch.regions[call].path for call in calls]
         return [Layer(name=name, modules=modules or [""], regions=list(watch.regions))]
     named = _first_calls(stages, calls, watch)
-    layers = _joined(containers, watch, named, is_fine=False)
+    layers = _join_calls(containers, watch, named, is_fine=False)
     blocks = sum(layer.is_block for layer in layers)
     in_lists = any(not isinstance(module.get_submodule(path), nn.Sequential) for path in containers)
     if stages:
         for index, layer in enumerate(layers):
             layer.begins_stage = "named" if not index or named & {*layer.regions[:1]} else "no"
     elif blocks < 2 or not in_lists:
-        layers = _joined(containers, watch, named, is_fine=True)
+        layers = _join_calls(containers, watch, named, is_fine=True)
         flops = [sum(watch.regions[call].flops for call in layer.regions) for layer in layers]
         of_blocks = sum(count for count, layer in zip(flops, layers, strict=True) if layer.is_block)
         prefers_blocks = blocks > 1 and 2 * of_blocks >= sum(flops)
@@ -103,7 +103,9 @@ def _first_calls(stages: Sequence[str], calls: Sequence[str], watch: ForwardTrac
     return found
 
 
-def _joined(containers: tuple[str, ...], watch: ForwardTracer, begin: Collection[str], *, is_fine: bool) -> list[Layer]:
+def _join_calls(
+    containers: tuple[str, ...], watch: ForwardTracer, begin: Collection[str], *, is_fine: bool
+) -> list[Layer]:
     """Return the calls in layers: blocks, and what stands between them, which `is_fine` divides into single calls.
 
     A layer begins in any case with each call in `begin`.
@@ -174,7 +176,7 @@ def _name(layers: list[Layer], watch: ForwardTracer) -> None:
         layer.repeats = caller.get(layer.again[0], "") if layer.is_block and layer.again else ""
 
 
-def entered_again(layers: Sequence[Layer], watch: ForwardTracer) -> list[tuple[tuple[str, int], ...]]:
+def modules_entered_again(layers: Sequence[Layer], watch: ForwardTracer) -> list[tuple[tuple[str, int], ...]]:
     """Return for each layer the modules that the modules of other layers enter too, and how often its own enter each."""
     layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
     found: list[dict[str, int]] = [{} for _ in layers]
@@ -239,8 +241,11 @@ def spread_over_calls(spec: ModelSpec) -> ModelSpec:
         if len(indices) == 1:
             continue
         first = layers[indices[0]]
-        forward, dispatches = _divided(first.forward_sums, len(indices)), _divided(first.dispatches, len(indices))
-        backward = _divided(first.backward_sums, len(indices))[::-1]
+        forward, dispatches = (
+            _split_by_call(first.forward_sums, len(indices)),
+            _split_by_call(first.dispatches, len(indices)),
+        )
+        backward = _split_by_call(first.backward_sums, len(indices))[::-1]
         for index, sums, back, sent in zip(indices, forward, backward, dispatches, strict=True):
             repeats = bool(sums) and first.repeats_last_sum
             layers[index] = replace(
@@ -249,7 +254,7 @@ def spread_over_calls(spec: ModelSpec) -> ModelSpec:
     return replace(spec, layers=tuple(layers))
 
 
-def _divided(parts: tuple[_Part, ...], count: int) -> list[tuple[_Part, ...]]:
+def _split_by_call(parts: tuple[_Part, ...], count: int) -> list[tuple[_Part, ...]]:
     """Return equal runs of parts, one for each call; all in the first if the calls are not alike."""
     each = len(parts) // count
     runs = [parts[number * each : (number + 1) * each] for number in range(count)]

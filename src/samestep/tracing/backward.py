@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from samestep.building.torch_seams import DispatchMode, current_autograd_node
-from samestep.state.snapshot import preserved_function
+from samestep.state.snapshot import preserve_function
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import operands, run_on_meta, tensors_in
 from samestep.trees import tree_map_only
@@ -41,7 +41,7 @@ class WorkingSet(NamedTuple):
     """Elements of these that a tensor cut divides."""
 
 
-class _Operation(NamedTuple):
+class _BackwardOperation(NamedTuple):
     node: int
     """Sequence number of the autograd node that runs the operation."""
     region: str
@@ -53,7 +53,7 @@ class _Operation(NamedTuple):
 class Backward:
     """The operations of one backward in order, and the storages of weight gradients."""
 
-    operations: list[_Operation] = field(default_factory=list)
+    operations: list[_BackwardOperation] = field(default_factory=list)
     of_weights: set[int] = field(default_factory=set)
     made: set[int] = field(default_factory=set)
     """Storages that did not exist before."""
@@ -94,7 +94,7 @@ def roots_of_loss(outputs: Any, sample: Any, loss: Callable[[Any, Any], Any] | N
     roots = [leaf for leaf in tensors_in(outputs) if leaf.requires_grad]
     if loss is not None and roots:
         try:
-            with torch.enable_grad(), preserved_function(loss):
+            with torch.enable_grad(), preserve_function(loss):
                 batch = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), sample)
                 total = loss(outputs, batch)[0]
         except Exception:  # a loss that looks at values, or has no meta kernel
@@ -153,7 +153,7 @@ class _BackwardTracer(DispatchMode):
             self.region = self.watch.marks[index][1] if index >= 0 else ""
         read, written = (self._keys(values) for values in ((*args, *(kwargs or {}).values()), (outcome,)))
         self.node = self.node if node is None else node._sequence_nr()
-        self.found.operations.append(_Operation(self.node, self.region, read, written))
+        self.found.operations.append(_BackwardOperation(self.node, self.region, read, written))
         return outcome
 
     def _keys(self, values: Iterable[Any]) -> frozenset[int]:

@@ -34,7 +34,7 @@ OPERATIONS = (
 _of_functional = inspect.signature(nn.functional.batch_norm)
 
 
-def named(func: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+def bind_batch_norm(func: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a call of one of these functions by the names of `torch.nn.functional.batch_norm`."""
     if func is torch.batch_norm:
         names = (
@@ -60,7 +60,7 @@ def arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
     return {one.name: named.get(one.name, one.default_value) for one in func._schema.arguments}
 
 
-def seen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> BatchNormCall | None:
+def find_batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> BatchNormCall | None:
     """Describe an operation that takes the statistics of samples, in the code of the module `where`; None for others."""
     if func.overloadpacket not in OPERATIONS:
         return None
@@ -99,7 +99,7 @@ class OfAnySize(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in FUNCTIONS:
-            call = named(func, *args, **(kwargs or {}))
+            call = bind_batch_norm(func, *args, **(kwargs or {}))
             x: Tensor = call["input"]
             if call["training"] and x.numel() == x.shape[1]:
                 return torch.batch_norm(x, call["weight"], call["bias"], None, None, True, 0.0, call["eps"], False)

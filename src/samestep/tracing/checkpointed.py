@@ -30,7 +30,7 @@ _GENERATOR = next(
 
 
 @contextmanager
-def _replaced(
+def _replace_checkpoint(
     generator: Callable[[_Begin, ContextFn], Iterator[None]], reentrant: Callable[..., Any]
 ) -> Iterator[None]:
     """Replace the two functions that torch's `checkpoint` calls.
@@ -99,7 +99,7 @@ def record_checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
         module.register_forward_pre_hook(functools.partial(enter, path)) for path, module in model.named_modules()
     ]
     try:
-        with _replaced(counted, reentrant):
+        with _replace_checkpoint(counted, reentrant):
             yield seen
     finally:
         for handle in handles:

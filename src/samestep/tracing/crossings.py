@@ -26,14 +26,14 @@ def with_crossings(
     """
     if passes_one_tensor(layers, flow, model):
         return tuple(replace(layer, crossings=(), crossing_refusal="") for layer in layers)
-    return _crossed(layers, (flow, num_samples), None, None)
+    return _add_crossings(layers, (flow, num_samples), None, None)
 
 
 def with_exact_crossings(
     layers: Sequence[LayerSpec], one: Sized, more: Sized, compute: torch.dtype
 ) -> tuple[LayerSpec, ...]:
     """Return layers with what crosses each boundary, from flows of two numbers of samples in a run's own dtypes."""
-    return _crossed(layers, one, more, compute)
+    return _add_crossings(layers, one, more, compute)
 
 
 def with_cut_crossings(layers: Sequence[LayerSpec], flow: Flow, cut: Collection[int]) -> tuple[LayerSpec, ...]:
@@ -72,7 +72,7 @@ def with_slices_of(layers: Sequence[LayerSpec], whole: Flow, sliced: Flow) -> tu
     return tuple(found)
 
 
-def _crossed(
+def _add_crossings(
     layers: Sequence[LayerSpec], one: Sized, more: Sized | None, compute: torch.dtype | None
 ) -> tuple[LayerSpec, ...]:
     found: list[LayerSpec] = []

@@ -20,7 +20,7 @@ _KNOWN = ("samestep.", "torch.")
 
 
 @contextmanager
-def reported(applied: Applied, hooked: Hooked) -> Iterator[None]:
+def report_functions(applied: Applied, hooked: Hooked) -> Iterator[None]:
     """Report every custom Function that this thread calls inside, and every hook that it puts on a tensor.
 
     Those of torch and samestep are known.

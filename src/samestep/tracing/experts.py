@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.families import FamilyFacts, facts_of
-from samestep.building.named_tensors import copied
+from samestep.building.named_tensors import copy_module
 from samestep.errors import LayoutError, ModelError
 from samestep.models.analysis import ExpertModules
 from samestep.models.layer_spec import ExpertDispatch, LayerSpec
@@ -66,7 +66,7 @@ def _compute(model: nn.Module, experts: ExpertModules, way: str) -> dict[int, tu
 
 
 @contextmanager
-def grouped(model: nn.Module, experts: ExpertModules) -> Iterator[None]:
+def compute_by_groups(model: nn.Module, experts: ExpertModules) -> Iterator[None]:
     """Compute experts inside by grouped products, whose shapes do not depend on the choice: what a trace can follow."""
     before = _compute(model, experts, facts_of(model).grouped_way)
     try:
@@ -87,7 +87,7 @@ def record_dispatches(
     seen: list[ExpertDispatch] = []
 
     def note(path: str, module: nn.Module, args: Any, named: Any) -> None:
-        x, chosen, _ = called_with(args, named)
+        x, chosen, _ = routing_arguments(args, named)
         if calls is not None:
             calls[path] = (args, named)
         seen.append(ExpertDispatch(owner=path, rows=chosen.numel(), width=x.shape[-1], experts=experts.counts[path]))
@@ -97,14 +97,14 @@ def record_dispatches(
         for path in experts.counts
     ]
     try:
-        with grouped(model, experts):
+        with compute_by_groups(model, experts):
             yield seen
     finally:
         for handle in handles:
             handle.remove()
 
 
-def called_with(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def routing_arguments(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows [N, D], the experts chosen for each row [N, K], and their weights [N, K], in whatever order they come.
 
     Raises:
@@ -196,7 +196,7 @@ def check_experts(
         LayoutError: it computes something else, or cannot be run on a part of its experts.
     """
     args, named = call
-    rows, chosen, _ = called_with(args, named)
+    rows, chosen, _ = routing_arguments(args, named)
     count = facts.experts_in(module)
     some = min(count, max(3, chosen.shape[1]))
     if some * sum(param.numel() for param in module.parameters()) // count > _LARGEST:
@@ -252,7 +252,7 @@ def _real(
     drawn: Callable[..., Tensor],
 ) -> nn.Module:
     """Return a copy of a module on the meta device that holds a few experts, with values drawn."""
-    made = copied(module).eval()
+    made = copy_module(module).eval()
     facts.set_experts(made, some)
     for name, param in list(made.named_parameters()):
         owner, _, leaf = name.rpartition(".")

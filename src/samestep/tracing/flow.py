@@ -232,7 +232,7 @@ def takes_statistics(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.running_mean is not None)
 
 
-def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Return a value with `change` applied to the tensors in its nested tuples, lists, mappings and dataclasses."""
 
     def leaf(item: Any) -> Any:
@@ -242,7 +242,7 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
             found = copy.copy(item)
             for one in dataclasses.fields(item):
                 if hasattr(item, one.name):
-                    object.__setattr__(found, one.name, mapped(getattr(item, one.name), change))
+                    object.__setattr__(found, one.name, map_tensors(getattr(item, one.name), change))
             return found
         return item
 
@@ -250,7 +250,7 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors that `mapped` would change, in its order."""
+    """Return the tensors that `map_tensors` would change, in its order."""
     if isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []
@@ -263,7 +263,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     return found
 
 
-def made_by(outcome: Any, changes: Sequence[Change]) -> list[Tensor]:
+def tensors_made_by(outcome: Any, changes: Sequence[Change]) -> list[Tensor]:
     """Return the tensors that a call returns, and those that it puts into its arguments."""
     return [*tensors_of(outcome), *(tensor for change in changes for tensor in tensors_of(change.items))]
 

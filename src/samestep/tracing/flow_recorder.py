@@ -32,11 +32,11 @@ from samestep.tracing.flow import (
     changes_of,
     containers_in,
     contents_of,
-    made_by,
     makes_event,
-    mapped,
+    map_tensors,
     name_of,
     reads_shape_alone,
+    tensors_made_by,
     tensors_of,
 )
 
@@ -62,7 +62,7 @@ class _Running:
     is_call: bool = False
 
 
-class _Given(NamedTuple):
+class _CallArguments(NamedTuple):
     """The arguments that a call is given."""
 
     tensors: list[Tensor]
@@ -105,7 +105,7 @@ class FlowRecorder(TorchFunctionMode):
         self._running: _Running | None = None
         self._last_call = ""
         self._depth = 0
-        self._entered: list[_Given] = []
+        self._entered: list[_CallArguments] = []
         self._is_active = False
         self.differentiates_at = ""
         """Path of the module whose code takes gradients by `torch.autograd.grad`; empty if none does."""
@@ -292,7 +292,7 @@ class FlowRecorder(TorchFunctionMode):
                 self._note_untracked(given, path)
                 containers = containers_in((args, kwargs))
                 versions = [tensor._version for tensor in given]
-                self._entered.append(_Given(given, versions, containers, contents_of(containers)))
+                self._entered.append(_CallArguments(given, versions, containers, contents_of(containers)))
                 self._begin(len(self._events), path, given, is_call=True)
 
         return hook
@@ -342,7 +342,7 @@ class FlowRecorder(TorchFunctionMode):
         makes: list[int | None] = []
         aliases: list[int] = []
         made: dict[int, int] = {}
-        for tensor in made_by(outcome, changes):
+        for tensor in tensors_made_by(outcome, changes):
             aliases.append(places.get(id(tensor), -1))
             if aliases[-1] < 0 and id(tensor) not in made:
                 made[id(tensor)] = self._new_value(tensor, number, maker, views)
@@ -385,4 +385,4 @@ def _without_data(outcome: Any) -> Any:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device if is_on_host else "meta")
 
     with disable_current_modes():
-        return mapped(outcome, empty)
+        return map_tensors(outcome, empty)

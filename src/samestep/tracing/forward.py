@@ -161,7 +161,7 @@ class ForwardTracer(DispatchMode):
             args, kwargs = tree_map_only(Tensor, self.to_meta, (args, kwargs))
             given = operands(*args, *kwargs.values())
         outcome = self._run(func, given, args, kwargs)
-        if (call := batch_norms.seen(func, args, kwargs, "".join(self._running[-1:]))) is not None:
+        if (call := batch_norms.find_batch_norm(func, args, kwargs, "".join(self._running[-1:]))) is not None:
             self.batch_norms.append((self.region, call))
         written = [tensor for tensor in operands(outcome) if tensor.is_meta]
         flops = self._flops_of(func, args, kwargs, outcome)

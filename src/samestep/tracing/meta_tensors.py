@@ -35,7 +35,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on meta tensors, or return what it would."""
     # Modes further out must see the operation itself.
     is_last = not num_dispatch_modes() and current_transform_level() is None
-    call = _described_call(func, args, kwargs) if is_last else None
+    call = _describe_call(func, args, kwargs) if is_last else None
     if call is None:
         return func(*args, **kwargs)
     if forms := _forms.get(call):
@@ -53,7 +53,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return outcome
 
 
-def _described_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def _describe_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """Return all that the shapes of the results follow from; None if there may be more."""
     schema = func._schema
     if schema.is_mutable or any(one.alias_info or str(one.type) != "Tensor" for one in schema.returns):
@@ -61,20 +61,20 @@ def _described_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
         return None
     values = (*args, *kwargs.values())
-    described = tuple(_described(value) for value in values)
+    described = tuple(_describe_value(value) for value in values)
     if None in described or not any(isinstance(part, Tensor) for value in values for part in _flat(value)):
         return None
     return func, len(args), tuple(kwargs), torch.get_default_dtype(), described
 
 
-def _described(value: Any) -> Hashable:
+def _describe_value(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         is_plain = type(value) in (Tensor, nn.Parameter) and value.is_meta and value.layout is torch.strided
         if not is_plain or not value.dim() or value.dtype.is_complex or value.is_neg():
             return None
         return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
-        parts = tuple(_described(item) for item in value)
+        parts = tuple(_describe_value(item) for item in value)
         return None if None in parts else parts
     return (type(value), value) if isinstance(value, _VALUES) else None
 
@@ -330,7 +330,7 @@ def operands(*values: Any) -> list[Tensor]:
     return [item for item in flat if isinstance(item, Tensor)]
 
 
-def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def mutated_operands(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the operands into which an operation that returns nothing writes."""
     given = zip(func._schema.arguments, args, strict=False)
     pairs = [*given, *((one, kwargs[one.name]) for one in func._schema.arguments if one.name in kwargs)]

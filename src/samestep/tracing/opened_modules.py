@@ -33,13 +33,13 @@ def opened_modules(module: nn.Module, containers: Collection[str], stages: Seque
     Raises:
         ModelError: `stages` names no module with weights, or a part of a block.
     """
-    opened = dict.fromkeys(containers or _opened_by_size(module))
+    opened = dict.fromkeys(containers or _open_by_size(module))
     for name in stages:
         opened |= dict.fromkeys(_around(name, module, containers))
     return tuple(opened)
 
 
-def _opened_by_size(module: nn.Module) -> Iterator[str]:
+def _open_by_size(module: nn.Module) -> Iterator[str]:
     """Yield the model, and the largest of what is called as long as that are few modules."""
     called = {"": module}
     while len(called) < ENOUGH_CALLS:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from samestep.building.named_tensors import inner_tensor
 from samestep.models.layer_spec import Product
-from samestep.tracing.meta_tensors import written_by
+from samestep.tracing.meta_tensors import mutated_operands
 
 FEW_ELEMENTS = 64
 """Constants of at most so many elements are recorded with their values."""
@@ -124,19 +124,19 @@ class Recorder:
             return
         self.seen += 1
         if not isinstance(func, str) and func._schema.is_mutable and not func._schema.returns:
-            outcome = written_by(func, args, kwargs)
-        args, named = described(args), {name: described(value) for name, value in kwargs.items()}
-        operation = Operation(func, where, args, named, tuple(views_in((described(outcome),))))
+            outcome = mutated_operands(func, args, kwargs)
+        args, named = with_views(args), {name: with_views(value) for name, value in kwargs.items()}
+        operation = Operation(func, where, args, named, tuple(views_in((with_views(outcome),))))
         storages = {view.storage for view in operation.given}
         if isinstance(func, str) or operation.writes or any(one.storage not in storages for one in operation.results):
             self.operations.append(operation)
 
 
-def described(value: Any) -> Any:
+def with_views(value: Any) -> Any:
     """Return an argument with views in the place of its tensors."""
     if isinstance(value, Tensor):
         return view_of(value)
-    return tuple(described(item) for item in value) if isinstance(value, list | tuple) else value
+    return tuple(with_views(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def view_of(tensor: Tensor) -> View:

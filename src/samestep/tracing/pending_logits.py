@@ -25,7 +25,7 @@ from samestep.building.chunked_cross_entropy import LOGITS, Chunking, Elementwis
 from samestep.building.torch_seams import DisableTorchFunction, DispatchMode, disable_current_modes
 from samestep.errors import ModelError
 from samestep.models.spec import ModelSpec
-from samestep.state.snapshot import preserved_function
+from samestep.state.snapshot import preserve_function
 from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
 from samestep.trees import tree_leaves, tree_map
 
@@ -85,7 +85,7 @@ class PendingLogits(Tensor):
             return _DONE[name](*args, **kwargs)
         first = args[0] if args else None
         if name in _MOVING and isinstance(first, PendingLogits):
-            return _moved(name, func, first, args[1:], kwargs)
+            return _apply_to_hidden(name, func, first, args[1:], kwargs)
         pending = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PendingLogits)}
         if len(pending) == 1:
             (logits,) = pending.values()
@@ -185,7 +185,7 @@ def _register_hook(logits: PendingLogits, hook: Callable[..., Any]) -> None:
     logits.hooks.append(lambda gradient: (hook(gradient), None)[1])
 
 
-def detached(logits: PendingLogits) -> PendingLogits:
+def detach_logits(logits: PendingLogits) -> PendingLogits:
     """Return the same logits without a graph."""
     made = logits.made
     bias = None if made.bias is None else made.bias.detach()
@@ -198,7 +198,7 @@ _DONE: dict[str, Callable[..., Any]] = {
     "cross_entropy": _cross_entropy,
     "logsumexp": _logsumexp,
     "register_hook": _register_hook,
-    "detach": detached,
+    "detach": detach_logits,
 }
 
 
@@ -209,7 +209,7 @@ _RESHAPING = ("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze",
 _MOVING = (*_RESHAPING, "__getitem__", "narrow", "select", "transpose", "movedim", "permute", "swapaxes")
 
 
-def _moved(
+def _apply_to_hidden(
     name: str, func: Callable[..., Any], logits: PendingLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> PendingLogits:
     """Do to the hidden states what a function does to the rows of logits."""
@@ -239,7 +239,7 @@ def _moved(
 # -- elementwise functions -----------------------------------------------------------------------------------------------
 
 
-class _Watch(DispatchMode):
+class _ElementwiseWatch(DispatchMode):
     """Whether all operations that run inside are elementwise, and whether one writes into its first operand."""
 
     def __init__(self) -> None:
@@ -274,7 +274,7 @@ def _elementwise(
         with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
             probe = torch.empty(logits.shape, dtype=logits.dtype, device="meta")
             tried = tree_map(lambda one: probe if one is logits else _on_meta(one), (args, kwargs))
-            with _Watch() as watch:
+            with _ElementwiseWatch() as watch:
                 result = func(*tried[0], **tried[1])
     except Exception:  # the call itself is wrong, and says so on the logits
         return None
@@ -366,7 +366,7 @@ def refusal_of(
         pending = [leaf for leaf in tensors_in(outputs) if isinstance(leaf, PendingLogits)]
         if not pending:
             return f"what {last.head.owner} makes is not among the model's outputs"
-        with preserved_function(loss):
+        with preserve_function(loss):
             total, _ = loss(outputs, batch)
     except NeedsValuesError:
         return "the model or its loss looks at values"

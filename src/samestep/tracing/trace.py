@@ -33,14 +33,14 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from samestep.building.initial_values import blueprint
 from samestep.building.model import model_source
-from samestep.building.nf4 import marked
+from samestep.building.nf4 import mark_of
 from samestep.errors import ModelError
 from samestep.job import Job
 from samestep.models.layer_spec import HeadSpec, LayerSpec, Product
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, is_below
 from samestep.state.snapshot import GivenWeights, Snapshot
-from samestep.tracing.arranged_layers import Layer, UsesOfWeights, arrange, entered_again
+from samestep.tracing.arranged_layers import Layer, UsesOfWeights, arrange, modules_entered_again
 from samestep.tracing.backward import (
     Backward,
     WorkingSet,
@@ -152,7 +152,7 @@ def _spec_of(
         layers=with_crossings(specs, watch.flow, module, num_samples),
         params=params,
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
-        coupled_modules=_coupled(module),
+        coupled_modules=_coupled_modules(module),
         varies_at=varies,
         varies_within=bool(varies) and watch.varies_within,
         picks_at="" if varies else watch.picks,
@@ -163,10 +163,10 @@ def _spec_of(
 
 def samples_traced(module: nn.Module) -> int:
     """Return the number of copies of a sample that are traced: batch norm refuses a batch of one."""
-    return 2 if _coupled(module) else 1
+    return 2 if _coupled_modules(module) else 1
 
 
-def _coupled(module: nn.Module) -> tuple[str, ...]:
+def _coupled_modules(module: nn.Module) -> tuple[str, ...]:
     return tuple(path for path, part in module.named_modules() if _couples_samples(part))
 
 
@@ -291,7 +291,7 @@ def _layer_specs(
         return sum(watch.sizes[key] for key in keys) // num_samples
 
     specs = []
-    entered = entered_again(layers, watch)
+    entered = modules_entered_again(layers, watch)
     for index, layer in enumerate(layers):
         regions = [watch.regions[path] for path in layer.regions]
         results = set[int]().union(*(region.results for region in regions))
@@ -436,7 +436,7 @@ def _param_specs(
             trainable=param.requires_grad,
             is_idle=param.requires_grad and id(param) in unused.idle,
             may_be_unused=param.requires_grad and id(param) in unused.perhaps,
-            held_as=marked(module.get_submodule(_owner(name))) if name.endswith(".weight") else "",
+            held_as=mark_of(module.get_submodule(_owner(name))) if name.endswith(".weight") else "",
             embeds=next((watch.embeds[path] for path in owners if path in watch.embeds), ""),
             sparse_gradient=any(getattr(module.get_submodule(path), "sparse", False) is True for path in owners),
         )

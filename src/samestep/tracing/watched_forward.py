@@ -22,12 +22,17 @@ from samestep.building.attention import AttentionCall
 from samestep.building.model import call_model, why_unfit
 from samestep.building.packed_positions import DocumentMask, lengths_of
 from samestep.building.surface import process_randomness
-from samestep.building.torch_seams import disable_current_modes, num_dispatch_modes, transforms_beside_hooks, uncompiled
+from samestep.building.torch_seams import (
+    disable_compiler,
+    disable_current_modes,
+    num_dispatch_modes,
+    transforms_beside_hooks,
+)
 from samestep.errors import ModelError, SamestepError, line_of
 from samestep.models.layer_spec import Product
 from samestep.models.spec import is_below
 from samestep.state import snapshot
-from samestep.tracing.custom_functions import reported
+from samestep.tracing.custom_functions import report_functions
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_autocast import autocast_on_meta
 from samestep.tracing.meta_tensors import (
@@ -100,7 +105,7 @@ def _known_mask(watch: ForwardTracer, mask: Tensor | None) -> Tensor | None:
 
 
 @contextmanager
-def fused_attention(watch: ForwardTracer) -> Iterator[None]:
+def trace_fused_attention(watch: ForwardTracer) -> Iterator[None]:
     """Trace scaled_dot_product_attention as a fused kernel; on the meta device torch itself uses plain products."""
     held = weakref.ref(watch)  # torch keeps a reference to the last replacement of an operator
 
@@ -148,10 +153,10 @@ def outputs_on_meta(module: nn.Module, sample: Any, num_samples: int, value_of: 
     batch = watch.copies_of(sample, num_samples)
     with (
         process_randomness(_SEED),
-        uncompiled(),
+        disable_compiler(),
         autocast_on_meta(),
         watch.knowing(module, value_of),
-        fused_attention(watch),
+        trace_fused_attention(watch),
         torch.enable_grad(),
         watch,
         KnownConstants(watch.read),
@@ -181,15 +186,15 @@ def watch_forward(
     try:
         with ExitStack() as stack:
             stack.enter_context(process_randomness(_SEED))
-            stack.enter_context(uncompiled())
+            stack.enter_context(disable_compiler())
             stack.enter_context(autocast_on_meta())
             stack.enter_context(watch.knowing(module, value_of))
             stack.enter_context(_hooks(module, containers, watch))
-            stack.enter_context(fused_attention(watch))
-            stack.enter_context(reported(watch.applied, watch.hooked))
+            stack.enter_context(trace_fused_attention(watch))
+            stack.enter_context(report_functions(watch.applied, watch.hooked))
             stack.enter_context(watch.flow_recorder.over(module, functools.partial(is_outside, containers=containers)))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _given_back))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.save, _unpack_saved))
             stack.enter_context(transforms_beside_hooks())
             stack.enter_context(watch)
             stack.enter_context(KnownConstants(watch.read))
@@ -222,13 +227,13 @@ def answer_alike(
     """
     found = ForwardTracer(module, lambda block: None, {}, keeps_all=True)
     found.has_backward = False
-    with snapshot.preserved(module):
+    with snapshot.preserve_modules(module):
         watch_forward(module, sample, 1, "the model", containers, found, value_of)
     for watch in watches:
         watch.looks.known = deque(found.looks.answers)
 
 
-def _given_back(tensor: Tensor | None) -> Tensor:
+def _unpack_saved(tensor: Tensor | None) -> Tensor:
     assert tensor is not None, "a watch that goes back"
     return tensor
 

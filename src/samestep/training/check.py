@@ -116,7 +116,7 @@ def check(
     trackers.check(job)
     compiled_blocks.check(job.run)
     evaluations.check(job)
-    folder = Path(agreed(lambda: str(run_folder.chosen(out, resume, auto_resume)), place))
+    folder = Path(decide_on_rank_0(lambda: str(run_folder.choose_folder(out, resume, auto_resume)), place))
     passed_over: tuple[tuple[Path, str], ...] = ()
     if auto_resume:
         resume_from, passed_over = _whole_from(folder, job, until)
@@ -128,16 +128,16 @@ def check(
     workload = Workload(job, where)
     why = ""
     if where is None:
-        words, why = agreed(lambda: searched(workload, ranks or job.run.ranks, num_hosts), place)
+        words, why = decide_on_rank_0(lambda: search_layout(workload, ranks or job.run.ranks, num_hosts), place)
         where = Layout.parse(words)
     per_node = place.ranks_per_node if place else job.run.ranks_per_node
     if per_node is None and num_hosts > 1:
         per_node = shares(where.world_size, num_hosts)[0]
-    where, why = placed(workload, where, per_node, why)
+    where, why = place_workload(workload, where, per_node, why)
     return Checked(workload, where, folder, until, resume_from, first_weights, why, passed_over, per_node)
 
 
-def placed(workload: Workload, layout: Layout, ranks_per_node: int | None, why: str = "") -> tuple[Layout, str]:
+def place_workload(workload: Workload, layout: Layout, ranks_per_node: int | None, why: str = "") -> tuple[Layout, str]:
     """Return the layout in which a workload runs where it is to run in `layout`, and the reasons as text.
 
     Raises:
@@ -165,7 +165,7 @@ def shares(ranks: int, num_hosts: int) -> tuple[int, ...]:
     return (ranks // num_hosts,) * num_hosts
 
 
-def searched(workload: Workload, ranks: int | None, num_hosts: int) -> tuple[str, str]:
+def search_layout(workload: Workload, ranks: int | None, num_hosts: int) -> tuple[str, str]:
     """Search for the fastest layout on this machine that the optimizer supports; return it and the reason as text."""
     job, count = workload.job, ranks or num_hosts * workers.default_ranks(workload.job.run.device)
     machine = hardware.own_or("cpu-laptop")
@@ -209,7 +209,7 @@ def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None, num
     return given, given.world_size
 
 
-def agreed(decide: Callable[[], T], place: RankInfo | None) -> T:
+def decide_on_rank_0(decide: Callable[[], T], place: RankInfo | None) -> T:
     """Return rank 0's decision, a plain value, on every rank; an error that it raises there is raised on every rank.
 
     Ranks could decide differently: their clocks and hardware profiles differ, and rank 0 may already have made the folder.

@@ -22,7 +22,7 @@ from samestep.layout import Layout
 from samestep.runtime.checkpoints import manifests
 from samestep.runtime.processes.meeting import Meeting
 from samestep.training import run_folder
-from samestep.training.check import Checked, placed, searched
+from samestep.training.check import Checked, place_workload, search_layout
 from samestep.training.metrics import last_step
 
 
@@ -74,7 +74,7 @@ class Elasticity:
             for layout in self._layouts(checked, ranks, hosts):
                 try:
                     per_node = checked.workload.job.run.ranks_per_node or (ranks // hosts if hosts > 1 else None)
-                    layout, why = placed(checked.workload, layout, per_node)
+                    layout, why = place_workload(checked.workload, layout, per_node)
                 except InputError as reason:
                     refused = refused or f": {reason}"
                     continue
@@ -94,7 +94,7 @@ class Elasticity:
         """Yield the layouts of a number of ranks, the best one first."""
         if self.plans_anew:
             try:
-                yield Layout.parse(searched(checked.workload, ranks, hosts)[0])
+                yield Layout.parse(search_layout(checked.workload, ranks, hosts)[0])
             except InputError:
                 return
         else:

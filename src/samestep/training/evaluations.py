@@ -26,7 +26,7 @@ from samestep.output.output_file import write_whole
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.run import Run
-from samestep.training.workload import Workload, evaluated_weights, held_out_losses, said
+from samestep.training.workload import Workload, describe_losses, held_out_losses, use_evaluated_weights
 
 FILE = "evaluations.jsonl"
 BEST = "best"
@@ -80,7 +80,7 @@ def _line(row: EvaluatedStep) -> str:
     return json.dumps({"step": row.step, "loss": loss, "losses": losses}) + "\n"
 
 
-def _settled(folder: Path, first: int, rank: int) -> tuple[int, str]:
+def _drop_later_best(folder: Path, first: int, rank: int) -> tuple[int, str]:
     """Move the best checkpoint aside on rank 0, if it is of a step behind `first`; return its step, and why it cannot be moved."""
     newest = manifests.latest(folder / BEST) if rank == 0 else None
     step = int(newest.name.removeprefix("step-")) if newest is not None else 0
@@ -119,7 +119,7 @@ class Evaluations:
         run, first = self.run, self.run.steps_taken
         if not run.job.checkpoint.keep_best:
             return ""
-        newest, reason = gather_values(_settled(self.folder, first, run.place.rank), run.layout.world_size)[0]
+        newest, reason = gather_values(_drop_later_best(self.folder, first, run.place.rank), run.layout.world_size)[0]
         if reason:
             raise SaveError(reason)
         step = int(newest)
@@ -151,7 +151,7 @@ class Evaluations:
 
     def losses(self) -> dict[str, float]:
         """Return the held-out loss of each set. Every rank must call it."""
-        with evaluated_weights(self.run):
+        with use_evaluated_weights(self.run):
             return held_out_losses(self.run, self.workload)
 
     def add(self, step: int, losses: Mapping[str, float]) -> str:
@@ -167,10 +167,10 @@ class Evaluations:
             checkpoint.save(self.run, self.folder / BEST, 1)
             self.kept = self.rows[-1]
         more = " (the least so far)" if len(losses) > 1 else ", the least so far"
-        return f"step {step}: {said(losses, judge)}{more if is_best else ''}"
+        return f"step {step}: {describe_losses(losses, judge)}{more if is_best else ''}"
 
 
-def resumed(run: Run, workload: Workload, folder: Path, say: Callable[[str], None]) -> Evaluations:
+def resume_evaluations(run: Run, workload: Workload, folder: Path, say: Callable[[str], None]) -> Evaluations:
     """Return the evaluations with which a run goes on, and say what is other about its best checkpoint; every rank must call it.
 
     Raises:

@@ -22,7 +22,7 @@ from torch import Tensor
 from samestep.building import adapters, nf4
 from samestep.building.initial_values import Blueprint
 from samestep.building.model import blueprint_of, without_adaptation
-from samestep.building.stored_weights import StoredWeights, stored_weights
+from samestep.building.stored_weights import StoredWeights, find_stored_weights
 from samestep.errors import CheckpointError, JobError, ModelError
 from samestep.job import Job
 from samestep.models import weight_files
@@ -67,10 +67,10 @@ class FirstWeights:
             return cls._of_torch(path, job)
         stored, new = StoredRun.of(path, allow_code=True), blueprint_of(job)  # nothing of the old job is built
         origin = f"{stored.checkpoint} (step {stored.manifest['step']})"
-        if held := _held_for(new, stored):
+        if held := _tensors_held_for(new, stored):
             manifests.check_digests(stored.manifest, stored.checkpoint)
             weights = {name: held[name] for name in stored.shapes}
-            names = _matched(new, held, weights, stored.checkpoint)
+            names = _match_names(new, held, weights, stored.checkpoint)
             return cls(path, job, origin, names, functools.partial(_stored_reader, stored, new), allow_code)
         if not allow_code:
             foreign_code.refuse(stored.job, stored.checkpoint, job)
@@ -80,14 +80,14 @@ class FirstWeights:
         def opened(stack: ExitStack) -> Callable[[str], Tensor]:
             return pretrained_folder.values(old, OpenCheckpoint.open(stored.checkpoint, stored.manifest, stack))
 
-        names = _matched(new, old.module.state_dict(), dict(old.module.named_parameters()), stored.checkpoint)
+        names = _match_names(new, old.module.state_dict(), dict(old.module.named_parameters()), stored.checkpoint)
         return cls(path, job, origin, names, opened, allow_code)
 
     @classmethod
     def _of_folder(cls, path: Path, job: Job) -> FirstWeights:
         bare = blueprint_of(without_adaptation(job))
         try:
-            files = stored_weights(bare.module, bare.canonical, weight_files.tensors(path))
+            files = find_stored_weights(bare.module, bare.canonical, weight_files.tensors(path))
         except (ModelError, AttributeError) as error:  # a model that is none of transformers lacks its attributes
             reason = (
                 str(error).removeprefix("model.source: ")
@@ -99,7 +99,7 @@ class FirstWeights:
             whose = "lacks" if files.missing else "has besides"
             raise CheckpointError(f"--init-from {path} holds another model's weights: it {whose} {strange[0]}")
         held = bare.module.state_dict()
-        names = _matched(blueprint_of(job), held, dict(bare.module.named_parameters()), path)
+        names = _match_names(blueprint_of(job), held, dict(bare.module.named_parameters()), path)
         return cls(path, job, str(path), names, functools.partial(_reader, files, held))
 
     @classmethod
@@ -109,7 +109,7 @@ class FirstWeights:
         found = torch_checkpoint.entries(path, params)
         held = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in found.items()}
         weights = {name: one for name, one in held.items() if name in params or name not in mine}
-        names = _matched(blueprint_of(job), held, weights, path)
+        names = _match_names(blueprint_of(job), held, weights, path)
         dtypes = {name: one.dtype for name, one in mine.items()}
         return cls(path, job, str(path), names, functools.partial(_torch_reader, found, dtypes))
 
@@ -128,12 +128,12 @@ class FirstWeights:
                 if name not in self.names:
                     return None
                 found = value(self.names[name])
-                return nf4.rounded(found) if name in packed else found
+                return nf4.round_weight(found) if name in packed else found
 
             checkpoint.set_weights(run, first)
 
 
-def _held_for(new: Blueprint, stored: StoredRun) -> dict[str, Tensor]:
+def _tensors_held_for(new: Blueprint, stored: StoredRun) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by their names in a new model, where its files hold all that the model has; else nothing.
 
     They lack weights that were frozen and have not changed: those are first values of the old job, which must be built for them.
@@ -173,7 +173,9 @@ def _torch_reader(
     return lambda name: found[name].read().to(dtypes[name])
 
 
-def _matched(new: Blueprint, held: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path) -> dict[str, str]:
+def _match_names(
+    new: Blueprint, held: Mapping[str, Tensor], weights: Mapping[str, Tensor], where: Path
+) -> dict[str, str]:
     """Return the names of the tensors there, by those of the new model's weights and persistent buffers.
 
     `held` are all tensors there by all their names, and `weights` those that are weights, once each.

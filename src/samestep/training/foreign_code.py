@@ -41,7 +41,7 @@ def note(job: Job) -> None:
     """
     for word in code_of(job):
         if file := _file_of(word, job.run.folder):
-            place = _noted(word, file)
+            place = _note_path(word, file)
             with contextlib.suppress(OSError, RuntimeError):
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.write_text(f"{word}\n{file}\n", encoding="utf-8")
@@ -86,12 +86,12 @@ def _code_in(value: Any, keys: tuple[str, ...]) -> Iterator[str]:
 def _is_noted(word: str, folder: str | None) -> bool:
     file = _file_of(word, folder)
     try:
-        return bool(file) and _noted(word, file).is_file()
+        return bool(file) and _note_path(word, file).is_file()
     except (OSError, RuntimeError):
         return False
 
 
-def _noted(word: str, file: str) -> Path:
+def _note_path(word: str, file: str) -> Path:
     return Path.home() / ".cache" / "samestep" / "code" / xxhash.xxh3_128_hexdigest(f"{word}\n{file}".encode())
 
 

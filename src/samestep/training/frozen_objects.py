@@ -16,7 +16,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def frozen_behind_first(steps: Iterable[T]) -> Iterator[T]:
+def freeze_after_first(steps: Iterable[T]) -> Iterator[T]:
     """Yield all steps; the objects that there are behind the first are left out of collections until the last.
 
     Where somebody else has frozen objects, which cannot be told apart, nothing is done.

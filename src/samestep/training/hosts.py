@@ -100,7 +100,7 @@ def follow(
             given: dict[str, Any] = {"layout": layout, "steps": until, "out": folder, "init_from": init_from}
             given["allow_code"] = allow_code
             known[layout] = check(job, **given, **size, auto_resume=True)
-        checked = _resumed(known[layout], order)
+        checked = _apply_order(known[layout], order)
         device = resolve_device(job.run.device)
         workers.check_gpus(device, order.local_ranks)
         options = LaunchOptions(
@@ -153,7 +153,7 @@ def meet_again(lost: Lost, at: Rendezvous, mine: Mapping[str, str]) -> Meeting:
     raise WorkerError(f"{lost.why}; none of {', '.join(lost.hosts)} leads the run instead")
 
 
-def _resumed(checked: Checked, order: Order) -> Checked:
+def _apply_order(checked: Checked, order: Order) -> Checked:
     """Return a run that has passed its checks here, from the checkpoint that the leading host says."""
     resume_from = Path(order.resume_from) if order.resume_from else None
     return dataclasses.replace(

@@ -22,9 +22,9 @@ from samestep.models.analysis import StateSpec
 from samestep.models.layer_spec import Crossing, LayerSpec
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
-from samestep.output.text_table import aligned
+from samestep.output.text_table import align_columns
 from samestep.planning import legality
-from samestep.training.workload import traced_model
+from samestep.training.workload import trace_job
 
 _STYLES = {
     "column": "by columns",
@@ -58,12 +58,16 @@ class Inspection:
         parts = [
             f"{spec.name}: {spec.num_params:,} weights, {trained:,} trained, {parts_found}, "
             f"{spec.forward_flops:,} FLOPs in the forward of a sample",
-            aligned([_LAYER_HEAD, *(tuple(map(_shown, row.values())) for row in self._layers())], left=(0, 5)),
+            align_columns(
+                [_LAYER_HEAD, *(tuple(map(_format_cell, row.values())) for row in self._layers())], left=(0, 5)
+            ),
             f"weights under tp{f': none is cut, {spec.cut_refusal}' if spec.cut_refusal else ''}",
-            aligned([_WEIGHT_HEAD, *(tuple(map(_shown, row.values())) for row in self._weights())], left=(0, 1, 3)),
+            align_columns(
+                [_WEIGHT_HEAD, *(tuple(map(_format_cell, row.values())) for row in self._weights())], left=(0, 1, 3)
+            ),
             "\n".join(self._experts()),
             "\n".join(self._samples()),
-            aligned([("word", "works"), *((word, reason or "yes") for word, reason in self.words)], left=(0, 1)),
+            align_columns([("word", "works"), *((word, reason or "yes") for word, reason in self.words)], left=(0, 1)),
         ]
         return "\n\n".join(part for part in parts if part)
 
@@ -85,7 +89,11 @@ class Inspection:
         spec = self.spec
         sent = [0, *(layer.output_elements for layer in spec.layers)]
         rows = [
-            (layer, sum(param.numel for param in spec.params_of(index)), _received(layer, sent[index]) if index else "")
+            (
+                layer,
+                sum(param.numel for param in spec.params_of(index)),
+                _describe_received(layer, sent[index]) if index else "",
+            )
             for index, layer in enumerate(spec.layers)
         ]
         for _, run in itertools.groupby(rows, _without_names):
@@ -196,13 +204,13 @@ def _argument(place: str) -> str:
     return word + found[3]
 
 
-def _shown(cell: Any) -> str:
+def _format_cell(cell: Any) -> str:
     if isinstance(cell, list):
         return " x ".join(map(str, cell)) or "a number"
     return f"{cell:,}" if isinstance(cell, int) else str(cell)
 
 
-def _received(layer: LayerSpec, elements: int) -> str:
+def _describe_received(layer: LayerSpec, elements: int) -> str:
     """Return what a pipeline stage that begins with a layer is sent; `elements` are those that the layer before passes on."""
     if not layer.may_begin_stage:
         return f"none can begin: {layer.crossing_refusal}" if layer.crossing_refusal else ""
@@ -225,7 +233,7 @@ def inspect(job: Job) -> Inspection:
     if job.model.preset is not None:
         spec = catalog.model_spec(job)
         return Inspection(spec=spec, words=tuple(legality.words(spec, job)))
-    traced = traced_model(job)
+    traced = trace_job(job)
     analysis = traced.analysis
     return Inspection(
         spec=traced.spec,

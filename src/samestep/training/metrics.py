@@ -145,7 +145,7 @@ class Screen:
         numbers = (
             f"loss {report.loss:.4f}  norm {report.grad_norm:.3f}  lr {report.lr:.2e}  "
             f"{report.tokens_per_s:,.0f} {self._counted}/s  {_rate(self._speed, report)}{report.memory_bytes / 2**20:,.0f} MiB"
-            f"{_reserved(report)}{_waited(report)}"
+            f"{_format_reserved(report)}{_format_wait(report)}"
         )
         self._progress.update(self._task, completed=report.step, numbers=numbers)
         if report.step % self._every == 0 or report.step in (self._first, self._last) or report.stop:
@@ -170,12 +170,12 @@ def _rate(speed: Speed | None, report: StepReport) -> str:
     return f"{text}  " if share is None else f"{text} ({share:.1%})  "
 
 
-def _reserved(report: StepReport) -> str:
+def _format_reserved(report: StepReport) -> str:
     """Return the memory that the allocator holds beyond what it has given out, as a part of a line."""
     return "" if report.reserved_bytes is None else f" ({report.reserved_bytes / 2**20:,.0f} reserved)"
 
 
-def _waited(report: StepReport) -> str:
+def _format_wait(report: StepReport) -> str:
     """Return the share of a step that waited for data, where it is worth a word."""
     share = report.data_wait_s / report.step_s if report.step_s else 0.0
     return f"  {share:.0%} waiting for data" if share >= WORTH_A_WORD else ""

@@ -48,7 +48,7 @@ def is_shortage(error: BaseException) -> bool:
 def shortage(error: BaseException, run: Run) -> str:
     """Return two lines of text: what this rank was doing when memory ran out, and what it held."""
     place = run.place
-    parts = ", ".join(f"{name} {readable(size)}" for name, size in held(run).items())
+    parts = ", ".join(f"{name} {readable(size)}" for name, size in held_bytes(run).items())
     where = where_of(error, run)
     return (
         f"rank {place.rank} of {place.world_size} ran out of memory {where}: {_first_line(error)}\n"
@@ -59,10 +59,10 @@ def shortage(error: BaseException, run: Run) -> str:
 
 def is_too_large(checked: Checked, device_type: str) -> bool:
     """Return whether a run is predicted to need more memory than its ranks have."""
-    return _predicted(checked).total > _room(checked, device_type)
+    return _predict_peak(checked).total > _room(checked, device_type)
 
 
-def _predicted(checked: Checked) -> MemoryUse:
+def _predict_peak(checked: Checked) -> MemoryUse:
     """Return the memory of a rank at its predicted peak."""
     spec, job = checked.workload.spec, checked.job
     return predict(spec, job, checked.layout, hardware.own_or("cpu-laptop"), states_per_param(job)).peak
@@ -79,7 +79,7 @@ def less_memory(checked: Checked, device_type: str) -> str:
     """Return two lines of text: the memory predicted for a layout that ran out, and the nearest layout that needs less."""
     spec, job, layout = checked.workload.spec, checked.job, checked.layout
     machine, states = hardware.own_or("cpu-laptop"), states_per_param(job)
-    room, peak = _room(checked, device_type), _predicted(checked)
+    room, peak = _room(checked, device_type), _predict_peak(checked)
     parts = ", ".join(f"{name} {readable(size)}" for name, size in peak.parts().items())
     total = readable(peak.total)
     lines = [f"  predicted  {parts}; {total} in all at {peak.peak_at}, of {readable(room)} a rank"]
@@ -112,7 +112,7 @@ def where_of(error: BaseException, run: Run) -> str:
     return f"in the {_TASKS[task.kind]} of micro-batch {task.microbatch}, step {run.steps_taken + 1}{inside}"
 
 
-def held(run: Run) -> dict[str, int]:
+def held_bytes(run: Run) -> dict[str, int]:
     """Return the bytes that a run keeps between steps, by kind: weights, gradients, optimizer."""
     if not run.is_prepared:
         return {"weights": 0}

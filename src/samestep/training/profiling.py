@@ -80,14 +80,14 @@ class Profiler(StepObserver):
         for layer in spec.layers:
             for path in layer.modules:
                 if path and path in here:  # other stages hold other layers
-                    self._hooks += _labelled(here[path], f"samestep::op forward:{layer.name}")
+                    self._hooks += _label_forwards(here[path], f"samestep::op forward:{layer.name}")
         self._profile = profile(
             activities=activities, profile_memory=True, acc_events=True
         )  # without, torch may warn of cycles
         self._profile.__enter__()
 
 
-def _labelled(module: nn.Module, name: str) -> tuple[RemovableHandle, RemovableHandle]:
+def _label_forwards(module: nn.Module, name: str) -> tuple[RemovableHandle, RemovableHandle]:
     """Label the forwards of a module; calls within calls close in reverse order."""
     open_labels: list[Any] = []
 

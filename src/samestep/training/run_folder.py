@@ -32,7 +32,7 @@ _LOCK_GRACE_S = 1.0
 """Seconds within which the workers of a killed run are gone too, and with them its lock."""
 
 
-def chosen(out: str | Path | None, resume: bool, auto_resume: bool = False) -> Path:
+def choose_folder(out: str | Path | None, resume: bool, auto_resume: bool = False) -> Path:
     """Return the folder of a run that starts or resumes; a new run never writes into a folder that holds a run.
 
     With `auto_resume` it may hold one or not.
@@ -93,7 +93,7 @@ def _new() -> Path:
 
 
 @contextlib.contextmanager
-def claimed(folder: Path, *, is_new: bool) -> Iterator[None]:
+def claim_folder(folder: Path, *, is_new: bool) -> Iterator[None]:
     """Make the folder of a run and keep other runs out of it; one that is new and takes no step is as it was before.
 
     Raises:
@@ -103,7 +103,7 @@ def claimed(folder: Path, *, is_new: bool) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_links_of_others(folder)
-        lock = _locked(folder)
+        lock = _lock_folder(folder)
     except OSError as error:
         raise JobError(f"--out {folder} cannot be created: {error.strerror} ({error.filename})") from None
     try:
@@ -142,7 +142,7 @@ def _refuse_links_of_others(folder: Path) -> None:
             warnings.warn(f"{folder} belongs to user {owner}, who can change what this run writes", stacklevel=2)
 
 
-def _locked(folder: Path) -> int:
+def _lock_folder(folder: Path) -> int:
     """Return the descriptor of a folder's lock, which the system opens again when this process and its workers are gone.
 
     Raises:

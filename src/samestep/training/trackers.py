@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from samestep.building.imported import imported
+from samestep.building.imported import import_function
 from samestep.errors import JobError, SamestepError, failures_of
 from samestep.job import Job
 from samestep.output.output_file import write_whole
@@ -52,7 +52,7 @@ def check(job: Job) -> None:
             raise JobError(f'run.report = "{word}": {word} is not installed here; pip install {word} works')
 
 
-def opened(job: Job, folder: Path, first_step: int) -> list[Tracker]:
+def open_trackers(job: Job, folder: Path, first_step: int) -> list[Tracker]:
     """Return the trackers of a run: TensorBoard where tensorboardX is installed, and those that the job names.
 
     Raises:
@@ -72,7 +72,7 @@ def opened(job: Job, folder: Path, first_step: int) -> list[Tracker]:
 
 
 def _function_of(word: str, folder: str | None) -> Callable[..., Any]:
-    return imported(word, "run.report", JobError, folder)
+    return import_function(word, "run.report", JobError, folder)
 
 
 class _TensorBoard:

@@ -42,15 +42,21 @@ from samestep.runtime.processes.meeting import Meeting, Rendezvous, meet
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
 from samestep.training import evaluations, foreign_code, hosts, out_of_memory, run_folder
-from samestep.training.check import AUTO, Checked, agreed, check
+from samestep.training.check import AUTO, Checked, check, decide_on_rank_0
 from samestep.training.elastic import Elasticity, restarting
-from samestep.training.frozen_objects import frozen_behind_first
+from samestep.training.frozen_objects import freeze_after_first
 from samestep.training.metrics import Metrics, Screen, speed_of
 from samestep.training.profiling import Profiler
 from samestep.training.saving import Saver
-from samestep.training.trackers import opened
+from samestep.training.trackers import open_trackers
 from samestep.training.trained import printable, sample_text
-from samestep.training.workload import Workload, evaluated_weights, held_out_accuracy, held_out_losses, said
+from samestep.training.workload import (
+    Workload,
+    describe_losses,
+    held_out_accuracy,
+    held_out_losses,
+    use_evaluated_weights,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +158,7 @@ def train(
             f"--set run.restarts=3 works"
         )
     place = None
-    if join.launched_from_outside():
+    if join.is_launched_from_outside():
         if prove or rendezvous:
             flag = "--prove" if prove else "--rendezvous"
             more = "; prove it with samestep verify, whose proof a run finds" if prove else ""
@@ -161,7 +167,7 @@ def train(
             )
         place = join.join(run.device, timeout_s=run.timeout_s, ranks_per_node=run.ranks_per_node, threads=run.threads)
     if rendezvous is None:
-        return _led(job, given, place, prove, Elasticity(least_ranks, layout == AUTO))
+        return _lead_workers(job, given, place, prove, Elasticity(least_ranks, layout == AUTO))
     return _on_hosts(job, given, prove, least_ranks, rendezvous)
 
 
@@ -175,7 +181,7 @@ def _on_hosts(
         with meeting:
             if meeting.leader is None:
                 elastic = Elasticity(least_ranks, given["layout"] == AUTO, meeting)
-                summary = _led(job, given, None, prove, elastic, rendezvous.num_hosts)
+                summary = _lead_workers(job, given, None, prove, elastic, rendezvous.num_hosts)
                 assert summary is not None
                 meeting.dismiss(json.loads(summary.to_json()))
                 return summary
@@ -188,7 +194,7 @@ def _on_hosts(
         given, prove = {**given, "out": last.folder, "resume": False, "auto_resume": True}, False
 
 
-def _led(
+def _lead_workers(
     job: Job, given: Mapping[str, Any], place: RankInfo | None, prove: bool, elastic: Elasticity, num_hosts: int = 1
 ) -> Summary | None:
     """Check a run and carry it out: on workers of this host and of those that it leads, or as one rank of a launcher."""
@@ -208,11 +214,11 @@ def _led(
     proof = _proven(checked) if prove else None
     with contextlib.ExitStack() as stack:
         is_new = not (given["resume"] or given["auto_resume"])
-        agreed(lambda: _claim(checked, stack, is_new=is_new) if is_first else None, place)
+        decide_on_rank_0(lambda: _claim(checked, stack, is_new=is_new) if is_first else None, place)
         if proof is not None:
             record.keep(proof, checked.folder)
         if place is not None:
-            start = agreed(lambda: secrets.token_hex(8), place)
+            start = decide_on_rank_0(lambda: secrets.token_hex(8), place)
             try:
                 with hang_watch.watching(place, job.run.hang_s, start):
                     return _work(place, checked)
@@ -223,7 +229,7 @@ def _led(
 
 def _claim(checked: Checked, stack: contextlib.ExitStack, *, is_new: bool) -> None:
     """Keep other runs out of the run folder until the stack is left, and set damaged checkpoints aside."""
-    stack.enter_context(run_folder.claimed(checked.folder, is_new=is_new))
+    stack.enter_context(run_folder.claim_folder(checked.folder, is_new=is_new))
     for _, wrong in checked.passed_over:
         print(f"{wrong}; it is set aside", flush=True)
     run_folder.set_aside(path for path, _ in checked.passed_over)
@@ -249,7 +255,7 @@ def _by_workers(checked: Checked, elastic: Elasticity) -> Summary | None:
 
     try:
         summary = restarting(work, checked, elastic)
-        return _stopped_by(summary, workers.last_stop_signal() or signal.SIGTERM)
+        return _note_stop_signal(summary, workers.last_stop_signal() or signal.SIGTERM)
     except WorkerError as error:
         first, device = str(error).partition("\n")[0], join.resolve_device(run.device)
         is_shortage = local_workers.OUT_OF_MEMORY in first
@@ -259,7 +265,7 @@ def _by_workers(checked: Checked, elastic: Elasticity) -> Summary | None:
         raise WorkerError(run_folder.with_way_on(str(error), checked.folder)) from None
 
 
-def _stopped_by(summary: Summary | None, number: int) -> Summary | None:
+def _note_stop_signal(summary: Summary | None, number: int) -> Summary | None:
     """Return the result of a run with the signal that stopped it, if it was stopped."""
     return dataclasses.replace(summary, stop_signal=int(number)) if summary and summary.stopped else summary
 
@@ -307,7 +313,7 @@ def _work(place: RankInfo, checked: Checked) -> Summary | None:
     profiler = Profiler(job.run.profiled_steps, checked.folder, place)
     run = Run(checked.workload.source, checked.layout, job, place, profiler, owns_weights=True)
     try:
-        return _trained(run, place, checked, profiler)
+        return _train_rank(run, place, checked, profiler)
     except Exception as error:
         if not out_of_memory.is_shortage(error):
             raise
@@ -316,7 +322,7 @@ def _work(place: RankInfo, checked: Checked) -> Summary | None:
     raise OutOfMemoryError(f"{text}\n{out_of_memory.less_memory(checked, place.device.type)}")
 
 
-def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) -> Summary | None:
+def _train_rank(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) -> Summary | None:
     """Prepare or resume the run, take its remaining steps, and print and write its progress and its result."""
     workload, folder, until = checked.workload, checked.folder, checked.until
     run.data.is_of(workload.stamp)
@@ -330,22 +336,22 @@ def _trained(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) ->
     if place.rank == 0:
         _write_head(checked)
         speed, every = speed_of(workload.spec, run.job, run.layout, place.device), run.job.run.log_every
-        trackers = opened(run.job, folder, first)
+        trackers = open_trackers(run.job, folder, first)
         screen, metrics = (
             Screen(first, until, speed, every, workload.counted),
             Metrics(folder, first, trackers, speed, every),
         )
         _say_start(screen, checked, run)
     if first < until:
-        with evaluated_weights(run):
+        with use_evaluated_weights(run):
             _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
-    evaluated = evaluations.resumed(run, workload, folder, screen.say if screen else lambda text: None)
+    evaluated = evaluations.resume_evaluations(run, workload, folder, screen.say if screen else lambda text: None)
     _loop(evaluated, until, profiler, screen, metrics)
     with whereabouts.apart("the evaluation at the end"):
-        return _ended(evaluated, checked, screen, metrics)
+        return _finish(evaluated, checked, screen, metrics)
 
 
-def _ended(
+def _finish(
     evaluated: evaluations.Evaluations, checked: Checked, screen: Screen | None, metrics: Metrics | None
 ) -> Summary | None:
     """Evaluate a run that has taken its steps or was stopped, and print and write its result."""
@@ -354,7 +360,7 @@ def _ended(
     losses: dict[str, float] = {}
     accuracy = None
     if not stopped:
-        with evaluated_weights(run):
+        with use_evaluated_weights(run):
             losses, accuracy = held_out_losses(run, workload), held_out_accuracy(run, workload)
             _print_sample(run, workload, screen, "after training")
     waived = run.all_waived()
@@ -366,7 +372,7 @@ def _ended(
         screen.say(f"held-out accuracy {accuracy:.1%}")
     if stopped:
         screen.say(f"stopped after step {run.steps_taken}; --resume --out {folder} resumes it")
-    proof = record.found(run.job, run.layout, folder)
+    proof = record.find_record(run.job, run.layout, folder)
     proven = proof.to_line() if proof else record.NOT_PROVEN
     tried = run.assembly.model.spec.tried if run.layout.world_size > 1 else ()
     _say_shown(screen, run, proven, waived, tried)
@@ -406,7 +412,7 @@ def _say_held_out(screen: Screen, evaluated: evaluations.Evaluations, losses: Ma
         best = evaluated.best
         screen.say(f"ends early: no held-out loss since step {best.step} was below {best.loss:.4f}")
     if losses:
-        screen.say(said(losses, evaluated.run.job.judge))
+        screen.say(describe_losses(losses, evaluated.run.job.judge))
 
 
 def _say_shown(screen: Screen, run: Run, proven: str, waived: tuple[str, ...], tried: tuple[str, ...]) -> None:
@@ -437,7 +443,7 @@ def _loop(
     until = run.steps_taken if evaluated.is_over else until
     saver = Saver(run, folder / run_folder.CHECKPOINTS, screen.say if screen else lambda text: None)
     with screen.live() if screen else contextlib.nullcontext():
-        for report in frozen_behind_first(steps_of(run, workload.dataset, until, profiler)):
+        for report in freeze_after_first(steps_of(run, workload.dataset, until, profiler)):
             with whereabouts.apart("an evaluation"):
                 losses = evaluated.losses() if evaluated.is_due(report.step) and not report.stop else {}
             if screen is not None and metrics is not None:
@@ -492,7 +498,7 @@ def _warn(checked: Checked, place: RankInfo | None, meeting: Meeting | None) -> 
             stacklevel=3,
         )
     here = checked.layout.world_size // (meeting.num_hosts if meeting else 1)
-    if place is None and on_cpu and (text := workers.oversubscribed(here, run.threads)):
+    if place is None and on_cpu and (text := workers.oversubscription_warning(here, run.threads)):
         warnings.warn(text, stacklevel=3)
 
 

@@ -28,7 +28,7 @@ from samestep.runtime.checkpoints.checkpoint_files import OpenCheckpoint
 from samestep.runtime.processes.join import RankInfo, resolve_device
 from samestep.runtime.run import Run
 from samestep.training import foreign_code, run_folder
-from samestep.training.workload import Workload, held_out_losses, said
+from samestep.training.workload import Workload, describe_losses, held_out_losses
 
 
 def sample_text(run: Run, prompt: str, num_tokens: int, temperature: float) -> str | None:
@@ -158,7 +158,7 @@ class Evaluation:
 
     def to_text(self) -> str:
         """Return one line for the screen."""
-        losses = said(self.losses, self.judge)
+        losses = describe_losses(self.losses, self.judge)
         return f"{self.checkpoint}: {losses} over {self.samples} samples, after step {self.step}"
 
 
@@ -182,7 +182,7 @@ def evaluate(
     if judge is None:
         raise DataError("the job holds no samples out: data.held_out above 0 and --samples N work")
     workload = Workload(job, Layout())
-    ready = _prepared(stored, workload, averaged=ema or job.train.evaluate_ema)
+    ready = _prepare_run(stored, workload, averaged=ema or job.train.evaluate_ema)
     losses = held_out_losses(ready, workload)
     samples = min(count, len(workload.held_out[judge]))
     return Evaluation(stored.checkpoint, stored.manifest["step"], losses[judge], samples, losses, judge)
@@ -233,16 +233,16 @@ def sample(
     if not given and not begin:
         given = [tokenizer.end_id or 0]
     found = (
-        sample_tokens(_prepared(stored, Workload(job, Layout()), averaged=averaged), given, count, heat, seed)
+        sample_tokens(_prepare_run(stored, Workload(job, Layout()), averaged=averaged), given, count, heat, seed)
         if model is None
-        else _generated(model, job, begin + given, count, heat, seed)
+        else _generate_tokens(model, job, begin + given, count, heat, seed)
     )
     if found is None:
         raise ModelError(f"{job.model.source} gives no logits of tokens, from which text is sampled")
     return tokenizer.decode(found if chat is not None else given + found)
 
 
-def _prepared(stored: StoredRun, workload: Workload, *, averaged: bool) -> Run:
+def _prepare_run(stored: StoredRun, workload: Workload, *, averaged: bool) -> Run:
     """Return a run of one rank with the weights of a checkpoint, or with their averages."""
     place = RankInfo(0, 0, 1, 1, torch.device(resolve_device(stored.job.run.device)))
     ready = Run(workload.source, Layout(), workload.job, place)
@@ -285,7 +285,7 @@ def _room_behind(model: Any, given: list[int]) -> int:
     return most - len(given) if isinstance(most, int) else 0
 
 
-def _generated(model: Any, job: Job, tokens: list[int], count: int, temperature: float, seed: int) -> list[int]:
+def _generate_tokens(model: Any, job: Job, tokens: list[int], count: int, temperature: float, seed: int) -> list[int]:
     """Return the tokens that transformers generates after those that are given, with a cache of keys and values.
 
     Raises:

@@ -36,7 +36,7 @@ from samestep.datasets import (
     token_ranges,
 )
 from samestep.errors import DataError, LayoutError, ModelError, SamestepError
-from samestep.examination.examine import Loss, Source, prepare, prepared_for, with_slices
+from samestep.examination.examine import Loss, Source, prepare, prepare_for, with_slices
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
 from samestep.job_tables import HELD_OUT
@@ -44,7 +44,7 @@ from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import to_json
-from samestep.runtime.assembly import traced_for
+from samestep.runtime.assembly import trace_for_layout
 from samestep.runtime.next_labels import check_labels
 from samestep.runtime.run import Run
 from samestep.trees import tree_leaves
@@ -68,7 +68,7 @@ class Workload:
         learning_rate_factor(job)(job.schedule.warmup_steps)
         self.example = example_of(self.dataset)
         source = Source(model_source(job), loss_of(job), optimizer, job.model.source)
-        prepared = prepared_for(source, job, self.example, layout)
+        prepared = prepare_for(source, job, self.example, layout)
         _check_fit(job, prepared.module, self.dataset, self.example)
         check_labels(prepared.module, source.loss, job, self.dataset)
         for name in job.data.held_out_sets.keys() & self.held_out:
@@ -93,7 +93,7 @@ class Workload:
 
     def trace_for(self, layout: Layout) -> None:
         """Trace what a layout needs to know of the model; the result replaces `source`."""
-        prepared = traced_for(self.source, layout, self.job, self.example)
+        prepared = trace_for_layout(self.source, layout, self.job, self.example)
         self.source = dataclasses.replace(self.source, prepared=prepared)
 
     def stamp(self) -> stamps.Stamp:
@@ -140,7 +140,7 @@ def _is_masked(leaf: torch.Tensor) -> bool:
     return not leaf.is_floating_point() and not leaf.is_meta and bool((leaf == IGNORED_LABEL).any())
 
 
-def evaluated_weights(run: Run) -> AbstractContextManager[None]:
+def use_evaluated_weights(run: Run) -> AbstractContextManager[None]:
     """Return the context of evaluations and samples: with the averages of the weights where the job says so.
 
     Every rank must enter it.
@@ -161,7 +161,7 @@ def _held_out_mean(run: Run, dataset: Dataset, measure: Loss | None = None) -> f
     return loss / tokens if tokens else math.nan
 
 
-def said(losses: Mapping[str, float], judge: str | None) -> str:
+def describe_losses(losses: Mapping[str, float], judge: str | None) -> str:
     """Return held-out losses as a part of a line: first the one that decides."""
     if judge is None:
         return ""
@@ -255,14 +255,14 @@ def write_spec(job_json: str) -> None:
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            spec = to_json(traced_model(Job.model_validate_json(job_json)).spec)
+            spec = to_json(trace_job(Job.model_validate_json(job_json)).spec)
     except SamestepError as error:
         print(error)
         raise SystemExit(2) from None
     print(spec)
 
 
-def traced_model(job: Job) -> TracedModel:
+def trace_job(job: Job) -> TracedModel:
     """Return the traced model of a job, with what `cp=2` and `tp=2 sequence_parallel` need to know of it.
 
     A language model of transformers is traced without opening the data.

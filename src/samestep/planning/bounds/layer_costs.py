@@ -24,10 +24,10 @@ from samestep.planning.bounds.layer_kinds import (
     Seconds,
     Sizes,
     Units,
+    early_reduced_numel,
     multiple,
     one_of_each,
     quicker,
-    reduced_early,
     total,
     units,
     weights,
@@ -43,7 +43,7 @@ from samestep.simulation.cost import exposed_s, seconds
 from samestep.simulation.layer_memory import saved_bytes
 from samestep.simulation.timeline import COMPUTE
 from samestep.strategies import ProgramBuilder
-from samestep.strategies.pipeline import balanced, deferred_gradients, sent_before, starts
+from samestep.strategies.pipeline import balance_chunks, deferred_gradients, elements_sent_before, starts
 
 
 class Chunks(NamedTuple):
@@ -59,7 +59,7 @@ class Chunks(NamedTuple):
     """Of equal stages the first one, which holds most activations, and the last stage."""
 
 
-class _Cut(NamedTuple):
+class _RankLayers(NamedTuple):
     """A layer of each kind as a rank has it."""
 
     step: StepSpec
@@ -98,7 +98,7 @@ class Prices:
         self.few, self.kind_of = one_of_each(model)
         self._builder = ProgramBuilder(self.few, job, hardware.devices_per_node)
         self._numbers = sorted(Counter(self.kind_of).items())
-        self._known_cuts: dict[tuple[object, ...], _Cut] = {}
+        self._known_cuts: dict[tuple[object, ...], _RankLayers] = {}
         self._known_parts: dict[tuple[object, ...], tuple[Program, list[_PricedOp]]] = {}
         self._known_seconds: dict[tuple[object, ...], tuple[Seconds, ...]] = {}
         self._known_sizes: dict[tuple[object, ...], tuple[Sizes, ...]] = {}
@@ -111,7 +111,7 @@ class Prices:
 
     # -- one layer of each kind ----------------------------------------------------------------------------------------
 
-    def cut(self, step: StepSpec) -> _Cut:
+    def cut(self, step: StepSpec) -> _RankLayers:
         """Return a layer of each kind as a rank has it."""
         layout = step.layout
         key = layout.cuts
@@ -123,14 +123,14 @@ class Prices:
             indices = range(len(layers))
             params = [param for index in blocks for param in local.model.params_of(index)]
             of_experts = (param.numel for param in params if local.holding(param).is_expert_sharded)
-            self._known_cuts[key] = _Cut(
+            self._known_cuts[key] = _RankLayers(
                 local,
                 tuple(weights(local, index) for index in indices),
                 max((param.numel for param in params), default=0),
                 min(of_experts, default=0),
                 _least_sent(layers[blocks[0] : blocks[-1]], self.model),
                 tuple(layer.forward_flops for layer in layers),
-                tuple(reduced_early(local, index) for index in indices),
+                tuple(early_reduced_numel(local, index) for index in indices),
             )
         return self._known_cuts[key]
 
@@ -259,7 +259,7 @@ class Prices:
         if key not in self._known_runs:
             costs = tuple(flops[kind] + 1 for kind in self.kind_of)
             where = layout.pp * layout.virtual_stages, layout.tp > 1
-            runs = balanced(costs, starts(self.model, *where), where[0], sent_before(self.model, *where))
+            runs = balance_chunks(costs, starts(self.model, *where), where[0], elements_sent_before(self.model, *where))
             kinds = tuple(tuple(self.kind_of[layer] for layer in run) for run in runs)
             known = {run: tuple(sorted(Counter(run).items())) for run in set(kinds)}
             counts = tuple(known[run] for run in kinds)

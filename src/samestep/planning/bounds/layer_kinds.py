@@ -148,7 +148,7 @@ def units(step: StepSpec, layer: int) -> Units:
     return Units._make((*sizes, held, held_trained, early))
 
 
-def reduced_early(step: StepSpec, layer: int) -> tuple[int, int]:
+def early_reduced_numel(step: StepSpec, layer: int) -> tuple[int, int]:
     """Return of how many elements gradients are reduced as soon as the layer's backward has filled a bucket: of its own
     weights, and of those that are expert-sharded.
 

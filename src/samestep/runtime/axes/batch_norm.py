@@ -35,14 +35,14 @@ from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather
 from samestep.strategies.batch_norm import AXIS
-from samestep.tracing.batch_norms import FUNCTIONS, named
+from samestep.tracing.batch_norms import FUNCTIONS, bind_batch_norm
 from samestep.tracing.checkpointed import Contexts
 
 # Shapes: N samples of a micro-batch, B rows of the input, R runs of a rank, G groups, C channels.
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _MicrobatchPart:
     """This rank's part of a micro-batch, and the runs of all ranks in it."""
 
     groups: SampleGroups
@@ -54,7 +54,7 @@ class _Part:
     """The slots of each group among those of all ranks."""
 
     @classmethod
-    def of(cls, groups: SampleGroups, rank: int, microbatch: int) -> _Part:
+    def of(cls, groups: SampleGroups, rank: int, microbatch: int) -> _MicrobatchPart:
         """Return the part of a data rank."""
         runs = groups.runs(rank, microbatch)
         return cls(groups, runs or (GroupPart(0, 1),), bool(runs), groups.slots(microbatch))
@@ -88,7 +88,7 @@ class _Found:
     """The statistics that one call has found or taken, and the part of the micro-batch that it normalises."""
 
     statistics: _Statistics
-    part: _Part
+    part: _MicrobatchPart
     group: dist.ProcessGroup | None
     """The ranks over which the backward sums; None where it sums nowhere."""
     owner: str
@@ -103,7 +103,7 @@ class BatchNorms:
         self._groups, self._data_rank = step.sample_groups, mesh.index("dp") if step.layout.dp > 1 else 0
         self._group, self._layout = mesh.groups.get(AXIS), step.layout
         self._size = step.coupled_samples
-        self._part: _Part | None = None
+        self._part: _MicrobatchPart | None = None
         self._repeats: Iterator[_Found] | None = None
         """What is left of the statistics that the first of two forwards has found, in the second."""
         self._records: list[list[_Found]] = []
@@ -125,7 +125,7 @@ class BatchNorms:
         """
         if self._groups is None or self._groups.is_one_forward:
             return nullcontext()
-        return self._taking(_Part.of(self._groups, self._data_rank, microbatch))
+        return self._taking(_MicrobatchPart.of(self._groups, self._data_rank, microbatch))
 
     def of_evaluation(self, num_samples: int) -> AbstractContextManager[None]:
         """Return the context of a forward of held-out samples, which ranks share as one micro-batch.
@@ -135,9 +135,9 @@ class BatchNorms:
         if self._groups is None:
             return nullcontext()
         groups = SampleGroups.of(num_samples, self._size, self._layout.dp, 1)
-        return self._taking(_Part.of(groups, self._data_rank, 0))
+        return self._taking(_MicrobatchPart.of(groups, self._data_rank, 0))
 
-    def evaluated_at_once(self, most: int) -> int:
+    def num_evaluated_at_once(self, most: int) -> int:
         """Return how many held-out samples run at once, at most so many unless a group is larger."""
         return most if self._groups is None else max(1, most // self._size) * self._size
 
@@ -167,7 +167,7 @@ class BatchNorms:
         return first(), Anew(repeated)
 
     @contextmanager
-    def _taking(self, part: _Part) -> Iterator[None]:
+    def _taking(self, part: _MicrobatchPart) -> Iterator[None]:
         before, self._part = self._part, part
         try:
             yield
@@ -177,11 +177,11 @@ class BatchNorms:
     def _forward(self, module: nn.Module, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replace the forward of a module that calls batch norm."""
         if self._repeats is not None:
-            with _Calls(self, module, path), _buffers_of_a_copy(module):
+            with _BatchNormMode(self, module, path), _buffers_of_a_copy(module):
                 return forward(*args, **kwargs)
         if self._part is None:
             return forward(*args, **kwargs)
-        with _Calls(self, module, path):
+        with _BatchNormMode(self, module, path):
             return forward(*args, **kwargs)
 
     def found(self, x: Tensor, owner: str, keeps: bool) -> tuple[_Found | None, bool]:
@@ -199,7 +199,7 @@ class BatchNorms:
                 record.append(found)
         return found, is_repeated
 
-    def _taken(self, x: Tensor, part: _Part, owner: str, keeps: bool) -> _Statistics:
+    def _taken(self, x: Tensor, part: _MicrobatchPart, owner: str, keeps: bool) -> _Statistics:
         """Return the statistics of all groups of a micro-batch; those of other ranks' groups are zeros if nobody needs them."""
         groups, is_sent = part.groups, self._group is not None and (part.groups.spans_ranks or keeps)
         slots, channels = groups.num_slots, x.shape[1]
@@ -221,17 +221,17 @@ class BatchNorms:
             with owned(owner):
                 all_gather(everything, mine, group=self._group)
         ranges = part.slots if is_sent else _own_slots(part)
-        merged = [_merged(everything[where.start : where.stop], channels) for where in ranges]
+        merged = [_merge_runs(everything[where.start : where.stop], channels) for where in ranges]
         return _Statistics(*(torch.stack(parts) for parts in zip(*merged, strict=True)))
 
 
-def _own_slots(part: _Part) -> tuple[range, ...]:
+def _own_slots(part: _MicrobatchPart) -> tuple[range, ...]:
     """Return the slots of each group among those of this rank alone."""
     mine = {run.group: range(index, index + 1) for index, run in enumerate(part.runs)}
     return tuple(mine.get(group, range(0)) for group in range(len(part.slots)))
 
 
-def _merged(found: Tensor, channels: int) -> _Statistics:
+def _merge_runs(found: Tensor, channels: int) -> _Statistics:
     """Merge the count, means and sums of squared deviations of some runs [R, 1 + 2 C]."""
     counts, means, squares = found.split([1, channels, channels], dim=1)
     count = counts.sum(0)
@@ -253,7 +253,7 @@ def _buffers_of_a_copy(module: nn.Module) -> Iterator[None]:
         module._buffers.update(kept)
 
 
-class _Calls(TorchFunctionMode):
+class _BatchNormMode(TorchFunctionMode):
     """The function mode of a module's forward, in which its own calls of batch norm are replaced."""
 
     def __init__(self, norms: BatchNorms, module: nn.Module, path: str) -> None:
@@ -265,7 +265,7 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         if func not in FUNCTIONS:
             return func(*args, **(kwargs or {}))
-        call = named(func, *args, **(kwargs or {}))
+        call = bind_batch_norm(func, *args, **(kwargs or {}))
         keeps = call["running_mean"] is not None
         if not call["training"]:
             return func(*args, **(kwargs or {}))

@@ -137,7 +137,7 @@ class CompiledBlocks:
         if made.num_graphs > graphs:
             again = f", {made.num_again} of them anew for other shapes or values" if made.num_again else ""
             lines.append(
-                f"run.compile: {_counted(self.num_blocks, 'block')} as {_counted(made.num_graphs, 'graph')} of {made.name}"
+                f"run.compile: {_pluralise(self.num_blocks, 'block')} as {_pluralise(made.num_graphs, 'graph')} of {made.name}"
                 f"{again}, compiled in {self.seconds:.1f} s"
             )
         reasons: dict[str, list[str]] = {}
@@ -226,7 +226,7 @@ def _replace_modes(modes: list[TorchFunctionMode]) -> None:
         push_function_mode(mode)
 
 
-def _counted(number: int, noun: str) -> str:
+def _pluralise(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 

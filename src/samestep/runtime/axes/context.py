@@ -27,15 +27,15 @@ from samestep.building.attention import AttentionCall, multi_head_attention
 from samestep.building.loss import target_of
 from samestep.building.packed_positions import DocumentMask
 from samestep.errors import LayoutError
-from samestep.independence.token_slices import Reshaping, met_by_slices, reshaped, sequence_dim
+from samestep.independence.token_slices import Reshaping, fit_reshape, sequence_dim, slice_whole_operands
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
-from samestep.runtime.axes.differentiable import moved
+from samestep.runtime.axes.differentiable import apply_move
 from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
-from samestep.strategies.context import sent_heads
+from samestep.strategies.context import num_sent_heads
 from samestep.trees import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -190,7 +190,7 @@ class Slicing:
         self.exchanged += 1
         heads = call.query.shape[1]
         query, key, value = (
-            moved(self._repeated(part, heads), self.group, f"{self.block}.{role}", _to_heads, _to_tokens)
+            apply_move(self._repeat_heads(part, heads), self.group, f"{self.block}.{role}", _to_heads, _to_tokens)
             for part, role in ((call.query, "query"), (call.key, "key"), (call.value, "value"))
         )
         mask = call.attn_mask
@@ -199,11 +199,11 @@ class Slicing:
         if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
             mask = mask.chunk(self.degree, dim=1)[self.index]
         output = call._replace(query=query, key=key, value=value, attn_mask=mask).run(func)
-        return moved(output, self.group, f"{self.block}.output", _to_tokens, _to_heads)
+        return apply_move(output, self.group, f"{self.block}.output", _to_tokens, _to_heads)
 
-    def _repeated(self, part: Tensor, query_heads: int) -> Tensor:
+    def _repeat_heads(self, part: Tensor, query_heads: int) -> Tensor:
         heads = part.shape[1]
-        times = sent_heads(heads, query_heads, self.degree) // heads
+        times = num_sent_heads(heads, query_heads, self.degree) // heads
         return part.repeat_interleave(times, dim=1) if times > 1 else part
 
 
@@ -252,8 +252,8 @@ class _Exchanging(TorchFunctionMode):
             if func is F.multi_head_attention_forward:
                 return multi_head_attention(self, *args, **kwargs)
             size = slicing.length // slicing.degree
-            args = reshaped(func, args, slicing.length, size)
-            args = met_by_slices(func, args, slicing.length, size, slicing.rows_of)
+            args = fit_reshape(func, args, slicing.length, size)
+            args = slice_whole_operands(func, args, slicing.length, size, slicing.rows_of)
         return func(*args, **kwargs)
 
 

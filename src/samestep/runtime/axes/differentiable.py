@@ -22,7 +22,7 @@ Start = Callable[[Tensor, dist.ProcessGroup, str, bool], tuple[Tensor, Callable[
 one where the last argument says so."""
 
 
-def moved(x: Tensor, group: dist.ProcessGroup, owner: str, there: Move, back: Move) -> Tensor:
+def apply_move(x: Tensor, group: dist.ProcessGroup, owner: str, there: Move, back: Move) -> Tensor:
     """Return `there(x, group, owner)`, whose gradient goes through `back(gradient, group, owner)`.
 
     Collective over `group` where `there` is, and in the backward where `back` is: if a rank does not call it, or does
@@ -32,12 +32,12 @@ def moved(x: Tensor, group: dist.ProcessGroup, owner: str, there: Move, back: Mo
     return result
 
 
-def moved_beside(
+def apply_move_overlapping(
     x: Tensor, group: dist.ProcessGroup, owner: str, there: Move, back: Start, meanwhile: Callable[[], object]
 ) -> Tensor:
     """Return `there(x, group, owner)`; `meanwhile` is called in the backward while the gradient goes through `back`.
 
-    Collective over `group` as `moved` is.
+    Collective over `group` as `apply_move` is.
     """
     result: Tensor = _MovedBeside.apply(x, group, owner, there, back, meanwhile)
     return result

@@ -34,7 +34,7 @@ def watch(model: nn.Module, program: Program) -> None:
     ops = next(ops for key, ops in program.bodies.items() if is_forward(key) and starts_step(key))
     units = {unit.name: unit for unit in program.units}
     awaited: dict[str, tuple[str, str]] = {}
-    calls = _Calls(awaited)
+    calls = _ListedCalls(awaited)
     for op in ops:
         if op.axis is not None and (op.owner, op.axis) in reasons:
             path, reason = reasons[op.owner, op.axis]
@@ -64,7 +64,7 @@ def _reasons(model: ModelSpec) -> Mapping[tuple[str, str], tuple[str, str]]:
     return found
 
 
-class _Calls:
+class _ListedCalls:
     """Which modules a forward has called, of those that the program lists in order."""
 
     def __init__(self, awaited: Mapping[str, tuple[str, str]]) -> None:

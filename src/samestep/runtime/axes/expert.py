@@ -42,10 +42,10 @@ from samestep.examination.traced_model import TracedModel
 from samestep.program.program import Program
 from samestep.randomness.masks import MaskSlice
 from samestep.randomness.mode import Draw, DropoutMode
-from samestep.runtime.axes.differentiable import moved
+from samestep.runtime.axes.differentiable import apply_move
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
-from samestep.tracing.experts import _compute, call_again, called_with, check_experts
+from samestep.tracing.experts import _compute, call_again, check_experts, routing_arguments
 
 # -- carrying it out -------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ def _dispatch_and_combine(
 
     Collective over `ep`: every rank of the group calls it; if one does not, the others wait until the time limit.
     """
-    x, chosen, weights = called_with(args, named)
+    x, chosen, weights = routing_arguments(args, named)
     again = functools.partial(call_again, forward, args, named)
     if has_backward and torch.is_grad_enabled() and not x.requires_grad:
         x = x.detach().requires_grad_()  # else ranks without rows would have no part in the backward
@@ -93,14 +93,14 @@ def _dispatch_and_combine(
     order = picks.argsort(stable=True)
     sizes, received_sizes = _exchange_counts(picks, num_experts, group, path)
     sent, received = torch.stack([sizes.sum(1), received_sizes.sum(1)]).tolist()
-    dispatch, combine = (functools.partial(_exchanged, *split) for split in ((sent, received), (received, sent)))
-    rows = moved(x[order // chosen.shape[1]], group, path, dispatch, combine)
+    dispatch, combine = (functools.partial(_exchange_rows, *split) for split in ((sent, received), (received, sent)))
+    rows = apply_move(x[order // chosen.shape[1]], group, path, dispatch, combine)
     index = (
         torch.arange(received_sizes.shape[1], device=x.device)
         .repeat(len(received_sizes))
         .repeat_interleave(received_sizes.flatten(), output_size=sum(received))
     )
-    back = moved(_own(again, module, rows, index, chosen, weights.dtype), group, path, combine, dispatch)
+    back = apply_move(_own(again, module, rows, index, chosen, weights.dtype), group, path, combine, dispatch)
     in_order = back[order.argsort()].view(*chosen.shape, -1)
     return (in_order * weights[..., None]).sum(dim=1).to(x.dtype)
 
@@ -137,7 +137,7 @@ class _Nothing(torch.autograd.Function):
 
 def _exchange_counts(picks: Tensor, num_experts: int, group: dist.ProcessGroup, path: str) -> tuple[Tensor, Tensor]:
     """Return the numbers of rows sent to each expert of each rank, and of rows received, both [ep, E / ep]."""
-    sizes = _counted(picks, num_experts)
+    sizes = _count_picks(picks, num_experts)
     received_sizes = torch.empty_like(sizes)
     with owned(path):
         dist.all_to_all_single(received_sizes, sizes, group=group)
@@ -145,7 +145,7 @@ def _exchange_counts(picks: Tensor, num_experts: int, group: dist.ProcessGroup, 
     return sizes.view(degree, -1), received_sizes.view(degree, -1)
 
 
-def _counted(picks: Tensor, num_experts: int) -> Tensor:
+def _count_picks(picks: Tensor, num_experts: int) -> Tensor:
     """Return how often each expert is chosen, int64 [E]; `bincount` would let the host wait for a GPU."""
     return picks.new_zeros(num_experts, dtype=torch.int64).scatter_add_(0, picks, torch.ones_like(picks))
 
@@ -191,7 +191,7 @@ class Balance:
         shares = [at_least_float32(logits).softmax(dim=-1) for logits in self.facts.router_scores(outputs)]
         picks = torch.cat([share.topk(self.top_k, dim=-1).indices.flatten() for share in shares])
         rows = sum(len(share) for share in shares)
-        chosen = _counted(picks, self.num_experts).double()
+        chosen = _count_picks(picks, self.num_experts).double()
         totals = weight * torch.cat([chosen, *(as_number(one, chosen).view(1) for one in (rows, count))])
         if self.group is not None:
             with owned("balance"):
@@ -210,7 +210,7 @@ class NoBalance:
         return loss_sum
 
 
-def _exchanged(sent: list[int], received: list[int], rows: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+def _exchange_rows(sent: list[int], received: list[int], rows: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Send `sent[i]` of the rows [M, D] to rank i of the group; return those that it sends, [sum(received), D]."""
     result = rows.new_empty((sum(received), *rows.shape[1:]))
     with owned(owner):
@@ -247,10 +247,10 @@ class RouteMode(DropoutMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _CHOOSING:
-            return self._chosen(func, *args, **(kwargs or {}))
+            return self._choose_top_k(func, *args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _chosen(self, func: Callable[..., Any], scores: Tensor, k: int, dim: int = -1, **named: Any) -> Any:
+    def _choose_top_k(self, func: Callable[..., Any], scores: Tensor, k: int, dim: int = -1, **named: Any) -> Any:
         """Return the top k of scores [tokens of all samples, experts] along the last dimension, recorded or replayed."""
         frame, samples = self._frames[-1], self._draw.samples.tolist()
         if scores.dim() != 2 or dim not in (-1, 1) or len(scores) % len(samples):

@@ -46,14 +46,14 @@ def _reason(state: StateSpec, model: ModelSpec, layout: Layout, num_microbatches
         lost = f"zero={layout.zero}" if layout.num_shards > 1 and layout.zero >= 2 else ""
         lost = lost or (f"tp={layout.tp}" if layout.tp > 1 else "")
         if lost:
-            return lost_write(state.full_name, lost)
+            return explain_lost_write(state.full_name, lost)
     if not (state.is_read or state.of_samples):
         return ""
     repeats = _repeats(state, model, layout, num_microbatches, num_chunks)
     return f"{what}, and {repeats} runs it several times a step: {one}; so does to keep nothing" if repeats else ""
 
 
-def lost_write(name: str, word: str) -> str:
+def explain_lost_write(name: str, word: str) -> str:
     """Return why a weight that a forward writes is refused under a word of the layout, such as `zero=3`."""
     return (
         f"the forward writes into the weight {name}, and under {word} into a copy or a part of it: "

@@ -175,7 +175,7 @@ def _floating_dtype(values: Iterable[Any], default: torch.dtype) -> torch.dtype:
     return next((v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()), default)
 
 
-def raised_islands(program: Program) -> AbstractContextManager[Any]:
+def raise_islands(program: Program) -> AbstractContextManager[Any]:
     """Return the context of a forward, in which the model's own float32 islands are raised under float64."""
     return RaiseIslands() if program.step.compute_dtype == "float64" else nullcontext()
 

@@ -32,7 +32,7 @@ from samestep.errors import ModelError
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.program.program import Program
-from samestep.tracing.checkpointed import ContextFn, Contexts, _Begin, _replaced, _takes_gradient
+from samestep.tracing.checkpointed import ContextFn, Contexts, _Begin, _replace_checkpoint, _takes_gradient
 from samestep.trees import tree_leaves
 
 """What `checkpoint` calls: since torch 2.14 the first one, by keywords; the second one calls it for others."""
@@ -82,7 +82,7 @@ def apply(model: nn.Module, program: Program) -> None:
                 block = model.get_submodule(path)
                 kept = keeping if recompute == "selective" and not _hides_operations(path, block, program) else None
                 around = _both(kept, _both(_buffers_written_once(block), _weights_of_the_forward(block)))
-                block.forward = _recomputed(path, block.forward, around)
+                block.forward = _recompute_forward(path, block.forward, around)
 
 
 # -- every call of torch.utils.checkpoint ----------------------------------------------------------
@@ -98,13 +98,13 @@ def in_our_modes(contexts: ContextFn, *, plainly: bool, detached: bool) -> Itera
     """
 
     def generator(begin: _Begin, own: ContextFn) -> Iterator[None]:
-        return _plain() if plainly and not isinstance(own, _Around) else begin(_both(_given(own), contexts))
+        return _plain() if plainly and not isinstance(own, _Around) else begin(_both(_unless_noop(own), contexts))
 
     def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         with torch.no_grad() if detached and not _takes_gradient(args) else nullcontext():
             return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
-    with _replaced(generator, reentrant), transforms_beside_hooks():
+    with _replace_checkpoint(generator, reentrant), transforms_beside_hooks():
         yield
 
 
@@ -112,7 +112,7 @@ def _plain() -> Iterator[None]:
     yield
 
 
-def _given(own: ContextFn) -> ContextFn | None:
+def _unless_noop(own: ContextFn) -> ContextFn | None:
     return None if own is torch_checkpoint.noop_context_fn else own
 
 
@@ -126,7 +126,7 @@ def _hides_operations(path: str, block: nn.Module, program: Program) -> bool:
     return recurrent or any(module.startswith(f"{path}.") for unit in program.units for module in unit.modules)
 
 
-def _recomputed(path: str, forward: Callable[..., Any], around: ContextFn | None) -> Callable[..., Any]:
+def _recompute_forward(path: str, forward: Callable[..., Any], around: ContextFn | None) -> Callable[..., Any]:
     made_here = _Around(around)
 
     @functools.wraps(forward)
@@ -199,7 +199,7 @@ def _weights_of_the_forward(block: nn.Module) -> ContextFn:
 
         @contextmanager
         def repeated() -> Iterator[None]:
-            now = [_replaced_in(module, weights) for module, weights in zip(owners, held, strict=True)]
+            now = [_replaced_weights_of(module, weights) for module, weights in zip(owners, held, strict=True)]
             for module, weights, others in zip(owners, held, now, strict=True):
                 module._parameters.update({name: weights[name] for name in others})
             try:
@@ -213,7 +213,7 @@ def _weights_of_the_forward(block: nn.Module) -> ContextFn:
     return pair
 
 
-def _replaced_in(module: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
+def _replaced_weights_of(module: nn.Module, held: Mapping[str, Any]) -> dict[str, Any]:
     """Return the weights of a module in whose place the forward had others.
 
     A weight of which this rank holds a shard is gathered by the module's own hooks, before it computes.
@@ -250,12 +250,12 @@ def _both(first: ContextFn | None, second: ContextFn | None) -> ContextFn | None
 
     def pair() -> Contexts:
         outer, inner = second(), first()
-        return nested(outer[0], inner[0]), nested(outer[1], inner[1])
+        return nest_contexts(outer[0], inner[0]), nest_contexts(outer[1], inner[1])
 
     return pair
 
 
-def nested(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[None]:
+def nest_contexts(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[None]:
     """Return a context that enters the given ones, each inside the one before, as often as they can be entered."""
 
     @contextmanager

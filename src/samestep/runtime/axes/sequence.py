@@ -25,7 +25,7 @@ from samestep.examination.traced_model import TracedModel
 from samestep.independence.sequence_boundaries import state_of, with_first, with_given
 from samestep.models.spec import is_below
 from samestep.program.program import Program
-from samestep.runtime.axes.differentiable import moved, moved_beside
+from samestep.runtime.axes.differentiable import apply_move, apply_move_overlapping
 from samestep.runtime.axes.weight_gradients import Postponed, postpone_weights
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
@@ -52,7 +52,7 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
         parts = [part for part in traced.analysis.sequence_parts[path] if part not in whole_parts]
         for linear in step.separable:
             if any(is_below(linear, part) for part in parts):
-                postpone_weights(model.get_submodule(linear), gathered.postponed_of, facts)
+                postpone_weights(model.get_submodule(linear), gathered.postponed_gradients_of, facts)
         for part in traced.analysis.sequence_parts[path]:
             module = model.get_submodule(part)
             once = functools.partial(joined if part in whole_parts else gathered, part)
@@ -102,7 +102,7 @@ class Shared:
         self._given, self._state, self._moved = weakref.ref(x, self._forget), state_of(x), moved
         return moved
 
-    def postponed_of(self, given: Tensor) -> Postponed | None:
+    def postponed_gradients_of(self, given: Tensor) -> Postponed | None:
         """Return the weight gradients that are computed beside the sum of this tensor's gradient; None if it is not summed."""
         return self._postponed if given is self._moved else None
 
@@ -120,7 +120,7 @@ def gather(x: Tensor, group: dist.ProcessGroup, owner: str, meanwhile: Callable[
 
     Meanwhile the backward calls `meanwhile`. Collective over `group`, in the backward too: if a rank does not call it, the others wait until the time limit.
     """
-    return moved_beside(x, group, owner, _all_gathered, _reduce_scattering, meanwhile)
+    return apply_move_overlapping(x, group, owner, _all_gathered, _reduce_scattering, meanwhile)
 
 
 def scatter(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
@@ -128,7 +128,7 @@ def scatter(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
     Collective over `group`, in the backward too: if a rank does not call it, the others wait until the time limit.
     """
-    return moved(x, group, owner, _reduce_scattered, _all_gathered)
+    return apply_move(x, group, owner, _reduce_scattered, _all_gathered)
 
 
 def _split(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
@@ -139,12 +139,12 @@ def _split(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
             f"sequence_parallel: tp={degree} does not divide the {x.shape[1]} tokens of this batch; "
             f"{x.shape[1] // degree * degree} tokens work, and so does tp={degree} alone"
         )
-    return moved(x, group, owner, _own, _all_gathered)
+    return apply_move(x, group, owner, _own, _all_gathered)
 
 
 def _join(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Return the sequence gathered from all ranks; the backward keeps this rank's part of the gradient."""
-    return moved(x, group, owner, _all_gathered, _own)
+    return apply_move(x, group, owner, _all_gathered, _own)
 
 
 def _own(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:

@@ -38,13 +38,13 @@ from samestep.models.param_spec import Cut
 from samestep.models.spec import is_below
 from samestep.program.program import Program
 from samestep.runtime.axes import sequence
-from samestep.runtime.axes.differentiable import moved, moved_beside
+from samestep.runtime.axes.differentiable import apply_move, apply_move_overlapping
 from samestep.runtime.axes.weight_gradients import postpone_weights
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather
 
 
-def joined(cuts: Sequence[Tensor], cut: Cut) -> Tensor:
+def join_parts(cuts: Sequence[Tensor], cut: Cut) -> Tensor:
     """Return the whole weight from the parts of all ranks, in their order: the inverse of `placement.local_part`."""
     parts = zip(*(part.chunk(cut.parts, dim=cut.dim) for part in cuts), strict=True)
     return torch.cat([torch.cat(part, dim=cut.dim) for part in parts], dim=cut.dim)
@@ -64,7 +64,7 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     copies = sequence.Shared(copy, group)
     # A product's own result is summed in place, unless selective recompute keeps it as it is.
     overwrites = program.step.layout.recompute != "selective"
-    whole = _Boundaries(copies, functools.partial(_reduced, group, overwrites))
+    whole = _Boundaries(copies, functools.partial(_reduce_output, group, overwrites))
     within = _Boundaries(lambda _, x: x, lambda _, path, x: sequence.scatter(x, group, path))
     by_columns = {path for path, style in analysis.cut_styles.items() if style not in ("row", "sum")}
     shared = {path: heads for path, heads in analysis.shareable_heads.items() if heads < mesh.size("tp")}
@@ -86,7 +86,7 @@ def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
         model.get_submodule(path).register_forward_pre_hook(functools.partial(_enter, enter))
     for path in program.step.separable:
         if not cuts_sequence(path):
-            postpone_weights(model.get_submodule(path), copies.postponed_of, facts)
+            postpone_weights(model.get_submodule(path), copies.postponed_gradients_of, facts)
     for path, name, divisor in analysis.counts[mesh.size("tp")]:
         module = model.get_submodule(path)
         setattr(module, name, getattr(module, name) // divisor)
@@ -114,7 +114,7 @@ class _Boundaries:
     leave: Callable[[nn.Module, str, Tensor], Tensor]
 
 
-def _reduced(group: dist.ProcessGroup, overwrites: bool, module: nn.Module, path: str, x: Tensor) -> Tensor:
+def _reduce_output(group: dist.ProcessGroup, overwrites: bool, module: nn.Module, path: str, x: Tensor) -> Tensor:
     is_own = type(module).forward is nn.Linear.forward and "forward" not in vars(module) and x.is_contiguous()
     return reduce_in_place(x, group, path) if overwrites and is_own else reduce(x, group, path)
 
@@ -225,7 +225,7 @@ def copy(x: Tensor, group: dist.ProcessGroup, owner: str, meanwhile: Callable[[]
 
     Collective over `group` in the backward: if a rank does not run it, the others wait until the time limit.
     """
-    return moved_beside(x, group, owner, lambda x, group, owner: x.view_as(x), _summing, meanwhile)
+    return apply_move_overlapping(x, group, owner, lambda x, group, owner: x.view_as(x), _summing, meanwhile)
 
 
 def reduce(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
@@ -233,7 +233,7 @@ def reduce(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
     Collective over `group`: every rank of the group calls it; if one does not, the others wait until the time limit.
     """
-    return moved(x, group, owner, _summed, lambda gradient, group, owner: gradient)
+    return apply_move(x, group, owner, _sum_over_ranks, lambda gradient, group, owner: gradient)
 
 
 def reduce_in_place(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
@@ -241,11 +241,11 @@ def reduce_in_place(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
     Collective over `group`: every rank of the group calls it; if one does not, the others wait until the time limit.
     """
-    total: Tensor = _Reduced.apply(x, group, owner)
+    total: Tensor = _ReduceFunction.apply(x, group, owner)
     return total
 
 
-class _Reduced(torch.autograd.Function):
+class _ReduceFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
         ctx.mark_dirty(x)
@@ -263,10 +263,10 @@ def gather_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 
     Collective over `group`: every rank of the group calls it; if one does not, the others wait until the time limit.
     """
-    return moved(x, group, owner, _gathered_last, _own_last)
+    return apply_move(x, group, owner, _gather_last, _own_last)
 
 
-def _gathered_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
+def _gather_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     parts = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     with owned(owner):
         all_gather(parts, x.contiguous(), group=group)
@@ -277,7 +277,7 @@ def _own_last(gradient: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     return gradient.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)].contiguous()
 
 
-def _summed(x: Tensor, group: dist.ProcessGroup, owner: str, is_alone: bool = False) -> Tensor:
+def _sum_over_ranks(x: Tensor, group: dist.ProcessGroup, owner: str, is_alone: bool = False) -> Tensor:
     total, wait = _summing(x, group, owner, is_alone)
     wait()
     return total
@@ -307,7 +307,7 @@ class _CutCrossEntropy(torch.autograd.Function):
         shifted = logits - largest[:, None]
         right = shifted.gather(-1, column)[:, 0].masked_fill(elsewhere, 0.0)
         powers = shifted.exp_()
-        sums = _summed(torch.stack([powers.sum(dim=-1), right]), group, "loss.sums", is_alone=True)
+        sums = _sum_over_ranks(torch.stack([powers.sum(dim=-1), right]), group, "loss.sums", is_alone=True)
         ignored = labels == IGNORED_LABEL
         ctx.save_for_backward(powers, sums[0], column, elsewhere, ignored)
         return (sums[0].log() - sums[1]).masked_fill(ignored, 0.0).sum()

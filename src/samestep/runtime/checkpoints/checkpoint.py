@@ -41,7 +41,7 @@ from samestep.runtime.checkpoints.manifests import (
     broken_files,
     check_job,
     check_shapes,
-    damaged,
+    describe_damage,
     latest,
     read_manifest,
 )
@@ -110,9 +110,9 @@ def begin(run: PreparedRun, folder: Path, retention: Retention, form: Pretrained
     final = folder / f"step-{run.steps_taken:06d}"
     draft = folder / f".{final.name}.draft"
     is_first = run.place.rank == 0
-    number = _agree(run, final, _made(draft) if is_first else "", writer.next_number() if is_first else 0)
+    number = _agree(run, final, _make_draft(draft) if is_first else "", writer.next_number() if is_first else 0)
     record, tensors = other_state.kept_values(run)
-    frozen = other_state.changed_frozen(run)
+    frozen = other_state.changed_frozen_weights(run)
     more, plain = _contents_of(run, frozen)
     tensors |= more
     part = {"tensors": sorted(tensors), "plain": plain, "cuts": writer.slices_of(run, frozen), "record": record}
@@ -135,7 +135,7 @@ def finish(run: PreparedRun, writing: Writing) -> Path:
     return final
 
 
-def copied(run: PreparedRun, source: Path, folder: Path) -> Path:
+def copy_checkpoint(run: PreparedRun, source: Path, folder: Path) -> Path:
     """Copy a checkpoint to a folder of checkpoints, unless it is one of them, and return its folder there.
 
     Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
@@ -147,7 +147,7 @@ def copied(run: PreparedRun, source: Path, folder: Path) -> Path:
     final, reason = folder / f"step-{run.steps_taken:06d}", ""
     if run.place.rank == 0 and not final.exists():
         draft = folder / f".{final.name}.draft"
-        reason = _made(draft)
+        reason = _make_draft(draft)
         try:
             for file in sorted(source.iterdir()) if not reason else ():
                 if file.is_file():
@@ -160,7 +160,7 @@ def copied(run: PreparedRun, source: Path, folder: Path) -> Path:
     return final
 
 
-def _made(draft: Path) -> str:
+def _make_draft(draft: Path) -> str:
     """Make the folder of a draft, without what a run left that died while saving; return why it cannot be made."""
     try:
         durable_files.make_folder(draft.parent)
@@ -274,7 +274,7 @@ def assemblies_of(run: PreparedRun) -> list[Assembly]:
     return [run.assembly] if run.replicas is None else run.replicas.assemblies
 
 
-def found_in(folder: Path) -> Path:
+def find_checkpoint(folder: Path) -> Path:
     """Return a folder if it is a checkpoint, or else the newest checkpoint in it.
 
     Raises:
@@ -310,23 +310,23 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
-    elsewhere = writer.held_elsewhere(run)
+    elsewhere = writer.weights_held_elsewhere(run)
     for index, piece in enumerate(run.updater.pieces):
         if piece.name in elsewhere:
             continue
         stored = writer.name_of(run, piece)
         value = piece.master() if run.replicas is None else run.replicas.weights[index]
         is_new = piece.split is not None and run.replicas is None
-        tensors[f"value/{stored}/{piece.start}"] = writer.copied(value.flatten(), is_new=is_new)
+        tensors[f"value/{stored}/{piece.start}"] = writer.copy_to_host(value.flatten(), is_new=is_new)
         if (averages := run.updater.averages) is not None and (average := averages.of(piece)) is not None:
-            tensors[f"average/{stored}/{piece.start}"] = writer.copied(average.flatten())
+            tensors[f"average/{stored}/{piece.start}"] = writer.copy_to_host(average.flatten())
     for piece, states in _states_of(run, elsewhere):
         stored = writer.name_of(run, piece)
         for key, value in states.items():
             name = f"state/{stored}/{piece.start}/{key}"
             if isinstance(value, Tensor):
                 is_flat = value.shape == piece.value.shape or key.endswith(SCALE)
-                tensors[name] = writer.copied(value.flatten() if is_flat else value[None, None])
+                tensors[name] = writer.copy_to_host(value.flatten() if is_flat else value[None, None])
             elif isinstance(value, bool | int | float | str | None):
                 plain[name] = value
             else:
@@ -335,22 +335,22 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
                     "a checkpoint holds tensors, numbers and text"
                 )
     tensors |= {
-        f"lost/{writer.name_of_part(run, lost.name)}/{lost.start}/{lost.key}": writer.copied(lost.values)
+        f"lost/{writer.name_of_part(run, lost.name)}/{lost.start}/{lost.key}": writer.copy_to_host(lost.values)
         for lost in run.assembly.weights.store.given_back()
         if writer.encodes_first(run, lost.name)
     }
     tensors |= {
-        f"directions/{name}": writer.copied(directions)
+        f"directions/{name}": writer.copy_to_host(directions)
         for name, directions in run.assembly.weights.store.directions()
         if writer.encodes_first(run, name) and not writer.index_of_contributions(run)
     }
     for piece in frozen:
         if piece.name not in elsewhere:
-            tensors[f"value/{writer.name_of(run, piece)}/{piece.start}"] = writer.copied(
+            tensors[f"value/{writer.name_of(run, piece)}/{piece.start}"] = writer.copy_to_host(
                 piece.master().flatten(), is_new=piece.is_packed
             )
     buffers = other_state.kept_buffers(run)
-    return tensors | {f"buffer/{name}": writer.copied(buffer) for name, buffer in buffers.items()}, plain
+    return tensors | {f"buffer/{name}": writer.copy_to_host(buffer) for name, buffer in buffers.items()}, plain
 
 
 def _states_of(run: PreparedRun, elsewhere: Collection[str]) -> Iterator[tuple[Piece, Mapping[str, Any]]]:
@@ -421,7 +421,7 @@ def _load_replicas(run: PreparedRun, replicas: LocalReplicas, stored: OpenCheckp
         replicas.weights[index].copy_(stored.read("value", piece.name, mine).view_as(piece.value))
         momentum = stored.read(f"{OUTER}{OF_REPLICA}momentum", piece.name, mine)
         replicas.momentum[index].copy_(momentum.view_as(piece.value))
-        for number, assembly in replicas.numbered:
+        for number, assembly in replicas.numbered_assemblies:
             updater = assembly.weights.updater
             own = updater.pieces[index]
             own.set_master(stored.read(f"{number}{OF_REPLICA}{WEIGHT}", piece.name, mine))
@@ -477,6 +477,6 @@ def _load_state(updater: Updater, stored: OpenCheckpoint, piece: Piece, mine: Ru
 def _check_files(manifest: Mapping[str, Any], run: PreparedRun, folder: Path) -> None:
     """Refuse damaged files. Each rank reads some of them, and all ranks raise the same error."""
     mine = manifest["parts"][run.place.rank :: run.place.world_size]
-    bad = [damaged(path) for path in broken_files(mine, folder)]
+    bad = [describe_damage(path) for path in broken_files(mine, folder)]
     if found := [text for texts in gather_values(bad, run.layout.world_size) for text in texts]:
         raise CheckpointError(found[0])

@@ -18,7 +18,7 @@ from samestep.runtime.weights.placement import Runs, WeightSlice, copy_shared, w
 
 
 @dataclass(frozen=True, slots=True)
-class _StoredRun:
+class _ElementRun:
     """A run of elements of a weight or of its part, in a file; or a plain value."""
 
     part: str
@@ -36,13 +36,13 @@ class OpenCheckpoint:
     shapes: Mapping[str, list[int]]
     cuts: dict[str, WeightSlice] = field(default_factory=dict)
     """Slice of the weight that each name with an @ stands for."""
-    values: dict[str, list[_StoredRun]] = field(default_factory=dict)
+    values: dict[str, list[_ElementRun]] = field(default_factory=dict)
     """Runs of each parameter's values, in order."""
-    averages: dict[str, list[_StoredRun]] = field(default_factory=dict)
+    averages: dict[str, list[_ElementRun]] = field(default_factory=dict)
     """Runs of the moving average of each parameter's values."""
-    states: dict[str, dict[str, list[_StoredRun]]] = field(default_factory=dict)
+    states: dict[str, dict[str, list[_ElementRun]]] = field(default_factory=dict)
     """Runs of each parameter's optimizer state, by parameter and key."""
-    lost: dict[str, dict[str, list[_StoredRun]]] = field(default_factory=dict)
+    lost: dict[str, dict[str, list[_ElementRun]]] = field(default_factory=dict)
     """Runs of what codes have lost of each parameter's gradient, by parameter and contribution."""
     directions: dict[str, Any] = field(default_factory=dict)
     """Files of the directions along which each parameter's gradient is projected."""
@@ -92,12 +92,12 @@ class OpenCheckpoint:
         elif kind in ("value", "average"):
             part, start = rest.rsplit("/", 1)
             of_kind = self.values if kind == "value" else self.averages
-            of_kind.setdefault(weight_of(part), []).append(_StoredRun(part, int(start), name, file))
+            of_kind.setdefault(weight_of(part), []).append(_ElementRun(part, int(start), name, file))
         else:
             part, start, key = rest.rsplit("/", 2)
             of = self.lost if kind == "lost" else self.states
             runs = of.setdefault(weight_of(part), {}).setdefault(key, [])
-            runs.append(_StoredRun(part, int(start), name, file))
+            runs.append(_ElementRun(part, int(start), name, file))
 
     def read(self, what: str, weight: str, mine: Runs, block: int = 1) -> Tensor:
         """Assemble some elements of a weight's `value`, `average` or state from the stored runs that overlap them.
@@ -109,7 +109,7 @@ class OpenCheckpoint:
         """
         known = {"value": self.values, "average": self.averages}.get(what)
         stored = self.states[weight][what] if known is None else known.get(weight, [])
-        return self._assembled(stored, what, weight, mine, block)
+        return self._assemble(stored, what, weight, mine, block)
 
     def read_lost(self, key: str, weight: str, mine: Runs, summed: int = 0) -> Tensor:
         """Assemble what the codes of a contribution have lost of some elements of a weight's gradient.
@@ -124,8 +124,7 @@ class OpenCheckpoint:
         if stored and not keys:
             return torch.zeros(int(mine.lengths.sum()))
         found = [
-            self._assembled(stored.get(one, []), f"lost by contribution {one}", weight, mine, 1)
-            for one in keys or [key]
+            self._assemble(stored.get(one, []), f"lost by contribution {one}", weight, mine, 1) for one in keys or [key]
         ]
         return sum(found[1:], found[0])
 
@@ -142,7 +141,7 @@ class OpenCheckpoint:
         found: Tensor = self.directions[weight].get_tensor(f"directions/{weight}")
         return found
 
-    def _assembled(self, stored: list[_StoredRun], what: str, weight: str, mine: Runs, block: int) -> Tensor:
+    def _assemble(self, stored: list[_ElementRun], what: str, weight: str, mine: Runs, block: int) -> Tensor:
         mine = mine.in_blocks(block)
         numel = int(mine.lengths.sum())
         found: Tensor | None = None

@@ -32,7 +32,7 @@ from pydantic import (
 from safetensors import SafetensorError, safe_open
 
 from samestep import calls, rules
-from samestep.errors import CheckpointError, shown
+from samestep.errors import CheckpointError, short_repr
 from samestep.job import Job
 from samestep.job_tables import MayChange
 from samestep.models.weight_files import digest_of
@@ -47,11 +47,11 @@ _Value = Annotated[StrictStr, Field(pattern=r"(?s)^state/.+/\d+/[^/]+$")]
 _Shapes = dict[StrictStr, list[_Size]]
 
 
-class _Form(BaseModel):
+class _ManifestModel(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-class Part(_Form):
+class Part(_ManifestModel):
     """The record of one rank's file in a manifest."""
 
     file: Annotated[StrictStr, Field(pattern=r"^rank-\d{4,}\.safetensors$")]
@@ -61,14 +61,14 @@ class Part(_Form):
     cuts: dict[StrictStr, tuple[_Size, list[tuple[_Size, _Size]]]]
 
 
-class Group(_Form):
+class Group(_ManifestModel):
     """The options of a group of the optimizer's weights."""
 
     names: list[StrictStr]
     options: dict[StrictStr, Any]
 
 
-class Record(_Form):
+class Record(_ManifestModel):
     """The state that one rank keeps besides tensors of weights."""
 
     rank: NonNegativeInt
@@ -79,7 +79,7 @@ class Record(_Form):
     extra: list[tuple[StrictStr, Any]] = []
 
 
-class StampedSource(_Form):
+class StampedSource(_ManifestModel):
     """The stamp of one source of the data (`datasets/stamps.py`)."""
 
     kind: StrictStr
@@ -92,7 +92,7 @@ class StampedSource(_Form):
     content: StrictStr = ""
 
 
-class Manifest(_Form):
+class Manifest(_ManifestModel):
     """The manifest of a checkpoint."""
 
     step: _Size
@@ -180,7 +180,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         is_whole = False
     if not is_whole:
-        raise CheckpointError(damaged(path))
+        raise CheckpointError(describe_damage(path))
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{folder} has format {version!r:.20}; this version reads {FORMAT_VERSION}")
     try:
@@ -189,7 +189,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         first = error.errors(include_url=False, include_context=False)[0]
         key = ".".join(map(str, first["loc"]))
         raise CheckpointError(
-            f"{path} is no manifest of a checkpoint: {key}: {first['msg'].lower()}, got {shown(first['input'])}"
+            f"{path} is no manifest of a checkpoint: {key}: {first['msg'].lower()}, got {short_repr(first['input'])}"
         ) from None
     if wrong := contradiction(manifest):
         raise CheckpointError(f"{path} contradicts itself: {wrong}")
@@ -265,7 +265,7 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> tuple[str,
             "written: resume with what stood there"
         )
     return tuple(
-        f"after step {manifest['step']}: {key} is {shown(new)}, which was {shown(old)}"
+        f"after step {manifest['step']}: {key} is {short_repr(new)}, which was {short_repr(old)}"
         for key, (old, new) in changed.items()
     )
 
@@ -294,7 +294,7 @@ def check_digests(manifest: Mapping[str, Any], folder: Path) -> None:
         CheckpointError: it names the file.
     """
     for path in broken_files(manifest["parts"], folder):
-        raise CheckpointError(damaged(path))
+        raise CheckpointError(describe_damage(path))
 
 
 def broken_files(parts: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[Path]:
@@ -311,7 +311,7 @@ def broken_files(parts: Sequence[Mapping[str, Any]], folder: Path) -> Iterator[P
             yield path
 
 
-def damaged(path: Path) -> str:
+def describe_damage(path: Path) -> str:
     """Return a message that names the damaged file and says from where the run can go on."""
     step = path.parent
     known = list_checkpoints(step.parent)

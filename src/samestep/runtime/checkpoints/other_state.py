@@ -24,14 +24,14 @@ from samestep.errors import CheckpointError
 from samestep.program.program import Program
 from samestep.runtime.held_assembly import PreparedRun
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.processes.plain_data import NotPlainError, Packer, unpacked
+from samestep.runtime.processes.plain_data import NotPlainError, Packer, unpack_plain
 from samestep.runtime.weights.pieces import Piece
 from samestep.state.fingerprints import attributes_of, digest, fingerprint, optimizer_values
 
 # -- what changes ----------------------------------------------------------------------------------
 
 
-def changed_frozen(run: PreparedRun) -> list[Piece]:
+def changed_frozen_weights(run: PreparedRun) -> list[Piece]:
     """Return this rank's parts of the frozen weights that have changed on any rank.
 
     Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
@@ -155,13 +155,13 @@ def give_back(run: PreparedRun, manifest: Mapping[str, Any], read: Callable[[str
     modules = dict(run.model.named_modules())
     for record in records:
         for path, key, value in record.get("attributes", ()):
-            held, found = vars(modules[path]).get(key), unpacked(value, read)
+            held, found = vars(modules[path]).get(key), unpack_plain(value, read)
             if isinstance(held, torch.Generator):
                 held.set_state(found)
             else:
                 setattr(modules[path], key, _like(held, found))
         for path, value in record.get("extra", ()):
-            modules[path].set_extra_state(unpacked(value, read))
+            modules[path].set_extra_state(unpack_plain(value, read))
 
 
 def _give_back_options(run: PreparedRun, groups: Sequence[Mapping[str, Any]], read: Callable[[str], Tensor]) -> None:
@@ -171,14 +171,14 @@ def _give_back_options(run: PreparedRun, groups: Sequence[Mapping[str, Any]], re
         held = {id(param) for param in group["params"]}
         names = [piece.name for piece in run.updater.pieces if id(piece.value) in held and piece.name in of_weight]
         for key, value in of_weight[names[0]].items() if names else ():
-            group[key] = _like(group.get(key), unpacked(value, read))
+            group[key] = _like(group.get(key), unpack_plain(value, read))
 
 
 def _give_back_own(
     run: PreparedRun, manifest: Mapping[str, Any], records: Sequence[Mapping[str, Any]], read: Callable[[str], Tensor]
 ) -> None:
     of_ranks = {record["rank"]: record["optimizer"] for record in records if record["optimizer"]}
-    decoded = {rank: {key: unpacked(v, read) for key, v in own.items()} for rank, own in of_ranks.items()}
+    decoded = {rank: {key: unpack_plain(v, read) for key, v in own.items()} for rank, own in of_ranks.items()}
     mine = decoded.get(run.place.rank) if manifest["layout"] == str(run.layout) else next(iter(decoded.values()), {})
     if manifest["layout"] != str(run.layout) and len({digest(own) for own in decoded.values()}) > 1:
         names = ", ".join(next(iter(decoded.values())))

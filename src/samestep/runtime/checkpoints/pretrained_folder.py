@@ -60,7 +60,9 @@ def write(
         stored = OpenCheckpoint.open(checkpoint, manifest, stack, averaged=averaged)
         value = form.values(values(form.stored_plan, stored))
         for number in range(writer, len(files), num_writers):
-            tensors = {name: cast_to(one, cast) for group in files[number] for name, one in _made(group, value).items()}
+            tensors = {
+                name: cast_to(one, cast) for group in files[number] for name, one in _make_tensors(group, value).items()
+            }
             save_file(tensors, out / names[number], {"format": "pt"})
             durable_files.sync(out / names[number])
     if writer:
@@ -104,7 +106,7 @@ def values(plan: Blueprint, stored: OpenCheckpoint) -> Callable[[str], Tensor]:
     return value
 
 
-def _made(group: SavedGroup, value: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
+def _make_tensors(group: SavedGroup, value: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
     return group.make([value(name) for name in group.sources])
 
 

@@ -75,9 +75,11 @@ class TorchEntry:
 
     def _read_chunk(self, chunk: TorchChunk) -> Tensor:
         try:
-            with regular_files.opened(chunk.path) as file:
+            with regular_files.open_regular(chunk.path) as file:
                 file.seek(chunk.start_bytes)
-                stored = torch.load(_uncompressed(file.read(chunk.size_bytes)), map_location="cpu", weights_only=True)
+                stored = torch.load(
+                    _open_uncompressed(file.read(chunk.size_bytes)), map_location="cpu", weights_only=True
+                )
         except Exception as error:  # of bytes that anybody has written
             raise CheckpointError(f"{chunk.path} is damaged where {self.name} begins: {_line(error)}") from None
         if not isinstance(stored, Tensor) or tuple(stored.shape) != chunk.sizes or stored.dtype != self.dtype:
@@ -164,7 +166,7 @@ def _cover(chunks: list[TorchChunk], shape: tuple[int, ...]) -> bool:
     return True
 
 
-def _uncompressed(data: bytes) -> io.BytesIO:
+def _open_uncompressed(data: bytes) -> io.BytesIO:
     """Return the bytes of a tensor to read; torch.save compresses nothing, and a compressed one could be of any size.
 
     Raises:
@@ -215,7 +217,7 @@ def _line(error: Exception) -> str:
 # -- the metadata ----------------------------------------------------------------------------------
 
 
-class _Record:
+class _TorchObject:
     """An object of torch's metadata: its attributes and nothing else."""
 
     def __init__(self, *args: Any) -> None:
@@ -228,7 +230,7 @@ class _Record:
             self.dtype = state[0]
 
 
-class _Tensors(_Record):
+class _Tensors(_TorchObject):
     """The metadata of an entry that is a tensor."""
 
     size: Any
@@ -246,12 +248,13 @@ _DTYPES = {
 }  # fmt: skip
 _KNOWN: dict[tuple[str, str], Any] = {
     **{
-        (_METADATA, name): _Record for name in ("Metadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex")
+        (_METADATA, name): _TorchObject
+        for name in ("Metadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex")
     },
-    **{(_METADATA, name): _Record for name in ("BytesStorageMetadata", "StorageMeta")},
+    **{(_METADATA, name): _TorchObject for name in ("BytesStorageMetadata", "StorageMeta")},
     (_METADATA, "TensorStorageMetadata"): _Tensors,
     (_METADATA, "_MEM_FORMAT_ENCODING"): lambda value: value,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _TorchObject,
     ("torch", "Size"): lambda sizes=(): tuple(sizes),
     ("torch.serialization", "_get_layout"): lambda name: name,
     **{("torch", name): dtype for name, dtype in _DTYPES.items()},
@@ -304,14 +307,14 @@ class _Unpickler(_InPython):  # type: ignore[misc]
 
 def _check_key(key: Any) -> None:
     """Refuse a key of a dict that is none of metadata; others may take for ever to hash."""
-    if type(key) not in (str, int, _Record):
+    if type(key) not in (str, int, _TorchObject):
         raise pickle.UnpicklingError(f"it has a {type(key).__name__} for a key")
 
 
 def _metadata(folder: Path) -> Any:
     path = folder / NAME
     try:
-        with regular_files.opened(path) as file:
+        with regular_files.open_regular(path) as file:
             if os.fstat(file.fileno()).st_size > _LARGEST_BYTES:
                 raise ValueError("it is larger than any metadata")
             return _Unpickler(file).load()

@@ -16,10 +16,10 @@ from samestep.job import Job
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import gather_values
-from samestep.state.snapshot import unmoved_generators
+from samestep.state.snapshot import preserve_generators
 
 
-class _Saved(NamedTuple):
+class _SavedStamp(NamedTuple):
     """The stamp in the checkpoint from which a run goes on."""
 
     folder: Path
@@ -35,7 +35,7 @@ class TrainedData:
         self._take: Callable[[], stamps.Stamp] | None = None
         self._stamp: stamps.Stamp | None = None
         self._dataset: Any = None
-        self._saved: _Saved | None = None
+        self._saved: _SavedStamp | None = None
 
     def is_of(self, take: Callable[[], stamps.Stamp]) -> None:
         """Take the stamp of the source of a job's data, by a function, before the first step reads it.
@@ -54,7 +54,7 @@ class TrainedData:
     def _compare_hosts(self, take: Callable[[], stamps.Stamp]) -> None:
         """Compare the stamps that the first rank of each host takes."""
         is_first = self._place.rank % self._place.ranks_per_node == 0
-        with unmoved_generators():
+        with preserve_generators():
             mine = self._stamp or (take() if is_first else [])
         first, *others = gather_values(mine, self._place.world_size)
         for rank, theirs in enumerate(others, 1):
@@ -66,7 +66,7 @@ class TrainedData:
     def stamp(self) -> stamps.Stamp:
         """Return the stamp on rank 0, which takes it once; empty on others, and where no step has read data yet."""
         if self._place.rank == 0 and self._stamp is None:
-            with unmoved_generators():
+            with preserve_generators():
                 if self._take is not None:
                     self._stamp = self._take()
                 elif self._dataset is not None:
@@ -81,8 +81,8 @@ class TrainedData:
         Raises:
             CheckpointError: the data is other, and nothing allows that.
         """
-        self._saved = _Saved(folder, step, stamp) if stamp else None
-        return self._compared() if self._take is not None else ()
+        self._saved = _SavedStamp(folder, step, stamp) if stamp else None
+        return self._compare_stamps() if self._take is not None else ()
 
     def begin_step(self, batch: StepBatch) -> tuple[str, ...]:
         """Note the data set of a step; in the first one after a load hold it against the checkpoint, as `resumes_from` says.
@@ -94,9 +94,9 @@ class TrainedData:
         dataset = getattr(batch, "dataset", None)
         if dataset is not None and dataset is not self._dataset:
             self._dataset, self._stamp = dataset, None
-        return self._compared() if self._saved is not None else ()
+        return self._compare_stamps() if self._saved is not None else ()
 
-    def _compared(self) -> tuple[str, ...]:
+    def _compare_stamps(self) -> tuple[str, ...]:
         saved, self._saved = self._saved, None
         if saved is None:
             return ()

@@ -25,7 +25,7 @@ from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.weights.placement import WeightSlice, whole
 
 
-class _Part(NamedTuple):
+class _SentPart(NamedTuple):
     """A part of a weight, or a buffer, that one rank sends to the others; plain data."""
 
     name: str
@@ -50,9 +50,9 @@ def state_dict(run: PreparedRun, *, on_every_rank: bool) -> dict[str, Tensor]:
     keeps = on_every_rank or run.place.rank == 0
     found: dict[str, Tensor] = {}
     for source, parts in enumerate(listed):
-        for index, part in enumerate(_Part(*one) for one in parts):
+        for index, part in enumerate(_SentPart(*one) for one in parts):
             held = mine[index][1] if source == run.place.rank else None
-            flat = _sent(run, source, part, held)
+            flat = _broadcast_part(run, source, part, held)
             if keeps:
                 _put(found, part, flat)
     names = run.assembly.model.state_names
@@ -83,29 +83,29 @@ def stored_state_dict(
     return found
 
 
-def _parts(run: PreparedRun) -> Iterator[tuple[_Part, Tensor]]:
+def _parts(run: PreparedRun) -> Iterator[tuple[_SentPart, Tensor]]:
     """Yield the weights' parts and the buffers that this rank sends."""
-    elsewhere = writer.held_elsewhere(run)
+    elsewhere = writer.weights_held_elsewhere(run)
     frozen = run.assembly.weights.store.frozen
     for piece in (*run.updater.pieces, *frozen):
         if piece.name in elsewhere:
             continue
         lies = writer.slice_of(run, piece)
         value = piece.master().flatten()
-        part = _described(piece.name, lies, piece.start, value)
+        part = _describe_part(piece.name, lies, piece.start, value)
         yield part, value
     for name, buffer in other_state.kept_buffers(run).items():
-        yield _described(name, whole(buffer.shape), 0, buffer), buffer.flatten()
+        yield _describe_part(name, whole(buffer.shape), 0, buffer), buffer.flatten()
 
 
-def _described(name: str, lies: WeightSlice, start: int, value: Tensor) -> _Part:
+def _describe_part(name: str, lies: WeightSlice, start: int, value: Tensor) -> _SentPart:
     intervals = [list(ends) for ends in lies.intervals]
-    return _Part(
+    return _SentPart(
         name, list(lies.shape), lies.dim, intervals, start, value.numel(), str(value.dtype).removeprefix("torch.")
     )
 
 
-def _sent(run: PreparedRun, source: int, part: _Part, held: Tensor | None) -> Tensor:
+def _broadcast_part(run: PreparedRun, source: int, part: _SentPart, held: Tensor | None) -> Tensor:
     """Return on every rank the elements of a part that the rank `source` holds."""
     device = run.place.device
     flat = torch.empty(part.numel, dtype=getattr(torch, part.dtype), device=device)
@@ -116,7 +116,7 @@ def _sent(run: PreparedRun, source: int, part: _Part, held: Tensor | None) -> Te
     return flat
 
 
-def _put(found: dict[str, Tensor], part: _Part, flat: Tensor) -> None:
+def _put(found: dict[str, Tensor], part: _SentPart, flat: Tensor) -> None:
     """Copy a part to its place in the whole tensor, on the host."""
     if part.name not in found:
         found[part.name] = torch.empty(part.shape, dtype=flat.dtype)

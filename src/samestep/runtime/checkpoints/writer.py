@@ -89,7 +89,7 @@ def slices_of(run: PreparedRun, frozen: Sequence[Piece]) -> dict[str, list[Any]]
     return {name: [part.dim, [list(ends) for ends in part.intervals]] for name, part in parts.items()}
 
 
-def held_elsewhere(run: PreparedRun) -> set[str]:
+def weights_held_elsewhere(run: PreparedRun) -> set[str]:
     """Return the names of weights that another rank writes: the first of all ranks that hold the same part does."""
     step, mesh = run.program.step, run.assembly.parallel.mesh
     return {param.name for param in step.model.params if any(map(mesh.index, step.holding(param).copied_over))}
@@ -108,7 +108,7 @@ def index_of_contributions(run: PreparedRun) -> int:
     return run.assembly.parallel.mesh.index(made.axis) if made is not None and made.ranks > 1 else 0
 
 
-def copied(tensor: Tensor, *, is_new: bool = False) -> Tensor:
+def copy_to_host(tensor: Tensor, *, is_new: bool = False) -> Tensor:
     """Return a copy on the host, unless nobody else holds a tensor that is there already."""
     found = tensor.detach().cpu()
     return (found if is_new else found.clone()).contiguous()
@@ -171,7 +171,7 @@ class Retention:
     every: int = 0
     """Those whose step this divides stay for ever; with 0 none does."""
 
-    def outdated(self, found: Sequence[Path]) -> list[Path]:
+    def outdated_checkpoints(self, found: Sequence[Path]) -> list[Path]:
         """Return the checkpoints to remove, of all, oldest first."""
         return [path for path in found[: -self.newest] if not self.every or int(path.name[5:]) % self.every]
 
@@ -285,7 +285,7 @@ class Writing:
         durable_files.sync(share.draft)
         remove(share.final)
         durable_files.rename(share.draft, share.final)
-        for old in share.retention.outdated(manifests.list_checkpoints(share.final.parent)):
+        for old in share.retention.outdated_checkpoints(manifests.list_checkpoints(share.final.parent)):
             remove(old)
         for word, rank in itertools.product(("written", "converted"), range(share.world_size)):
             self._forget(word, rank)

@@ -56,7 +56,7 @@ from samestep.runtime.guards.deviation import (
     floating,
     is_equal,
     largest_deviation,
-    nudged,
+    nudge_outputs,
     relative_deviation,
     rows_of,
     samples_dim,
@@ -68,7 +68,7 @@ from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport
 from samestep.schedules import TaskKind
-from samestep.state.snapshot import ModelState, preserved_function, unmoved_generators, weight_versions
+from samestep.state.snapshot import ModelState, preserve_function, preserve_generators, weight_versions
 from samestep.tracing.meta_tensors import tensors_in
 from samestep.trees import tree_leaves, tree_map_only
 
@@ -132,7 +132,7 @@ class Finding:
 
 
 @dataclass(slots=True)
-class _Watched:
+class _WatchedStep:
     """One step under watch."""
 
     batch: StepBatch
@@ -178,7 +178,7 @@ class Canary(StepObserver):
         self._num_watched = 0
         self._replays = True
         self._inner = StepObserver()
-        self._watched: _Watched | None = None
+        self._watched: _WatchedStep | None = None
         self._model = assembly.model.module
 
     # -- one step ----------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class Canary(StepObserver):
         versions = weight_versions(self._model)
         self._assembly.weights.store.compare_values(True)
         row = -(turn // self._assembly.parallel.program.step.num_microbatches + 1) % len(indices)  # the last one first
-        self._watched = _Watched(batch, chosen, indices, row, turn, is_first, ModelState(self._model), versions)
+        self._watched = _WatchedStep(batch, chosen, indices, row, turn, is_first, ModelState(self._model), versions)
         self._inner = inner
         handle = self._model.register_forward_hook(self._see, with_kwargs=True)
         try:
@@ -254,7 +254,7 @@ class Canary(StepObserver):
         if {"samples", "random", "state", "data", "loss"} & self._waived:
             return
         checkpoints = self._assembly.parallel.checkpoints
-        with outside_step(), torch.no_grad(), unmoved_generators(watched.state.generators), checkpoints():
+        with outside_step(), torch.no_grad(), preserve_generators(watched.state.generators), checkpoints():
             finding = self._repeat()
             self._assembly.weights.store.end_forward_only()
         if finding is not None:
@@ -326,11 +326,11 @@ class Canary(StepObserver):
         assert watched is not None
         samples, _ = microbatches.read(assembly, watched.batch, indices)
         around = functools.partial(self._around, indices, samples, alone=True)
-        shaken = nudged(self._model, *nudge) if nudge else nullcontext()
+        shaken = nudge_outputs(self._model, *nudge) if nudge else nullcontext()
         try:
-            with watched.state.restored(), precision.raised_islands(assembly.parallel.program), shaken:
+            with watched.state.restored(), precision.raise_islands(assembly.parallel.program), shaken:
                 outputs = evaluation.forward(assembly, samples, around)
-                with preserved_function(self._loss_of_user):
+                with preserve_function(self._loss_of_user):
                     return None if outputs is None else self._loss(outputs, samples, around)
         except (SamestepError, RuntimeError, ValueError, IndexError, TypeError, AssertionError):
             return None  # code that takes no samples of this size
@@ -348,7 +348,7 @@ class Canary(StepObserver):
         if watched is None or not self._is_chosen() or watched.is_measured:
             return
         count = len(watched.indices)
-        watched.inputs = [rows_of(given, 0, watched.row, count) for given in _given(args, kwargs, count)]
+        watched.inputs = [rows_of(given, 0, watched.row, count) for given in _inputs_with_rows(args, kwargs, count)]
         task, stage = watched.task, self._assembly.parallel.stage
         if task is not None and stage.is_last(task.chunk):
             watched.outputs = [(leaf.shape, self._parts(index, leaf)) for index, leaf in enumerate(floating(output))]
@@ -433,12 +433,12 @@ class Canary(StepObserver):
             indices = indices[watched.row : watched.row + 1]
         modes = functools.partial(self._modes, indices)
         around = functools.partial(self._around, indices, samples, alone=alone)
-        shaken = nudged(self._model, *nudge) if nudge else nullcontext()
+        shaken = nudge_outputs(self._model, *nudge) if nudge else nullcontext()
         try:
-            with watched.state.restored(), precision.raised_islands(assembly.parallel.program), shaken:
+            with watched.state.restored(), precision.raise_islands(assembly.parallel.program), shaken:
                 outputs = evaluation.forward(assembly, samples, around)
                 if outputs is not None and nudge is None:
-                    with preserved_function(self._loss_of_user):
+                    with preserve_function(self._loss_of_user):
                         watched.losses = [self._loss(outputs, samples, modes) for _ in range(2)]
         except (SamestepError, RuntimeError, ValueError, IndexError, TypeError, AssertionError):
             if not alone or len(watched.indices) == 1:
@@ -541,5 +541,5 @@ class Canary(StepObserver):
         return float(number)
 
 
-def _given(args: Any, kwargs: Any, count: int) -> list[Tensor]:
+def _inputs_with_rows(args: Any, kwargs: Any, count: int) -> list[Tensor]:
     return [given for given in tensors_in((args, kwargs)) if given.dim() and given.shape[0] == count]

@@ -2,7 +2,7 @@
 
 Two numbers are compared relative to the largest finite value expected. Kernels add up the elements of another shape in another
 order, so the allowance of a sample that is run alone is measured: `ALLOWANCE_FACTOR` times the largest deviation of
-`PERTURBED_FORWARDS` forwards, in each of which the output of every module with weights is off by one rounding (`nudged`).
+`PERTURBED_FORWARDS` forwards, in each of which the output of every module with weights is off by one rounding (`nudge_outputs`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def largest_deviation(ours: list[Tensor] | None, theirs: list[Tensor] | None) ->
 
 
 @contextmanager
-def nudged(model: nn.Module, rounding: float, seed: int) -> Iterator[None]:
+def nudge_outputs(model: nn.Module, rounding: float, seed: int) -> Iterator[None]:
     """Let the output of every module with weights be off by one rounding inside, up or down."""
 
     def signs(leaf: Tensor) -> Tensor:

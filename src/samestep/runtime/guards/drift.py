@@ -104,8 +104,8 @@ class DriftMonitor:
             names += [pieces[index].name for index in odd]
             values += prints[odd].tolist() if odd else []
         if self._cut_ranks is not None and not names and self._redundant:
-            sizes = torch.stack([_projected(piece.master()) for piece in self._redundant]).to(self._mesh.device)
-            diverged = _diverged(sizes, self._cut_ranks)
+            sizes = torch.stack([_project(piece.master()) for piece in self._redundant]).to(self._mesh.device)
+            diverged = _diverged_rows(sizes, self._cut_ranks)
             names = [self._redundant[index].name for index in diverged]
             values = sizes[diverged].tolist() if diverged else []
         facts = {
@@ -133,12 +133,16 @@ class DriftMonitor:
         """
         mine = {group: _comparable(rows) for group, rows in ledger.rows.items()}
         mine = {group: rows for group, rows in mine.items() if rows}
-        prints = self._gathered({group: xxhash.xxh3_64_intdigest(repr(rows).encode()) for group, rows in mine.items()})
+        prints = self._gather_by_group(
+            {group: xxhash.xxh3_64_intdigest(repr(rows).encode()) for group, rows in mine.items()}
+        )
         groups = dict.fromkeys(group for one in prints for group in one)
         odd = [group for group in groups if len({prints[rank].get(group) for rank in _ranks_of(group)}) > 1]
         if not odd:
             return
-        sent = self._gathered({group: [*rows, ("nothing more", "", 0)] for group, rows in mine.items() if group in odd})
+        sent = self._gather_by_group(
+            {group: [*rows, ("nothing more", "", 0)] for group, rows in mine.items() if group in odd}
+        )
         ranks = _ranks_of(odd[0])
         lists = [sent[rank].get(odd[0], [("nothing", "", 0)]) for rank in ranks]
         differing = next(rows for rows in zip(*lists, strict=False) if len(set(rows)) > 1)
@@ -149,7 +153,7 @@ class DriftMonitor:
             f"wrong: rank {ranks[0]} with {words[0]}, rank {ranks[other]} with {words[other]} bytes"
         )
 
-    def _gathered(self, mine: Any) -> list[Any]:
+    def _gather_by_group(self, mine: Any) -> list[Any]:
         return gather_values(mine, self._mesh.size("world"))
 
     def _raise_disagreement(self, step: int, mine: dict[str, tuple[Any, ...]]) -> None:
@@ -158,7 +162,7 @@ class DriftMonitor:
         Raises:
             DriftError: always.
         """
-        reports = self._gathered(mine)
+        reports = self._gather_by_group(mine)
         name = next(name for one in reports for name in one)
         holders = {rank: one[name] for rank, one in enumerate(reports) if name in one}
         most, count = Counter(holders.values()).most_common(1)[0]
@@ -227,7 +231,7 @@ def _differing(prints: Tensor, group: dist.ProcessGroup | None) -> list[int]:
     return (both[0] != -both[1]).any(dim=1).nonzero().flatten().tolist()
 
 
-def _diverged(sizes: Tensor, group: dist.ProcessGroup) -> list[int]:
+def _diverged_rows(sizes: Tensor, group: dist.ProcessGroup) -> list[int]:
     """Return the rows whose projections differ between the ranks by more than the tolerance of their norm."""
     both = torch.stack([sizes, -sizes])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
@@ -250,7 +254,7 @@ def _fingerprint(value: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _projected(value: Tensor) -> Tensor:
+def _project(value: Tensor) -> Tensor:
     """Return a projection of a tensor and its norm, float64 [2]."""
     flat = value.detach().flatten().double()
     index = torch.arange(len(flat), device=flat.device)

@@ -39,7 +39,7 @@ from samestep.building.loss import IGNORED_LABEL
 from samestep.building.named_tensors import cast_floating
 from samestep.building.torch_seams import disable_current_modes
 from samestep.runtime.axes.precision import RaiseIslands
-from samestep.state.snapshot import preserved_function
+from samestep.state.snapshot import preserve_function
 from samestep.tracing import pending_logits
 
 Trees = tuple[Any, Any, Any]
@@ -55,7 +55,7 @@ def of_parts(tree: Any, size: int, taken: int) -> Trees:
     parts = (range(taken), range(half), range(half, taken)) if size > 1 else ([0, 0], [0], [0])
 
     def of(rows: Sequence[int]) -> Any:
-        return _changed(tree, tree, lambda words, _: [words[row] for row in rows] if len(words) == size else words)
+        return _map_words(tree, tree, lambda words, _: [words[row] for row in rows] if len(words) == size else words)
 
     whole, first, second = map(of, parts)
     return whole, first, second
@@ -67,22 +67,22 @@ def join_batches(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
     def both(words: list[str], others: Any) -> list[str]:
         return [*others, *words] if (len(others), len(words)) == sizes else words
 
-    return _changed(second, first, both)
+    return _map_words(second, first, both)
 
 
-def _changed(value: Any, beside: Any, change: Callable[[list[str], Any], list[str]]) -> Any:
+def _map_words(value: Any, beside: Any, change: Callable[[list[str], Any], list[str]]) -> Any:
     """Return nested tuples, lists and dicts with other words; `beside` is nested alike."""
     if isinstance(value, dict) and isinstance(beside, dict):
         if type(value) is not dict:  # a class of a library, which holds tensors alone
             return value
-        return {key: _changed(item, beside.get(key), change) for key, item in value.items()}
+        return {key: _map_words(item, beside.get(key), change) for key, item in value.items()}
     if not isinstance(value, tuple | list) or not isinstance(beside, tuple | list):
         return value
     if value and all(isinstance(item, str) for item in value):
         return type(value)(change([*value], beside))
     if len(value) != len(beside):
         return value
-    items = [_changed(item, other, change) for item, other in zip(value, beside, strict=True)]
+    items = [_map_words(item, other, change) for item, other in zip(value, beside, strict=True)]
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
@@ -117,7 +117,7 @@ class LossTrial:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _SamplePlace:
     """The place of the samples in one tensor."""
 
     dim: int | None = 0
@@ -150,15 +150,15 @@ class _Reading:
         return torch.stack([tensor, other], 1).flatten(0, 1)
 
 
-def tried(loss: Loss, outputs: Any, batch: Any, size: int, dim: int = 0) -> LossTrial:
+def try_loss_on_halves(loss: Loss, outputs: Any, batch: Any, size: int, dim: int = 0) -> LossTrial:
     """Evaluate a loss on a micro-batch and on its halves; `size` is the number of samples, or of tokens in `dim` 1.
 
     What the loss keeps between calls is as before afterwards. Every rank of a tensor cut calls it alike, since the loss may
     communicate over the cut.
     """
-    with preserved_function(loss):
+    with preserve_function(loss):
         try:
-            return _tried(loss, outputs, batch, size, dim)
+            return _try_readings(loss, outputs, batch, size, dim)
         except torch.OutOfMemoryError:
             return LossTrial(judged=False)
 
@@ -173,7 +173,7 @@ def _most_samples(leaves: list[Tensor], size: int) -> int:
     return max(2, _ELEMENTS // max(1, each))
 
 
-def _tried(loss: Loss, outputs: Any, batch: Any, size: int, dim: int) -> LossTrial:
+def _try_readings(loss: Loss, outputs: Any, batch: Any, size: int, dim: int) -> LossTrial:
     leaves = [leaf.detach() for leaf in tensors_in((outputs, batch))]
     taken = min(size, _most_samples(leaves, size))
     num_outputs = len(tensors_in(outputs))
@@ -181,11 +181,11 @@ def _tried(loss: Loss, outputs: Any, batch: Any, size: int, dim: int) -> LossTri
     trees = of_parts((outputs, batch), size, taken) if not dim else ((outputs, batch),) * 3
     for readings in itertools.islice(_readings(leaves, size, dim, num_outputs), _READINGS):
         parts = _parts_of(leaves, readings, size, taken, num_outputs)
-        outcome = _added_up(loss, trees, parts)
+        outcome = _try_sums(loss, trees, parts)
         if not outcome.judged:
             return outcome
         if not outcome.reason:
-            outcome = _moved_too(outcome, loss, trees, leaves, readings, size, taken, num_outputs)
+            outcome = _try_perturbed(outcome, loss, trees, leaves, readings, size, taken, num_outputs)
         if not outcome.reason:
             return outcome
         best = outcome if not best.judged else best
@@ -199,10 +199,15 @@ _Parts = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
 def _parts_of(
-    leaves: list[Tensor], readings: tuple[_Reading, ...], size: int, taken: int, num_outputs: int, moved: float = 0.0
+    leaves: list[Tensor],
+    readings: tuple[_SamplePlace, ...],
+    size: int,
+    taken: int,
+    num_outputs: int,
+    moved: float = 0.0,
 ) -> _Parts:
     """Return the whole and its halves; outputs are changed by `moved` of their size, each element by another amount."""
-    given = [_moved(leaf, moved) if moved and i < num_outputs else leaf for i, leaf in enumerate(leaves)]
+    given = [_perturb(leaf, moved) if moved and i < num_outputs else leaf for i, leaf in enumerate(leaves)]
     pairs = list(zip(readings, given, strict=True))
     if size > 1:
         half = taken // 2
@@ -212,14 +217,14 @@ def _parts_of(
         )
         return whole, first, second
     others = [
-        _moved(_moved(leaf)) if i < num_outputs and reading.dim is not None else leaf
+        _perturb(_perturb(leaf)) if i < num_outputs and reading.dim is not None else leaf
         for i, (reading, leaf) in enumerate(pairs)
     ]
     joined = [reading.doubled(leaf, other) for (reading, leaf), other in zip(pairs, others, strict=True)]
     return joined, given, others
 
 
-def _moved(tensor: Tensor, by: float = _MOVED) -> Tensor:
+def _perturb(tensor: Tensor, by: float = _MOVED) -> Tensor:
     """Return a floating tensor whose elements are changed, by about a hundredth of their mean size."""
     if not tensor.is_floating_point() or not tensor.numel():
         return tensor
@@ -229,10 +234,10 @@ def _moved(tensor: Tensor, by: float = _MOVED) -> Tensor:
     return wide.add(wave.view(tensor.shape), alpha=by * (float(size) or 1.0)).to(tensor.dtype)
 
 
-def _readings(leaves: list[Tensor], size: int, dim: int, num_outputs: int) -> Iterator[tuple[_Reading, ...]]:
+def _readings(leaves: list[Tensor], size: int, dim: int, num_outputs: int) -> Iterator[tuple[_SamplePlace, ...]]:
     """Yield how all tensors may hold the samples, the likeliest first; outputs of one shape, or labels, hold them alike."""
     keys = [(leaf.shape, index < num_outputs) for index, leaf in enumerate(leaves)]
-    picked = [] if dim or size == 1 else list(dict.fromkeys(_picked(leaves[num_outputs:], size)))
+    picked = [] if dim or size == 1 else list(dict.fromkeys(_count_picked(leaves[num_outputs:], size)))
     known = {key: _readings_of(leaf, size, dim, picked) for key, leaf in zip(keys, leaves, strict=True)}
     ranked = itertools.product(*(list(enumerate(found)) for found in known.values()))
     for choice in sorted(ranked, key=lambda choice: sum(rank for rank, _ in choice)):
@@ -240,7 +245,7 @@ def _readings(leaves: list[Tensor], size: int, dim: int, num_outputs: int) -> It
         yield tuple(chosen[key] for key in keys)
 
 
-def _picked(leaves: list[Tensor], size: int) -> list[tuple[int, ...]]:
+def _count_picked(leaves: list[Tensor], size: int) -> list[tuple[int, ...]]:
     """Return the numbers of positions that masks and labels of a batch pick in each sample."""
     of_each = [leaf.flatten(1) for leaf in leaves if leaf.dim() > 1 and leaf.shape[0] == size]
     whole = [leaf for leaf in of_each if not leaf.is_floating_point() and not leaf.is_complex()]
@@ -248,28 +253,30 @@ def _picked(leaves: list[Tensor], size: int) -> list[tuple[int, ...]]:
     return [tuple(one.sum(1).tolist()) for one in chosen]
 
 
-def _readings_of(leaf: Tensor, size: int, dim: int, picked: list[tuple[int, ...]]) -> list[_Reading]:
+def _readings_of(leaf: Tensor, size: int, dim: int, picked: list[tuple[int, ...]]) -> list[_SamplePlace]:
     shape = leaf.shape
     if dim:
-        return [_Reading(dim), _Reading(None)] if leaf.dim() > dim and shape[dim] == size else [_Reading(None)]
-    found = [_Reading(at) for at in range(leaf.dim()) if shape[at] == size]
-    found += [_Reading(0, picked=rows) for rows in picked if leaf.dim() and sum(rows) == shape[0]]
+        return (
+            [_SamplePlace(dim), _SamplePlace(None)] if leaf.dim() > dim and shape[dim] == size else [_SamplePlace(None)]
+        )
+    found = [_SamplePlace(at) for at in range(leaf.dim()) if shape[at] == size]
+    found += [_SamplePlace(0, picked=rows) for rows in picked if leaf.dim() and sum(rows) == shape[0]]
     if leaf.dim() and shape[0] > size and shape[0] % size == 0:
         rows = shape[0] // size
-        found += [_Reading(0, rows), _Reading(0, rows, stacked=True)]
-    return [*found, _Reading(None)]
+        found += [_SamplePlace(0, rows), _SamplePlace(0, rows, stacked=True)]
+    return [*found, _SamplePlace(None)]
 
 
 # -- evaluating ------------------------------------------------------------------------------------
 
 
-def _added_up(loss: Loss, trees: Trees, parts: _Parts) -> LossTrial:
+def _try_sums(loss: Loss, trees: Trees, parts: _Parts) -> LossTrial:
     """Evaluate the loss on the whole and on the halves, in float64 if it can be, and compare."""
     error: Exception | None = None
     for raised, graph in ((True, False), (True, True), (False, False), (False, True)):
         try:
             given = [(trees[0], parts[0]), *zip(trees, parts, strict=True)]
-            whole, again, *halves = [_evaluated(loss, tree, part, raised, graph) for tree, part in given]
+            whole, again, *halves = [_evaluate_loss(loss, tree, part, raised, graph) for tree, part in given]
         except torch.OutOfMemoryError:
             raise
         except Exception as caught:  # of the user's own code, which may raise anything
@@ -279,12 +286,12 @@ def _added_up(loss: Loss, trees: Trees, parts: _Parts) -> LossTrial:
             return LossTrial(_GOES_BACK)
         if math.isfinite(whole.total) and abs(again.total - whole.total) > TOLERANCE * abs(whole.total):
             return LossTrial(_KEEPS.format(whole.total, again.total))
-        return _compared(whole, halves, raised)
+        return _compare_halves(whole, halves, raised)
     words = str(error).strip().partition("\n")[0]
     return LossTrial(f"it cannot be evaluated on a part of a micro-batch ({type(error).__name__}: {words})")
 
 
-def _compared(whole: _Value, halves: list[_Value], raised: bool) -> LossTrial:
+def _compare_halves(whole: _LossValue, halves: list[_LossValue], raised: bool) -> LossTrial:
     tolerance = TOLERANCE if raised and whole.is_float64 else _ROUNDED
     if not math.isfinite(whole.total) or not math.isfinite(whole.count) or not whole.count:
         return LossTrial(judged=False)
@@ -299,12 +306,12 @@ def _compared(whole: _Value, halves: list[_Value], raised: bool) -> LossTrial:
     return LossTrial(is_zero=not any(value.total for value in (whole, *halves)))
 
 
-def _moved_too(
+def _try_perturbed(
     outcome: LossTrial,
     loss: Loss,
     trees: Trees,
     leaves: list[Tensor],
-    readings: tuple[_Reading, ...],
+    readings: tuple[_SamplePlace, ...],
     size: int,
     taken: int,
     num_outputs: int,
@@ -315,7 +322,7 @@ def _moved_too(
     """
     is_zero = outcome.is_zero
     for moved in (_MOVED, _FAR):
-        outcome = _added_up(loss, trees, _parts_of(leaves, readings, size, taken, num_outputs, moved))
+        outcome = _try_sums(loss, trees, _parts_of(leaves, readings, size, taken, num_outputs, moved))
         if outcome.reason.startswith("its "):
             return outcome
         is_zero &= not outcome.judged or outcome.is_zero
@@ -323,7 +330,7 @@ def _moved_too(
 
 
 @dataclass(frozen=True, slots=True)
-class _Value:
+class _LossValue:
     total: float
     count: float
     is_float64: bool
@@ -331,17 +338,17 @@ class _Value:
     """Whether the loss has computed gradients by `backward`."""
 
 
-def _evaluated(loss: Loss, tree: Any, leaves: list[Tensor], raised: bool, graph: bool) -> _Value:
+def _evaluate_loss(loss: Loss, tree: Any, leaves: list[Tensor], raised: bool, graph: bool) -> _LossValue:
     """Evaluate the loss on detached tensors; with `graph`, for a loss that differentiates its outputs."""
     given = cast_floating(leaves, torch.float64) if raised else leaves
     if graph:
         given = [leaf.clone().requires_grad_() if leaf.is_floating_point() else leaf for leaf in given]
     outputs, batch = with_tensors(tree, given)
-    with disable_current_modes(), torch.set_grad_enabled(graph), _raised() if raised else _plain():
+    with disable_current_modes(), torch.set_grad_enabled(graph), _raise_to_float64() if raised else _plain():
         total, count = loss(outputs, batch)
     is_float64 = isinstance(total, Tensor) and total.dtype is torch.float64
     went_back = graph and any(leaf.grad is not None for leaf in given)
-    return _Value(float(total), float(count), is_float64, went_back)
+    return _LossValue(float(total), float(count), is_float64, went_back)
 
 
 class _InFloat64(TorchFunctionMode):
@@ -368,7 +375,7 @@ def _writes(name: str) -> bool:
 
 
 @contextmanager
-def _raised() -> Iterator[None]:
+def _raise_to_float64() -> Iterator[None]:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -394,16 +401,16 @@ def tensors_in(value: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    _mapped(value, note)
+    _map_tensors(value, note)
     return found
 
 
-def detached(value: Any) -> Any:
+def detach_tensors(value: Any) -> Any:
     """Return a copy of outputs and batches with detached tensors, which hold no graph."""
-    return _mapped(value, Tensor.detach)
+    return _map_tensors(value, Tensor.detach)
 
 
-def joined(
+def join_samples(
     first: tuple[Any, Any], second: tuple[Any, Any], sizes: tuple[int, int], *, keeps_equal: bool = False
 ) -> tuple[Any, Any] | None:
     """Return outputs and batch of two micro-batches of `sizes` samples, from those of each.
@@ -416,7 +423,7 @@ def joined(
     if len(pairs) != len(tensors_in(first)) or len(pairs) != len(tensors_in(second)):
         return None
     sizes_of = [(one.shape[:1], other.shape[:1]) for one, other in pairs]
-    picked = [_picked(tensors_in(given[1]), size) for given, size in zip((first, second), sizes, strict=True)]
+    picked = [_count_picked(tensors_in(given[1]), size) for given, size in zip((first, second), sizes, strict=True)]
     rows = {((sum(mine),), (sum(theirs),)) for mine, theirs in zip(*picked, strict=False)}  # as many as a mask picks
     num_outputs = len(tensors_in(first[0]))
     of_samples = [
@@ -443,29 +450,29 @@ def _has_several_rows(tensor: Tensor, size: int) -> bool:
 def with_tensors(value: Any, tensors: list[Tensor]) -> Any:
     """Return a copy of outputs and batches with other tensors, in the order of `tensors_in`."""
     rest = iter(tensors)
-    return _mapped(value, lambda _: next(rest))
+    return _map_tensors(value, lambda _: next(rest))
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, pending_logits.PendingLogits):
-        return pending_logits.detached(value).with_hidden(change(value.made.hidden))
+        return pending_logits.detach_logits(value).with_hidden(change(value.made.hidden))
     if isinstance(value, Tensor):
         twin: Any = change(value)
         for name, item in vars(value).items():  # of the user: `logits.aux = ...`
             if isinstance(item, Tensor):
-                setattr(twin, name, _mapped(item, change))
+                setattr(twin, name, _map_tensors(item, change))
         return twin
     if isinstance(value, (tuple, list)):
-        items = [_mapped(item, change) for item in value]
+        items = [_map_tensors(item, change) for item in value]
         if hasattr(value, "_fields"):
             return type(value)(*items)
         return tuple(items) if isinstance(value, tuple) else items
     if type(value) is dict:
-        return {key: _mapped(item, change) for key, item in value.items()}
+        return {key: _map_tensors(item, change) for key, item in value.items()}
     if isinstance(value, Mapping):
         twin = copy.copy(value)
         for key in list(value):
-            twin[key] = _mapped(value[key], change)
+            twin[key] = _map_tensors(value[key], change)
         return twin
     if isinstance(value, (type, nn.Module)) or not (dataclasses.is_dataclass(value) or _is_plain(value)):
         return value
@@ -474,7 +481,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else list(vars(value))
     )
     for name in names:
-        object.__setattr__(twin, name, _mapped(getattr(value, name, None), change))
+        object.__setattr__(twin, name, _map_tensors(getattr(value, name, None), change))
     return twin
 
 

@@ -87,7 +87,7 @@ def cause_of_nonfinite(assembly: Assembly, run_forward_backward: Callable[[], Te
             masters[piece.name] = max(masters.get(piece.name, 0.0), float(piece.master().abs().max()))
         for others in gather_values(masters, world_size):  # a rank may hold a part of a weight only
             masters |= {name: max(most, masters.get(name, 0.0)) for name, most in others.items()}
-    buffers = saved(module.buffers())
+    buffers = save_values(module.buffers())
     with assembly.model.compiled.off():
         text = first_nonfinite(run_forward_backward, module, masters)
     put_back(buffers)
@@ -111,7 +111,7 @@ def _bad_samples(assembly: Assembly, batch: StepBatch) -> list[int]:
     return [one for one in mine if not all(_is_finite(held) for held in tensors_in(batch.samples([one])))]
 
 
-def saved(buffers: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def save_values(buffers: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return tensors with copies of their values, for `put_back`."""
     return [(buffer, buffer.clone()) for buffer in buffers]
 
@@ -124,7 +124,7 @@ def put_back(values: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _RunningCall:
     """One running forward of a module."""
 
     name: str
@@ -144,7 +144,7 @@ class _NonFiniteFinder:
         self.backward_fault: str | None = None
         self._masters = masters
         self._handles: list[RemovableHandle] = []
-        self._running: list[_Call] = []
+        self._running: list[_RunningCall] = []
         self._called: set[str] = set()
         self._watched_params: set[int] = set()
         self._bad_output_grads: set[str] = set()
@@ -167,7 +167,9 @@ class _NonFiniteFinder:
     def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.forward_fault:
             return None
-        call = _Call(name, module, args, kwargs, all(_is_finite(tensor) for tensor in tensors_in((args, kwargs))))
+        call = _RunningCall(
+            name, module, args, kwargs, all(_is_finite(tensor) for tensor in tensors_in((args, kwargs)))
+        )
         if not self._running and not call.inputs_are_finite:
             self.forward_fault = f"{_label(name)}: {_OF_INPUT}"
             return None
@@ -198,7 +200,7 @@ class _NonFiniteFinder:
                 see = functools.partial(self._see_output_grad, call.name, around)
                 self._handles.append(tensor.register_hook(see))
 
-    def _watched_input(self, call: _Call, value: Any) -> Any:
+    def _watched_input(self, call: _RunningCall, value: Any) -> Any:
         """Return a module's input as a view, whose gradient is what this module alone sends back."""
         if not (isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()):
             return value
@@ -206,7 +208,7 @@ class _NonFiniteFinder:
         self._handles.append(view.register_hook(functools.partial(self._see_input_grad, call, id(view))))
         return view
 
-    def _watch_params(self, call: _Call) -> None:
+    def _watch_params(self, call: _RunningCall) -> None:
         """Add hooks to a module's present parameters; those of a sharded unit are plain tensors only while it runs."""
         for name, param in call.module.named_parameters(prefix=call.name):
             if param.requires_grad and id(param) not in self._watched_params:
@@ -226,7 +228,7 @@ class _NonFiniteFinder:
         if not _is_finite(grad, masks=False):
             self._bad_output_grads.add(name)
 
-    def _see_input_grad(self, call: _Call, view: int, grad: Tensor) -> None:
+    def _see_input_grad(self, call: _RunningCall, view: int, grad: Tensor) -> None:
         if view in call.handed_through or call.name in self._bad_output_grads or self._is_over(grad):
             return
         self._blame_backward(call.name, "input", grad.dtype)
@@ -256,7 +258,7 @@ class _NonFiniteFinder:
         return f"loss: its gradient is not finite at the output of {_label(first)}"
 
 
-def _explain(call: _Call, bad: list[Tensor], masters: Mapping[str, float]) -> str:
+def _explain(call: _RunningCall, bad: list[Tensor], masters: Mapping[str, float]) -> str:
     """Return why a module made non-finite outputs from finite inputs."""
     for name, weight in (*call.module.named_parameters(), *call.module.named_buffers()):
         if _is_finite(weight):
@@ -281,7 +283,7 @@ def _overflow(value: float) -> str:
     return f"value {value:.1e} does not fit float16 (largest {LARGEST_FLOAT16})"
 
 
-def _largest_in_float32(call: _Call) -> float | None:
+def _largest_in_float32(call: _RunningCall) -> float | None:
     """Compute a module once more in float32; return its largest output, or None if that is impossible."""
 
     def widen(value: Any) -> Any:

@@ -53,9 +53,9 @@ class SharedWeights:
         Raises:
             ModelError: another run does.
         """
-        if self._given and (name := self._used_by_another()):
+        if self._given and (name := self._weight_used_by_another()):
             gc.collect()  # a run that nobody holds may be in a cycle
-            name = self._used_by_another()
+            name = self._weight_used_by_another()
             if name:
                 raise ModelError(
                     f"{name} was given to two runs that take steps, and each trains a copy of its own, which the other never sees: "
@@ -70,7 +70,7 @@ class SharedWeights:
             raise
         self._last, self._has_ended = reports[-1], is_last
 
-    def _used_by_another(self) -> str:
+    def _weight_used_by_another(self) -> str:
         """Return the name of a weight with which another run takes steps; empty if none does."""
         taking = ((other, name) for other, name in self._others() if other._takes_steps)
         return next((name for other, name in taking if self._last is not None or other._is_stale), "")

@@ -73,16 +73,16 @@ def refusal(batch: Reader, mine: Integers, whole: Integers, world_size: int, *, 
 
     Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
     """
-    drawn = _drawn(batch, mine[:_TRIED]) if len(mine) else ""
+    drawn = _check_repeated_reads(batch, mine[:_TRIED]) if len(mine) else ""
     if world_size == 1 and not is_split:
         return drawn
     tried = whole[:_ALONE]
     together = tree_leaves(batch.samples(tried))
-    divided = _divided(whole, together, world_size)
-    return drawn or (_shared(batch, tried, together) if is_split else "") or divided
+    divided = _check_division(whole, together, world_size)
+    return drawn or (_check_single_reads(batch, tried, together) if is_split else "") or divided
 
 
-def _drawn(batch: Reader, tried: Integers) -> str:
+def _check_repeated_reads(batch: Reader, tried: Integers) -> str:
     """Read samples twice; return why the data set is refused, or nothing."""
     once, again = tree_leaves(batch.samples(tried)), tree_leaves(batch.samples(tried))
     pairs = list(zip(once, again, strict=False))
@@ -96,7 +96,7 @@ def _drawn(batch: Reader, tried: Integers) -> str:
     )
 
 
-def _shared(batch: Reader, tried: Integers, together: Sequence[Any]) -> str:
+def _check_single_reads(batch: Reader, tried: Integers, together: Sequence[Any]) -> str:
     """Read samples alone that were read together; return why the data set is refused where the batch is split, or nothing.
 
     Samples that are padded together have other shapes alone, which the canary looks at.
@@ -115,7 +115,7 @@ def _shared(batch: Reader, tried: Integers, together: Sequence[Any]) -> str:
     return ""
 
 
-def _divided(whole: Integers, together: Sequence[Any], world_size: int) -> str:
+def _check_division(whole: Integers, together: Sequence[Any], world_size: int) -> str:
     """Compare the indices of the global batch, and samples of it, over all ranks; return why the data set is refused."""
     if world_size == 1:
         return ""
@@ -157,7 +157,7 @@ _OURS = ("torch", "samestep")
 
 
 @contextmanager
-def refused(what: str) -> Iterator[None]:
+def refuse_collectives(what: str) -> Iterator[None]:
     """Refuse, inside, calls of torch.distributed by the user's code, which is `what` runs.
 
     Raises:
@@ -230,7 +230,7 @@ class StepTrials:
     def communication(self, what: str) -> AbstractContextManager[None]:
         """Return a context that refuses calls of torch.distributed by the user's code, while the loss is tried."""
         is_watched = self._layout.world_size > 1 and not self.loss_is_tried
-        return refused(what) if is_watched else nullcontext()
+        return refuse_collectives(what) if is_watched else nullcontext()
 
     def settle(self, *, whole: bool = False) -> None:
         """Take the present states of the generators as those before the next call."""
@@ -280,28 +280,32 @@ class StepTrials:
         # What the user gave, unless the logits are cut by vocabulary, which needs the loss that communicates.
         loss = held.objective.loss if tensor.cuts_logits(held.parallel.program) else self._given_loss
         given = precision.for_loss(outputs)
-        trial = loss_trial.tried(loss, given, samples, num_samples)
+        trial = loss_trial.try_loss_on_halves(loss, given, samples, num_samples)
         tried, wanted = num_samples, loss_trial.samples_wanted(given, samples, num_samples)
         before, seen = self._before, (given, samples)
         is_lone = False
         if before is not None and not trial.reason and (tried < wanted or not trial.judged):
             # Two micro-batches say more than one sample and its copy, and than a few samples that agree by chance.
-            both = loss_trial.joined(before[0], seen, (before[1], num_samples))
+            both = loss_trial.join_samples(before[0], seen, (before[1], num_samples))
             if both is None:
                 is_lone = True
             else:
                 seen, tried = both, before[1] + num_samples
-                trial = loss_trial.tried(loss, *seen, tried)
-                kept = loss_trial.joined(before[0], (given, samples), (before[1], num_samples), keeps_equal=True)
-                if trial.reason and kept is not None and not (other := loss_trial.tried(loss, *kept, tried)).reason:
+                trial = loss_trial.try_loss_on_halves(loss, *seen, tried)
+                kept = loss_trial.join_samples(before[0], (given, samples), (before[1], num_samples), keeps_equal=True)
+                if (
+                    trial.reason
+                    and kept is not None
+                    and not (other := loss_trial.try_loss_on_halves(loss, *kept, tried)).reason
+                ):
                     seen, trial = kept, other
         is_shown = trial.judged and (tried >= wanted or is_lone)
         kept = seen if tried < wanted else (given, samples)
-        self._before = None if is_shown else (loss_trial.detached(kept), tried if tried < wanted else num_samples)
+        self._before = None if is_shown else (loss_trial.detach_tensors(kept), tried if tried < wanted else num_samples)
         what, matters = "samples", self._is_split
         if self._layout.cp > 1 and trial.judged and not trial.reason:
             length = target_of(samples).shape[1]
-            trial = loss_trial.tried(loss, given, samples, length, dim=1) if length > 1 else trial
+            trial = loss_trial.try_loss_on_halves(loss, given, samples, length, dim=1) if length > 1 else trial
             what, matters = "tokens", True
         self.loss_is_tried = bool(trial.reason) or is_shown
         self._generators.settle()

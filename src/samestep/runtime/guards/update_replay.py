@@ -27,7 +27,7 @@ from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.update_rule import has_hooks
 from samestep.runtime.weights.pieces import Piece
-from samestep.state.snapshot import unmoved_generators
+from samestep.state.snapshot import preserve_generators
 
 ROUNDINGS = 8
 """Roundings by which two updates may differ, in units of the largest weight: kernels for many tensors and for one."""
@@ -40,7 +40,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 class UpdateReplay:
     """A copy of one piece before its update, and the twin that will update the copy."""
 
-    def __init__(self, updater: Updater, piece: Piece, twin: Optimizer, copied: Tensor, half: _Half) -> None:
+    def __init__(self, updater: Updater, piece: Piece, twin: Optimizer, copied: Tensor, half: _FirstHalf) -> None:
         self.piece = piece
         self._updater, self._twin, self._copy, self._half = updater, twin, copied, half
         self.optimizer = type(twin).__name__
@@ -55,7 +55,7 @@ class UpdateReplay:
             return None
         piece = small[turn % len(small)]
         is_divided = piece.value.shape != updater.whole.shapes.get(piece.name, piece.value.shape)
-        half = _Half.of_shape(piece.value.shape) if is_divided else _Half()
+        half = _FirstHalf.of_shape(piece.value.shape) if is_divided else _FirstHalf()
         copied = half.of(piece.master()).clone().requires_grad_(True)
         vars(copied).update(vars(piece.value))  # tags that the rule may read
         twin = _twin_of(updater, piece, copied, half)
@@ -66,7 +66,7 @@ class UpdateReplay:
         if self.piece.name not in self._updater.unused:
             self._copy.grad = (self._gradient * self._updater.factor).to(self._copy.device).view_as(self._copy)
         held = [vars(self._twin), *self._twin.param_groups]
-        with unmoved_generators(value for values in held for value in values.values()), alone(self.optimizer):
+        with preserve_generators(value for values in held for value in values.values()), alone(self.optimizer):
             self._twin.step()
         ours, theirs = self._copy.detach(), self._half.of(self.piece.master())
         largest = max(self._largest, float(theirs.abs().max()), torch.finfo(theirs.dtype).tiny)
@@ -75,14 +75,14 @@ class UpdateReplay:
 
 
 @dataclass(frozen=True, slots=True)
-class _Half:
+class _FirstHalf:
     """The first half of a tensor along one dimension; the whole of it where there is none to halve."""
 
     dim: int = 0
     length: int | None = None
 
     @classmethod
-    def of_shape(cls, shape: Sequence[int]) -> _Half:
+    def of_shape(cls, shape: Sequence[int]) -> _FirstHalf:
         """Return the half along the first dimension that has two elements."""
         dim = next((dim for dim, size in enumerate(shape) if size > 1), None)
         return cls() if dim is None else cls(dim, shape[dim] // 2)
@@ -92,7 +92,7 @@ class _Half:
         return tensor if self.length is None else tensor.narrow(self.dim, 0, self.length)
 
 
-def _twin_of(updater: Updater, piece: Piece, copied: Tensor, half: _Half) -> Optimizer | None:
+def _twin_of(updater: Updater, piece: Piece, copied: Tensor, half: _FirstHalf) -> Optimizer | None:
     """Return an optimizer with the class, options and state of the run's, over the copy of (half of) one of its weights.
 
     None where its `step` is not the class's own, has hooks, or keeps objects that a copy would share with it.
@@ -111,14 +111,14 @@ def _twin_of(updater: Updater, piece: Piece, copied: Tensor, half: _Half) -> Opt
     if not all(map(_is_plain, (*options.values(), *state.values()))):
         return None
     twin = object.__new__(type(optimizer))
-    vars(twin).update({name: _copied(kept) for name, kept in own.items()})
+    vars(twin).update({name: _copy_state(kept) for name, kept in own.items()})
     vars(twin).update({name: type(vars(optimizer)[name])() for name in vars(optimizer) if name.endswith("_hooks")})
     twin.defaults = dict(optimizer.defaults)
-    twin.param_groups = [{**{name: _copied(kept) for name, kept in options.items()}, "params": [copied]}]
+    twin.param_groups = [{**{name: _copy_state(kept) for name, kept in options.items()}, "params": [copied]}]
     twin.state = defaultdict(dict)
     if state:
         twin.state[copied] = {
-            name: _copied(half.of(kept) if isinstance(kept, Tensor) and kept.shape == value.shape else kept)
+            name: _copy_state(half.of(kept) if isinstance(kept, Tensor) and kept.shape == value.shape else kept)
             for name, kept in state.items()
         }
     return twin
@@ -135,12 +135,12 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _copied(value: Any) -> Any:
+def _copy_state(value: Any) -> Any:
     """Return a copy; a generator is shared, so that numbers that are drawn differ from those that were drawn."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {name: _copied(kept) for name, kept in value.items()}
+        return {name: _copy_state(kept) for name, kept in value.items()}
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
+        return type(value)(map(_copy_state, value))
     return value if isinstance(value, _GENERATORS) else copy.copy(value)

@@ -25,7 +25,13 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.torch_seams import DispatchMode
-from samestep.runtime.optimizers.stacked_labels import StackedPart, joined, keeps_parts, parts_of_result, within
+from samestep.runtime.optimizers.stacked_labels import (
+    StackedPart,
+    keeps_parts,
+    label_joined_parts,
+    parts_of_result,
+    within,
+)
 from samestep.state.reachable import Place, StepCode, read, write
 
 
@@ -265,7 +271,7 @@ class FollowedStep(DispatchMode):
         if not written and not made:
             return result  # a view: its memory is labelled
         self._note(facts.name, values, tensors, before)
-        if (parts := joined(facts.name, args, kwargs, [before[id(t)] for t in tensors])) is not None:
+        if (parts := label_joined_parts(facts.name, args, kwargs, [before[id(t)] for t in tensors])) is not None:
             self.mark(result, parts)
             return result
         for row in _rows_of(values, written, result, made):
@@ -357,12 +363,12 @@ _OF_DATA = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 _MAKING = (*_OF_DATA, torch.zeros, torch.ones, torch.full, torch.empty)
 
 
-class _Row(NamedTuple):
+class _JoinedRow(NamedTuple):
     read: list[Tensor]
     written: list[Tensor]
 
 
-def _rows_of(values: list[Any], written: list[Any], result: Any, made: list[Tensor]) -> Iterator[_Row]:
+def _rows_of(values: list[Any], written: list[Any], result: Any, made: list[Tensor]) -> Iterator[_JoinedRow]:
     """Yield what an operation reads and writes; an operation on lists is one for each place in them."""
     lists = [value for value in values if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor)]
     is_list = any(isinstance(value, list | tuple) for value in written) or isinstance(result, list | tuple)
@@ -370,9 +376,9 @@ def _rows_of(values: list[Any], written: list[Any], result: Any, made: list[Tens
         shared = [value for value in values if isinstance(value, Tensor)]
         outputs = [value for value in written if isinstance(value, list | tuple)] or [result]
         for index in range(len(lists[0])):
-            yield _Row([value[index] for value in lists] + shared, [value[index] for value in outputs])
+            yield _JoinedRow([value[index] for value in lists] + shared, [value[index] for value in outputs])
         return
-    yield _Row(
+    yield _JoinedRow(
         [t for value in values for t in _tensors_in(value)], [t for value in written for t in _tensors_in(value)] + made
     )
 

@@ -161,7 +161,7 @@ def check_step(optimizer: Optimizer) -> None:
 # -- over the pieces of a rank ---------------------------------------------------------------------
 
 
-def built_over(source: OptimizerSource, pieces: list[tuple[str, Tensor]], whole: WholeWeights) -> Optimizer | None:
+def build_over(source: OptimizerSource, pieces: list[tuple[str, Tensor]], whole: WholeWeights) -> Optimizer | None:
     """Return the optimizer over a rank's pieces, grouped as over the whole weights; None where there is no piece.
 
     Raises:

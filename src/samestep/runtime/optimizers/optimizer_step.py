@@ -28,7 +28,7 @@ from samestep.job_tables import NumericsTable
 from samestep.program.step import update_chunks
 from samestep.runtime import host_copies
 from samestep.runtime.optimizers.one_process import alone
-from samestep.runtime.optimizers.optimizer_source import ALONE, GivenOptimizer, WholeWeights, built_over, check_step
+from samestep.runtime.optimizers.optimizer_source import ALONE, GivenOptimizer, WholeWeights, build_over, check_step
 from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.optimizers.update_rule import TRIED, has_hooks, is_torchs_own
 from samestep.runtime.optimizers.used_weights import Unused
@@ -123,7 +123,7 @@ class Updater:
         for piece in pieces:
             piece.value.requires_grad_(True)
             piece.value.__dict__.update(whole.attributes.get(piece.name, {}))
-        optimizer = built_over(source, [(piece.name, piece.value) for piece in pieces], whole)
+        optimizer = build_over(source, [(piece.name, piece.value) for piece in pieces], whole)
         if optimizer is not None:
             check_step(optimizer)
         scaled = numerics.precision == "fp16"
@@ -233,7 +233,7 @@ class Updater:
         """
         gradients = [piece.gradient() for piece in self.pieces]
         torch._foreach_mul_(gradients, torch.where(held_back > 0, 1.0, factor))
-        self._sent = host_copies.sent_beside(gradients, [piece.value for piece in self.pieces])
+        self._sent = host_copies.send_to_values(gradients, [piece.value for piece in self.pieces])
 
     @torch.no_grad()
     def step(self, factor: float, *, was_held_back: bool = False) -> None:
@@ -282,7 +282,7 @@ class Updater:
         of_piece = {id(piece): gradient for piece, gradient in zip(self.pieces, gradients, strict=True)}
         for chunk in self._together():
             is_all = len(chunk) == len(self.pieces)
-            with _widened(chunk), self._unpacked(chunk), _holding_only(self.optimizer, None if is_all else chunk):
+            with _use_masters(chunk), self._unpacked(chunk), _holding_only(self.optimizer, None if is_all else chunk):
                 lent = [piece.value for piece in chunk if piece.value.grad is None]
                 for piece in chunk:
                     gradient = of_piece[id(piece)]
@@ -423,7 +423,7 @@ def _absent(value: Tensor) -> Tensor:
 
 
 @contextmanager
-def _widened(chunk: list[Piece]) -> Iterator[None]:
+def _use_masters(chunk: list[Piece]) -> Iterator[None]:
     """Let the pieces of a chunk have their master values inside."""
     groups = {id(piece.split[0]): piece.split[0] for piece in chunk if piece.split is not None}
     split = [(piece, piece.value.data, *piece.split) for piece in chunk if piece.split is not None]

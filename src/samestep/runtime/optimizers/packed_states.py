@@ -76,22 +76,22 @@ class StatePacking:
                 continue
             flat = value.detach().flatten()
             if self.kind == "bf16":
-                state[key] = self._rounded(piece, key, flat, step).view(value.shape)
+                state[key] = self._round_state(piece, key, flat, step).view(value.shape)
             elif block := self.blocks.get(piece.name, 0):
-                codes, scales = quantised(flat.float(), block, is_positive=key in _POSITIVE)
+                codes, scales = quantise(flat.float(), block, is_positive=key in _POSITIVE)
                 state[key], state[key + SCALE] = codes.view(value.shape), scales
 
     def _is_packed(self, piece: Piece, key: str, value: Tensor) -> bool:
         return key != "step" and value.is_floating_point() and value.shape == piece.value.shape and value.numel() > 0
 
-    def _rounded(self, piece: Piece, key: str, flat: Tensor, step: int) -> Tensor:
+    def _round_state(self, piece: Piece, key: str, flat: Tensor, step: int) -> Tensor:
         made = torch.empty(flat.shape, dtype=torch.bfloat16, device=flat.device)
         positions = _Positions(self.slice_of(piece), piece.start)
         salt = xxhash.xxh3_64_intdigest(f"{self.seed}/{step}/{piece.name}/{key}".encode())
         for start in range(0, flat.numel(), _SLICE):
             stop = min(start + _SLICE, flat.numel())
             noise = random_bits(positions.of(start, stop, flat.device), salt)
-            made[start:stop] = rounded_at_random(flat[start:stop].float(), noise)
+            made[start:stop] = round_stochastically(flat[start:stop].float(), noise)
         return made
 
 
@@ -123,21 +123,21 @@ def random_bits(positions: Tensor, salt: int) -> Tensor:
 
     Two rounds of the quadratic permutation x (2x + 1) of RC6 (Rivest et al. 1998), of which the upper bits are taken.
     """
-    hashed = positions.mul_(_ODD).bitwise_xor_(_signed(salt & 0xFFFFFFFF))
+    hashed = positions.mul_(_ODD).bitwise_xor_(_to_signed(salt & 0xFFFFFFFF))
     hashed.addcmul_(hashed, hashed, value=2)
-    hashed.bitwise_xor_(hashed >> 15).add_(_signed(salt >> 32))
+    hashed.bitwise_xor_(hashed >> 15).add_(_to_signed(salt >> 32))
     hashed.addcmul_(hashed, hashed, value=2)
     return hashed.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
 
 
-def rounded_at_random(values: Tensor, noise: Tensor) -> Tensor:
+def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
     """Return float32 values in bfloat16, each rounded away from zero if its lower half is above 2^16 - 1 - `noise`."""
     bits = values.contiguous().view(torch.int32)
     raised = (bits + noise).bitwise_and_(-0x10000).view(torch.float32)
     return torch.where(values.isfinite(), raised, values).bfloat16()
 
 
-def quantised(values: Tensor, block: int, *, is_positive: bool) -> tuple[Tensor, Tensor]:
+def quantise(values: Tensor, block: int, *, is_positive: bool) -> tuple[Tensor, Tensor]:
     """Return codes (uint8 [n]) and scales (float32 [n / block]) of flat float32 values, whose number is a multiple of `block`.
 
     A block of zeros has the scale 0. A block with a number that is not finite has that as its scale, and no finite element.
@@ -195,6 +195,6 @@ def _numbers(is_positive: bool, device: torch.device) -> Tensor:
     return torch.tensor(sorted(found), dtype=torch.float32, device=device)
 
 
-def _signed(number: int) -> int:
+def _to_signed(number: int) -> int:
     """Return 32 bits as a signed number."""
     return number - 2**32 if number >= 2**31 else number

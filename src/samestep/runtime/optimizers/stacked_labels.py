@@ -47,7 +47,7 @@ _REDUCING = (
 )
 
 
-def joined(
+def label_joined_parts(
     name: str, args: Sequence[Any], kwargs: Mapping[str, Any], labels: Sequence[Label]
 ) -> list[StackedPart] | None:
     """Return the parts of what an operation makes of a list of tensors along the first dimension; None if it does not."""

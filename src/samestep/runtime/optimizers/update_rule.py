@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from samestep.building.optimizer import CombinedOptimizer, OptimizerSource, class_names, member_over
-from samestep.building.torch_seams import uncompiled
+from samestep.building.torch_seams import disable_compiler
 from samestep.errors import ModelError
 from samestep.runtime.optimizers.followed_step import (
     CountsOnHost,
@@ -93,7 +93,9 @@ def read_rule(
         return UpdateRule(kind, {name: reason for name, reason in reasons.items() if reason})
     kinds: dict[str, list[str]] = {}
     for name, options in held.items():
-        kinds.setdefault(repr((sorted(options), _told(options), shapes[name], marks.get(name))), []).append(name)
+        kinds.setdefault(repr((sorted(options), _rule_options(options), shapes[name], marks.get(name))), []).append(
+            name
+        )
     some = {name: shapes[name] for names in kinds.values() for name in names[:2]}
     # What has one element cannot be cut, and its shape () asks for other operations of torch.
     some = {name: shape for name, shape in some.items() if math.prod(shape) > 1} or some
@@ -162,7 +164,7 @@ def _read(
     held: Mapping[str, Any],
 ) -> UpdateRule:
     """Return the rule that trials on some weights of each kind show."""
-    with uncompiled():
+    with disable_compiler():
         try:
             found = trial.watched(some)
         except TRIED as error:
@@ -292,7 +294,7 @@ def _options_in(optimizer: Any, names: Mapping[int, str]) -> dict[str, dict[str,
     }
 
 
-def _told(options: Mapping[str, Any]) -> str:
+def _rule_options(options: Mapping[str, Any]) -> str:
     """Return the options that may change the rule: a learning rate is a mere number."""
     return repr([(key, options[key]) for key in sorted(options) if key not in ("lr", "initial_lr")])
 

@@ -179,7 +179,7 @@ class Channel:
             self.send({})
 
 
-def shortened(text: str, most: int = _MOST_CHARACTERS) -> str:
+def shorten(text: str, most: int = _MOST_CHARACTERS) -> str:
     """Return a text of at most `most` characters: the whole, or its beginning and how many characters were left out."""
     if len(text) <= most:
         return text

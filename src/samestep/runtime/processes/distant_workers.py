@@ -28,7 +28,7 @@ from pydantic import TypeAdapter
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from samestep.errors import SamestepError
-from samestep.runtime.processes.channel import Channel, shortened
+from samestep.runtime.processes.channel import Channel, shorten
 from samestep.runtime.processes.join import STOP_SIGNALS, restore_signals
 from samestep.runtime.processes.local_workers import LocalWorkers
 from samestep.runtime.processes.meeting import Meeting
@@ -227,7 +227,7 @@ class Follower:
             self._say({"stop": int(number), "again": is_again})
             self._num_passed_on += 1
         for rank, word, value in self._workers.hear() if self._workers else ():
-            self._say({"rank": rank, "word": word, "value": _written(word, value)})
+            self._say({"rank": rank, "word": word, "value": _to_json_value(word, value)})
 
     def _obey(self, message: Mapping[str, Any]) -> None:
         """Do what one message of the leading host says; one that says anything else makes it lost."""
@@ -268,7 +268,7 @@ class Follower:
             self._workers.start()
         except SamestepError as error:
             failure = failure_of(order.first_rank, error)
-            value = _written("failed", failure)
+            value = _to_json_value("failed", failure)
             self._say({"rank": failure.rank, "word": "failed", "value": value})
 
     def _say(self, message: Mapping[str, Any]) -> None:
@@ -280,12 +280,12 @@ class Follower:
             self._workers = None
 
 
-def _written(word: str, value: Any) -> Any:
+def _to_json_value(word: str, value: Any) -> Any:
     """Return the value of a worker's message in the types of JSON."""
     if word == "failed":
         failure = dataclasses.asdict(value)
         failure["age_s"] = time.monotonic() - failure.pop("time_s")
-        failure |= {"text": shortened(value.text), "what": shortened(value.what)}
+        failure |= {"text": shorten(value.text), "what": shorten(value.what)}
         lines, half = "\n".join(value.lines), _MOST_CHARACTERS_OF_LINES // 2
         if len(lines) > 2 * half:  # where it began, and what failed, are at the ends
             lines = f"{lines[:half]} ...\n... {lines[-half:]}"

@@ -59,7 +59,7 @@ _stop_signal = 0  # the stop signal that came, 0 before one has
 _is_save_wanted = False
 
 
-def launched_from_outside() -> bool:
+def is_launched_from_outside() -> bool:
     """Return whether torchrun or srun started this process as one of several, so that it must only join."""
     return by_torchrun(os.environ) or by_srun(os.environ)
 
@@ -93,7 +93,7 @@ def join(
     made_group = not dist.is_initialized()
     if not made_group:
         info = _info_in_existing_group(info)
-    per_node = checked_ranks_per_node(ranks_per_node or info.ranks_per_node, info.world_size)
+    per_node = check_ranks_per_node(ranks_per_node or info.ranks_per_node, info.world_size)
     kind = resolve_device(device)
     # Before a device is chosen, which is the first use of a GPU.
     borrowed = set_defaults(allocator_variables(kind) | compiler_cache()) if made_group else ()
@@ -352,7 +352,7 @@ def _listen_on(host: str, port: int) -> int | None:
         return None  # a name that stands for this machine elsewhere (a Kubernetes service) is not its own address
 
 
-def checked_ranks_per_node(ranks_per_node: int, world_size: int) -> int:
+def check_ranks_per_node(ranks_per_node: int, world_size: int) -> int:
     """Return the ranks of a node, if it divides the number of ranks.
 
     Raises:

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from samestep.errors import JobError, WorkerError
-from samestep.runtime.processes.channel import Channel, GreetingError, TokenError, greet, shortened
+from samestep.runtime.processes.channel import Channel, GreetingError, TokenError, greet, shorten
 from samestep.runtime.processes.lobby import Arrival, Lobby
 from samestep.runtime.processes.this_host import interface_of
 
@@ -130,7 +130,7 @@ def _last_word(error: BaseException) -> dict[str, Any]:
         return {"status": 128 + signal.SIGINT}
     if isinstance(error, SystemExit):
         return {"status": error.code}
-    return {"error": type(error).__name__, "text": shortened(str(error)) or type(error).__name__}
+    return {"error": type(error).__name__, "text": shorten(str(error)) or type(error).__name__}
 
 
 def meet(at: Rendezvous, mine: Mapping[str, str], timeout_s: float, least_hosts: int | None = None) -> Meeting:
@@ -159,11 +159,11 @@ def meet(at: Rendezvous, mine: Mapping[str, str], timeout_s: float, least_hosts:
     while True:
         try:
             with socket.create_server((str(address[0]), at.port), family=family) as listening:
-                return _led(listening, at, mine, end_s, least_hosts or at.num_hosts)
+                return _lead(listening, at, mine, end_s, least_hosts or at.num_hosts)
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
                 raise JobError(f"--rendezvous {at} cannot be listened at: {error.strerror}") from None
-        found = _followed((str(address[0]), at.port), at, {**mine, "process": process}, timeout_s)
+        found = _follow((str(address[0]), at.port), at, {**mine, "process": process}, timeout_s)
         if isinstance(found, Meeting):
             return found
         if time.monotonic() > end_s:
@@ -173,7 +173,7 @@ def meet(at: Rendezvous, mine: Mapping[str, str], timeout_s: float, least_hosts:
         time.sleep(_RETRY_S)
 
 
-def _led(listening: socket.socket, at: Rendezvous, mine: Mapping[str, str], end_s: float, least_hosts: int) -> Meeting:
+def _lead(listening: socket.socket, at: Rendezvous, mine: Mapping[str, str], end_s: float, least_hosts: int) -> Meeting:
     """Wait for the followers, and compare them with this host."""
     num_followers, began_s = at.num_hosts - 1, time.monotonic()
     if num_followers:
@@ -232,7 +232,7 @@ def _drop_earlier(arrival: Arrival, came: Sequence[Arrival], lobby: Lobby) -> No
             print(f"{arrival.name} counts as one more host than {other.name}", flush=True)
 
 
-def _followed(address: tuple[str, int], at: Rendezvous, mine: Mapping[str, str], timeout_s: float) -> Meeting | str:
+def _follow(address: tuple[str, int], at: Rendezvous, mine: Mapping[str, str], timeout_s: float) -> Meeting | str:
     """Connect to the leading host, and wait for at most `timeout_s` until all hosts have come.
 
     Returns what listens there in its place, as a sentence, or an empty text where nothing does.

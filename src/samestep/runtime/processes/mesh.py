@@ -57,7 +57,7 @@ class Mesh:
 
     def group_of(self, axis: str) -> str:
         """Return the name of an axis' group: its ranks, followed by the axis where it serves no other one."""
-        return _named(self.members(axis)) + (f" {axis}" if axis in OWN_GROUPS else "")
+        return _join_ranks(self.members(axis)) + (f" {axis}" if axis in OWN_GROUPS else "")
 
     def for_shards(self, axis: str, sums_over: Collection[str]) -> DeviceMesh:
         """Return the mesh that FSDP2 shards over: `dp_shard` or `dp_expert`, after a `dp_replicate` that it sums over."""
@@ -107,7 +107,7 @@ def build(program: Program, device: torch.device, timeout_s: float) -> Mesh:
         if (group := group_among(ranks.groups(axis), name, timeout_s)) is not None:
             groups[axis] = group
     for link, pairs in _links(program, ranks).items():
-        if (group := group_among(pairs, link, timeout_s, LINK + _named(ranks.group(rank, "pp")))) is not None:
+        if (group := group_among(pairs, link, timeout_s, LINK + _join_ranks(ranks.group(rank, "pp")))) is not None:
             links[link] = group
     return Mesh(rank, ranks, device, groups, links, timeout_s)
 
@@ -179,7 +179,7 @@ def forget_as_often(most: int) -> None:
         _num_forgotten = most
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _join_ranks(ranks: Sequence[int]) -> str:
     return ",".join(map(str, ranks))
 
 

@@ -97,7 +97,7 @@ def broadcast_from(source: int, value: Any, group: dist.ProcessGroup, device: to
         held = torch.empty(form, dtype=_dtype(dtype), device=device) if mine is None else mine
         dist.broadcast(held, src=source, group=group)
         tensors.append(held)
-    return value if is_source else plain_data.unpacked(record, lambda name: tensors[int(name)])
+    return value if is_source else plain_data.unpack_plain(record, lambda name: tensors[int(name)])
 
 
 def _dtype(name: str) -> torch.dtype:

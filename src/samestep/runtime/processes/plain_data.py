@@ -52,7 +52,7 @@ class Packer:
         if isinstance(value, torch.Generator):
             value = value.get_state()
         if isinstance(value, Tensor):
-            return self._packed_tensor(value)
+            return self._pack_tensor(value)
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
             return {"array": self.packed(torch.from_numpy(value.copy()))}
         if type(value) is range:
@@ -68,17 +68,17 @@ class Packer:
             return {"object": type(value).__name__, "fields": fields}
         raise NotPlainError(f"a {type(value).__name__}")
 
-    def _packed_tensor(self, value: Tensor) -> Any:
+    def _pack_tensor(self, value: Tensor) -> Any:
         if value.layout is not torch.strided or value.is_meta:
             raise NotPlainError(f"a {type(value).__name__} of layout {value.layout} on {value.device}")
         if value.dtype is torch.complex128:  # which no file of safetensors holds
-            return {"complex": self._packed_tensor(torch.view_as_real(value.resolve_conj()))}
+            return {"complex": self._pack_tensor(torch.view_as_real(value.resolve_conj()))}
         name = f"{self._prefix}{len(self.tensors)}"
         self.tensors[name] = value.detach()
         return {"tensor": name}
 
 
-def unpacked(record: Any, read: Callable[[str], Tensor], classes: Sequence[type] = ()) -> Any:
+def unpack_plain(record: Any, read: Callable[[str], Tensor], classes: Sequence[type] = ()) -> Any:
     """Return the value that plain data stands for; `read` returns a tensor by its name.
 
     Raises:
@@ -89,19 +89,19 @@ def unpacked(record: Any, read: Callable[[str], Tensor], classes: Sequence[type]
     if "tensor" in record:
         return read(record["tensor"])
     if "complex" in record:
-        return torch.view_as_complex(unpacked(record["complex"], read))
+        return torch.view_as_complex(unpack_plain(record["complex"], read))
     if "array" in record:
-        return unpacked(record["array"], read).numpy()
+        return unpack_plain(record["array"], read).numpy()
     if "range" in record:
         return range(*record["range"])
     if "dict" in record:
-        return {unpacked(key, read, classes): unpacked(value, read, classes) for key, value in record["dict"]}
+        return {unpack_plain(key, read, classes): unpack_plain(value, read, classes) for key, value in record["dict"]}
     if "object" in record:
         known = {one.__name__: one for one in classes}
-        fields = {name: unpacked(one, read, classes) for name, one in record["fields"].items()}
+        fields = {name: unpack_plain(one, read, classes) for name, one in record["fields"].items()}
         return known[record["object"]](**fields)
     kind = next(kind for kind in _SEQUENCES if kind in record)
-    values: Iterator[Any] = (unpacked(one, read, classes) for one in record[kind])
+    values: Iterator[Any] = (unpack_plain(one, read, classes) for one in record[kind])
     return collections.deque(values, record["maxlen"]) if kind == "deque" else _SEQUENCES[kind](values)
 
 
@@ -126,4 +126,4 @@ def of_text(text: str | bytes) -> Any:
         KeyError: it names a tensor or a class.
     """
     no_tensors: Mapping[str, Tensor] = {}
-    return unpacked(json.loads(text), no_tensors.__getitem__)
+    return unpack_plain(json.loads(text), no_tensors.__getitem__)

@@ -80,7 +80,7 @@ def watched_step() -> int:
     return 0 if _progress.apart else _progress.step
 
 
-def done_apart() -> str:
+def task_outside_steps() -> str:
     """Return the name of what this rank does apart from steps, after its first one; empty where it does nothing apart."""
     return next(reversed(_progress.apart), "") if _progress.step else ""
 
@@ -142,7 +142,7 @@ def whereabouts_of(main_thread: int | None) -> Whereabouts:
     """Return how far this process has come, by its main thread; another thread may ask."""
     frame = sys._current_frames().get(main_thread) if main_thread else None
     task, step, median_s = _task_in(frame), watched_step(), median_step_s()
-    return Whereabouts(calls_made(), *_waiting_at(frame), task, step, median_s, done_apart())
+    return Whereabouts(calls_made(), *_waiting_at(frame), task, step, median_s, task_outside_steps())
 
 
 def calls_made() -> dict[str, int]:

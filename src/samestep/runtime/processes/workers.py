@@ -38,9 +38,9 @@ from samestep.runtime.processes.hang_watch import HangWatch
 from samestep.runtime.processes.join import (
     SAVE_SIGNAL,
     STOP_SIGNALS,
-    checked_ranks_per_node,
+    check_ranks_per_node,
+    is_launched_from_outside,
     join,
-    launched_from_outside,
     leave,
     resolve_device,
     restore_signals,
@@ -66,7 +66,7 @@ def default_ranks(device: str = "auto") -> int:
     return torch.cuda.device_count() if resolve_device(device) == "cuda" else 2
 
 
-def oversubscribed(ranks: int, threads: int = 1) -> str | None:
+def oversubscription_warning(ranks: int, threads: int = 1) -> str | None:
     """Return a one-line warning if `ranks` CPU workers of `threads` threads share too few cores, else None."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     if ranks * threads <= cores:
@@ -104,7 +104,7 @@ def launch(
         JobError: the arguments do not fit each other or this machine.
     """
     try:
-        if not launched_from_outside():
+        if not is_launched_from_outside():
             found = run_workers(main, args, ranks=ranks, device=device, threads=threads, timeout_s=timeout_s)
             if number := last_stop_signal():
                 exit_status.end_as_stopped(number)
@@ -181,7 +181,7 @@ def run_workers(
     device_type = resolve_device(device)
     here = away.num_ranks[0] if away else ranks
     check_gpus(device_type, here)
-    per_node = checked_ranks_per_node(ranks_per_node or (away.ranks_per_node if away else ranks), ranks)
+    per_node = check_ranks_per_node(ranks_per_node or (away.ranks_per_node if away else ranks), ranks)
     limits = (timeout_s, hang_s)
     options = LaunchOptions(ranks, 0, here, per_node, device_type, threads, *limits, quiet, isolated)
     global _last_stop_signal

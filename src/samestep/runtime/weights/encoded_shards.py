@@ -102,7 +102,7 @@ class EncodedShards:
         """Yield what codes have lost of each weight."""
         for shard in self._shards.values():
             for number, pieces in enumerate(shard.pieces):
-                places = [(piece.name, first, numel) for piece, first, numel in _placed(pieces)]
+                places = [(piece.name, first, numel) for piece, first, numel in _place_pieces(pieces)]
                 starts = {piece.name: piece.start for piece in pieces}
                 for rest in shard.exchange.rests(number):
                     for one in of_weights(rest, places):
@@ -119,7 +119,7 @@ class EncodedShards:
             shard.exchange.scale(factor)
 
 
-def _placed(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, int]]:
+def _place_pieces(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, int]]:
     """Yield pieces with their first element in a buffer, and their number of elements."""
     first = 0
     for piece in pieces:
@@ -131,7 +131,7 @@ def _pairs(shard: _Shard) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Yield of each buffer the gradients of its weights, and the windows in it that hold them."""
     for pieces, buffer in zip(shard.pieces, shard.buffers, strict=True):
         gradients = [piece.gradient() for piece in pieces]
-        windows = [buffer[first : first + numel] for _, first, numel in _placed(pieces)]
+        windows = [buffer[first : first + numel] for _, first, numel in _place_pieces(pieces)]
         if gradients:
             yield gradients, [window.view_as(one) for window, one in zip(windows, gradients, strict=True)]
 

@@ -24,7 +24,7 @@ from samestep.runtime.ledger import owned
 
 
 @dataclass(slots=True)
-class _Moved:
+class _BucketMoves:
     """The moves of one bucket's weights."""
 
     bucket: Bucket
@@ -48,9 +48,9 @@ class ExchangedMoves:
     def __init__(self, program: Program, buckets: Iterable[tuple[Bucket, Exchange, Tensor]]) -> None:
         """Exchange the gradients of buckets, of each those that this rank updates."""
         self._program = program
-        self._moved = [_Moved(*bucket) for bucket in buckets]
+        self._moved = [_BucketMoves(*bucket) for bucket in buckets]
 
-    def _of(self, part: int) -> list[_Moved]:
+    def _of(self, part: int) -> list[_BucketMoves]:
         return [moved for moved in self._moved if moved.bucket.part == part]
 
     def start(self, part: int, fill: Callable[[int], None]) -> None:

@@ -78,7 +78,7 @@ def make_groups(
         running.fsdp.set_unshard_in_backward(unit.gather_in_backward or unit.keep_after_forward)
         keep_still(running.fsdp)
         # Its node behind every input, which ends a backward as we do ourselves, would forbid that a unit writes into one.
-        running.group._register_post_backward_hook = _unchanged  # type: ignore[method-assign]
+        running.group._register_post_backward_hook = _return_arguments  # type: ignore[method-assign]
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=meshes["dp_shard"], ignored_params=everything)  # FSDP2 needs a root; it has no weight
     for module in model.modules():
@@ -117,7 +117,7 @@ def _refuse_copy(self: nn.Module, _: dict[int, Any]) -> nn.Module:
     )
 
 
-def _unchanged(args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _return_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 

@@ -39,7 +39,7 @@ def watching(loss: Loss, model: object, own: nn.Module) -> Loss:
         if watched:
             return loss(outputs, batch)
         watched = True
-        with _Reading(stale) as reading, _read_attributes(model) as read:
+        with _FirstRead(stale) as reading, _read_attributes(model) as read:
             found = loss(outputs, batch)
         if name := _set_by_forward(read, model, own):
             raise ModelError(
@@ -103,7 +103,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return not (isinstance(one, plain) or isinstance(other, plain)) or (type(one) is type(other) and one == other)
 
 
-class _Reading(DispatchMode):
+class _FirstRead(DispatchMode):
     """Notes the first of some memories that an operation reads."""
 
     def __init__(self, stale: dict[int, str]) -> None:

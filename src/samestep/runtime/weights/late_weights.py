@@ -45,7 +45,7 @@ class StandIn(nn.Parameter):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _WeightAttribute:
     """A module's attribute that holds a weight."""
 
     module: nn.Module
@@ -58,7 +58,7 @@ class _Place:
 class LateWeights:
     """The weights of gathered buckets, and how to wait for those that are on their way."""
 
-    places: dict[str, list[_Place]]
+    places: dict[str, list[_WeightAttribute]]
     """Where the weights of each bucket are held."""
     under_way: dict[str, Callable[[], object]] = field(default_factory=dict)
     """Waits for the gather of a bucket that was begun and not waited for."""
@@ -90,7 +90,7 @@ class LateWeights:
 
     def _places_of(
         self, model: nn.Module, bucket: str, spec: ParamSpec, params: Mapping[str, nn.Parameter]
-    ) -> list[_Place]:
+    ) -> list[_WeightAttribute]:
         param = params[spec.name]
 
         def arrive() -> Tensor:
@@ -99,7 +99,7 @@ class LateWeights:
 
         stand_in = StandIn(param, arrive)
         split = (name.rpartition(".") for name in _names(spec))
-        return [_Place(model.get_submodule(path), leaf, param, stand_in) for path, _, leaf in split]
+        return [_WeightAttribute(model.get_submodule(path), leaf, param, stand_in) for path, _, leaf in split]
 
     def hold(self, bucket: str, wait: Callable[[], object]) -> None:
         """Let stand-ins hold the places of a bucket's weights until `wait` was called."""

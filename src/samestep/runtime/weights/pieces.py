@@ -53,7 +53,7 @@ class Piece:
     def master(self) -> Tensor:
         """Return the master values, of the shape of `value`; newly allocated where they are held in two halves or in 4 bits."""
         if self.is_packed:
-            return nf4.unpacked(self.value.detach())
+            return nf4.unpack_values(self.value.detach())
         if self.split is None:
             return self.value.detach()
         masters, index = self.split
@@ -63,7 +63,7 @@ class Piece:
     def set_master(self, values: Tensor) -> None:
         """Set the master values; those that are not split are published later."""
         if self.is_packed:
-            self.value.detach().copy_(nf4.packed(values.view(len(self.value), -1)))
+            self.value.detach().copy_(nf4.pack_values(values.view(len(self.value), -1)))
         elif self.split is None:
             self.value.detach().copy_(values.view_as(self.value))
         else:

@@ -27,7 +27,7 @@ from samestep.runtime.weights.late_weights import StandIn
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ModulePlace:
     """A place in a module that holds a weight, a module, or nothing."""
 
     items: dict[str, Any]
@@ -44,8 +44,8 @@ class ReplacedWeights:
     """The places of a rank's weights, and what code has put there."""
 
     model: nn.Module
-    places: list[_Place]
-    modules: list[_Place]
+    places: list[_ModulePlace]
+    modules: list[_ModulePlace]
     owners: list[tuple[str, nn.Module]]
     first_names: dict[str, str]
     """The first name of each weight, by all of its names."""
@@ -62,12 +62,12 @@ class ReplacedWeights:
         """Take the places of a filled model."""
         owners = [(f"{path}." if path else "", owner) for path, owner in model.named_modules()]
         weights = [
-            _Place(owner._parameters, key, param, owner, f"{path}{key}")
+            _ModulePlace(owner._parameters, key, param, owner, f"{path}{key}")
             for path, owner in owners
             for key, param in owner._parameters.items()
         ]
         modules = [
-            _Place(owner._modules, key, child, owner, f"{path}{key}")
+            _ModulePlace(owner._modules, key, child, owner, f"{path}{key}")
             for path, owner in owners
             for key, child in owner._modules.items()
             if child is not None
@@ -81,7 +81,7 @@ class ReplacedWeights:
     def note(self) -> None:
         """Put weights back that a forward has replaced; they take over the values behind the backward, which may read theirs."""
         if not self._is_gathered:
-            for place in _changed(self.places):
+            for place in _changed_places(self.places):
                 self._put_back(place)
 
     def take_over(self, *, inside: bool) -> Iterator[str]:
@@ -90,12 +90,12 @@ class ReplacedWeights:
         `inside` says that a forward and its backward have run since the last call, and otherwise the loop's own code.
         """
         if not (inside and self._is_gathered):
-            for place in _changed(self.modules):
+            for place in _changed_places(self.modules):
                 yield from self._other_module(place)
-            for place in _changed(self.places):
+            for place in _changed_places(self.places):
                 yield from self._other_tensor(place)
         if sum(len(owner._parameters) for _, owner in self.owners) > len(self.places):
-            yield from self._added()
+            yield from self._added_weights()
         for name, new in self._new.items():
             held = self._weight(name)
             if reason := self._refusal(name, held, new, inside=inside):
@@ -106,11 +106,11 @@ class ReplacedWeights:
         for name, found in self._gradients.items():
             if found:
                 found.clear()
-                yield _untrained(f"a new nn.Parameter was put in the place of {name}", name)
+                yield _explain_untrained(f"a new nn.Parameter was put in the place of {name}", name)
 
     # -- what was changed --------------------------------------------------------------------------
 
-    def _other_tensor(self, place: _Place) -> Iterator[str]:
+    def _other_tensor(self, place: _ModulePlace) -> Iterator[str]:
         """Put a weight back into its place; yield why what is there, or is not, cannot be a weight."""
         if place.held is None:
             self.places.remove(place)
@@ -122,7 +122,7 @@ class ReplacedWeights:
             if not any(param is place.held for param in self.model.parameters()):  # a parametrization has it elsewhere
                 yield f"{place.name} was taken out of the model, and the run trains it on: to set it to zeros works"
 
-    def _other_module(self, place: _Place) -> Iterator[str]:
+    def _other_module(self, place: _ModulePlace) -> Iterator[str]:
         """Yield why another module in a module's place is refused, unless it has the same weights."""
         now = place.items.get(place.key)
         theirs = {id(param) for param in now.parameters()} if isinstance(now, nn.Module) else set()
@@ -133,16 +133,18 @@ class ReplacedWeights:
                 "works, by copy_(...) within torch.no_grad()"
             )
 
-    def _added(self) -> Iterator[str]:
+    def _added_weights(self) -> Iterator[str]:
         """Yield which weights are new."""
         known = {place.name for place in self.places}
         for path, owner in self.owners:
             for key in owner._parameters:
                 if f"{path}{key}" not in known:
-                    self.places.append(_Place(owner._parameters, key, owner._parameters[key], owner, f"{path}{key}"))
+                    self.places.append(
+                        _ModulePlace(owner._parameters, key, owner._parameters[key], owner, f"{path}{key}")
+                    )
                     yield _new_weight(f"{path}{key}")
 
-    def _put_back(self, place: _Place) -> None:
+    def _put_back(self, place: _ModulePlace) -> None:
         """Put a weight back into its place, and note what stood there, and gradients of the weight from now on."""
         name = self.first_names[place.name]
         self._new[name] = place.items[place.key]
@@ -170,7 +172,7 @@ class ReplacedWeights:
                 f"{what}, and {self._divides} divides the batch or repeats the forward: the whole batch in one forward works "
                 "(dp=1 without microbatch)"
             )
-        return _untrained(what, name) if inside and new.grad is not None else ""
+        return _explain_untrained(what, name) if inside and new.grad is not None else ""
 
     @property
     def _is_gathered(self) -> bool:
@@ -196,7 +198,7 @@ class ReplacedWeights:
         return held
 
 
-def _changed(places: list[_Place]) -> list[_Place]:
+def _changed_places(places: list[_ModulePlace]) -> list[_ModulePlace]:
     changed = [place for place in places if place.items.get(place.key) is not place.held]
     # Stand-ins are of weights that are to arrive, and of modules of other stages.
     return [place for place in changed if not isinstance(place.items.get(place.key), StandIn | LayerStandIn)]
@@ -206,7 +208,7 @@ def _new_weight(name: str) -> str:
     return f"{name} is a new weight, which the run neither trains nor saves: a model that is built with it works"
 
 
-def _untrained(what: str, name: str) -> str:
+def _explain_untrained(what: str, name: str) -> str:
     return (
         f"{what}, and a gradient reaches it: an optimizer of torch goes on with the old one, so nothing trains it; "
         f"{name}.copy_(...) within torch.no_grad() works"

@@ -153,7 +153,7 @@ class Replicated:
         for spec in self.program.step.model.params:
             value = materialize(spec.name, master)
             flat, member = slot_of.get(spec.name, (None, None))
-            live = nf4.packed(value) if spec.held_as else value.to(DTYPES[self.program.step.working_dtype(spec)])
+            live = nf4.pack_values(value) if spec.held_as else value.to(DTYPES[self.program.step.working_dtype(spec)])
             if flat is not None and flat.weights is not None and member is not None:
                 window = flat.weights[member.offset : member.offset + member.numel].view(spec.shape)
                 live = window.copy_(live).data  # a version of its own: a forward may write into one weight of a bucket
@@ -368,7 +368,7 @@ class Replicated:
             with owned(op.owner):
                 return flat.exchange.send([flat.left])
         with owned(op.owner):
-            work = _sent(op.kind, flat.left if op.kind is OpKind.ALL_REDUCE else whole, group)
+            work = _start_collective(op.kind, flat.left if op.kind is OpKind.ALL_REDUCE else whole, group)
         if op.kind is OpKind.REDUCE_SCATTER:
             flat.chunk = _own_part(whole, group)
         elif op.kind is OpKind.ALL_GATHER:
@@ -452,7 +452,7 @@ def _own_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     return flat.chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
-def _sent(kind: OpKind, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+def _start_collective(kind: OpKind, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start one collective on a flat buffer as it is, in place.
 
     An all_gather sends this rank's part of it; reduce and broadcast have the group's first rank as their root. Collective

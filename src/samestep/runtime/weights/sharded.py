@@ -105,7 +105,7 @@ class Sharded:
         for spec in step.model.params:
             value = materialize(spec.name, DTYPES[step.master_dtype])
             if spec.held_as:
-                value = nf4.packed(value)
+                value = nf4.pack_values(value)
             if not spec.numel:
                 put_param(slots[spec.name], nn.Parameter(value, requires_grad=spec.trainable))
                 continue

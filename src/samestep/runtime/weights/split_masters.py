@@ -25,7 +25,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from samestep.program.buckets import padded
+from samestep.program.buckets import round_up
 
 _ALIGNED = 8
 """Elements to which the place of a weight in the buffers is rounded up, as vectorised kernels like it."""
@@ -41,10 +41,10 @@ class SplitMasters:
     def __init__(self, weights: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         """Take over masters of which the weights, in bfloat16, are the rounded copies."""
         self._weights: list[Tensor | None] = list(weights)
-        ends = [0, *itertools.accumulate(padded(weight.numel(), _ALIGNED) for weight in weights)]
+        ends = [0, *itertools.accumulate(round_up(weight.numel(), _ALIGNED) for weight in weights)]
         self._starts, self._numels = ends[:-1], [weight.numel() for weight in weights]
         # One element more than the weights need: where the unused places of the list point.
-        size = padded(ends[-1] + 1, _ROW)
+        size = round_up(ends[-1] + 1, _ROW)
         self._remainders = torch.zeros(size, dtype=torch.int16, device=weights[0].device)
         self._halfway = torch.empty(0, dtype=torch.int64, device=weights[0].device)
         """Positions whose remainder is one more than is held."""

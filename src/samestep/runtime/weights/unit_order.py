@@ -37,7 +37,7 @@ from samestep.trees import tree_leaves
 _REDUCING = (OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL)
 
 
-class _Entry(NamedTuple):
+class _OrderEntry(NamedTuple):
     unit: RunningUnit
     gathers: bool
     """Whether the unit's weights are gathered; else its gradients are reduced."""
@@ -49,9 +49,9 @@ class UnitOrder:
     def __init__(self, program: Program, units: Sequence[RunningUnit]) -> None:
         self._zero = program.step.zero
         named = {running.unit.name: running for running in units}
-        self._bodies: Mapping[BodyKey, list[_Entry]] = {
+        self._bodies: Mapping[BodyKey, list[_OrderEntry]] = {
             key: [
-                _Entry(named[op.owner], op.kind is OpKind.ALL_GATHER)
+                _OrderEntry(named[op.owner], op.kind is OpKind.ALL_GATHER)
                 for op in ops
                 if op.implied and op.owner in named and op.kind in (OpKind.ALL_GATHER, *_REDUCING)
             ]
@@ -63,8 +63,8 @@ class UnitOrder:
         ]
         """The bodies of forwards that belong to no step, by chunk."""
         self._several = [running for running in units if len(running.modules) > 1]
-        self._entries: list[_Entry] = []
-        self._places: dict[_Entry, int] = {}
+        self._entries: list[_OrderEntry] = []
+        self._places: dict[_OrderEntry, int] = {}
         self._next = 0
         self._calls = 0
         self._in_task = self._in_backward = False
@@ -110,7 +110,7 @@ class UnitOrder:
         """
         if current_backward_id() != -1:
             return  # repeated inside a backward, which has gathered it
-        place = self._places.get(_Entry(running, True))
+        place = self._places.get(_OrderEntry(running, True))
         if place is not None and place >= self._next:
             self._pass_over(place)
             self._next = place + 1
@@ -142,13 +142,15 @@ class UnitOrder:
         """
         if not self._in_backward:
             return  # a gradient that the model's own forward takes
-        done = self._places.get(_Entry(running, False))
+        done = self._places.get(_OrderEntry(running, False))
         if done is not None and done < self._next and not running.is_waiting:
             raise LayoutError(
                 f"the backward of {running.path} starts behind that of modules that ran after it when the model was traced, "
                 f"and zero={self._zero} reduces gradients in that order on all ranks at once: zero=1 works"
             )
-        own, next_one = (self._places.get(_Entry(one, True), -1) if one is not None else -1 for one in (running, ahead))
+        own, next_one = (
+            self._places.get(_OrderEntry(one, True), -1) if one is not None else -1 for one in (running, ahead)
+        )
         if own >= self._next:
             self._pass_over(own)
             if next_one > own + 1:
@@ -160,7 +162,7 @@ class UnitOrder:
 
     def after_backward(self, running: RunningUnit) -> None:
         """Reduce the gradients of a unit whose backward is over, behind what the program lists in front of it."""
-        place = self._places.get(_Entry(running, False))
+        place = self._places.get(_OrderEntry(running, False))
         if place is None:
             running.complete()
             return
@@ -170,12 +172,12 @@ class UnitOrder:
         while self._next < len(self._entries) and self._is_over(self._entries[self._next]):
             self._issue()
 
-    def _waits_for(self, entry: _Entry, running: RunningUnit) -> bool:
+    def _waits_for(self, entry: _OrderEntry, running: RunningUnit) -> bool:
         """Return whether the backward of an entry's unit is still to come, though another one's is over."""
         unit = entry.unit
         return not (entry.gathers or unit.is_waiting or unit.is_passed_over or unit.call > running.call)
 
-    def _is_over(self, entry: _Entry) -> bool:
+    def _is_over(self, entry: _OrderEntry) -> bool:
         return not entry.gathers and entry.unit.is_waiting
 
     def _pass_over(self, stop: int) -> None:

@@ -150,10 +150,10 @@ class Stage:
         if self._flows is not None:
             self._flows.follow(self._model)
             flow = self._flows.of(samples, shapes_in(samples))
-            self._messages.post_ahead(self._awaited_by)
+            self._messages.post_ahead(self._tensors_awaited_by)
             outputs = self._follow(flow, action, samples)
         else:
-            self._messages.post_ahead(self._awaited_by)
+            self._messages.post_ahead(self._tensors_awaited_by)
             outputs = self._pass_on(action, samples)
         return outputs if self.is_last(chunk) else None
 
@@ -165,7 +165,7 @@ class Stage:
         action = Action(TaskKind.BACKWARD, microbatch, chunk)
         layers = self._program.chunks[chunk]
         if loss is not None:
-            self._messages.post_ahead(self._awaited_by)
+            self._messages.post_ahead(self._tensors_awaited_by)
             if loss.requires_grad:
                 loss.backward()
         elif awaited := self._gradients_awaited(action):
@@ -228,7 +228,7 @@ class Stage:
 
         start, stop = (boundary_at(self._layers, index, flow) for index in (layers.start, layers.stop))
         mode = StageForward(flow, start or 0, stop, self._mesh.device, receive, send)
-        reporting = self._replaced(lambda path, _: Reporting(self._stand_ins[path], path, mode))
+        reporting = self._replace_modules(lambda path, _: Reporting(self._stand_ins[path], path, mode))
         with reporting, self._weights.placed(flow, mode), mode:
             outputs = call_model(self._model, samples)
         mode.finish()
@@ -265,7 +265,7 @@ class Stage:
             last = self._real[self._layers[layers.stop - 1].modules[-1]]
             handles.append(last.register_forward_hook(functools.partial(self._send_result, action)))
         try:
-            with self._replaced(lambda path, index: None if index in layers else self._stand_ins[path]):
+            with self._replace_modules(lambda path, index: None if index in layers else self._stand_ins[path]):
                 return call_model(self._model, samples)
         finally:
             for handle in handles:
@@ -315,10 +315,10 @@ class Stage:
 
     def _received(self, action: Action, awaited: Sequence[Awaited]) -> list[Tensor]:
         received = self._messages.receive(action, awaited)
-        self._messages.post_ahead(self._awaited_by)
+        self._messages.post_ahead(self._tensors_awaited_by)
         return received
 
-    def _awaited_by(self, action: Action) -> Sequence[Awaited] | None:
+    def _tensors_awaited_by(self, action: Action) -> Sequence[Awaited] | None:
         """Return the tensors that an action waits for, where their shapes are known."""
         if action.kind is not TaskKind.FORWARD:
             return self._gradients_awaited(action)
@@ -362,7 +362,7 @@ class Stage:
         return [Awaited(one.owner, tuple(tensor.shape), DTYPES[one.dtype or compute]) for tensor, one in pairs]
 
     @contextmanager
-    def _replaced(self, by: Callable[[str, int], nn.Module | None]) -> Iterator[None]:
+    def _replace_modules(self, by: Callable[[str, int], nn.Module | None]) -> Iterator[None]:
         """Replace modules while a forward runs inside; `by` is given a module's path and the index of its layer."""
         for index, path in self._slots:
             self._put(path, by(path, index) or self._real[path])
@@ -429,11 +429,11 @@ def with_flows(
 def _flow_of(
     flows: Flows, example: Any, num_samples: int, step: StepSpec, loss: Callable[[Any, Any], Any] | None = None
 ) -> Flow:
-    samples = _repeated(example, num_samples, step)
+    samples = _repeat_sample(example, num_samples, step)
     return flows.of(samples, shapes_in(samples), loss)
 
 
-def _repeated(example: Any, times: int, step: StepSpec) -> Any:
+def _repeat_sample(example: Any, times: int, step: StepSpec) -> Any:
     """Return the first sample of a batch several times, in the dtype in which a run reads it."""
     repeated = tree_map_only(Tensor, lambda t: torch.cat([t[:1]] * times) if t.dim() else t, example)
     return cast_floating(repeated, DTYPES[step.master_dtype])

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from samestep.building.named_tensors import copied
+from samestep.building.named_tensors import copy_module
 from samestep.building.torch_seams import current_function_mode, is_transformed, pop_function_mode_temporarily
 from samestep.errors import ModelError
 from samestep.examination.traced_model import TracedModel
@@ -44,10 +44,10 @@ from samestep.tracing.flow import (
     changes_of,
     containers_in,
     contents_of,
-    made_by,
-    mapped,
+    map_tensors,
     name_of,
     reads_shape_alone,
+    tensors_made_by,
     tensors_of,
 )
 from samestep.tracing.forward import ForwardTracer
@@ -158,11 +158,11 @@ class StageForward(TorchFunctionMode):
         is_active = current_function_mode() is self
         try:
             with pop_function_mode_temporarily() if is_active else nullcontext():
-                return self._carried_out(name, func, given, args, kwargs)
+                return self._run_call(name, func, given, args, kwargs)
         finally:
             self._depth -= 1
 
-    def _carried_out(
+    def _run_call(
         self, name: str, func: Callable[..., Any], given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         number, event = self._next, self._flow.events[self._next]
@@ -177,7 +177,7 @@ class StageForward(TorchFunctionMode):
             outcome = self._stand_in(event, func, given, args, kwargs, containers)
         else:
             outcome = self._apart(event, given, func(*args, **kwargs))
-        self._number(event, given, made_by(outcome, changes_of(containers, before)), name)
+        self._number(event, given, tensors_made_by(outcome, changes_of(containers, before)), name)
         return outcome
 
     def _stand_in(
@@ -204,9 +204,9 @@ class StageForward(TorchFunctionMode):
                 made[value] = placeholder(recorded.shape, recorded.dtype, self._device)
             return made[value]
 
-        outcome = mapped(event.outcome, stand_in)
+        outcome = map_tensors(event.outcome, stand_in)
         for change in event.changes:
-            change.make(containers, mapped(change.items, stand_in))
+            change.make(containers, map_tensors(change.items, stand_in))
         return outcome
 
     def _whole_zeros(self, tensor: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class StageForward(TorchFunctionMode):
             value is None or id(tensor) not in ours
             for value, tensor in zip(event.makes, tensors_of(outcome), strict=False)
         )
-        return outcome if is_apart else mapped(outcome, apart)
+        return outcome if is_apart else map_tensors(outcome, apart)
 
     def _number(self, event: Event, given: list[Tensor], made: Sequence[Tensor], name: str) -> None:
         """Note which values the tensors that an event has made are, and the arguments that it has written into."""
@@ -288,7 +288,7 @@ class Flows:
     @functools.cached_property
     def _module(self) -> nn.Module:
         """The copy; who only asks for flows that are known needs none."""
-        step, module = self._program.step, copied(self._traced.module)
+        step, module = self._program.step, copy_module(self._traced.module)
         for param in step.model.params:
             _put_in_dtype(module, (param.name, *param.aliases), precision.DTYPES[step.working_dtype(param)])
         for part in module.modules():
@@ -328,8 +328,8 @@ class Flows:
             try:
                 checkpointed = record_checkpointed(self._module)  # reentrant ones would hide gradients
                 sliced = context.on_meta(self._module, self._program.step.model, samples, self._parts)
-                followed = experts.grouped(self._module, self._experts)
-                raised = precision.raised_islands(self._program)
+                followed = experts.compute_by_groups(self._module, self._experts)
+                raised = precision.raise_islands(self._program)
                 with _without_modes(), checkpointed, followed, raised, sliced, OfAnySize():
                     outputs = watch_forward(self._module, samples, 1, self._name, self._opened, tracer, self._value_of)
                     if loss is not None and not (tracer.varies or tracer.has_looked):

@@ -81,8 +81,8 @@ class Messages:
         for index, (tensor, one) in enumerate(zip(tensors, awaited, strict=True)):
             if tuple(tensor.shape) != one.shape or tensor.dtype != one.dtype:
                 raise LayoutError(
-                    f"{one.owner} is {_described(tensor.shape, tensor.dtype)}, and in the trace was "
-                    f"{_described(one.shape, one.dtype)}, so the next stage of the pipeline cannot take it: pp=1 works"
+                    f"{one.owner} is {_describe_tensor(tensor.shape, tensor.dtype)}, and in the trace was "
+                    f"{_describe_tensor(one.shape, one.dtype)}, so the next stage of the pipeline cannot take it: pp=1 works"
                 )
             kept = tensor.contiguous()
             with owned(one.owner):
@@ -168,7 +168,7 @@ class Messages:
         return _FIRST_TAG + number * self._most + index
 
 
-def _described(shape: Sequence[int], dtype: torch.dtype) -> str:
+def _describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{list(shape)} of {str(dtype).removeprefix('torch.')}"
 
 
