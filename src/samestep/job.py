@@ -233,10 +233,13 @@ class Job(Table):
     def to_toml(self, *, with_folder: bool = False) -> str:
         """Return the resolved job as TOML: every key with its value, so that the file alone repeats the run.
 
-        A file that is not written to the folder of the job file needs `run.folder` too, which `with_folder` adds.
+        A file that is not written to the folder of the job file needs `run.folder` too, which `with_folder` adds; it is empty
+        for a job that was read from no file.
         """
-        left_out = None if with_folder else {"run": {"folder"}}
-        return tomli_w.dumps(_without_none(self.model_dump(mode="json", exclude=left_out)))
+        tables = self.model_dump(mode="json", exclude={"run": {"folder"}})
+        if with_folder:
+            tables["run"]["folder"] = self.run.folder or ""
+        return tomli_w.dumps(_without_none(tables))
 
 
 def load(path: str | Path, settings: Sequence[str] = ()) -> Job:
@@ -256,7 +259,7 @@ def load(path: str | Path, settings: Sequence[str] = ()) -> Job:
     tables = _read(path)
     folder, run = path.parent.resolve(), tables.setdefault("run", {})
     if isinstance(run, dict) and isinstance(given := run.setdefault("folder", str(folder)), str):
-        run["folder"] = str(folder / Path(os.path.expanduser(given)))
+        run["folder"] = str(folder / Path(os.path.expanduser(given))) if given else None
     return _checked(path, tables, [_from_here(setting, folder) for setting in settings])
 
 

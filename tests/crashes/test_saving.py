@@ -162,7 +162,7 @@ def test_the_address_of_a_store_is_refused() -> None:
     steps(run, 1)
     with pytest.raises(InputError, match="s3://bucket/run is an address of s3, and samestep reads and writes folders"):
         run.save("s3://bucket/run")
-    for call in (samestep.latest, run.load, functools.partial(samestep.export, None)):
+    for call in (samestep.latest, run.load, functools.partial(samestep.export, "run")):
         with pytest.raises(InputError, match="s3://bucket/run is an address of s3"):
             call("s3://bucket/run")
 
