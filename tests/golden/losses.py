@@ -26,7 +26,7 @@ CASES = [
     ("gpt2_with_dropout", "dp=1 tp=2 sequence_parallel"),
     ("qwen3", "dp=2 zero=2"),
     ("qwen3", "dp=1 tp=2 pp=2 microbatch=2"),
-    ("own_batch_norm", "dp=2"),
+    ("llama_tied", "dp=2 zero=1"),
     ("plain_with_statistics", "dp=2 zero=1"),
 ]
 

@@ -58,7 +58,9 @@ class OutsideChanges:
 
     def __init__(self, given: object, held: Assembly) -> None:
         frozen = {param.name for param in held.model.spec.params if not param.trainable}
-        self._frozen = [(name, param) for name, param in held.model.module.named_parameters() if name in frozen]
+        self._params = [*held.model.module.named_parameters()]
+        """The parameters themselves: a module may hold a stand-in of one that other ranks have updated (`late_weights.py`)."""
+        self._frozen = [(name, param) for name, param in self._params if name in frozen]
         modes = held.model.training_modes
         self._trained = [(path, part) for path, part in held.model.module.named_modules() if modes.get(part)]
         self._evaluated = [
@@ -91,7 +93,7 @@ class OutsideChanges:
             )  # the step is refused at its end, on all ranks, and gathers nothing for its gradient
         if thawed:
             return _thawed(thawed[0][0])
-        if reason := parameter_hooks.later_refusal(held.model.module, held.parallel.program):
+        if reason := parameter_hooks.later_refusal(self._params, held.parallel.program):
             return reason
         for path, part in self._evaluated:
             if part.training:

@@ -10,7 +10,7 @@ element alike. Both are tried on real values before the first step:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,7 @@ def _check_linear(name: str, function: Callable[[Tensor], Tensor], value: Tensor
     return first, one
 
 
-def later_refusal(model: nn.Module, program: Program) -> str:
+def later_refusal(params: Iterable[tuple[str, nn.Parameter]], program: Program) -> str:
     """Return why a hook that a loop has registered on a parameter of a run's module is refused; empty if it acts as in a plain loop.
 
     Where one forward takes the whole batch and ranks hold whole weights, it does.
@@ -102,7 +102,7 @@ def later_refusal(model: nn.Module, program: Program) -> str:
     word = f"zero={layout.zero}" if layout.num_shards > 1 and layout.zero >= 2 else ""
     divides = forward_state.splits(layout, program.step.num_microbatches)
     is_cut = layout.tp > 1 or layout.ep > 1
-    for name, param in model.named_parameters() if word or divides or is_cut else ():
+    for name, param in params if word or divides or is_cut else ():
         marks = _own_hooks(param)
         if not (marks.hooks or marks.late_hooks):
             continue
