@@ -389,7 +389,7 @@ def a_split_backward_takes_inputs_by_position(patch: Patch) -> None:
 
 @broken("D9", "arguments in another order", "dp=2 ep=2", "int|index|dtype|shape")
 def arguments_of_experts_are_taken_in_the_order_of_the_call(patch: Patch) -> None:
-    patch.setattr(expert, "called_with", lambda args, named: (*args, *named.values()))
+    patch.setattr(expert, "routing_arguments", lambda args, named: (*args, *named.values()))
 
 
 def end(rank: int, world: int, name: str) -> None:

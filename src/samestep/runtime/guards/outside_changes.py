@@ -60,6 +60,7 @@ class OutsideChanges:
         frozen = {param.name for param in held.model.spec.params if not param.trainable}
         self._params = [*held.model.module.named_parameters()]
         """The parameters themselves: a module may hold a stand-in of one that other ranks have updated (`late_weights.py`)."""
+        self._judged_hooks: dict[int, object] = {}
         self._frozen = [(name, param) for name, param in self._params if name in frozen]
         modes = held.model.training_modes
         self._trained = [(path, part) for path, part in held.model.module.named_modules() if modes.get(part)]
@@ -93,7 +94,7 @@ class OutsideChanges:
             )  # the step is refused at its end, on all ranks, and gathers nothing for its gradient
         if thawed:
             return _thawed(thawed[0][0])
-        if reason := parameter_hooks.later_refusal(self._params, held.parallel.program):
+        if reason := parameter_hooks.later_refusal(self._params, held.parallel.program, self._judged_hooks):
             return reason
         for path, part in self._evaluated:
             if part.training:

@@ -93,10 +93,11 @@ def _check_linear(name: str, function: Callable[[Tensor], Tensor], value: Tensor
     return first, one
 
 
-def later_refusal(params: Iterable[tuple[str, nn.Parameter]], program: Program) -> str:
+def later_refusal(params: Iterable[tuple[str, nn.Parameter]], program: Program, judged: dict[int, object]) -> str:
     """Return why a hook that a loop has registered on a parameter of a run's module is refused; empty if it acts as in a plain loop.
 
-    Where one forward takes the whole batch and ranks hold whole weights, it does.
+    Where one forward takes the whole batch and ranks hold whole weights, it does. Elsewhere a hook is called once on drawn
+    gradients; `judged` holds, by identity, those that have been.
     """
     layout = program.step.layout
     word = f"zero={layout.zero}" if layout.num_shards > 1 and layout.zero >= 2 else ""
@@ -104,8 +105,10 @@ def later_refusal(params: Iterable[tuple[str, nn.Parameter]], program: Program) 
     is_cut = layout.tp > 1 or layout.ep > 1
     for name, param in params if word or divides or is_cut else ():
         marks = _own_hooks(param)
-        if not (marks.hooks or marks.late_hooks):
+        hooks = {id(hook): hook for hook in (*marks.hooks, *marks.late_hooks)}
+        if hooks.keys() <= judged.keys():
             continue
+        judged.update(hooks)
         if word:
             return (
                 f"a hook was registered on the gradient of {name} in run.model, and under {word} the gradient is that of a gathered "
