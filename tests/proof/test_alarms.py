@@ -143,3 +143,31 @@ def test_what_trains_on_gpus_is_proven_on_a_cpu(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert "note: run on cpu" in said
     assert "proven: the same result" in said
+
+
+class Waves(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Points in a random order, with the heights of a wave: one number a sample, and some are near zero."""
+
+    points = torch.rand(256, 1, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.points[index], torch.sin(6 * self.points[index])
+
+
+def test_one_number_a_sample_may_be_as_far_off_as_rounding_moves_any_of_them() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def loss(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return F.mse_loss(outputs, batch[1], reduction="sum"), len(outputs)
+
+    job = samestep.Job(
+        train={"global_batch": 64, "steps": 3, "seed": 0}, optimizer={"lr": 3e-3}, run={"device": "cpu", "threads": 1}
+    )
+    verdict = samestep.verify(job, layout="dp=2 zero=3", dataset=Waves(), model=build, loss=loss)
+    assert verdict.proven, verdict.to_text()
+    assert any("float32" in check.what for check in verdict.checks)
+    assert all(check.passed for check in verdict.checks)

@@ -127,10 +127,11 @@ def _check(what: str, comparisons: Sequence[Comparison]) -> Check:
         step = f" in step {first.step}" if first.step else ""
         lacking = f" ({first.missing} elements that no rank holds)" if first.missing else ""
         where = f"first {first.name}{step} on rank {first.rank}{lacking}"
+    worst = max(comparisons, key=lambda one: one.largest / one.allowance if one.allowance else one.largest)
     return Check(
         what=what,
-        error=max(comparison.largest for comparison in comparisons),
-        allowance=max(comparison.allowance for comparison in comparisons),
+        error=worst.largest,
+        allowance=worst.allowance,
         compared=sum(comparison.compared for comparison in comparisons),
         where=where,
     )

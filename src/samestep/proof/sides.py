@@ -416,7 +416,11 @@ def measure_rounding(place: RankInfo, subject: Subject) -> None:
         signs = [torch.randint(0, 2, v.shape, generator=generator).to(v) * 2 - 1 for v in start]
         observation.restart(run, [v * (1 + rounding * s) for v, s in zip(start, signs, strict=True)], buffers)
         compared = comparison.compare(seen, [observation.observe(observed, subject.dataset)], comparison.constant(-1.0))
-        deviations = {(one.what, m.name, one.step or 1): m.error for one in compared for m in one.misfits}
+        deviations: dict[tuple[str, str, int], float] = {}
+        for one in compared:
+            for misfit in one.misfits:  # of a module, one for each sample
+                key = one.what, misfit.name, one.step or 1
+                deviations[key] = max(deviations.get(key, 0.0), misfit.error)
         notes.write(subject.note(f"off-{seed}"), deviations)
 
 
