@@ -20,7 +20,6 @@ from samestep.building.model import call_model, model_source, why_unfit
 from samestep.building.optimizer import CombinedOptimizer, check_groups, learning_rate_factor, optimizer_of
 from samestep.errors import JobError, ModelError
 from samestep.job import Job
-from samestep.job_tables import ScheduleTable
 
 TINY_LLAMA = {
     "hidden_size": 16,
@@ -542,7 +541,7 @@ def test_wrong_groups_of_parameters_are_named() -> None:
 
 
 def factors(name: str, steps: int, **table: Any) -> list[float]:
-    factor = learning_rate_factor(ScheduleTable(name=name, **table), steps)  # type: ignore[arg-type]
+    factor = learning_rate_factor(Job(schedule={"name": name, **table}, train={"steps": steps}))
     return [factor(step) for step in range(steps)]
 
 
@@ -592,5 +591,5 @@ def test_the_learning_rate_at_the_edges() -> None:
     assert factors("linear", 1) == [1.0]
     assert factors("linear", 2, warmup_steps=2) == [0.5, 1.0]
     assert factors("cosine", 3, warmup_steps=2, final_ratio=0.1) == pytest.approx([0.5, 1.0, 0.1])
-    factor = learning_rate_factor(ScheduleTable(name="linear", final_ratio=0.1), 10)
+    factor = learning_rate_factor(Job(schedule={"name": "linear", "final_ratio": 0.1}, train={"steps": 10}))
     assert factor(50) == pytest.approx(0.1)
