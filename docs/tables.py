@@ -1,6 +1,6 @@
 """Writes the tables of the documents, between the markers `<!-- table: NAME -->` and `<!-- end -->`.
 
-    python docs/tables.py           rewrites README.md, benchmarks/README.md and docs/*.md
+    python docs/tables.py           rewrites benchmarks/README.md, docs/*.md and docs/reference/*.md
     python docs/tables.py --check   exits 1 where a table is not what its command prints today
 
 Each table is what the command named in its marker's function prints; nothing is typed by hand.
@@ -37,16 +37,6 @@ BLOCK = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOT
 def layouts() -> str:
     """`samestep layouts --devices 4 --markdown`: every split of four devices over the axes."""
     return legality.as_markdown(legality.layouts(_default_job(), 4))
-
-
-def one_axis() -> str:
-    """The rows of `layouts` in which four ranks share one axis."""
-    rows = legality.layouts(_default_job(), 4)
-    return legality.as_markdown([row for row in rows if 4 in _axes(row.layout)])
-
-
-def _axes(layout: Layout) -> tuple[int, ...]:
-    return layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp
 
 
 def switches() -> str:
@@ -445,7 +435,6 @@ def number_formats() -> str:
 
 
 TABLES = {
-    "one_axis": one_axis,
     "layouts": layouts,
     "switches": switches,
     "pairs": pairs,
@@ -485,7 +474,7 @@ TABLES = {
 
 def main() -> int:
     stale = []
-    for path in (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for path in (ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text(encoding="utf-8")
         fresh = BLOCK.sub(lambda block: f"{block[1]}{TABLES[block['name']]()}\n{block[3]}", text)
         if fresh != text:

@@ -20,7 +20,7 @@ DOCUMENTS = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "tests" / "README.md",
     ROOT / "benchmarks" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 FOLDERS = (ROOT, ROOT / "src" / "samestep")
 """Paths in a document are below one of these, or below the document's own folder."""
@@ -86,6 +86,20 @@ def test_every_path_in_a_document_exists(document: Path) -> None:
 def test_every_link_in_a_document_leads_somewhere(document: Path) -> None:
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)", document.read_text(encoding="utf-8"))
     assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_link_to_a_heading_finds_it(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", document.read_text(encoding="utf-8"))
+    assert [
+        f"{page}#{name}" for page, name in links if name not in _headings(document.parent / page if page else document)
+    ] == []
+
+
+def _headings(document: Path) -> set[str]:
+    """Return the names under which GitHub finds the headings of a document."""
+    titles = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
