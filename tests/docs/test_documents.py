@@ -17,6 +17,7 @@ from tests import small
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     ROOT / "README.md",
+    ROOT / "AGENTS.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "tests" / "README.md",
     ROOT / "benchmarks" / "README.md",
@@ -123,8 +124,32 @@ def test_every_command_in_a_document_is_understood(command: str) -> None:
     assert callable(given.verb)
 
 
-def test_the_index_of_techniques_holds_what_the_readme_names() -> None:
+def _techniques() -> tuple[tuple[str, str], ...]:
     sys.path.insert(0, str(ROOT / "docs"))
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").lower()
-    techniques = [technique for technique, _ in importlib.import_module("tables").TECHNIQUES]
-    assert [technique for technique in techniques if technique.lower() not in " ".join(readme.split())] == []
+    return importlib.import_module("tables").TECHNIQUES
+
+
+def test_the_index_of_techniques_holds_what_the_readme_names() -> None:
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").lower().split())
+    assert [technique for technique, _ in _techniques() if technique.lower() not in readme] == []
+
+
+def _is_named_like(technique: str, file: str) -> bool:
+    """Return whether a word of four letters or more of the file's name is a word of the technique, but for an ending."""
+    words = re.findall(r"[a-z0-9]{4,}", technique.lower().replace("-", ""))
+    of_file = re.findall(r"[a-z0-9]{4,}", Path(file).stem.replace("_", " "))
+    return any(part in word or word in part for part in of_file for word in words)
+
+
+def test_the_first_file_of_a_technique_is_named_like_it() -> None:
+    assert [
+        (name, files.split()[0]) for name, files in _techniques() if not _is_named_like(name, files.split()[0])
+    ] == []
+    assert not _is_named_like("gradient accumulation", "strategies/shard.py")
+    assert not _is_named_like("watching", "runtime/guards/canary.py")
+
+
+def test_the_rooms_of_the_architecture_are_the_packages() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    packages = {path.parent.name for path in (ROOT / "src" / "samestep").glob("*/__init__.py")}
+    assert packages - {*re.findall(r"`(\w+)/`", text)} == set()
