@@ -18,7 +18,7 @@ call continues:
 A column beside the layouts, `folder`, is whether a folder that transformers has saved of the family, and that a run reads and
 writes, is the same to the bit (`family_folders.py`).
 
-The rows are then kept in `benchmarks/rows/families.json`, from which `docs/tables.py` writes `docs/families.md`. Exits 1 if a
+The rows are then kept in `benchmarks/rows/families.json`, from which `docs/tables.py` writes the tables of `docs/families.md` and `docs/reference/families.md`. Exits 1 if a
 row is `different` or `failed`.
 """
 

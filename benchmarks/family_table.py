@@ -1,4 +1,4 @@
-"""What is proven of every causal family of transformers, as `docs/families.md` shows it: one line a family, one column a layout.
+"""What is proven of every causal family of transformers, as `docs/reference/families.md` shows it: one line a family, one column a layout.
 
 The outcomes are those that `benchmarks/families.py` has found, kept in `benchmarks/rows/families.json`; refusals of one
 reason share a number, and the reasons are listed below the table.

@@ -2,7 +2,7 @@
 
     python benchmarks/resharding.py      saves in each, loads in each; writes benchmarks/rows/resharding.json
 
-`tests/parity/test_every_pair.py` does the work, and repeats it in `make parity`; `docs/layouts.md` shows the rows.
+`tests/parity/test_every_pair.py` does the work, and repeats it in `make parity`; `docs/reference/layouts.md` shows the rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes the tables of the documents, between the markers `<!-- table: NAME -->` and `<!-- end -->`.
 
-    python docs/tables.py           rewrites README.md, benchmarks/README.md and docs/*.md
+    python docs/tables.py           rewrites benchmarks/README.md, docs/*.md and docs/reference/*.md
     python docs/tables.py --check   exits 1 where a table is not what its command prints today
 
 Each table is what the command named in its marker's function prints; nothing is typed by hand.
@@ -37,16 +37,6 @@ BLOCK = re.compile(r"(<!-- table: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOT
 def layouts() -> str:
     """`samestep layouts --devices 4 --markdown`: every split of four devices over the axes."""
     return legality.as_markdown(legality.layouts(_default_job(), 4))
-
-
-def one_axis() -> str:
-    """The rows of `layouts` in which four ranks share one axis."""
-    rows = legality.layouts(_default_job(), 4)
-    return legality.as_markdown([row for row in rows if 4 in _axes(row.layout)])
-
-
-def _axes(layout: Layout) -> tuple[int, ...]:
-    return layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp
 
 
 def switches() -> str:
@@ -262,67 +252,71 @@ def reproductions() -> str:
 
 
 TECHNIQUES = (
-    ("same weights", "building/initial_values.py building/tape.py"),
-    ("same samples", "datasets/order.py datasets/batch.py"),
-    ("replication", "strategies/data.py runtime/weights/replicated.py program/buckets.py"),
-    ("reduce=ring|hierarchical|root", "strategies/data.py runtime/weights/replicated.py"),
-    ("ZeRO-1", "strategies/data.py runtime/weights/replicated.py runtime/optimizers/optimizer_step.py"),
-    ("ZeRO-2", "strategies/shard.py runtime/weights/sharded.py"),
-    ("ZeRO-3 (FSDP)", "strategies/shard.py runtime/weights/sharded.py"),
-    ("hybrid sharding", "strategies/shard.py strategies/data.py runtime/weights/sharded.py"),
+    ("initial values", "building/initial_values.py building/tape.py"),
+    ("order of samples", "datasets/order.py datasets/batch.py"),
+    ("data parallelism (DDP, ZeRO-1)", "strategies/data.py runtime/weights/replicated.py program/buckets.py"),
     (
-        "gradient accumulation",
-        "strategies/__init__.py strategies/shard.py runtime/interpreter.py runtime/microbatches.py",
+        "sharding (ZeRO-2, ZeRO-3, FSDP, hybrid)",
+        "strategies/shard.py runtime/weights/sharded.py runtime/weights/fsdp_units.py program/units.py",
     ),
-    ("recompute", "strategies/recompute.py runtime/axes/recompute.py"),
-    (
-        "loss_chunk",
-        "strategies/chunked_loss.py building/chunked_cross_entropy.py tracing/pending_logits.py",
-    ),
-    ("offload", "runtime/optimizers/optimizer_step.py runtime/weights/replicated.py runtime/weights/sharded.py"),
-    ("mixed precision", "strategies/precision.py runtime/axes/precision.py"),
-    ("loss scaling", "runtime/optimizers/optimizer_step.py"),
+    ("micro-batches (gradient accumulation)", "runtime/microbatches.py strategies/shard.py runtime/interpreter.py"),
+    ("recompute (activation checkpointing)", "strategies/recompute.py runtime/axes/recompute.py"),
+    ("chunked loss", "strategies/chunked_loss.py building/chunked_cross_entropy.py tracing/pending_logits.py"),
+    ("offload of the optimizer", "runtime/optimizers/optimizer_step.py runtime/host_copies.py"),
+    ("mixed precision", "strategies/precision.py runtime/axes/precision.py runtime/optimizers/optimizer_step.py"),
     ("tensor parallelism", "strategies/tensor.py runtime/axes/tensor.py independence/tensor_plan.py"),
     ("sequence parallelism", "strategies/sequence.py runtime/axes/sequence.py independence/sequence_boundaries.py"),
-    ("pipelines", "strategies/pipeline.py runtime/axes/pipeline/stage.py"),
+    ("context parallelism", "strategies/context.py runtime/axes/context.py independence/token_slices.py"),
+    ("pipelines", "strategies/pipeline.py runtime/axes/pipeline/stage.py runtime/axes/pipeline/stage_messages.py"),
+    ("schedules of pipelines", "schedules.py runtime/axes/weight_gradients.py"),
+    ("expert parallelism", "strategies/expert.py runtime/axes/expert.py tracing/experts.py"),
     (
         "batch norm",
         "strategies/batch_norm.py runtime/axes/batch_norm.py program/sample_groups.py tracing/batch_norms.py",
     ),
-    ("schedule=gpipe|1f1b|interleaved|zero-bubble", "schedules.py runtime/axes/weight_gradients.py"),
+    ("compressed gradients", "strategies/compress.py program/codecs.py runtime/codecs/exchange.py"),
     (
-        "tied embeddings",
-        "strategies/pipeline.py program/holding.py runtime/weights/replicated.py runtime/weights/sharded.py",
+        "local replicas (DiLoCo)",
+        "runtime/local_replicas.py program/exchange_times.py runtime/weights/exchanged_moves.py",
     ),
-    ("context parallelism", "strategies/context.py runtime/axes/context.py independence/token_slices.py"),
+    ("whole updates (Muon)", "strategies/whole_update.py runtime/weights/owning.py runtime/optimizers/update_rule.py"),
+    ("packed states (8 bits)", "runtime/optimizers/packed_states.py program/state_blocks.py"),
+    ("compiled blocks", "runtime/axes/compiled_blocks.py"),
+    ("packed documents", "datasets/documents.py building/packed_positions.py"),
+    ("dropout masks", "randomness/masks.py randomness/mode.py randomness/replacements.py"),
+    ("distributions of random numbers", "randomness/distributions.py examination/recording.py"),
+    ("families of transformers", "building/families.py building/pretrained.py"),
+    ("adapters (LoRA, QLoRA)", "building/adapters.py building/nf4.py building/merging.py"),
     (
         "proof of independence",
-        "independence/dimension_maps.py independence/dependence.py independence/unit_rules.py independence/samples.py independence/token_slices.py",
+        "independence/dependence.py independence/dimension_maps.py independence/row_prover.py independence/cut_proof.py independence/operation_trial.py",
     ),
-    ("watching", "runtime/guards/canary.py runtime/guards/drift.py"),
-    ("packed documents", "datasets/documents.py building/packed_positions.py building/packed_positions.py"),
-    ("mixtures of experts", "tracing/experts.py building/families.py"),
-    ("expert parallelism", "strategies/expert.py runtime/axes/expert.py"),
-    ("dropout", "randomness/mode.py randomness/replacements.py randomness/masks.py"),
-    ("random numbers", "randomness/distributions.py examination/recording.py"),
-    ("resume", "runtime/checkpoints/checkpoint.py runtime/checkpoints/writer.py runtime/checkpoints/manifests.py"),
-    ("samestep verify", "proof/verify.py proof/sides.py proof/comparison.py proof/causes.py proof/gradient_causes.py"),
-    ("samestep plan", "planning/search.py planning/candidates.py planning/ranking.py planning/bounds/step_time.py"),
-    ("--layout auto", "training/check.py"),
-    ("samestep simulate", "simulation/simulate.py simulation/clock.py simulation/cost.py simulation/memory.py"),
-    ("samestep measure", "measurement/profile.py measurement/microbenchmarks.py measurement/refit.py"),
-    ("samestep layouts", "planning/legality.py"),
-    ("samestep inspect", "training/inspection.py"),
+    ("the canary", "runtime/guards/canary.py runtime/guards/drift.py runtime/guards/step_trials.py"),
+    ("the ledger", "runtime/ledger.py program/program.py"),
     (
-        "--nodes",
-        "training/hosts.py training/elastic.py runtime/processes/meeting.py runtime/processes/channel.py "
-        "runtime/processes/distant_workers.py",
+        "checkpoints and resume",
+        "runtime/checkpoints/checkpoint.py runtime/checkpoints/writer.py runtime/checkpoints/manifests.py",
     ),
-    ("torchrun", "runtime/processes/launchers.py runtime/processes/join.py runtime/processes/hang_watch.py"),
-    ("samestep.launch", "runtime/processes/workers.py"),
-    ("byte for byte", "runtime/ledger.py"),
+    ("workers (samestep.launch)", "runtime/processes/workers.py runtime/processes/worker.py"),
+    (
+        "launchers (torchrun, srun)",
+        "runtime/processes/launchers.py runtime/processes/join.py runtime/processes/hang_watch.py",
+    ),
+    (
+        "several hosts",
+        "training/hosts.py training/elastic.py runtime/processes/meeting.py runtime/processes/distant_workers.py",
+    ),
+    ("samestep verify", "proof/verify.py proof/sides.py proof/comparison.py proof/causes.py"),
+    (
+        "samestep plan",
+        "planning/plan.py planning/search.py planning/candidates.py planning/ranking.py planning/bounds/step_time.py",
+    ),
+    ("samestep simulate", "simulation/simulate.py simulation/clock.py simulation/cost.py simulation/memory.py"),
+    ("legal layouts", "planning/legality.py planning/nearest_layout.py"),
+    ("samestep inspect", "training/inspection.py"),
+    ("hardware profiles", "measurement/profile.py hardware.py measurement/microbenchmarks.py measurement/refit.py"),
 )
-"""Each technique as the README names it, and the files below src/samestep that hold it, the first one first."""
+"""Each technique as the README names it, and the files below src/samestep that hold it: the first is named like it."""
 
 
 def where() -> str:
@@ -445,7 +439,6 @@ def number_formats() -> str:
 
 
 TABLES = {
-    "one_axis": one_axis,
     "layouts": layouts,
     "switches": switches,
     "pairs": pairs,
@@ -485,7 +478,7 @@ TABLES = {
 
 def main() -> int:
     stale = []
-    for path in (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for path in (ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text(encoding="utf-8")
         fresh = BLOCK.sub(lambda block: f"{block[1]}{TABLES[block['name']]()}\n{block[3]}", text)
         if fresh != text:

@@ -76,7 +76,7 @@ EXPECTED: list[tuple[str, str, dict[tuple[str, str], int]]] = [
 
 
 def expected(row: tuple[str, str, dict[tuple[str, str], int]]) -> dict[tuple[str, str], int]:
-    """Return all waits and copies of a row; `docs/a-step.md` shows them."""
+    """Return all waits and copies of a row; `docs/reference/waits.md` shows them."""
     return {SCALARS: 1, STEP_BEFORE: 1, **row[2]}
 
 

@@ -17,10 +17,11 @@ from tests import small
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     ROOT / "README.md",
+    ROOT / "AGENTS.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "tests" / "README.md",
     ROOT / "benchmarks" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 FOLDERS = (ROOT, ROOT / "src" / "samestep")
 """Paths in a document are below one of these, or below the document's own folder."""
@@ -89,6 +90,20 @@ def test_every_link_in_a_document_leads_somewhere(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_link_to_a_heading_finds_it(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", document.read_text(encoding="utf-8"))
+    assert [
+        f"{page}#{name}" for page, name in links if name not in _headings(document.parent / page if page else document)
+    ] == []
+
+
+def _headings(document: Path) -> set[str]:
+    """Return the names under which GitHub finds the headings of a document."""
+    titles = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_name_of_the_package_in_a_document_exists(document: Path) -> None:
     for name in _named(document, r"samestep(\.\w+)+"):
         found = importlib.import_module("samestep")
@@ -109,8 +124,32 @@ def test_every_command_in_a_document_is_understood(command: str) -> None:
     assert callable(given.verb)
 
 
-def test_the_index_of_techniques_holds_what_the_readme_names() -> None:
+def _techniques() -> tuple[tuple[str, str], ...]:
     sys.path.insert(0, str(ROOT / "docs"))
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").lower()
-    techniques = [technique for technique, _ in importlib.import_module("tables").TECHNIQUES]
-    assert [technique for technique in techniques if technique.lower() not in " ".join(readme.split())] == []
+    return importlib.import_module("tables").TECHNIQUES
+
+
+def test_the_index_of_techniques_holds_what_the_readme_names() -> None:
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").lower().split())
+    assert [technique for technique, _ in _techniques() if technique.lower() not in readme] == []
+
+
+def _is_named_like(technique: str, file: str) -> bool:
+    """Return whether a word of four letters or more of the file's name is a word of the technique, but for an ending."""
+    words = re.findall(r"[a-z0-9]{4,}", technique.lower().replace("-", ""))
+    of_file = re.findall(r"[a-z0-9]{4,}", Path(file).stem.replace("_", " "))
+    return any(part in word or word in part for part in of_file for word in words)
+
+
+def test_the_first_file_of_a_technique_is_named_like_it() -> None:
+    assert [
+        (name, files.split()[0]) for name, files in _techniques() if not _is_named_like(name, files.split()[0])
+    ] == []
+    assert not _is_named_like("gradient accumulation", "strategies/shard.py")
+    assert not _is_named_like("watching", "runtime/guards/canary.py")
+
+
+def test_the_rooms_of_the_architecture_are_the_packages() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    packages = {path.parent.name for path in (ROOT / "src" / "samestep").glob("*/__init__.py")}
+    assert packages - {*re.findall(r"`(\w+)/`", text)} == set()

@@ -1,7 +1,7 @@
 """Deliberate faults of the classes that were found in the wild, each put into the runtime for the length of one run.
 
 A fault is a function of a monkeypatch; it runs on every rank of the layout, never on the one device that it is held
-against. They are in `batch_faults.py`, `cut_faults.py` and `part_faults.py`. The table of them stands in docs/verify.md; `test_faults.py` proves
+against. They are in `batch_faults.py`, `cut_faults.py` and `part_faults.py`. docs/reference/verify-causes.md lists them; `test_faults.py` proves
 every row of it.
 """
 

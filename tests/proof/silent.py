@@ -1,7 +1,7 @@
 """Errors that raise nothing: the usual way to do a thing gives other numbers, and a loss that looks right.
 
 Each row names the tests that hold the right way and the deliberate faults that put the usual one into the runtime;
-docs/same-result.md prints them. What a fault changes is measured by `verify`, which `test_faults.py` holds.
+docs/reference/same-result.md prints them. What a fault changes is measured by `verify`, which `test_faults.py` holds.
 """
 
 from __future__ import annotations
