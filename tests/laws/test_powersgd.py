@@ -220,8 +220,7 @@ def test_its_products_are_priced_and_bounds_of_the_search_hold(layout: str) -> N
     job = _job(replicas=4)
     step = StepSpec.of(model, job, Layout.parse(layout), hardware.devices_per_node)
     bounds, played = Bounds(Prices(model, job, hardware)), predict(model, job, step.layout, hardware)
-    for times in (bounds.closed_times, bounds.played_times, bounds.slowed_times):
-        assert bounds.step_s(step, times(step)) <= played.step_s * (1 + 1e-9)
+    assert bounds.step_s(step) <= played.step_s * (1 + 1e-9)
     program = played.programs[0]
     ops = [op for _, op in program.ops() if op.codec == "powersgd"]
     sent_s = sum(

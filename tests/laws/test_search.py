@@ -22,7 +22,7 @@ from samestep.models.spec import ModelSpec
 from samestep.planning import candidates, ranking, search
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.least_memory import Needs
-from samestep.planning.bounds.step_time import Bounds, Reduced, longer_s
+from samestep.planning.bounds.step_time import Bounds
 from samestep.planning.nearest_layout import distance, nearest
 from samestep.planning.search import Plan, plan
 from samestep.program.step import StepSpec
@@ -100,15 +100,13 @@ def test_a_bound_is_never_above_what_it_bounds(
     played = predict(model, given_job, layout, hardware)
     step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
     least_bytes, least_s = needs.least_bytes(step), bounds.least_s(step)
-    every_times = (bounds.closed_times, bounds.played_times, bounds.slowed_times)
-    closed, played_s, slowed = (bounds.step_s(step, times(step)) for times in every_times)
     base = replace(layout, dp_replicate=layout.dp, dp_shard=1, zero=0)
     group = StepSpec.of(model, given_job, base, hardware.devices_per_node)
     group_bytes = needs.group_bytes(group)
     # What computes less again bounds what computes more again.
     policies = get_args(Recompute)[: get_args(Recompute).index(layout.recompute) + 1]
     group_s = max(bounds.group_s(replace(group, layout=replace(base, recompute=one))) for one in policies)
-    assert max(least_s, group_s, closed, played_s, slowed) <= played.step_s * (1 + 1e-9)
+    assert max(least_s, group_s, bounds.step_s(step)) <= played.step_s * (1 + 1e-9)
     assert max(least_bytes, group_bytes, needs.need(step).total) <= played.peak.total * (1 + 1e-9)
 
 
@@ -159,8 +157,7 @@ def test_bounds_hold_where_communication_slows_compute(what: str, words: str) ->
     step = StepSpec.of(MODELS[what], job_of(48), layout, hardware.devices_per_node)
     prices, played = Prices(MODELS[what], job_of(48), hardware), predict(MODELS[what], job_of(48), layout, hardware)
     bounds, needs = Bounds(prices), Needs(prices, 2)
-    for times in (bounds.closed_times(step), bounds.played_times(step), bounds.slowed_times(step)):
-        assert bounds.step_s(step, times) <= played.step_s * (1 + 1e-9)
+    assert bounds.step_s(step) <= played.step_s * (1 + 1e-9)
     assert needs.need(step).total <= played.peak.total * (1 + 1e-9)
 
 
@@ -197,7 +194,7 @@ def test_bounds_are_close_on_models_that_are_rented_for(words: str, global_batch
     step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
     prices, played = Prices(model, given_job, hardware), predict(model, given_job, layout, hardware)
     bounds, needs = Bounds(prices), Needs(prices, 2)
-    assert bounds.step_s(step, bounds.played_times(step)) > 0.85 * played.step_s
+    assert bounds.step_s(step) > 0.85 * played.step_s
     assert needs.need(step).total > 0.95 * (played.peak.total - played.peak.overhead)
 
 
@@ -215,16 +212,7 @@ def test_bounds_of_experts_are_close_enough_to_play_few(words: str) -> None:
     given_job = Job(data={"sequence_length": 4096}, train={"global_batch": 1024}, numerics={"precision": "bf16"})
     step = StepSpec.of(model, given_job, layout, hardware.devices_per_node)
     bounds, played = Bounds(Prices(model, given_job, hardware)), predict(model, given_job, layout, hardware)
-    assert 0.99 * played.step_s < bounds.step_s(step, bounds.slowed_times(step)) <= played.step_s * (1 + 1e-9)
-
-
-def test_reductions_slow_what_is_behind_them() -> None:
-    """Long ones all compute behind the first layer's; short ones as much as is done with before the last layer's."""
-    long, short = ([Reduced(1.0, 0.0, reduced_s)] * 4 for reduced_s in (10.0, 0.1))
-    assert longer_s(long, 0.0, 1.25) == pytest.approx(0.25 * 3)
-    assert longer_s(short, 0.0, 1.25) == pytest.approx(0.2 * 0.3)
-    assert longer_s(short, 0.4, 1.25) == 0.0
-    assert longer_s([Reduced(1.0, 0.1, 0.1)] * 4, 0.0, 1.25) == 0.0
+    assert 0.95 * played.step_s < bounds.step_s(step) <= played.step_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("devices", [1, 6, 8])

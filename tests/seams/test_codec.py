@@ -89,8 +89,7 @@ def test_bounds_of_the_search_hold(what: str, layout: str) -> None:
     with known():
         step = StepSpec.of(MODELS[what], job, Layout.parse(layout), hardware.devices_per_node)
         bounds, played = Bounds(Prices(MODELS[what], job, hardware)), predict(MODELS[what], job, step.layout, hardware)
-        for times in (bounds.closed_times, bounds.played_times, bounds.slowed_times):
-            assert bounds.step_s(step, times(step)) <= played.step_s * (1 + 1e-9)
+        assert bounds.step_s(step) <= played.step_s * (1 + 1e-9)
 
 
 def test_a_row_is_priced_by_its_bytes() -> None:

@@ -1,4 +1,4 @@
-"""What other numerics would save: said beside a plan, and never done, since the job alone says what is computed.
+"""Seconds that other numerics would save: reported with a plan, never applied, since only the job says what is computed.
 
 Four changes are known to pay. TensorFloat-32 multiplies float32 with 10 bits of mantissa, on the units that are made for
 half precision, and leaves memory as it is. Half precision makes matrix products faster and halves activations and working

@@ -1,15 +1,14 @@
-"""The verb `plan`: every layout of a number of devices, which fit, which is fastest, and why not the others.
+"""The verb `plan`: of all layouts of a number of devices, those that fit, the fastest of them, and why the others fell out.
 
 Three tiers, so that tens of thousands of layouts take a second or two:
 
     rules       the strategies' own refusals, once for each combination of degrees and schedule
-    bounds      memory that no layout of these words can do without (`planning/bounds/least_memory.py`), and a step time that none can beat
-                (`planning/bounds/step_time.py`): first of all layouts with these degrees and this micro-batch, then of all ways to split the
-                data axis, then of each, then with the schedule played, then with what reductions slow
-    the clock   op by op, in the order of the bounds, until no bound is left that could still be among the best
+    bounds      least memory (`planning/bounds/least_memory.py`) and least step time (`planning/bounds/step_time.py`), both in closed form:
+                first for all layouts with these degrees and this micro-batch, then for all ways to split the data axis, then for each
+    the clock   op by op, in the order of the bounds, until the least bound left is above the last of the best
 
-so that what is found is the best there is, unless the search has played `MOST_PLAYED` layouts before; then it says so.
-What is thrown out keeps its reason: `needs 93 GiB of 80`, `tp=16 leaves the node`. `planning/ranking.py` tells what was found.
+so the best layouts are found, unless the search ends after `MOST_PLAYED` played layouts; then it says so.
+Every layout that is thrown out keeps its reason: `needs 93 GiB of 80`, `tp=16 leaves the node`. `planning/ranking.py` prints the result.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ MOST_PLAYED = 200
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A layout that fell out, by which rule, and why."""
+    """A layout that fell out, with the rule and the reason."""
 
     layout: Layout
     rule: str
-    """refused, memory, slower, or unplayed: the search ended before it."""
+    """refused, memory, slower, or unplayed (the search ended first)."""
     reason: str
 
 
@@ -72,23 +71,23 @@ def _split_of(layout: Layout) -> _Split:
 
 
 class CandidateGroup(NamedTuple):
-    """Layouts that differ in the words of the data axis alone."""
+    """Layouts that differ only in the words of the data axis."""
 
     sized: Layout
     """Their degrees and their micro-batch."""
     words: Mapping[str, Any]
-    """Their schedule and what is computed again."""
+    """Their words of schedule, recompute and loss chunks."""
     splits: tuple[_Split, ...]
     """The words of the data axis of each."""
 
     @classmethod
     def of(cls, layout: Layout) -> CandidateGroup:
-        """Return a single one."""
+        """Return the group of a single layout."""
         return cls(layout, {}, (_split_of(layout),))
 
     @property
     def base(self) -> Layout:
-        """The layout of their common words, unsplit; most groups fall out before it is asked for."""
+        """The layout of their common words, with an unsplit data axis; most groups fall out before it is needed."""
         return replace(self.sized, **self.words)
 
     def layouts(self) -> Iterator[Layout]:
@@ -107,13 +106,13 @@ class _Family(NamedTuple):
 
 
 class _Chain(NamedTuple):
-    """Groups that differ in what is computed again alone, and take the longer the more that is: bounded by the first."""
+    """Candidate groups that differ only in `recompute`, fastest first; the bound of the first holds for all."""
 
     groups: tuple[CandidateGroup, ...]
 
 
 _Open = _Family | _Chain | Layout
-"""What is looked at, in the order of bounds."""
+"""Entries of the search's queue, which is ordered by bounds."""
 
 
 def _chain_of(group: CandidateGroup) -> tuple[str, int, int | None]:
@@ -132,7 +131,7 @@ class Fallen(NamedTuple):
     rule: str
     reason: str
     needed_bytes: float = 0.0
-    """Of one that does not fit; what is known of it at least."""
+    """Least known bytes of a layout that does not fit; 0 for others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,28 +140,28 @@ class Plan:
 
     best: tuple[Prediction, ...]
     fallen: tuple[Fallen, ...]
-    """What fell out, as it did: layouts together that differ in the data axis alone."""
+    """Layouts that fell out, in groups that differ only in the data axis."""
     considered: int
     """Layouts that were looked at."""
     seconds: float
     devices: int
     hardware: Hardware
     labels: Mapping[str, str]
-    """What the numbers are made of."""
+    """The origins of the numbers, by subject."""
     model: ModelSpec
     job: Job
     states_per_param: int
     """Tensors that the optimizer keeps of each weight."""
     nearest: str = ""
-    """Where nothing fits: what comes nearest."""
+    """The layout that comes nearest to fitting, as text; empty where one fits."""
     safe: Prediction | None = None
     """The fastest of the layouts that are likely to fit; None where none was looked for, or none is likelier than the best."""
     other_numerics: tuple[Saving, ...] = ()
-    """What other numerics would save in the best layout; the job alone chooses them."""
+    """Savings of other numerics in the best layout; only the job chooses them."""
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """The digests of the job and the hardware, which tell this plan from those of others."""
+        """The digests of the job and the hardware, by which plans are distinguished."""
         texts = {
             "job": self.job.model_dump_json(exclude={"run": {"folder"}}),
             "hardware": json.dumps(asdict(self.hardware), sort_keys=True),
@@ -176,11 +175,11 @@ class Plan:
 
 
 _Refusals = Mapping[tuple[str, int], Mapping[str | None, list[_Split]]]
-"""The splits of each schedule and number of virtual stages, by the reason why they are refused; None where they are not."""
+"""Splits for each schedule and number of virtual stages, by the reason for which they are refused; None for legal ones."""
 
 
 class _Search:
-    """Looks for the fastest layouts that fit, the least bound first."""
+    """A best-first search for the fastest layouts that fit."""
 
     def __init__(self, model: ModelSpec, job: Job, hardware: Hardware, top: int, states_per_param: int) -> None:
         self.model, self.job, self.hardware, self.top = model, job, hardware, top
@@ -191,7 +190,7 @@ class _Search:
         self.best: list[Prediction] = []
         self.fallen: list[Fallen] = []
         self.considered = self.played = 0
-        self._open: list[tuple[float, int, _Open, int]] = []
+        self._open: list[tuple[float, int, _Open]] = []
         self._number = itertools.count()
 
     def run(self, devices: int, *, offload: bool = False) -> None:
@@ -217,7 +216,7 @@ class _Search:
         self._close()
 
     def _refusals(self, degrees: Layout) -> _Refusals:
-        """Ask the strategies about every split of the data axis and every schedule: what else there is they hardly mind."""
+        """Ask the strategies about every split of the data axis and every schedule, since refusals seldom depend on other words."""
         found: dict[tuple[str, int], dict[str | None, list[_Split]]] = {}
         for plain in candidates.splits(degrees):
             if reason := refusal_of(self.builder.step(plain)):
@@ -233,7 +232,7 @@ class _Search:
         return found
 
     def _legal(self, sized: Layout, words: Mapping[str, Any], refusals: _Refusals) -> Iterator[CandidateGroup]:
-        """Yield the splits that are not refused, together."""
+        """Yield the group of splits that are legal with these words."""
         of_words = refusals.get((words["schedule"], words.get("virtual_stages", 1)), {})
         for reason, splits in of_words.items():
             # With a single micro-batch there is nothing to accumulate.
@@ -259,7 +258,7 @@ class _Search:
             self._put(min(map(self.bounds.least_s, steps)), family)
 
     def _open_chain(self, groups: tuple[CandidateGroup, ...], bound_s: float) -> None:
-        """Bound the first group that fits; those behind it take longer."""
+        """Bound the first group that fits; the later ones take longer."""
         for number, group in enumerate(groups):
             step = self.builder.step(group.base)
             if self._fits(self.needs.group_bytes(step), group):
@@ -288,14 +287,13 @@ class _Search:
                 layout, "memory", f"{_at_least(need, needed, self.hardware)}{_whole_batch(layout, self.job)}", needed
             )
         else:
-            closer_s = self.bounds.step_s(step, self.bounds.closed_times(step))
-            self._put(max(bound_s, closer_s), layout, int(layout.pp == 1))
+            self._put(max(bound_s, self.bounds.step_s(step)), layout)
 
-    def _put(self, bound_s: float, what: _Open, closeness: int = 0) -> None:
-        heapq.heappush(self._open, (bound_s, next(self._number), what, closeness))
+    def _put(self, bound_s: float, what: _Open) -> None:
+        heapq.heappush(self._open, (bound_s, next(self._number), what))
 
-    def _look(self, bound_s: float, _: int, what: _Open, closeness: int) -> None:
-        """Bound something more closely, or play it."""
+    def _look(self, bound_s: float, _: int, what: _Open) -> None:
+        """Bound the parts of a family or chain, or play a layout."""
         if isinstance(what, _Family):
             for _words, groups in itertools.groupby(what.groups, _chain_of):
                 self._open_chain(tuple(groups), bound_s)
@@ -303,10 +301,6 @@ class _Search:
             for layout in what.groups[0].layouts():
                 self._open_layout(layout, bound_s)
             self._open_chain(what.groups[1:], bound_s)
-        elif closeness < 2:
-            step = self.builder.step(what)
-            closer = self.bounds.slowed_times if closeness else self.bounds.played_times
-            self._put(max(bound_s, self.bounds.step_s(step, closer(step))), what, closeness + 1)
         else:
             self._play(what)
 
@@ -329,9 +323,9 @@ class _Search:
         del self.best[self.top :]
 
     def _close(self) -> None:
-        """Throw out what was never played, each with its reason."""
+        """Throw out the layouts that were never played, each with its reason."""
         limit_s = self._limit_s()
-        for bound_s, _, what, _ in self._open:
+        for bound_s, _, what in self._open:
             rule = "slower" if bound_s >= limit_s else "unplayed"
             reason = f"at least {bound_s:.4g} s a step"
             self.fallen += [Fallen(group, rule, reason) for group in _groups_of(what)]
@@ -385,7 +379,7 @@ def plan(
 
 
 def _enough(model: ModelSpec, job: Job, hardware: Hardware, devices: int, states_per_param: int) -> int | None:
-    """Return how many devices a job would fit on that does not on so many: twice, four times, ... up to 64 times."""
+    """Return the least of 2, 4, ..., 64 times `devices` on which a job fits that does not fit on `devices`; None if none."""
     sizes = (devices << doubled for doubled in range(1, 7))
     few = functools.partial(plan, model, job, hardware, top=1, states_per_param=states_per_param, may_offload=False)
     return next((size for size in sizes if few(size).best), None)
@@ -393,8 +387,7 @@ def _enough(model: ModelSpec, job: Job, hardware: Hardware, devices: int, states
 
 @contextlib.contextmanager
 def _pause_collector() -> Iterator[None]:
-    """Leave garbage for later: all that a search makes lives as long as it does, and to go through it takes a third of
-    the time."""
+    """Pause the garbage collector: all objects of a search live as long as it does, and scanning them takes a third of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -24,7 +24,6 @@ from samestep.planning.bounds.layer_kinds import (
     Seconds,
     Sizes,
     Units,
-    early_reduced_numel,
     multiple,
     one_of_each,
     quicker,
@@ -74,8 +73,6 @@ class _RankLayers(NamedTuple):
     """Elements of a sample between two blocks, at least."""
     flops: tuple[int, ...]
     """Of the forward of each kind: runs are cut by them."""
-    early: tuple[tuple[int, int], ...]
-    """Elements that are reduced behind the backward of each kind."""
 
 
 class _PricedOp(NamedTuple):
@@ -130,7 +127,6 @@ class Prices:
                 min(of_experts, default=0),
                 _least_sent(layers[blocks[0] : blocks[-1]], self.model),
                 tuple(layer.forward_flops for layer in layers),
-                tuple(early_reduced_numel(local, index) for index in indices),
             )
         return self._known_cuts[key]
 

@@ -70,8 +70,6 @@ class Units(NamedTuple):
     held: float = 0.0
     """Bytes that a rank has of all weights."""
     held_trained: float = 0.0
-    reduced_early: float = 0.0
-    """The part of them whose gradients are reduced as soon as the backward of their layer is over."""
 
     @property
     def all_gathered(self) -> float:
@@ -131,35 +129,17 @@ def weights(step: StepSpec, layer: int) -> tuple[float, ...]:
 def units(step: StepSpec, layer: int) -> Units:
     """Return what of a layer is gathered and scattered."""
     sizes = [0.0] * 4
-    held = held_trained = early = 0.0
-    params = step.model.params_of(layer)
-    is_shown = all(param.takes_gradient for param in params)  # where that backward is over
-    for param in params:
+    held = held_trained = 0.0
+    for param in step.model.params_of(layer):
         sharded = step.holding(param).is_expert_sharded
         parts = step.ranks.size("dp_expert") if sharded else step.layout.num_shards
         numel = padded_rows(param, parts)
         held += param.bytes_of(numel, BYTES_OF[step.master_dtype]) / parts
         held_trained += numel / parts * param.trainable
-        if not param.shared and not param.read_outside and _has_module(step, param):
-            early += numel / parts * param.trainable * is_shown
-            if parts > 1:
-                sizes[2 * sharded] += step.weight_bytes(param, numel)
-                sizes[2 * sharded + 1] += numel * param.trainable
-    return Units._make((*sizes, held, held_trained, early))
-
-
-def early_reduced_numel(step: StepSpec, layer: int) -> tuple[int, int]:
-    """Return of how many elements gradients are reduced as soon as the layer's backward has filled a bucket: of its own
-    weights, and of those that are expert-sharded.
-
-    What ranks of a tensor cut hold alike, and what several layers share, comes later.
-    """
-    numel = [0, 0]
-    for param in step.model.params_of(layer):
-        holding = step.holding(param)
-        if param.trainable and not param.shared and not param.uses and not holding.replicated_over:
-            numel[holding.is_expert_sharded] += param.numel
-    return numel[0], numel[1]
+        if parts > 1 and not param.shared and not param.read_outside and _has_module(step, param):
+            sizes[2 * sharded] += step.weight_bytes(param, numel)
+            sizes[2 * sharded + 1] += numel * param.trainable
+    return Units._make((*sizes, held, held_trained))
 
 
 def _has_module(step: StepSpec, param: ParamSpec) -> bool:
@@ -199,7 +179,7 @@ def one_of_each(model: ModelSpec) -> tuple[ModelSpec, list[int]]:
 
 
 def _kind(layer: LayerSpec, params: Sequence[ParamSpec]) -> object:
-    """Return what tells kinds of layers apart: all but names."""
+    """Return the key by which layers are of one kind: everything but names."""
     root = f"{layer.modules[0]}." if layer.modules else ""
 
     def named(parts: tuple[object, ...]) -> tuple[object, ...]:

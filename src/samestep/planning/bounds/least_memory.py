@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
 from samestep.planning.bounds.layer_kinds import Sizes, Units
-from samestep.planning.bounds.pipeline_time import in_flight, in_flight_between
+from samestep.planning.bounds.pipeline_order import in_flight, in_flight_between
 from samestep.program.ops import BYTES_OF
 from samestep.program.step import StepSpec
 

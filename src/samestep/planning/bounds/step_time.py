@@ -1,49 +1,31 @@
-"""What no layout of given words can do without of time: seconds of a step, without building its program.
+"""Lower bounds of the step time of layouts, in seconds and in closed form, without building their programs.
 
-Search by such bounds is branch and bound (Land and Doig 1960): what is slower at best than what was found, or too large
-at best (`planning/bounds/least_memory.py`), is never played. So a bound must never be above what the clock says, and the closer it is, the less
-is played. Layers of one kind cost the same, so one of each kind is priced (`planning/bounds/layer_costs.py`).
+A search by such bounds is branch and bound (Land and Doig 1960): a layout whose bound is above the best step time found,
+or whose least memory is too large (`planning/bounds/least_memory.py`), is never played. So a bound must never exceed what the clock finds, and
+the closer it is, the fewer layouts are played. Layers of one kind cost the same, so one of each kind is priced (`planning/bounds/layer_costs.py`).
 
-Stage i of p has m micro-batches of f_i + b_i seconds, and starts and ends the later the more is before it:
+Stage i of p runs m micro-batches of f_i + b_i seconds, and cannot start before the first forwards of the stages before it:
 
-    T >= m c / p, c = c_1 + ... + c_p, c_i = f_i + b_i    of all layouts with these degrees and this micro-batch
-    T >= m c_i + c_1 + ... + c_(i-1)                      with several runs a stage, their first ones
-    T >= the schedule, played with f, b and sends         where these do not throw the layout out
-    T >= the same, with the last b of the first run slowed  by the reductions of its own gradients (`planning/bounds/step_time.py`)
+    T >= m c / p, c = c_1 + ... + c_p, c_i = f_i + b_i    for all layouts with these degrees and this micro-batch
+    T >= m c_i + c_1 + ... + c_(i-1)                      for one schedule; with several runs a stage, their first ones
 
 Where micro-batches differ by a sample the larger ones, which come first, have an f and a b of their own.
 
-What a stage sends over a data axis is a stream of its own: it takes as long as all of it, and longer than compute by what
-comes before the first forward and behind the last backward. Gradients of a stage's last run are whole first, and their
-reductions come first. Step scalars and update come on top.
-
-Gradients that are reduced beside the last backward of a run of layers: how much longer that takes, at least.
-
-The gradients of a layer are reduced from the end of its backward on, on a stream of their own, and what runs there slows
-compute by the contention c (`simulation/clock.py`). Layers 1 to n, in the order of their backward, take T_k seconds of compute and E_k
-of what compute's own queue sends; their gradients R_k seconds of the stream. Let j be the layer whose gradients the stream
-began with when it last had nothing to do. What came before it ran beside compute or beside E, and all compute behind it
-is slowed, so that whatever j is the run takes longer by no less than the least over j of
-
-    (1 - 1/c) (R_1 + ... + R_(j-1) - E_1 - ... - E_j)   +   (c - 1) (T_(j+1) + ... + T_n)
-
-Where compute waits within the run, each second beside the stream is one more second of the run, which is more than what it
-takes from this. In a bucket that is not full yet some gradients wait for those of later layers: j is then the layer that
-fills it, and from the R before it the seconds of one bucket are left out.
-
-What a stage sends over the data axes, in seconds: of a kind of layer, of the gradients of a run of layers, and of all of it.
+The communication of a stage over a data axis is a stream: the step takes as long as all of it, and longer than compute by
+what precedes the first forward and what follows the last backward. The gradients of a stage's last run are complete first, and their
+reductions come first. The step's scalars and the update follow.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from samestep.planning.bounds.layer_costs import Prices, larger_twin, least_updated, smallest
-from samestep.planning.bounds.layer_kinds import Seconds, Sizes, total
-from samestep.planning.bounds.pipeline_time import Bodies, Times, behind_last_backward, play_bodies
+from samestep.planning.bounds.layer_kinds import Seconds, Sizes
+from samestep.planning.bounds.pipeline_order import after_last_backward
 from samestep.program.buckets import bucket_bytes
 from samestep.program.ops import BYTES_OF, SHARD_AXES, OpKind
 from samestep.program.step import StepSpec
@@ -52,84 +34,75 @@ from samestep.simulation.collectives import collective_s, group_of
 from samestep.simulation.cost import UPDATE_PASSES
 
 
-class Reduced(NamedTuple):
-    """The seconds that the last backward of a layer takes: of computing, of sending, and of reducing its gradients."""
+class _Bodies(NamedTuple):
+    """Seconds of the bodies of a run of layers, with the gathers that they wait for."""
 
-    compute_s: float
-    sent_s: float
-    """Seconds of sending in compute's own queue."""
-    reduced_s: float
-    """Least seconds that its gradients take of a stream once they are all there."""
-
-
-def longer_s(layers: Sequence[Reduced], waiting_s: float, contention: float) -> float:
-    """Return how much longer the last backward takes beside the reductions of its own layers.
-
-    Args:
-        layers: in the order of their backward.
-        waiting_s: of the stream, what may wait in a bucket.
-        contention: factor by which a collective slows compute beside it.
-    """
-    slow, slower = 1 - 1 / contention, contention - 1
-    behind_s = sum(layer.compute_s for layer in layers)
-    sent_s, before_s = 0.0, -waiting_s
-    least_s = float("inf")
-    for layer in layers:
-        behind_s -= layer.compute_s
-        sent_s += layer.sent_s
-        least_s = min(least_s, slow * max(0.0, before_s - sent_s) + slower * behind_s)
-        before_s += layer.reduced_s
-    return max(0.0, least_s)
+    first_s: float
+    """The forward of the first micro-batch."""
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    last_s: float
+    """The body that completes the gradients: the last micro-batch's backward, or where that is split its weight-gradient task."""
 
 
-class Reductions(NamedTuple):
-    """The reductions of the gradients of a run of layers: when they can start, and how long they take."""
+class _Times(NamedTuple):
+    """Lower bounds of times in a pipeline, in seconds from the start of the step."""
 
-    behind_s: float
-    """Seconds from the start of the run's last backward until its first gradients are whole."""
+    last_s: tuple[float, ...]
+    """Start of the body that completes a run's gradients, for each run."""
+    ends_s: tuple[float, ...]
+    """End of compute, for each stage."""
+
+
+class _Reductions(NamedTuple):
+    """The reductions of the gradients of a run of layers."""
+
+    begin_s: float
+    """Seconds from the start of the run's last backward until its first gradients are complete."""
     streams_s: tuple[float, ...]
-    """Seconds that they take of each stream."""
+    """Seconds of communication in each stream."""
 
 
-class Sending(NamedTuple):
-    """Seconds that a stage sends over data axes."""
+class _DataTraffic(NamedTuple):
+    """Seconds of communication of a stage over the data axes."""
 
     first_s: float = 0.0
-    """Before its first forward."""
+    """Gather before the first forward."""
     reduced_s: float = 0.0
-    """From when the first gradients are whole."""
-    behind_s: float = 0.0
-    """Behind its last backward."""
+    """Reductions, which cannot begin before the first gradients are complete."""
+    after_s: float = 0.0
+    """Reductions that follow the last backward."""
     all_s: float = 0.0
-    """In all, over one axis, or with all that it computes."""
+    """All communication over one axis, or compute with all communication that it must wait for."""
     update_s: float = 0.0
-    """The update, and what is gathered behind it."""
+    """The optimizer's update, and the gathers that follow it."""
     left_s: float = 0.0
-    """What is computed from when the first gradients are whole."""
+    """Compute that remains when the first gradients are complete."""
     exposed_s: float = 0.0
-    """The part of it that is sent in the queue of compute."""
-    of_runs: tuple[Reductions, ...] = ()
-    beside_s: float = 0.0
-    """The part of `reduced_s` that is issued between the last backwards: the clock lets it slow those behind it."""
+    """The part of `left_s` that is communication in compute's own queue."""
+    of_runs: tuple[_Reductions, ...] = ()
+    overlapped_s: float = 0.0
+    """The part of `reduced_s` that is issued between the last backwards, and so slows those that follow."""
 
 
-class LayerTraffic(NamedTuple):
-    """The communication of layers of a kind over an axis along which they are cut: seconds of one layer."""
+class _LayerTraffic(NamedTuple):
+    """Communication of layers of one kind over an axis along which their weights are sharded: seconds of one layer."""
 
     kind: int
     number: int
     gather_s: float
     scatter_s: float
     reads: bool
-    """Their backward reads the weights, so that they are gathered for it."""
+    """Whether their backward reads the weights, so that they are gathered again for it."""
 
 
 class Bounds:
-    """Bounds of the layouts of one model, job and machine, each given as its `Step`; what they share is worked out once."""
+    """Lower bounds of the step times of layouts of one model, job and machine; shared parts are computed once."""
 
     def __init__(self, prices: Prices) -> None:
         self.prices, self.hardware = prices, prices.hardware
-        self._known_times: dict[tuple[object, ...], Times] = {}
+        self._known_times: dict[tuple[object, ...], _Times] = {}
 
     def _sent_s(self, kind: OpKind, size_bytes: float, axis: str, ranks: int, step: StepSpec) -> float:
         if ranks == 1 or size_bytes <= 0:
@@ -138,8 +111,10 @@ class Bounds:
         return collective_s(kind, int(size_bytes), group, self.hardware)
 
     def least_s(self, step: StepSpec) -> float:
-        """Bound the step of all layouts of these degrees and this micro-batch: as if nothing were computed again and no
-        backward were split, which takes no less."""
+        """Bound the step time, in seconds, of all layouts with these degrees and this micro-batch.
+
+        Computed for no recompute and no split backward, since neither saves time.
+        """
         step = smallest(step)
         if step.layout.recompute != "none" or step.splits_backward:
             step = replace(step, layout=replace(step.layout, recompute="none", schedule=DEFAULT))
@@ -151,54 +126,138 @@ class Bounds:
         return busy_s / pp + self._update_s(step, trained / (step.layout.dp * step.layout.cp) / pp, 0.0)
 
     def group_s(self, step: StepSpec) -> float:
-        """Bound the step of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
+        """Bound the step time, in seconds, of all layouts that differ only in how the data axis is split and in the ZeRO stage."""
         step = smallest(step)
         stages = self.prices.runs(step).unlike
         updated = max(least_updated(step, self.prices.stage_sizes(step, stage)) for stage in stages)
-        return max(self.closed_times(step).ends_s) + self._scalars_s(step) + self._update_s(step, updated, 0.0)
+        return max(self._times(step).ends_s) + self._scalars_s(step) + self._update_s(step, updated, 0.0)
+
+    def step_s(self, step: StepSpec) -> float:
+        """Bound the step time of one layout, in seconds."""
+        step = smallest(step)
+        times, runs, pp = self._times(step), self.prices.runs(step), step.layout.pp
+        traffic: dict[tuple[object, ...], _DataTraffic] = {}
+        met_s = last_s = 0.0
+        first_s: float | None = None
+        for stage in range(pp):
+            same = runs.kinds[stage::pp]
+            if same not in traffic:
+                traffic[same] = self._traffic(step, stage)
+            sends = traffic[same]
+            first_s = sends.first_s if first_s is None else first_s  # all stages wait for the first one's first forward
+            end_s, begun_s = times.ends_s[stage], times.last_s[stage::pp]
+            if self.hardware.overlap:
+                slowed_s = begun_s[-1] + sends.left_s + self._slowed_s(sends.overlapped_s, sends.exposed_s)
+                summed_s = _reduced_s(begun_s, sends.of_runs)
+                met_s = max(met_s, first_s + end_s + sends.after_s, summed_s, sends.all_s, slowed_s)
+            elif pp == 1:
+                met_s = end_s + sends.reduced_s + sends.all_s
+            else:  # one of several stages may communicate while it waits for another
+                mine = self.prices.stage_seconds(step, stage)
+                busy_s = step.num_microbatches * (mine.forward_s + mine.backward_s + mine.weight_s)
+                met_s = max(met_s, end_s, _reduced_s(begun_s, sends.of_runs), busy_s + sends.all_s)
+            last_s = max(last_s, sends.update_s)
+        return met_s + self._scalars_s(step) + last_s
 
     def _scalars_s(self, step: StepSpec) -> float:
         return self._sent_s(
             OpKind.ALL_REDUCE, BYTES_OF["float64"] * step.num_scalars, "world", step.layout.world_size, step
         )
 
-    def _bodies(self, step: StepSpec) -> tuple[Bodies, ...]:
-        """Return the bodies of each run; under zero=2 and 3 they wait for gathers."""
-        costs = self.prices.run_seconds(step)
-        runs, gathers = self.prices.runs(step), self._gathers(step)
-        known: dict[object, Bodies] = {}
-        for run, cost in zip(runs.counts, costs, strict=True):
+    def _update_s(self, step: StepSpec, numel: float, apart: float) -> float:
+        moved = numel * UPDATE_PASSES * BYTES_OF[step.master_dtype]
+        moved += apart / (step.layout.num_shards if step.zero else 1) * BYTES_OF[step.compute_dtype]
+        return moved / self.hardware.memory_bytes_per_s / self.hardware.memory_efficiency + self.hardware.host_step_s
+
+    # -- the pipeline --------------------------------------------------------------------------------------------------
+
+    def _times(self, step: StepSpec) -> _Times:
+        """Bound the times of a pipeline; once for all ways to split the data axis where forwards wait for no gather."""
+        if self._waits(step):
+            return self._new_times(step)
+        layout, larger = step.layout, larger_twin(step)[1]
+        key = (
+            *self.prices.key(step), step.num_microbatches, larger, layout.schedule, layout.pp, layout.virtual_stages,
+        )  # fmt: skip
+        if key not in self._known_times:
+            self._known_times[key] = self._new_times(step)
+        return self._known_times[key]
+
+    def _new_times(self, step: StepSpec) -> _Times:
+        layout = step.layout
+        m, pp, chunks = step.num_microbatches, layout.pp, layout.virtual_stages
+        small, (larger, rest) = self._bodies(step), larger_twin(step)
+        large = self._bodies(larger) if rest else small
+        first = max(1, rest)
+        busy = {
+            (one, more): (
+                more.first_s + (first - 1) * more.forward_s + (m - first) * one.forward_s,
+                rest * (more.backward_s + more.weight_s) + (m - rest) * (one.backward_s + one.weight_s),
+            )
+            for one, more in set(zip(small, large, strict=True))
+        }
+        of_run = [busy[pair] for pair in zip(small, large, strict=True)]
+        waited_s = max(0.0, self._first_forward_s(larger if rest else step) - large[0].first_s)
+        begins_s = [
+            0.0,
+            *itertools.accumulate((body.first_s for body in large[1 : pp - 1]), initial=large[0].first_s + waited_s),
+        ]
+        last_s, ends_s = [0.0] * (pp * chunks), [0.0] * pp
+        after_s = 0.0  # arrival of the last micro-batch's gradient, which passes through all stages to the first one
+        for stage in reversed(range(pp)):
+            runs = range(stage, pp * chunks, pp)
+            forward_s = sum(of_run[run][0] for run in runs) + (begins_s[stage] if stage else waited_s)
+            end_s, last = forward_s + sum(of_run[run][1] for run in runs), small[stage]
+            # Deferred weight gradients that follow that gradient.
+            left = after_last_backward(layout.schedule, stage, pp, m, chunks) if step.splits_backward else ()
+            left_s = sum((large if one.microbatch < rest else small)[one.chunk * pp + stage].weight_s for one in left)
+            after_s = max(after_s + last.backward_s, end_s - left_s)
+            ends_s[stage] = max(end_s, after_s + left_s)
+            for run in runs:
+                last_s[run] = forward_s
+            last_s[stage] = max(forward_s, ends_s[stage] - last.last_s)
+        return _Times(tuple(last_s), tuple(ends_s))
+
+    def _gathers(self, step: StepSpec) -> bool:
+        """Return whether each layer's weights are gathered while others compute (zero=2 and 3)."""
+        return step.zero >= 2 and self.hardware.overlap
+
+    def _waits(self, step: StepSpec) -> bool:
+        """Return whether a forward may wait for an all_gather of weights that overlaps with it (zero >= 1)."""
+        return step.zero >= 1 and self.hardware.overlap and not (step.zero == 1 and step.trains_apart)
+
+    def _first_forward_s(self, step: StepSpec) -> float:
+        """Bound the end of the first forward of the first run under zero=1: its gathers, and then its last layer."""
+        if not self._waits(step) or self._gathers(step):
+            return 0.0
+        kinds, seconds = self.prices.runs(step).kinds[0], self.prices.seconds(step)
+        blocks = [kind for kind in kinds if self.prices.few.layers[kind].is_block]
+        gathers_s = self._gathers_s(step, self.prices.run_sizes(step)[0])
+        after_s = (seconds[kinds[-1]].forward_s, seconds[blocks[-1]].forward_s if blocks else 0.0)
+        return max(map(sum, zip(gathers_s, after_s, strict=True)))
+
+    def _bodies(self, step: StepSpec) -> tuple[_Bodies, ...]:
+        """Bound the seconds of the bodies of each run; under zero=2 and 3 they wait for gathers."""
+        counts, gathers = self.prices.runs(step).counts, self._gathers(step)
+        known: dict[object, _Bodies] = {}
+        for run, cost in zip(counts, self.prices.run_seconds(step), strict=True):
             if run not in known:
                 known[run] = self._gathering(step, run, cost) if gathers else self._plain(step, cost)
-        found = [known[run] for run in runs.counts]
-        if self._waits(step) and not gathers:
-            for at, one in enumerate(found):
-                until_s = max(self._gathers_s(step, self.prices.stage_sizes(step, at % step.layout.pp)))
-                gathered_s, sent_s = self._gathered_s(step, at), costs[at].sent_forward_s
-                found[at] = one._replace(gathered_s=gathered_s, gathers_until_s=until_s, sent_s=sent_s)
-        return tuple(found)
+        return tuple(known[run] for run in counts)
 
-    def _gathered_s(self, step: StepSpec, run: int) -> float:
-        """Bound when a run's first forward ends under zero=1: behind what its stage gathers up to it, and its last layer."""
-        kinds, seconds = self.prices.runs(step).kinds[run], self.prices.seconds(step)
-        blocks = [kind for kind in kinds if self.prices.few.layers[kind].is_block]
-        gathers_s = self._gathers_s(
-            step, total(self.prices.run_sizes(step)[run % step.layout.pp : run + 1 : step.layout.pp])
-        )
-        behind_s = (seconds[kinds[-1]].forward_s, seconds[blocks[-1]].forward_s if blocks else 0.0)
-        return max(map(sum, zip(gathers_s, behind_s, strict=True)))
-
-    def _plain(self, step: StepSpec, cost: Seconds) -> Bodies:
+    def _plain(self, step: StepSpec, cost: Seconds) -> _Bodies:
         forward_s, backward_s, weight_s = cost.forward_s, cost.backward_s, cost.weight_s
-        return Bodies(forward_s, forward_s, backward_s, weight_s, weight_s if step.splits_backward else backward_s)
+        return _Bodies(forward_s, forward_s, backward_s, weight_s, weight_s if step.splits_backward else backward_s)
 
-    def _gathering(self, step: StepSpec, run: tuple[tuple[int, int], ...], cost: Seconds) -> Bodies:
-        """Bound bodies that gather and scatter a layer at a time, one layer ahead: along the data axis' stream, and that
-        of what is expert-sharded.
+    # -- sharded weights -----------------------------------------------------------------------------------------------
 
-        A forward lasts as long as the gathers of its blocks but the first two, with the blocks' compute only before and
-        behind them; a backward as long as its blocks' scatters but the last two and gathers but the first two, which
-        take turns. These all run beside what was issued behind them, or beside nothing.
+    def _gathering(self, step: StepSpec, run: tuple[tuple[int, int], ...], cost: Seconds) -> _Bodies:
+        """Bound bodies that gather and scatter one layer at a time, one layer ahead, in the stream of the data axis and in that
+        of expert-sharded weights.
+
+        A forward lasts as long as the gathers of all blocks but the first two, and the compute of a block before and after them.
+        A backward lasts as long as the scatters of all blocks but the last two and the gathers of all but the first two, which
+        alternate in one stream; each overlaps only with compute that was issued later.
         """
         kinds = self.prices.seconds(step)
         blocks = [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
@@ -222,10 +281,10 @@ class Bounds:
         plain_s = forward_s if step.zero == 3 else cost.forward_s
         if step.layout.accumulate == "sharded":
             backward_s = last_s
-        return Bodies(forward_s, plain_s, backward_s, cost.weight_s, last_s)
+        return _Bodies(forward_s, plain_s, backward_s, cost.weight_s, last_s)
 
-    def _part(self, step: StepSpec, kind: int, number: int, axis: str) -> LayerTraffic:
-        """Return what layers of a kind send over one of the axes along which units are cut."""
+    def _part(self, step: StepSpec, kind: int, number: int, axis: str) -> _LayerTraffic:
+        """Return the communication of layers of one kind over one of the axes along which units are sharded."""
         one = self.prices.units(step)[kind]
         gathered, scattered = (
             (one.expert_gathered, one.expert_scattered) if axis == "dp_expert" else (one.gathered, one.scattered)
@@ -233,210 +292,23 @@ class Bounds:
         ranks = step.ranks.size(axis)
         gather_s = self._sent_s(OpKind.ALL_GATHER, gathered, axis, ranks, step)
         scatter_s = self._sent_s(OpKind.REDUCE_SCATTER, scattered * step.least_reduced_bytes, axis, ranks, step)
-        return LayerTraffic(kind, number, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
+        return _LayerTraffic(kind, number, gather_s, scatter_s, self.prices.few.layers[kind].backward_reads_weights)
 
     def _slowed_s(self, sent_s: float, exposed_s: float) -> float:
-        """Return the seconds by which compute grows beside so many seconds of communication over one axis.
+        """Return the seconds that `sent_s` seconds of communication over one axis add to compute.
 
-        Of what is sent no second costs nothing: it slows the compute beside it, or there is none beside it. Only what
-        compute's own queue sends is not slowed.
+        Each second of it slows the compute that overlaps with it, or overlaps with none and is waited for. Only the `exposed_s`
+        seconds of communication in compute's own queue are not slowed.
         """
         return (1 - 1 / self.hardware.contention) * max(0.0, sent_s - exposed_s)
 
-    def _once(self, step: StepSpec, bound: Callable[[StepSpec], Times]) -> Times:
-        """Bound times once for all ways to split the data axis, where bodies do not gather."""
-        if self._waits(step):
-            return bound(step)
-        layout, larger = step.layout, larger_twin(step)[1]
-        key = (
-            bound.__name__, *self.prices.key(step), step.num_microbatches, larger, layout.schedule, layout.pp,
-            layout.virtual_stages,
-        )  # fmt: skip
-        if key not in self._known_times:
-            self._known_times[key] = bound(step)
-        return self._known_times[key]
+    # -- the data axes -------------------------------------------------------------------------------------------------
 
-    def _gathers(self, step: StepSpec) -> bool:
-        return step.zero >= 2 and self.hardware.overlap
-
-    def _waits(self, step: StepSpec) -> bool:
-        """Return whether forwards wait for weights that are gathered beside them."""
-        return step.zero >= 1 and self.hardware.overlap and not (step.zero == 1 and step.trains_apart)
-
-    def closed_times(self, step: StepSpec) -> Times:
-        """Bound when stages end by what is before them."""
-        return self._once(smallest(step), self._closed_times)
-
-    def _closed_times(self, step: StepSpec) -> Times:
-        layout = step.layout
-        m, pp, chunks = step.num_microbatches, layout.pp, layout.virtual_stages
-        small, (larger, rest) = self._bodies(step), larger_twin(step)
-        large = self._bodies(larger) if rest else small
-        first = max(1, rest)
-        busy = {
-            (one, more): (
-                more.first_s + (first - 1) * more.forward_s + (m - first) * one.forward_s,
-                rest * (more.backward_s + more.weight_s) + (m - rest) * (one.backward_s + one.weight_s),
-            )
-            for one, more in set(zip(small, large, strict=True))
-        }
-        of_run = [busy[pair] for pair in zip(small, large, strict=True)]
-        waited_s = max(0.0, large[0].gathered_s - large[0].first_s)  # by the first stage, which begins at once
-        begins_s = [
-            0.0,
-            *itertools.accumulate((body.first_s for body in large[1 : pp - 1]), initial=large[0].first_s + waited_s),
-        ]
-        whole_s, ends_s = [0.0] * (pp * chunks), [0.0] * pp
-        after_s = 0.0  # when the gradient of the last micro-batch comes that goes through all stages to the first one
-        for stage in reversed(range(pp)):
-            forward_s = backward_s = 0.0
-            for run in range(stage, pp * chunks, pp):
-                forward_s += of_run[run][0]
-                backward_s += of_run[run][1]
-            forward_s += begins_s[stage] if stage else waited_s
-            end_s, last = forward_s + backward_s, small[stage]
-            # What weights have left to do behind that gradient, where they have tasks of their own.
-            left = behind_last_backward(layout.schedule, stage, pp, m, chunks) if step.splits_backward else ()
-            left_s = sum((large if one.microbatch < rest else small)[one.chunk * pp + stage].weight_s for one in left)
-            after_s = max(after_s + last.backward_s, end_s - left_s)
-            ends_s[stage] = max(end_s, after_s + left_s)
-            for run in range(stage, pp * chunks, pp):
-                whole_s[run] = forward_s
-            whole_s[stage] = max(forward_s, ends_s[stage] - last.last_s)
-        return Times(tuple(whole_s), tuple(ends_s))
-
-    def played_times(self, step: StepSpec) -> Times:
-        """Play the schedule with whole bodies, and nothing sent over the data axes but what bodies wait for."""
-        if step.layout.pp == 1:
-            return self.closed_times(step)
-        return self._once(smallest(step), self._played_times)
-
-    def _played_times(self, step: StepSpec) -> Times:
-        return self._play(step, self._bodies(step))
-
-    def slowed_times(self, step: StepSpec) -> Times:
-        """Play it with last backwards that are slowed by the reductions beside them."""
-        step = smallest(step)
-        bodies = self._bodies(step)
-        if not self.hardware.overlap or self.hardware.contention == 1:
-            return self.played_times(step)
-        longer: dict[tuple[int, ...], float] = {}
-        kinds = self.prices.runs(step).kinds
-        beside = kinds[:1] if _reduces_behind_sends(step) else kinds
-        for run in beside:
-            if run not in longer:
-                longer[run] = self._longer_s(step, run)
-        slowed = tuple(
-            body._replace(
-                last_s=max(body.last_s, (cost.weight_s if step.splits_backward else cost.backward_s) + longer[run])
-            )
-            for body, cost, run in zip(bodies, self.prices.run_seconds(step), beside, strict=False)
-        )
-        bodies = (*slowed, *bodies[len(slowed) :])
-        if step.layout.pp > 1:
-            return self._play(step, bodies)
-        times = self.closed_times(step)
-        return Times(times.whole_s, (times.whole_s[0] + bodies[0].last_s,))
-
-    def _play(self, step: StepSpec, bodies: Sequence[Bodies]) -> Times:
-        layout = step.layout
-        size, pp, (larger, rest) = self.prices.sent_bytes(step), layout.pp, larger_twin(step)
-        sends_s = [self._sent_s(OpKind.SEND, size, "pp", pp, replace(step, stage=stage)) for stage in range(pp)]
-        large = self._bodies(larger) if rest else bodies
-        return play_bodies(layout, step.num_microbatches, bodies, sends_s, large, rest, self.hardware.contention)
-
-    def _longer_s(self, step: StepSpec, run: tuple[int, ...]) -> float:
-        """Return the seconds by which a run's last backward grows beside the reductions of its own gradients."""
-        kinds = self.prices.seconds(step)
-        found_s = 0.0
-        for stream, waiting_s in self._streams(step):
-            layers = []
-            for kind in reversed(run):
-                one = kinds[kind]
-                backward_s, sent_s = (
-                    (one.weight_s, 0.0) if step.splits_backward else (one.backward_s, one.sent_backward_s)
-                )
-                layers.append(Reduced(backward_s - sent_s, sent_s, stream[kind]))
-            found_s = max(found_s, longer_s(layers, waiting_s, self.hardware.contention))
-        return found_s
-
-    def _streams(self, step: StepSpec) -> list[tuple[list[float], float]]:
-        """Return of each stream that reduces gradients behind their backward what it takes for each kind of layer, and for
-        what waits in a bucket."""
-        layout, sent = step.layout, step.least_reduced_bytes
-        count, replicas, shards = len(self.prices.few.layers), layout.num_replicas, layout.num_shards
-        if step.zero >= 2:
-            early = [self._replicated_s(step, one.reduced_early) for one in self.prices.units(step)]
-            scatters = [
-                [
-                    self._part(step, kind, 1, axis).scatter_s * (self.prices.units(step)[kind].reduced_early > 0)
-                    for kind in range(count)
-                ]
-                for axis in SHARD_AXES
-            ]
-            return [(one, 0.0) for one in (early, *scatters)]
-        if layout.reduce == "hierarchical":
-            return []  # its two streams wait for each other bucket by bucket, which is not bounded here
-        of_shards, of_replicas = (
-            (OpKind.REDUCE_SCATTER, "dp_shard", shards),
-            (OpKind.ALL_REDUCE, "dp_replicate", replicas),
-        )
-        kind, axis, ranks = of_shards if step.zero else of_replicas
-        found = []
-        for part, (name, size) in enumerate(((axis, ranks), ("dp_expert", step.ranks.size("dp_expert")))):
-            begun_s = self._sent_s(kind, 1, name, size, step)  # without any bytes; buckets may hold several layers
-            waiting_s = self._sent_s(kind, (_full_numel(step, size) + 1) * sent, name, size, step)
-            sent_s = [
-                max(0.0, self._sent_s(kind, numel[part] * sent, name, size, step) - begun_s)
-                for numel in self.prices.cut(step).early
-            ]
-            found.append((sent_s, max(0.0, waiting_s - begun_s)))
-        return found
-
-    def step_s(self, step: StepSpec, times: Times) -> float:
-        """Bound the step of a layout whose stages come so far no sooner than that."""
-        step = smallest(step)
-        runs, pp = self.prices.runs(step), step.layout.pp
-        sendings: dict[tuple[object, ...], Sending] = {}
-        met_s = last_s = 0.0
-        first_s: float | None = None
-        for stage in range(pp):
-            same = runs.kinds[stage::pp]
-            if same not in sendings:
-                sendings[same] = self._sending(step, stage)
-            sends = sendings[same]
-            first_s = sends.first_s if first_s is None else first_s  # all stages wait for the first one's first forward
-            end_s = times.ends_s[stage]
-            if self.hardware.overlap:
-                whole_s = times.whole_s[stage::pp]
-                slowed_s = whole_s[-1] + sends.left_s + self._slowed_s(sends.beside_s, sends.exposed_s)
-                summed_s = self._summed_s(whole_s, sends.of_runs)
-                met_s = max(met_s, first_s + end_s + sends.behind_s, summed_s, sends.all_s, slowed_s)
-            elif pp == 1:
-                met_s = end_s + sends.reduced_s + sends.all_s
-            else:  # of several stages one may send while it waits for another
-                mine = self.prices.stage_seconds(step, stage)
-                busy_s = step.num_microbatches * (mine.forward_s + mine.backward_s + mine.weight_s)
-                summed_s = self._summed_s(times.whole_s[stage::pp], sends.of_runs)
-                met_s = max(met_s, end_s, summed_s, busy_s + sends.all_s)
-            last_s = max(last_s, sends.update_s)
-        return met_s + self._scalars_s(step) + last_s
-
-    @staticmethod
-    def _summed_s(whole_s: Sequence[float], of_runs: Sequence[Reductions]) -> float:
-        """Return the seconds after which the last gradients of a stage are summed: those of its last run of layers come first."""
-        ends_s = [0.0] * len(of_runs[0].streams_s)
-        for begun_s, one in zip(reversed(whole_s), reversed(of_runs), strict=True):
-            ends_s = [
-                max(end_s, begun_s + one.behind_s) + took_s for end_s, took_s in zip(ends_s, one.streams_s, strict=True)
-            ]
-        return max(ends_s)
-
-    def _sending(self, step: StepSpec, stage: int) -> Sending:
-        """Return what a stage sends over the data axes."""
+    def _traffic(self, step: StepSpec, stage: int) -> _DataTraffic:
+        """Return the communication of a stage over the data axes."""
         took, mine = self.prices.stage_seconds(step, stage), self.prices.stage_sizes(step, stage)
         update_s = self._update_s(step, self._updated(step, mine), 0.0 if step.zero >= 2 else mine.apart)
-        # What runs behind the first gradients that are whole: the last micro-batch's, of every run where they alternate.
+        # Compute after the first complete gradients: the last micro-batch, of every run where runs alternate.
         left_s = took.weight_s if step.splits_backward else took.backward_s
         sent_s = 0.0 if step.splits_backward else took.sent_backward_s
         if step.zero >= 2:
@@ -449,12 +321,12 @@ class Bounds:
         )
         return sends._replace(left_s=left_s, exposed_s=sent_s, of_runs=of_runs)
 
-    def _reductions(self, step: StepSpec, run: int) -> Reductions:
+    def _reductions(self, step: StepSpec, run: int) -> _Reductions:
         runs = self.prices.runs(step)
         first = self.prices.seconds(step)[runs.kinds[run][-1]]
-        behind_s = first.weight_s if step.splits_backward else first.backward_s - first.behind_s
-        if run and _reduces_behind_sends(step):
-            behind_s = self.prices.run_seconds(step)[run].backward_s
+        begin_s = first.weight_s if step.splits_backward else first.backward_s - first.behind_s
+        if run and _reduces_after_sends(step):
+            begin_s = self.prices.run_seconds(step)[run].backward_s
         if step.zero < 2:
             streams_s = self._bucket_streams(step, self.prices.run_sizes(step)[run])
         else:
@@ -463,23 +335,23 @@ class Bounds:
                 for kind, number in runs.counts[run]
             )
             streams_s = (sum(each),)
-        return Reductions(behind_s, streams_s)
+        return _Reductions(begin_s, streams_s)
 
-    def _of_buckets(self, step: StepSpec, mine: Sizes, update_s: float) -> Sending:
+    def _of_buckets(self, step: StepSpec, mine: Sizes, update_s: float) -> _DataTraffic:
         streams_s = self._bucket_streams(step, mine)
-        reduced_s, beside_s = max(streams_s), max(streams_s[:2])
+        reduced_s, overlapped_s = max(streams_s), max(streams_s[:2])
         if not step.zero:
-            return Sending(reduced_s=reduced_s, update_s=update_s, beside_s=beside_s)
+            return _DataTraffic(reduced_s=reduced_s, update_s=update_s, overlapped_s=overlapped_s)
         gathers_s = self._gathers_s(step, mine)
         if step.trains_apart:
-            return Sending(reduced_s=reduced_s, update_s=update_s + max(gathers_s), beside_s=beside_s)
-        # What the step before has updated is gathered first, and then gradients are reduced over the same axis.
+            return _DataTraffic(reduced_s=reduced_s, update_s=update_s + max(gathers_s), overlapped_s=overlapped_s)
+        # The weights of the step before are gathered first; then gradients are reduced over the same axis.
         both_s = max(map(sum, zip(gathers_s, streams_s, strict=False)))
         all_s = both_s if self.hardware.overlap else max(gathers_s)
-        return Sending(reduced_s=reduced_s, all_s=all_s, update_s=update_s, beside_s=beside_s)
+        return _DataTraffic(reduced_s=reduced_s, all_s=all_s, update_s=update_s, overlapped_s=overlapped_s)
 
     def _gathers_s(self, step: StepSpec, mine: Sizes) -> tuple[float, float]:
-        """Seconds that zero=1 takes to gather weights: those that all ranks have, and those of experts."""
+        """Return the seconds of the gathers of zero=1: of weights that every rank has, and of expert-sharded ones."""
         master, compute = BYTES_OF[step.master_dtype], BYTES_OF[step.compute_dtype]
         sizes = (
             (mine.trained - mine.expert_trained, mine.apart - mine.expert_apart),
@@ -494,7 +366,7 @@ class Bounds:
         )
 
     def _bucket_streams(self, step: StepSpec, mine: Sizes) -> tuple[float, ...]:
-        """Seconds that reductions take of each stream: of weights that all ranks have, of experts, of shards."""
+        """Return the seconds of reductions in each stream: of weights that every rank has, of expert-sharded ones, of shards."""
         layout, sent = step.layout, step.least_reduced_bytes
         of_experts = mine.expert_trained
         whole, own = mine.trained - of_experts, mine.block_trained - of_experts
@@ -522,14 +394,17 @@ class Bounds:
         )
 
     def _in_buckets_s(self, step: StepSpec, kind: OpKind, size: float, axis: str, ranks: int, numel: float) -> float:
-        """Send what buckets of so many elements hold: each is closed by the weight that fills it, maybe its first one."""
+        """Return the seconds of `size` bytes sent in buckets that together hold `numel` elements.
+
+        A bucket is closed by the weight that fills it, which may be its first.
+        """
         cut, of_experts = self.prices.cut(step), axis == "dp_expert"
         full = _full_numel(step, step.ranks.size(axis) if of_experts else step.layout.num_shards)
         alone = of_experts and cut.least_of_experts >= full
         count = max(1, int(numel / (cut.largest if alone else full + cut.largest)))
         return count * self._sent_s(kind, size / count, axis, ranks, step)
 
-    def _of_units(self, step: StepSpec, stage: int, mine: Seconds, update_s: float) -> Sending:
+    def _of_units(self, step: StepSpec, stage: int, mine: Seconds, update_s: float) -> _DataTraffic:
         layout, runs, m = step.layout, self.prices.runs(step), step.num_microbatches
         last, scattered = self.prices.kind_of[-1], m if layout.accumulate == "sharded" else 1
         all_s = scattered_s = 0.0
@@ -548,39 +423,44 @@ class Bounds:
             for run in runs.counts[stage :: layout.pp]
             for kind, number in run
         )
-        behind_s = first.scatter_s + self._replicated_s(
+        after_s = first.scatter_s + self._replicated_s(
             step, self.prices.units(step)[first.kind].scattered / layout.num_shards
         )
         busy_s = m * (mine.forward_s + mine.backward_s + mine.weight_s)
         busy_s += self._slowed_s(scattered_s, m * (mine.sent_forward_s + mine.sent_backward_s))
         if self.hardware.overlap:
             all_s = max(all_s, first.gather_s + busy_s)
-        return Sending(first.gather_s, reduced_s, behind_s, all_s, update_s, beside_s=reduced_s)
+        return _DataTraffic(first.gather_s, reduced_s, after_s, all_s, update_s, overlapped_s=reduced_s)
 
     def _replicated_s(self, step: StepSpec, numel: float) -> float:
-        """Sum so many elements of gradients over the replicas."""
+        """Return the seconds of the all_reduce of `numel` elements of gradients over the replicas."""
         size = numel * step.least_reduced_bytes
         return self._sent_s(OpKind.ALL_REDUCE, size, "dp_replicate", step.layout.num_replicas, step)
 
     @staticmethod
     def _updated(step: StepSpec, mine: Sizes) -> float:
-        """Elements that the optimizer of a rank updates."""
+        """Return the number of elements that the optimizer of a rank updates."""
         if not step.zero:
             return mine.trained
         whole, holders = mine.trained - mine.expert_trained, step.ranks.size("dp_expert")
         return whole / step.layout.num_shards + mine.expert_trained / holders
 
-    def _update_s(self, step: StepSpec, numel: float, apart: float) -> float:
-        moved = numel * UPDATE_PASSES * BYTES_OF[step.master_dtype]
-        moved += apart / (step.layout.num_shards if step.zero else 1) * BYTES_OF[step.compute_dtype]
-        return moved / self.hardware.memory_bytes_per_s / self.hardware.memory_efficiency + self.hardware.host_step_s
+
+def _reduced_s(begun_s: Sequence[float], of_runs: Sequence[_Reductions]) -> float:
+    """Return the seconds after which the last gradients of a stage are reduced: those of its last run of layers come first."""
+    ends_s = [0.0] * len(of_runs[0].streams_s)
+    for last_s, one in zip(reversed(begun_s), reversed(of_runs), strict=True):
+        ends_s = [
+            max(end_s, last_s + one.begin_s) + took_s for end_s, took_s in zip(ends_s, one.streams_s, strict=True)
+        ]
+    return max(ends_s)
 
 
-def _reduces_behind_sends(step: StepSpec) -> bool:
-    """Return whether all runs but the first one reduce nothing beside their last backward, but behind what it sends."""
+def _reduces_after_sends(step: StepSpec) -> bool:
+    """Return whether all runs but the first reduce their gradients only after what their last backward sends."""
     return step.zero < 2 and not step.splits_backward
 
 
 def _full_numel(step: StepSpec, num_shards: int) -> int:
-    """Return the elements of gradients at which a bucket is closed that so many ranks divide."""
+    """Return the number of gradient elements at which a bucket that is divided among `num_shards` ranks is closed."""
     return bucket_bytes(num_shards if step.zero else 1) // BYTES_OF[step.master_dtype]

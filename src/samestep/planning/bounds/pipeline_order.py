@@ -1,0 +1,93 @@
+"""Facts about the order in which a stage of a pipeline runs, before anything is priced: how many micro-batches are in flight
+at most, and which weight-gradient tasks follow the last backward.
+
+Activations are held from a micro-batch's forward to its backward, or to its weight-gradient task where the schedule splits the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import NamedTuple
+
+from samestep import schedules
+from samestep.schedules import SCHEDULES, Action, TaskKind
+
+
+class InFlight(NamedTuple):
+    """The moment at which a stage has most micro-batches in flight."""
+
+    counts: tuple[int, ...]
+    """Micro-batches in flight in each chunk (virtual stage)."""
+    next_chunk: int | None
+    """The chunk whose backward follows; None where some activations are freed before that backward."""
+    latest: int
+    """Index of the last micro-batch whose forward has begun."""
+    again: int | None
+    """The same index at the next moment with as many in flight, after a backward; None if there is none, and with several chunks,
+    because the counts per chunk then change from round to round."""
+
+
+@functools.lru_cache(maxsize=2**12)
+def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int) -> InFlight:
+    """Return the moment at which a stage has most micro-batches in flight, for any schedule."""
+    if num_stages == 1:
+        return InFlight((1,), 0, 0, 1 if microbatches > 1 else None)
+    frees = TaskKind.WEIGHT if SCHEDULES[schedule].splits_backward else TaskKind.BACKWARD
+    counts, num_held, begun = [0] * chunks, 0, 0
+    found, most = InFlight((0,) * chunks, None, 0, None), 0
+    has_freed = False
+    at: InFlight | None = None  # the moment of the last forward, if it is the fullest so far or as full as that
+    for kind, microbatch, chunk in _order(schedule, stage, num_stages, microbatches, chunks):
+        if kind is TaskKind.FORWARD:
+            begun = max(begun, microbatch)
+            counts[chunk] += 1
+            num_held += 1
+            at = InFlight(tuple(counts), None, begun, None) if num_held >= most else None
+            if at and num_held > most:
+                found, most = at, num_held
+            continue
+        goes_back = chunk if kind is TaskKind.BACKWARD else None
+        if at is found:
+            found = found._replace(next_chunk=goes_back)
+        elif at and has_freed and chunks == 1 and found.again is None and found.next_chunk in (None, goes_back):
+            found = found._replace(again=at.latest)
+        at = None
+        if kind is frees:
+            counts[chunk] -= 1
+            num_held -= 1
+            has_freed = True
+    return found
+
+
+@functools.lru_cache(maxsize=2**12)
+def in_flight_between(schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int) -> tuple[int, ...]:
+    """Return the largest number of micro-batches in flight, for each chunk.
+
+    Counted from the moment at which every chunk has run a backward until the backward of the last micro-batch.
+    """
+    counts, most, gone_back = [0] * chunks, (0,) * chunks, set[int]()
+    for kind, microbatch, chunk in _order(schedule, stage, num_stages, microbatches, chunks):
+        if kind is TaskKind.BACKWARD:
+            if microbatch == microbatches - 1:
+                break
+            gone_back.add(chunk)
+        counts[chunk] += (kind is TaskKind.FORWARD) - (kind is TaskKind.BACKWARD)
+        if len(gone_back) == chunks and sum(counts) > sum(most):
+            most = tuple(counts)
+    return most
+
+
+@functools.lru_cache(maxsize=2**12)
+def after_last_backward(
+    schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int
+) -> tuple[Action, ...]:
+    """Return the actions of a stage after its last backward: the weight-gradient tasks that the schedule defers."""
+    order = _order(schedule, stage, num_stages, microbatches, chunks)
+    after = itertools.takewhile(lambda action: action.kind is not TaskKind.BACKWARD, reversed(order))
+    return tuple(after)[::-1]
+
+
+@functools.lru_cache(maxsize=2**10)
+def _order(schedule: str, stage: int, num_stages: int, microbatches: int, chunks: int) -> schedules.Order:
+    return schedules.order(schedule, stage, num_stages, microbatches, chunks)
