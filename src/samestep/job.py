@@ -2,7 +2,7 @@
 
 Everything here may change the result, except `[run]`, `[checkpoint]`, `[layout]` and `model.stages`. A job is read from a TOML file
 with `load`, or written in Python: `Job(train={"global_batch": 32})`. All mistakes in it are reported at once. Its tables, with
-their keys and ranges, are in `job_tables`; here are the rules between them.
+their keys and ranges, are in `job_tables` and `optimizer_tables`; here are the rules between them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from samestep.job_tables import (
     DataTable,
     ModelTable,
     NumericsTable,
-    OptimizerTable,
     RunTable,
-    ScheduleTable,
     Table,
     TrainTable,
     types_in,
 )
 from samestep.layout import Layout
+from samestep.optimizer_tables import OptimizerTable, ScheduleTable
 
 _KEYS_OF_SOURCES = ("data.source", "data.held_out_sets.", "model.source")
 _WORDS_OF_PATHS = ("text", "tokens", "jsonl", "parquet", "hf", "images")
@@ -167,7 +166,7 @@ class Job(Table):
         return None
 
     def _mistake_of_replicas(self) -> str | None:
-        """Return why no gradients can be compressed, or no replicas trained apart, as is said, and what works."""
+        """Return why gradients cannot be compressed, or replicas cannot be trained independently, and what works; None if they can."""
         kind, replicas, batch = self.numerics.compression, self.numerics.replicas, self.train.global_batch
         every, states = self.numerics.exchange_every, self.numerics.optimizer_states
         if kind == "none" and every == 1 and replicas > 1:
@@ -223,7 +222,7 @@ class Job(Table):
         return None
 
     def with_stages(self, stages: Sequence[str] | None) -> Job:
-        """Return the job with other names of modules with which stages may begin; None leaves the job's own."""
+        """Return the job with other names of modules with which stages may begin; None leaves them as they are."""
         if stages is None:
             return self
         if isinstance(stages, str):
@@ -300,7 +299,7 @@ def _checked(path: Path, tables: dict[str, Any], settings: Sequence[str]) -> Job
 
 
 def default(settings: Sequence[str] = ()) -> Job:
-    """Return samestep's own default job, with `settings` such as `train.steps=50`.
+    """Return the default job of samestep, with `settings` such as `train.steps=50`.
 
     Raises:
         JobError: the settings have mistakes; each is named.

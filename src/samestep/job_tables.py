@@ -1,13 +1,12 @@
 """The tables of a job: their keys, the values that each may have, and what each means.
 
-The docstring of a key is its line in the reference of the docs.
+The docstring of a key is its line in the reference of the docs. The optimizer and its schedule are in `optimizer_tables.py`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -20,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from samestep.errors import UnprovenError, did_you_mean, short_repr
+from samestep.errors import UnprovenError, short_repr
 from samestep.layout import MOST_RANKS, MOST_SAMPLES
 from samestep.rules import RULES
 
@@ -59,9 +58,6 @@ MOST_THREADS = 1024
 MOST_SCALE = 3e37
 """The largest learning rate and weight decay: Adam's first step, ten times as large, is still a float32."""
 
-
-SCHEDULES = ("constant", "linear", "cosine", "polynomial", "wsd")
-"""The shapes of the learning rate after warm-up."""
 NO_MPS = "torch has no process groups on MPS devices and no float64, in which layouts are proven; cpu works"
 """Why Apple's GPUs are refused."""
 _TOKENS = re.compile(r"tokenizer(:[1-9][0-9]{0,5})?")
@@ -85,13 +81,8 @@ class Table(BaseModel):
         return value
 
 
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether one of the patterns, such as `*norm*`, matches a name."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def types_in(kind: Any) -> Iterator[Any]:
-    """Yield a type and the types that it is made of."""
+    """Yield a type and, recursively, its type arguments."""
     yield kind
     for part in get_args(kind):
         yield from types_in(part)
@@ -264,92 +255,6 @@ class TrainTable(Table):
     watch_every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 100
     """Steps between checks: ranks agree, and a sample's forward and a weight's update, done again, are the same; 0: none but
     that of samples in the first step."""
-
-
-class GroupTable(Table):
-    """Settings of the optimizer for some parameters."""
-
-    match: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Patterns of the names of the parameters, of which an earlier group has none."""
-    name: str | None = None
-    """A class of torch.optim that updates them, such as muon, or `module:function` of (parameters), which sets all of it; without it
-    `optimizer.name`, with `optimizer.options`."""
-    lr: Annotated[float, Field(ge=0.0, le=MOST_SCALE)] | None = None
-    """Their learning rate after warm-up; without it `optimizer.lr`."""
-    weight_decay: Annotated[float, Field(ge=0.0, le=MOST_SCALE)] | None = None
-    """Their weight decay; without it `optimizer.weight_decay`, or none for what `optimizer.no_weight_decay` matches."""
-    options: dict[str, Any] = {}
-    """Further keyword arguments of the class for them, such as betas."""
-
-    @model_validator(mode="after")
-    def _function_sets_its_own(self) -> GroupTable:
-        given = [key for key in ("lr", "weight_decay", "options") if getattr(self, key) not in (None, {})]
-        if given and ":" in (self.name or ""):
-            raise ValueError(f"{given[0]} is set by the function {self.name} itself: leave it out")
-        return self
-
-
-class OptimizerTable(Table):
-    """The optimizer: a class of torch.optim by its name in any case, or `module:function` of (parameters)."""
-
-    name: str = "adamw"
-    """A class of torch.optim in any case, or `module:function`."""
-    lr: Annotated[float, Field(ge=0.0, le=MOST_SCALE)] = 1e-3
-    """Learning rate after warm-up."""
-    weight_decay: Annotated[float, Field(ge=0.0, le=MOST_SCALE)] = 0.0
-    """Weight decay of every parameter that `no_weight_decay` does not match."""
-    no_weight_decay: tuple[str, ...] = ()
-    """Patterns (`*norm*`, `*.bias`) of the names of parameters without weight decay."""
-    groups: tuple[GroupTable, ...] = ()
-    """Parameters with settings of their own, or with a class of their own: `[{ match = ["*_proj.weight"], name = "muon", lr = 0.02,
-    weight_decay = 0.0, options = {} }]`; without `name` they add to those of the optimizer."""
-    clip_norm: Annotated[float, Field(gt=0.0)] | None = None
-    """Largest global gradient norm, above which gradients are clipped; without it nothing is clipped."""
-    options: dict[str, Any] = {}
-    """Further keyword arguments of the class, such as betas."""
-
-    @model_validator(mode="after")
-    def _function_makes_its_groups(self) -> OptimizerTable:
-        if self.groups and ":" in self.name:
-            raise ValueError(
-                f"groups are those of a class of torch.optim, and {self.name} makes its own: leave one of them out"
-            )
-        return self
-
-    def group_number(self, name: str) -> int:
-        """Return the number of a parameter's group, counted from 1: the first that matches its name; 0 if none does."""
-        return next((number for number, group in enumerate(self.groups, 1) if matches(name, group.match)), 0)
-
-
-class ScheduleTable(Table):
-    """The learning-rate schedule: a linear rise for `warmup_steps`, then constant, or down to `final_ratio`."""
-
-    name: str = "constant"
-    """Shape after warm-up: `constant`, `linear`, `cosine`, `polynomial`, `wsd`, or `module:function` of (step, steps) -> factor."""
-    warmup_steps: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
-    """Number of steps of linear rise."""
-    final_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Learning rate at the last step, as a fraction of the peak."""
-    power: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
-    """`polynomial` only: the power to which the fraction of the decay that is left is raised."""
-    decay_steps: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
-    """`wsd` only (warm-up, stable, decay): number of last steps in which the learning rate falls, linearly."""
-
-    @model_validator(mode="after")
-    def _keys_have_an_effect(self) -> ScheduleTable:
-        if self.name not in SCHEDULES and ":" not in self.name:
-            hint = did_you_mean(self.name, SCHEDULES)
-            raise ValueError(
-                f"name = {short_repr(self.name)} is none of {', '.join(SCHEDULES)}{hint}, nor module:function"
-            )
-        if self.power != 1.0 and self.name != "polynomial":
-            raise ValueError(f'power = {self.power} is that of name = "polynomial", and name is {self.name!r}')
-        if bool(self.decay_steps) != (self.name == "wsd"):
-            raise ValueError(
-                f'decay_steps = {self.decay_steps} with name = {self.name!r}: name = "wsd" takes a positive number of last '
-                "steps, and the others take none"
-            )
-        return self
 
 
 class NumericsTable(Table):

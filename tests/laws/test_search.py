@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from samestep.hardware import Hardware, load
 from samestep.job import Job
-from samestep.job_tables import OptimizerTable
 from samestep.layout import Layout, Recompute
 from samestep.models.presets import preset
 from samestep.models.spec import ModelSpec
+from samestep.optimizer_tables import OptimizerTable
 from samestep.planning import candidates, ranking, search
 from samestep.planning.bounds.layer_costs import Prices
 from samestep.planning.bounds.least_memory import Needs

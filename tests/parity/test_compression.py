@@ -13,7 +13,7 @@ import torch
 
 from samestep.datasets import batches
 from samestep.job import Job
-from samestep.job_tables import OptimizerTable
+from samestep.optimizer_tables import OptimizerTable
 from samestep.runtime.checkpoints import checkpoint, manifests
 from tests.covering import daily
 from tests.laboratory import (

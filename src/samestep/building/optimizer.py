@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from samestep.building.imported import import_function
 from samestep.errors import JobError, did_you_mean, failures_of
 from samestep.job import Job
-from samestep.job_tables import OptimizerTable, matches
+from samestep.optimizer_tables import OptimizerTable, matches
 
 
 class CombinedOptimizer(Optimizer):

@@ -36,8 +36,9 @@ from samestep.datasets import Dataset, example_of, open_dataset
 from samestep.errors import InputError, JobError, ModelError, WorkerError
 from samestep.examination.examine import Loss, Source, with_new_blueprint
 from samestep.job import Job
-from samestep.job_tables import RunTable, ScheduleTable
+from samestep.job_tables import RunTable
 from samestep.layout import Layout
+from samestep.optimizer_tables import ScheduleTable
 from samestep.output import temporary_folder
 from samestep.output.byte_sizes import readable
 from samestep.planning import legality
