@@ -19,7 +19,7 @@ class Parser(ArgumentParser):
     _given: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments, and exit with status 2 at an unknown one: only here are the verb's own flags known."""
+        """Parse the arguments, and exit with status 2 at an unknown one, since the flags of the verb are known by now."""
         self._given = list(sys.argv[1:] if args is None else args)
         words, unknown = super().parse_known_args(args, namespace)
         if unknown:

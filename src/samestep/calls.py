@@ -1,4 +1,4 @@
-"""What a person's own call of a public function gives: arguments of another kind are refused in one line, with what works."""
+"""Checks of the arguments with which a user calls a public function: one of a wrong type is refused in one line, with what works."""
 
 from __future__ import annotations
 

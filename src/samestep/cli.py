@@ -157,7 +157,7 @@ def _train(words: Namespace) -> int:
 
 
 def _rendezvous(words: Namespace) -> Rendezvous | None:
-    """Return where this host meets the others of a run, or None where it is alone."""
+    """Return the rendezvous of the hosts of a run; None if this host runs alone."""
     given = {"--nodes": words.nodes, "--rendezvous": words.rendezvous, "--token-file": words.token_file}
     missing = [flag for flag, value in given.items() if value is None]
     if len(missing) == len(given):
@@ -385,7 +385,7 @@ def _visible(text: object) -> str:
 
 
 def _say_warning(message: Warning | str, category: Any, *_: Any, **__: Any) -> None:
-    """Print our own warnings as one line, and none of other categories, which libraries address to developers."""
+    """Print the warnings of samestep as one line, and none of other categories, which libraries address to developers."""
     if category is UserWarning:
         print(f"samestep: warning: {_visible(message)}", file=sys.stderr)
 

@@ -106,7 +106,7 @@ class OutOfMemoryError(RunError):
 
 
 def to_words(error: SamestepError) -> tuple[str, tuple[str, ...]]:
-    """Return the name of an error's class, one of those here, and what it is made of, as words that can be sent."""
+    """Return the name of an error's class, one of those here, and its arguments, as words that can be sent."""
     kind = next(one for one in type(error).__mro__ if one.__module__ == __name__)
     given = (error.reason, error.waiver) if isinstance(error, UnprovenError) else (str(error),)
     return kind.__name__, given
@@ -146,7 +146,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 @contextmanager
 def failures_of(what: str, error: type[InputError]) -> Iterator[None]:
-    """Turn an exception of the user's own code into an error that says what failed, how, and in which line of theirs.
+    """Turn an exception of the user's code into an error that says what failed, how, and in which line of that code.
 
     Raises:
         error: the code in the context raised an exception that is none of ours.

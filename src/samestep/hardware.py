@@ -216,7 +216,7 @@ def of_device(device_name: str) -> Hardware | None:
 
 
 def resolve_hardware(given: Hardware | str | Path | None) -> Hardware:
-    """Return a profile given as it is, by its name or by its file; without one this machine's own, or cpu-laptop.
+    """Return a profile, given as an object, a name or a file; by default the one measured on this machine, else cpu-laptop.
 
     Raises:
         InputError: there is no such profile or file, or it has mistakes; each is named.

@@ -141,7 +141,7 @@ class Layout:
 
     @property
     def borrows_data_ranks(self) -> bool:
-        """Whether an axis without ranks of its own divides those of the innermost data axis."""
+        """Whether an axis such as `ep`, which adds no ranks, divides those of the innermost data axis."""
         return self.ep > 1
 
     @property

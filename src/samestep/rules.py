@@ -47,7 +47,7 @@ def _has_source(job: Tables, *kinds: str) -> bool:
 
 
 def _labels_own_data(job: Tables) -> bool:
-    """Return whether a dataset of the user's own gives the labels of a model of transformers that predicts the next token."""
+    """Return whether the user's dataset gives the labels of a model of transformers that predicts the next token."""
     model = job.get("model", {})
     is_causal = str(model.get("source", "")).startswith("hf:") and model.get("task", "causal") in (
         "causal",

@@ -226,7 +226,7 @@ def _measure_copy_bytes_per_s(place: RankInfo) -> float:
 
 
 def _kernel_s(tiny: Callable[[], None], device: torch.device) -> float:
-    """Return the seconds of the shortest kernel in a row of them, queued behind a long product so that the host is ahead."""
+    """Return the seconds of the shortest kernel in a row of them, queued after a long product so that the host is ahead."""
     a = torch.ones(FULL_QUEUE_EDGE, FULL_QUEUE_EDGE, device=device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     found: list[float] = []

@@ -107,7 +107,7 @@ class StepTimes:
 
 
 def step_times(job: Job, layouts: Sequence[Layout]) -> StepTimes:
-    """Run layouts on this machine, one after the other, and refit the machine's own profile to their step times.
+    """Run layouts on this machine, one after the other, and refit its profile to their step times.
 
     A layout that the job's optimizer does not support is left out.
 

@@ -1,4 +1,4 @@
-"""The shape of a preset with low-rank adapters beside its linear layers, and all other weights frozen.
+"""The shape of a preset with low-rank adapters on its linear layers, and all other weights frozen.
 
     y = W x + (alpha / r) B A x        A [r, in], B [out, r] are trained; W [out, in] is not, and may be held in 4 bits
 
@@ -22,7 +22,7 @@ _OWN_NAMES = {"c_attn": ("qkv",), "query_key_value": ("qkv",), "c_fc": ("up_proj
 
 
 def add_adapters(model: ModelSpec, lora: LoraTable) -> ModelSpec:
-    """Return the shape of a model of linear layers in blocks, with adapters beside those that `lora` names.
+    """Return the shape of a model of linear layers in blocks, with adapters on those that `lora` names.
 
     Raises:
         ModelError: it has no linear layer of a name.

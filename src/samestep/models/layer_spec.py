@@ -63,7 +63,7 @@ class Product:
 
     @property
     def attended_part(self) -> float:
-        """Part of the FLOPs that is computed: a causal kernel skips what lies ahead, and other documents."""
+        """Fraction of the FLOPs that is computed: a causal kernel skips later tokens, and those of other documents."""
         return self.within / 2 if self.factors == "causal" else 1.0
 
     def cut_by(self, degree: int) -> Product:
@@ -331,7 +331,7 @@ class LayerSpec:
 
     @property
     def backward_flops(self) -> int:
-        """FLOPs of one sample's backward: gradients of inputs and of weights that are not frozen, logits made once more."""
+        """FLOPs of one sample's backward: gradients of inputs and of trained weights, and logits that are computed again."""
         if not self.has_backward:
             return 0
         frozen = sum(product.flops for product in self.products if product.factors == "frozen")
@@ -367,7 +367,7 @@ class LayerSpec:
         )
 
     def separable_products(self, paths: Collection[str]) -> tuple[Product, ...]:
-        """Return the products of these modules whose weights' gradients can come apart from those of their inputs."""
+        """Return the products of these modules whose weight gradients can be computed separately from their input gradients."""
         return tuple(
             product
             for product in self.products

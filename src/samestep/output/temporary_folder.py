@@ -32,7 +32,7 @@ def make() -> Path:
 
 
 def compiler_cache() -> dict[str, str]:
-    """Return the variable that names the folder of torch's compiler, below this user's own cache; empty without a home.
+    """Return the variable that names the folder of torch's compiler, inside this user's cache; empty without a home.
 
     By default torch takes one with a known name in the system's folder for temporary files, where another user may make it first.
     """
@@ -43,7 +43,7 @@ def compiler_cache() -> dict[str, str]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder that this process has made, and what is in it."""
+    """Remove a folder that this process has created, with its contents."""
     shutil.rmtree(folder, ignore_errors=True)
     if (lock := _locks.pop(folder, None)) is not None:
         os.close(lock)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def align_columns(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """Return the rows as lines with columns two blanks apart, aligned left for the indices in `left` and right otherwise."""
+    """Return the rows as lines of columns with two blanks between them, aligned left for the indices in `left`, else right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(

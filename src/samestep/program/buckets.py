@@ -81,7 +81,7 @@ class Bucket:
         return self.holding.num_shards == 1 or self.holding.data_axis != made.axis
 
     def parts_at(self, index: int) -> Iterator[tuple[Member, int]]:
-        """Yield each member, with how many of its elements lie in a chunk of those that ZeRO divides the buffer into."""
+        """Yield each member, with the number of its elements in a chunk of those that ZeRO divides the buffer into."""
         size = self.padded_numel // self.holding.num_shards
         first, last = index * size, (index + 1) * size
         for member in self.members:
@@ -172,8 +172,11 @@ def _full_numel(step: StepSpec, param: ParamSpec, *, is_late: bool) -> int:
 
 
 def is_late(step: StepSpec, param: ParamSpec, chunks: tuple[range, ...]) -> bool:
-    """Return whether a weight's gradient is reduced behind the step's last backward: other stages or chunks use it too, it
-    is summed over other axes before it is encoded, or it had none in the trace, so that none is waited for."""
+    """Return whether a weight's gradient is reduced after the last backward of the step.
+
+    So it is where other stages or chunks use the weight too, where the gradient is summed over other axes before it is encoded, and
+    where the trace had none, so that none is waited for.
+    """
     holding, made = step.holding(param), step.contributions
     # What is encoded has been summed before over the ranks that work on the same contribution.
     sums_first = made is not None and bool(holding.partial_over or made.inside)
@@ -234,7 +237,7 @@ def _matrices(step: StepSpec, params: Sequence[ParamSpec], members: Sequence[Mem
 
 
 def _shape_of_factors(step: StepSpec, param: ParamSpec) -> tuple[int, ...]:
-    """Return a key by which matrices of one shape, whose products are one operation, lie side by side, and all else behind."""
+    """Return a key that sorts matrices of one shape, whose products are one operation, next to each other, and all else last."""
     return (0, *param.shape) if step.is_factored(param) else (1,)
 
 

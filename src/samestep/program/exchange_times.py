@@ -1,15 +1,15 @@
-"""Exchange times: behind which steps replicas that are trained apart exchange which part of their weights. No torch.
+"""Exchange times: after which steps independently trained replicas exchange which part of their weights. No torch.
 
-The weights are P parts (`numerics.exchange_parts`), each exchanged once in H steps (`numerics.exchange_every`) at a time of its
-own, and the sum of an exchange is used D steps behind its start (`numerics.exchange_delay`), which hide it:
+The weights are P parts (`numerics.exchange_parts`), each exchanged once in H steps (`numerics.exchange_every`), no two after the same
+step, and the sum of an exchange is used D steps after its start (`numerics.exchange_delay`), which hide it:
 
-    H = 6, P = 2, D = 2     behind step   1   2   3   4   5   6   7   8   9   10  ...
+    H = 6, P = 2, D = 2      after step   1   2   3   4   5   6   7   8   9   10  ...
     part 0                                        start   .   end             start     start = 3 mod 6
     part 1                                                    start   .   end           start = 6 mod 6
 
-What is sent by two collectives, the second of which needs the sum of the first, goes on D // 2 steps behind the start, so
-that steps hide both. An exchange ends before the next part's begins, so one buffer is under way at a time. Behind the last step
-of the job the exchange under way ends, and then every part is exchanged at once.
+Where an exchange has two collectives, and the second needs the sum of the first, the second is issued D // 2 steps after the start,
+so that steps hide both. An exchange ends before the next part's begins, so one buffer is in flight at a time. After the last step
+of the job the exchange in flight ends, and then every part is exchanged at once.
 
 A part holds every P-th of the model's layers that have trained weights, in the order of the forward: what parts hold is spread
 over the depth of the model (Douillard et al. 2025, arXiv:2501.18512, section 2.2, who found strides no worse than runs).
@@ -28,10 +28,10 @@ or of fewer ranks, each of which makes several, one after the other.
     rank 0   samples of G_0                G_0, G_1                        half of G_0, summed with rank 1
     rank 1             G_1                 G_2, G_3                        half of G_0
 
-With `numerics.exchange_every = H` the R parts are replicas that are trained apart: G_r is what the weights of replica r
-have moved by in H steps with an optimizer of its own, D moves the weights that all replicas then go on with.
+With `numerics.exchange_every = H` the R parts are replicas that are trained independently: G_r is the move of replica r's weights
+in H steps of its optimizer, and D moves the weights with which all replicas then continue.
 
-Layouts with one R differ where a sum lies between two codes and is rounded another way: by one quantisation step.
+Layouts with one R differ where a sum falls between two codes and is rounded another way: by one quantisation step.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from samestep.program.ranks import BESIDE
 
 
 class Phase(StrEnum):
-    """A phase of an exchange, which is carried out behind a step."""
+    """A phase of an exchange, which is carried out after a step."""
 
     START = "start"
-    """Replicas write down what their weights have moved by, and the first collective is issued."""
+    """Replicas encode the moves of their weights, and the first collective is issued."""
     SUM = "sum"
     """The first collective is waited for, and the second one issued, if there are two."""
     END = "end"
-    """The outer step is taken, and replicas go on with its weights."""
+    """The outer step is taken, and replicas continue with its weights."""
 
 
 class ExchangeEvent(NamedTuple):
@@ -82,7 +82,7 @@ class ExchangeTimes:
         return cls(numerics.exchange_every, numerics.exchange_parts, numerics.exchange_delay, steps)
 
     def behind(self, step: int) -> tuple[ExchangeEvent, ...]:
-        """Return what is done behind a step, counted from 1, in order."""
+        """Return the events after step `step` (from 1), in order."""
         before = [part for part in range(self.parts) if self._last_start(part, step - 1) + self.delay >= step]
         if step == self.last:
             ended = [event for part in before for event in self._events(part, step, rest=True)]
@@ -93,7 +93,7 @@ class ExchangeTimes:
         return (*found, *started) if self.delay else at_once(starting)
 
     def _events(self, part: int, step: int, rest: bool = False) -> Iterable[ExchangeEvent]:
-        """Yield the phases behind a step of an exchange that is under way, or all that are left of it."""
+        """Yield the phases, after a step, of an exchange in flight, or all that are left of it."""
         age = step - self._last_start(part, step - 1)
         is_last = rest or age == self.delay
         if age == max(1, self.delay // 2) or (rest and age < max(1, self.delay // 2)):
@@ -102,14 +102,14 @@ class ExchangeTimes:
             yield ExchangeEvent(Phase.END, part)
 
     def _last_start(self, part: int, step: int) -> int:
-        """Return the last step up to a given one behind which a part's exchange starts; far below 0 if none does."""
+        """Return the last step, up to `step`, after which a part's exchange starts; far below 0 if there is none."""
         offset = (part + 1) * self.every // self.parts
         start = step - (step - offset) % self.every
         return start if start > 0 else -self.every - self.delay
 
 
 def at_once(parts: Iterable[int]) -> tuple[ExchangeEvent, ...]:
-    """Return all phases of the exchange of some parts, behind one step."""
+    """Return all phases of the exchange of some parts, after a single step."""
     found = [*parts]
     return tuple(ExchangeEvent(phase, part) for phase in Phase for part in found)
 

@@ -78,7 +78,7 @@ class Program:
         return replace(self, bodies=bodies, **changes)
 
     def ending_with(self, events: Sequence[ExchangeEvent]) -> Program:
-        """Return the program of a step behind which phases of exchanges follow."""
+        """Return the program of a step, with the collectives of `events` issued after its update."""
         return replace(self, bodies={**self.bodies, UPDATE_BODY: self._update_with(events)})
 
     def _update_with(self, events: Sequence[ExchangeEvent]) -> Ops:
@@ -86,8 +86,10 @@ class Program:
         return (*self.bodies[UPDATE_BODY], *sent)
 
     def hiding(self, part: int | None) -> Program:
-        """Return the program of the step behind which a part's exchange starts and of those up to its end, one after the
-        other; of as many steps without an exchange if the part is None."""
+        """Return the program of the steps that hide an exchange: the step after which it starts, up to the step after which it ends.
+
+        If `part` is None, the program is that of as many steps without an exchange.
+        """
         times = ExchangeTimes(every=self.step.exchange_delay + 2, parts=1, delay=self.step.exchange_delay, last=0)
         bodies, tasks = dict(self.bodies), list[Task]()
         for index in range(times.delay + 1):
@@ -100,8 +102,11 @@ class Program:
         return replace(self, bodies=bodies, tasks=tuple(tasks))
 
     def amid_steps(self) -> Program:
-        """Return the program as it runs between other steps: the weights that zero=1 gathers behind the update of the step
-        before arrive beside the first forwards, each layer's before it begins."""
+        """Return the program as it runs between other steps.
+
+        The weights that zero=1 gathers after the update of the step before arrive while the first forwards run, each layer's
+        before its forward begins.
+        """
         names = {f"{OpKind.ALL_GATHER}:{bucket.name}" for bucket in self.buckets}
         late = [op for op in self.bodies[UPDATE_BODY] if op.name in names and f"{OpKind.UPDATE}:optimizer" in op.after]
         if not late or self.step.trains_apart:

@@ -62,7 +62,7 @@ class SampleGroups:
 
     @cached_property
     def spans_ranks(self) -> bool:
-        """Whether the samples of a group may lie on several ranks."""
+        """Whether the samples of a group may be spread over several ranks."""
         return self.shares.num_ranks > 1 and not (self._each and self._each % self.size == 0)
 
     @cached_property

@@ -207,22 +207,22 @@ class StepSpec:
 
     @property
     def trains_apart(self) -> bool:
-        """Whether replicas take steps of their own between two exchanges."""
+        """Whether replicas are trained independently between two exchanges."""
         return self.exchange_every > 1
 
     @property
     def num_scalars(self) -> int:
-        """The number of scalars that all ranks sum at the end of a step; replicas that are trained apart have some of their own."""
+        """The number of scalars that all ranks sum at the end of a step; independently trained replicas add some for each replica."""
         own = self.replicas if self.trains_apart else 1
         return own * (len(REPLICA_SCALARS) + len(self.unsure)) + len(STEP_SCALARS) - len(REPLICA_SCALARS)
 
     @property
     def replicas_each(self) -> int:
-        """The number of replicas that a rank trains one after the other, each with weights and states of its own."""
+        """The number of replicas that a rank trains one after the other, each with separate weights and states."""
         return self.contributions.each if self.trains_apart and self.contributions is not None else 1
 
     def exchange_part(self, name: str) -> int:
-        """Return the part of the weights that a weight is exchanged with, where replicas are trained apart."""
+        """Return the index of the part with which a weight is exchanged, where replicas are trained independently."""
         return self.exchange_parts.get(name, 0)
 
     def gradient_block(self, param: ParamSpec) -> int:
@@ -258,7 +258,7 @@ class StepSpec:
 
     @property
     def master_copy_bytes(self) -> int:
-        """Bytes of what is held, beside a weight of another dtype, for one element of its master."""
+        """Bytes that one element of a master adds to a weight of another dtype."""
         return 2 if self.splits_masters else BYTES_OF[self.master_dtype]
 
     def state_bytes(self, param: ParamSpec, numel: int) -> int:
@@ -269,7 +269,7 @@ class StepSpec:
         return numel + numel // block * SCALE_BYTES if block else numel * BYTES_OF[self.master_dtype]
 
     def num_states(self, param: ParamSpec, states_per_param: int) -> int:
-        """Return the number of a weight's states: `states_per_param`, unless its group has an optimizer of its own."""
+        """Return the number of a weight's states: `states_per_param`, unless its group has another optimizer."""
         return self.own_states.get(param.name, states_per_param)
 
     def least_states(self, states_per_param: int) -> int:
@@ -283,7 +283,7 @@ class StepSpec:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the gradients of weights are tasks of their own."""
+        """Whether the schedule computes weight gradients in separate tasks."""
         return self.layout.pp > 1 and SCHEDULES[self.layout.schedule].splits_backward
 
     @property

@@ -89,7 +89,7 @@ def by_layer(units: Iterable[Unit], layer_of: Callable[[Unit], int]) -> dict[int
 
 
 def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
-    """Group the weights into units: each layer's own, and each set of modules that share a weight.
+    """Group the weights into units: one for each layer, and one for each set of modules that share a weight.
 
     In the order of the module tree, in which what is left over at the end of a backward is reduced. What no layer owns,
     or code outside its layer reads, is gathered with the root, and so is what lies in one module with it; a weight without
@@ -135,10 +135,9 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
 
 
 def _weights_gathered_with_root(step: StepSpec) -> set[str]:
-    """Return the names of weights that are gathered with the root: those that its code reads, under their own name or
-    another, and those that cannot be gathered at another time.
+    """Return the names of weights that are gathered with the root.
 
-    One module's weights are gathered at one time, and a weight that modules share with all of them.
+    These are the weights that the root's code reads, under any of their names, and those that cannot be gathered at another time. One module's weights are gathered at one time, and a weight that modules share with all of them.
     """
     tops = [root for layer in step.model.layers for root in layer.modules if root]
     places = {
@@ -186,7 +185,7 @@ def _moves_with_layer(step: StepSpec, layer: int) -> bool:
 
 
 def _owners(step: StepSpec, param: ParamSpec) -> tuple[str, ...]:
-    """Return the modules that own a weight; of one tied across stages, those that this stage calls, or else the root."""
+    """Return the modules that hold a weight; of one tied across stages, those that this stage calls, or else the root."""
     if step.holding(param).tied_over:
         return tuple(dict.fromkeys(use.owner for use in param.uses if use.owner)) or ("",)
     return tuple(dict.fromkeys(name.rpartition(".")[0] for name in (param.name, *param.aliases)))

@@ -26,7 +26,7 @@ UPDATED_WHOLE = ("adafactor", "muon")
 
 
 def states_per_param(job: Job) -> int:
-    """Return how many tensors of a matrix's own shape the optimizer keeps; 2, as Adam's, of a function of the user's.
+    """Return the number of tensors of a matrix's shape that the optimizer keeps; 2, as Adam's, for a function of the user.
 
     Raises:
         JobError: torch.optim has no such class, or none that can be used.
@@ -35,7 +35,7 @@ def states_per_param(job: Job) -> int:
 
 
 def own_states(model: ModelSpec, job: Job) -> dict[str, int]:
-    """Return that number for each trained weight whose group in the job names a class, or options, of its own.
+    """Return that number for each trained weight whose group in the job names another class, or options.
 
     Raises:
         JobError: torch.optim has no such class, or none that can be used.

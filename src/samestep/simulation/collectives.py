@@ -104,7 +104,7 @@ def _exchange_s(size_bytes: int, group: GroupShape, hardware: Hardware) -> float
 
 
 def _link(group: GroupShape, kind: OpKind, hardware: Hardware) -> Link:
-    """Return the link of a ring over the group, in which every rank of a node adds its own port to the network."""
+    """Return the link of a ring over the group, in which every rank of a node adds one port to the network."""
     near = hardware.intra.among(group.inside)
     if kind is OpKind.ALL_REDUCE and near.all_reduce_bytes_per_s and group.inside > IN_SWITCH:
         near = replace(near, bytes_per_s=near.all_reduce_bytes_per_s)

@@ -31,7 +31,7 @@ class Saved(NamedTuple):
 
 
 def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
-    """Return what a layer keeps and works on for a micro-batch; the loss stands behind the last one."""
+    """Return the bytes that a layer saves and works on for a micro-batch; the last layer's include the loss."""
     one = step.microbatch_samples * BYTES_OF[step.compute_dtype]
     whole = layer.saved_elements + layer.saved_norm_elements * step.is_mixed
     recompute = step.layout.recompute if layer.is_block and layer.has_backward else "none"
@@ -46,7 +46,7 @@ def saved_bytes(step: StepSpec, layer: LayerSpec) -> Saved:
 
 
 def _of_loss(step: StepSpec, layer: LayerSpec) -> dict[str, int]:
-    """Return what the loss behind a layer keeps and works on."""
+    """Return the bytes that the loss after a layer saves and works on."""
     samples, compute, master = step.microbatch_samples, BYTES_OF[step.compute_dtype], BYTES_OF[step.master_dtype]
     head, chunk = layer.head, step.layout.loss_chunk
     if head is None or chunk is None:

@@ -166,7 +166,7 @@ class _LiveBytes:
         return 0 if op.layer is None else self.sizes.unpacked[op.layer]
 
     def _look(self, op: Op, *, activations: int = 0, logits: int = 0, gradients: int = 0) -> None:
-        """Compare what is held now, and what the op works on beside it, with the peak so far."""
+        """Compare the bytes that are held now, plus the op's working memory, with the peak so far."""
         live = self.buffer_bytes
         found = live["gradients"] + gradients, self.activations + activations, self.logits + logits, live["buffers"]
         if sum(found) > self.peak.total:
@@ -185,7 +185,7 @@ class _LiveBytes:
 
 
 def _unpacked_bytes(step: StepSpec, layer: int) -> int:
-    """Return the bytes in which the values of a layer's largest weight in 4 bits are made, beside what it is held in."""
+    """Return the bytes of the unpacked values of a layer's largest 4-bit weight, which come on top of its packed bytes."""
     numel = max((param.numel for param in step.model.params_of(layer) if param.held_as), default=0)
     # In float32, beside the index of each pair of codes, or what they are cast to.
     return numel * (4 + (2 if step.compute_dtype == "float32" else BYTES_OF[step.compute_dtype]))

@@ -140,7 +140,7 @@ def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> Memor
 
 
 def _state_bytes(program: Program, states_per_param: int, rank: int) -> int:
-    """Return the bytes of the optimizer's states of the pieces that a rank updates, and of the averages beside them."""
+    """Return the bytes of the optimizer's states of the pieces that a rank updates, with those of their averages."""
     step = program.step
     average = step.averages_weights * BYTES_OF[step.master_dtype]
     return sum(
@@ -195,7 +195,7 @@ class _Updated(NamedTuple):
 
 
 def _copy_bytes(step: StepSpec, piece: _Updated) -> int:
-    """Return the bytes of a master beside its weight; what stands on the host has masters of its own there."""
+    """Return the bytes that masters add to their weights on the device; offloaded states have separate masters on the host."""
     if step.layout.offload or piece.is_own_copy:
         return piece.numel * BYTES_OF[step.master_dtype]
     return piece.numel * step.master_copy_bytes if piece.dtype != step.master_dtype else 0
@@ -221,7 +221,7 @@ def _updated_pieces(program: Program, rank: int) -> list[_Updated]:
 
 
 def _widened_bytes(program: Program, states_per_param: int, rank: int) -> int:
-    """Return the bytes that an update works on beside what is held: joined masters and wide states of some pieces."""
+    """Return the working memory of an update, in bytes: joined masters and widened states of some pieces."""
     step = program.step
     if step.layout.offload:
         return 0
@@ -372,7 +372,7 @@ def _table_bytes(step: StepSpec, embeds: str) -> int:
 
 
 def _whole(program: Program) -> tuple[int, int]:
-    """Return the bytes of weights and gradients under zero=0: padded where they lie in buckets."""
+    """Return the bytes of weights and gradients under zero=0, padded where they are in buckets."""
     step = program.step
     weights = _weight_bytes(step, trainable=False)
     numel = sum(b.padded_numel for b in program.buckets) or sum(param.numel for param in _trainable(step))
@@ -380,7 +380,7 @@ def _whole(program: Program) -> tuple[int, int]:
 
 
 def _in_buckets(program: Program) -> tuple[int, int]:
-    """Return the bytes of weights and gradients under zero=1: whole, padded; frozen weights lie in no bucket."""
+    """Return the bytes of weights and gradients under zero=1: whole, and padded; frozen weights are in no bucket."""
     step = program.step
     frozen = _weight_bytes(step, trainable=False) - _weight_bytes(step, trainable=True)
     weights = frozen + sum(b.padded_numel * BYTES_OF[b.dtype] for b in program.buckets)

@@ -89,7 +89,7 @@ def programs_of(
     ranks_per_node: int | None = None,
     cuts_loss: bool | None = None,
 ) -> tuple[Program, ...]:
-    """Return the program of every pipeline stage, as `program_of` does, with their common part made once.
+    """Return the program of every pipeline stage, as `program_of` does, with their common part built once.
 
     Raises:
         LayoutError: a strategy refuses the layout.
@@ -158,7 +158,7 @@ def refusal_of(step: StepSpec) -> str | None:
 
 
 def _of_all_sizes(step: StepSpec, program_for: Callable[[StepSpec], Program]) -> Program:
-    """Return the program of a step, with bodies of their own for micro-batches that are smaller than the largest."""
+    """Return the program of a step, with separate bodies for micro-batches that are smaller than the largest."""
     program = program_for(step)
     sizes = step.microbatch_sizes
     others = {size: program_for(replace(step, samples=size)) for size in {*sizes} - {step.microbatch_samples}}

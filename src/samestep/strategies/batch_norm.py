@@ -85,7 +85,7 @@ def _misfit(step: StepSpec, groups: SampleGroups, path: str) -> str:
 
 
 def apply(program: Program) -> Program:
-    """Return the program with the gathers of statistics behind each layer's forward, and the sums in its backward."""
+    """Return the program with the gathers of statistics after each layer's forward, and the sums in its backward."""
     step = program.step
     groups = step.sample_groups
     if groups is None or step.layout.dp == 1:

@@ -24,7 +24,7 @@ from samestep.program.step import StepSpec
 
 
 def refusal(step: StepSpec) -> str | None:
-    """Return why the logits cannot be made in chunks with their loss."""
+    """Return why the logits and their loss cannot be computed in chunks."""
     chunk, model = step.layout.loss_chunk, step.model
     if chunk is None:
         return None

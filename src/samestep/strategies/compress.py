@@ -47,7 +47,7 @@ def refusal(step: StepSpec) -> str | None:
 
 
 def apply(program: Program) -> Program:
-    """Return the program with the exchange of the shards of units, behind all sums within a contribution."""
+    """Return the program with the exchange of the shards of units, after all sums within a contribution."""
     made = program.step.contributions
     if made is not None and made.ranks > 1 and program.step.trains_apart:
         axes = {**program.axes, made.sent_over: made.ranks}
@@ -180,7 +180,7 @@ def _refuse_cut_matrices(step: StepSpec, made: Contributions, name: str) -> Iter
 
 
 def _refuse_apart(step: StepSpec, made: Contributions) -> str | None:
-    """Return why replicas cannot be trained apart in a layout, and what works."""
+    """Return why replicas cannot be trained independently in a layout, and what works."""
     layout, model = step.layout, step.model
     layers = len({param.layer for param in model.params if param.trainable})
     if step.num_exchange_parts > layers:
@@ -212,7 +212,7 @@ def _refuse_apart(step: StepSpec, made: Contributions) -> str | None:
 
 
 def _together(step: StepSpec) -> str:
-    """Return what works where replicas cannot be trained apart: one model, whose gradients may be compressed."""
+    """Return what works where replicas cannot be trained independently: one model, whose gradients may be compressed."""
     alone = " with replicas=1" if step.codec == PLAIN else ""
     return f"exchange_every=1{alone} works"
 

@@ -102,7 +102,7 @@ def _refuse_number(model: ModelSpec, layout: Layout) -> str:
 
 @cache_by_model
 def _refuse_statistics(model: ModelSpec, pp: int) -> str | None:
-    """Return which module of several layers keeps statistics of its calls, which stages would keep apart."""
+    """Return the module of several layers that keeps statistics of its calls, of which each stage would see only some."""
     entered = {path for layer in model.layers for path, _ in layer.entered}
     kept = next((path for path in model.coupled_modules if path in entered), None)
     if kept is None:

@@ -94,7 +94,7 @@ def _following(ops: Ops, number: int) -> Iterator[Op]:
 
 
 def _sums_of(forward: Ops, layers: Sequence[LayerSpec]) -> dict[int, list[Op]]:
-    """Return the collectives within each layer's forward, not those around it, which the layer's own module owns."""
+    """Return the collectives inside each layer's forward, without those at its boundary, which belong to the layer's module."""
     found: dict[int, list[Op]] = {}
     layer: int | None = None
     for op in forward:

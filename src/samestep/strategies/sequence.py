@@ -1,4 +1,4 @@
-"""Sequence parallelism: between the tensor-cut parts of a block, each rank of `tp` works on its own tokens only.
+"""Sequence parallelism: between the tensor-parallel parts of a block, each rank of `tp` works on a part of the tokens.
 
 Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2. Norms, dropouts and residual sums work on single tokens; under
 tp alone every rank of `tp` computes them for all tokens and keeps their activations. With sequence parallelism a rank
@@ -141,7 +141,7 @@ def _cut_block(layer: LayerSpec, degree: int, is_last: bool) -> LayerSpec:
 
 
 def _with_boundaries(key: BodyKey, ops: Ops, step: StepSpec) -> Iterator[Op]:
-    """Yield the ops of a body with the collectives of the boundaries instead of the blocks' own."""
+    """Yield the ops of a body with the collectives of the boundaries instead of those of the blocks."""
     if not (is_forward(key) or is_backward(key)):
         yield from ops
         return

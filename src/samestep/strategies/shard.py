@@ -62,7 +62,7 @@ def refusal(step: StepSpec) -> str | None:
 
 
 def _refuse_own_code(step: StepSpec) -> str | None:
-    """Refuse weights that the model's own code reads where a stage of a pipeline does not gather them once a forward."""
+    """Refuse weights that the root's code reads where a stage of a pipeline does not gather them once a forward."""
     blocks = [path for layer in step.model.layers if layer.is_block for path in layer.modules]
     for param in step.model.params:
         if param.name not in read_by_own_code(step.model):
@@ -85,7 +85,7 @@ def _refuse_own_code(step: StepSpec) -> str | None:
 
 
 def _refuse_again(step: StepSpec) -> str | None:
-    """Refuse weights that a rank may use in several virtual stages, whose forwards and backwards gather them apart."""
+    """Refuse weights that a rank may use in several virtual stages, each of which gathers them separately."""
     blocks = [index for index, layer in enumerate(step.model.layers) if layer.is_block]
     for param in step.model.params:  # the first and the last virtual stage are on different ranks
         if any(blocks[0] < use.layer < blocks[-1] for use in param.uses):
@@ -98,7 +98,7 @@ def _refuse_again(step: StepSpec) -> str | None:
 
 @cache_by_model
 def _refuse_weights(model: ModelSpec) -> str | None:
-    """Refuse weights that FSDP2 cannot cut, or gather apart from others."""
+    """Refuse weights that FSDP2 cannot shard, or cannot gather separately from others."""
     for param in model.params:
         if param.sparse_gradient and param.trainable:
             return (
@@ -171,7 +171,7 @@ def _gather_in_forward(ops: Ops, units: tuple[Unit, ...]) -> Iterator[Op]:
 
 
 def _scatter_in_backward(ops: Ops, step: StepSpec, units: tuple[Unit, ...], *, reduces: bool) -> Iterator[Op]:
-    """Gather each unit before its backward, with the unit that this prefetches, and scatter its gradient behind it.
+    """Gather each unit before its backward, with the unit that this prefetches, and reduce_scatter its gradient after it.
 
     A unit whose input takes no gradient is scattered at the very end.
     """
