@@ -122,7 +122,7 @@ class Hardware:
     efficiency_by_shortest_side: Mapping[str, Mapping[Annotated[int, Field(ge=1)], Fraction]] = field(
         default_factory=dict
     )
-    """By dtype: fraction of the best product's rate by the length of the shortest side, interpolated linearly."""
+    """For each dtype: fraction of the best product's rate by the length of the shortest side, interpolated linearly."""
     memory_efficiency: Fraction = 1.0
     """Fraction of `memory_bytes_per_s` that an elementwise kernel reaches."""
     kernel_s: NonNegative = 0.0
@@ -130,7 +130,7 @@ class Hardware:
     kernel_launch_s: NonNegative = 0.0
     """Seconds in which the host launches one operation."""
     host_step_s: NonNegative = 0.0
-    """Seconds of the host's own work once a step."""
+    """Seconds of work of the host once a step."""
     fsdp_unit_s: NonNegative = 0.0
     """Seconds of the code around one gather or scatter of zero=2 and 3, where host and device are one."""
     contention: Annotated[float, Field(ge=1.0)] = 1.0

@@ -36,7 +36,7 @@ Turns = Literal["all", "last", "each"]
 Convention = Literal["aligned", "next"]
 """The token that the label at a place stands for: the one at that place, or the next one."""
 Waiver = Literal["samples", "loss", "random", "state", "optimizer", "data", "build", "resume"]
-"""What a refusal is about: samples that influence each other, the loss as a sum over samples, random numbers, state that a
+"""The subject of a refusal: samples that influence each other, the loss as a sum over samples, random numbers, state that a
 forward writes, the rule of the optimizer, the data set, the values that a build gives, what a checkpoint holds."""
 
 
@@ -100,9 +100,9 @@ class LoraTable(Table):
     r: Annotated[int, Field(ge=1, le=2**20)] = 8
     """Rank of the adapters."""
     alpha: Annotated[float, Field(gt=0.0, le=MOST_SCALE)] = 16.0
-    """What an adapter computes is multiplied by alpha / r."""
+    """The output of an adapter is multiplied by alpha / r."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Rate of dropout of what an adapter is given."""
+    """Dropout rate of the input of an adapter."""
     modules_to_save: tuple[str, ...] = ()
     """Names of modules that are trained whole and saved with the adapters, such as `lm_head`."""
     base: Literal["full", "nf4"] = "full"
@@ -118,9 +118,9 @@ class ModelTable(Table):
     config: dict[str, Any] = {}
     """Fields of the family's, the folder's or the preset's configuration to override, or keyword arguments of the function."""
     task: Task = "causal"
-    """Of `hf:`, what the model is for: `causal`, `masked`, `seq2seq`, `image`, `speech` or `vision-language`."""
+    """For `hf:`, the task of the model: `causal`, `masked`, `seq2seq`, `image`, `speech` or `vision-language`."""
     resize_embeddings: int | str | None = None
-    """Of a folder, the number of tokens that its embedding and its head are given: a number, `tokenizer` for at least those of
+    """For a folder, the number of tokens of its embedding and its head: a number, `tokenizer` for at least those of
     `data.tokenizer`, or `tokenizer:64` for the next multiple of 64. New entries are drawn as in a new model."""
     freeze: tuple[str, ...] = ()
     """Patterns (`model.embed_tokens.*`, `*norm*`) of the names of parameters that are not trained."""
@@ -186,7 +186,7 @@ class DataTable(Table):
     text_field: str = "text"
     """Field of a JSON line or of a dataset row that holds the text; `doc.text` is one within another."""
     turns: Turns = "all"
-    """Replies of a conversation that are learned: `all` in one document, `each` in one of its own, written up to it, or the `last` alone."""
+    """Replies of a conversation that are learned: `all` in one document, `each` in a separate document that ends with it, or only the `last`."""
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """Type of the numbers in a file of tokens."""
     image_size: Annotated[int, Field(ge=1, le=2**14)] = 224
@@ -270,21 +270,21 @@ class NumericsTable(Table):
     deterministic: bool = False
     """Whether only kernels run that give the same bits each time; an operation that has none is refused by its name."""
     optimizer_states: OptimizerStates = "float32"
-    """Precision in which the states of torch's own optimizers are held: bf16 rounds at random, 8bit has scales by block."""
+    """Precision in which the states of torch's optimizers are held: bf16 rounds at random, 8bit has scales by block."""
     compression: Compression = "none"
-    """How gradients are written down where `replicas` are summed: as they are, in half precision, in scaled blocks (int8, int4),
+    """Encoding of gradients where `replicas` are summed: as they are, in half precision, in scaled blocks (int8, int4),
     the largest sixteenth of each block alone (topk), or each matrix as a product of two narrow ones (powersgd)."""
     compression_rank: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 4
     """With `compression = "powersgd"`: the rank to which the sum of each matrix is reduced."""
     replicas: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     """With `compression` or `exchange_every`: the number of equal parts of the global batch, the gradient of each summed in full."""
     exchange_every: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 1
-    """Above 1 each replica takes so many steps on weights and optimizer states of its own, clipped by its own norm, and then
+    """Above 1 each replica takes that many steps on separate weights and optimizer states, clipped by its norm, and then
     the moves of all replicas are averaged (local SGD, DiLoCo); held-out losses are those of the averaged weights."""
     outer_lr: Annotated[float, Field(gt=0.0, le=MOST_SCALE)] = 0.7
     """With `exchange_every`: the learning rate of the averaged moves; 1 with `outer_momentum = 0` averages weights (local SGD)."""
     outer_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    """With `exchange_every`: the Nesterov momentum of the averaged moves (DiLoCo's paper has 0.9, for hundreds of steps apart)."""
+    """With `exchange_every`: the Nesterov momentum of the averaged moves (DiLoCo's paper has 0.9, for exchanges every few hundred steps)."""
     exchange_parts: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 1
     """With `exchange_every`: the number of parts of the weights, each of every so many layers, which are exchanged one after the
     other at equal distances (Streaming DiLoCo)."""
@@ -292,7 +292,7 @@ class NumericsTable(Table):
     """With `exchange_every`: the number of steps that replicas take between the start of an exchange and its outer step, which hide
     what is sent; at most `exchange_every` over `exchange_parts`."""
     exchange_mix: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    """With `exchange_delay`: the fraction of its own weights that a replica keeps where it goes on with the outer ones, since these
+    """With `exchange_delay`: the fraction of its weights that a replica keeps where it continues with the outer ones, since these
     know nothing of its last steps."""
     coupled_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] | None = None
     """Samples of a group whose statistics batch norm takes, side by side in the order of samples; by default the global batch."""
@@ -302,7 +302,7 @@ class NumericsTable(Table):
     """Number of steps in succession that may be skipped, those without a label that counts too; one more ends the run."""
     on_spike: OnSpike = "continue"
     """Action when a loss is above the mean of the last `spike_window` ones by more than `spike_deviations` standard deviations: skip
-    the update, or also go back to the weights of the newest checkpoint, and on behind the step."""
+    the update, or also go back to the weights of the newest checkpoint and continue after the step."""
     spike_window: Annotated[int, Field(ge=10, le=MOST_STEPS)] = 100
     """With `on_spike`: the number of steps whose losses a loss is held against; before so many were taken none is a spike."""
     spike_deviations: Annotated[float, Field(gt=0.0, le=MOST_SCALE)] = 6.0

@@ -55,7 +55,7 @@ class OptimizerTable(Table):
     no_weight_decay: tuple[str, ...] = ()
     """Patterns (`*norm*`, `*.bias`) of the names of parameters without weight decay."""
     groups: tuple[GroupTable, ...] = ()
-    """Parameters with settings of their own, or with a class of their own: `[{ match = ["*_proj.weight"], name = "muon", lr = 0.02,
+    """Parameters with other settings, or with another class: `[{ match = ["*_proj.weight"], name = "muon", lr = 0.02,
     weight_decay = 0.0, options = {} }]`; without `name` they add to those of the optimizer."""
     clip_norm: Annotated[float, Field(gt=0.0)] | None = None
     """Largest global gradient norm, above which gradients are clipped; without it nothing is clipped."""

@@ -25,9 +25,9 @@ class RuleChange:
 
     since: int
     what: str
-    """What is computed otherwise, as the rest of the sentence "since rules 2 ..."."""
+    """The computation that changed, as the rest of the sentence "since rules 2 ..."."""
     works: str
-    """How a run from before can still be finished."""
+    """The way to finish a run that began under earlier rules."""
     concerns: Callable[[Tables], bool]
     """Returns whether a job uses the rule."""
 

@@ -97,7 +97,7 @@ class ScheduleSpec:
     takes_chunks: bool = False
     """Whether a rank may have several virtual stages (chunks)."""
     splits_backward: bool = False
-    """Whether weight gradients are actions of their own, so that the orders have W."""
+    """Whether weight gradients are separate actions, so that the orders have W."""
     is_planned: bool = True
     """Whether `plan` tries it; not one that takes as long as another schedule and holds more activations."""
 
@@ -302,7 +302,7 @@ def _check_stage(
 
 
 def _misordered_pairs(actions: Sequence[Action], num_chunks: int) -> Iterator[tuple[Action, Action]]:
-    """Yield pairs of actions of which the first should follow the second.
+    """Yield (a, b) where a is scheduled before b but must run after it.
 
     Gradients are accumulated in one order in every layout, and the gradients of a stage's last chunk are reduced first.
     """

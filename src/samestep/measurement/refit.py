@@ -79,7 +79,7 @@ class StepTimes:
     hardware: Hardware
     """The refitted profile, or the one from before where it was kept as it is."""
     path: Path
-    """The file of this machine's own profile."""
+    """The file of this machine's profile."""
     factors: tuple[float, float]
     """The times that compute and links take, over those of the profile from before."""
     kept: str = ""

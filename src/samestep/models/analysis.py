@@ -34,7 +34,7 @@ class StateSpec:
     name: str
     """Name of the buffer, the parameter or the attribute."""
     kind: StateKind
-    """What it is; "variable" is one outside of the modules, "counts" a gradient that is divided by the tokens counted in
+    """The kind of state: "variable" is one outside of the modules, "counts" a gradient that is divided by the tokens counted in
     a micro-batch."""
     of_samples: bool = False
     """Whether it depends on the samples of the forward, or on their number."""
@@ -72,11 +72,11 @@ class ModelAnalysis:
     slices_between: tuple[int, ...] = ()
     """Degrees of sequence parallelism for which it has been examined whether blocks work token by token."""
     expert_calls: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
-    """How the model calls each module of experts, by its path: positional and named arguments, on the meta device."""
+    """The call of each module of experts, by its path: positional and named arguments, on the meta device."""
     parts_examined: tuple[int, ...] = ()
     """Numbers of slices into which it has been examined whether sequences can be cut."""
     states: tuple[StateSpec, ...] = ()
-    """What a forward keeps, other than the statistics of torch's own norms."""
+    """State that a forward keeps, other than the statistics of torch's norms."""
     recomputes_blocks: bool = False
     """Whether the model itself runs whole blocks under `torch.utils.checkpoint`."""
     recomputes_calls: bool = False

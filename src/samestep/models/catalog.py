@@ -89,9 +89,9 @@ def _version(package: str) -> str:
 
 
 FIRST_WORD_S = 2.0
-"""The seconds after which a person at a terminal is told what takes so long."""
+"""The seconds after which a person at a terminal sees the reason for the wait."""
 LONG_S = 60.0
-"""The seconds after which a file or another program is told too, and everybody again."""
+"""The seconds after which a file or another program gets the reason too, and everybody a second time."""
 
 
 def _trace_elsewhere(job: Job) -> str:

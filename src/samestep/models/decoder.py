@@ -65,7 +65,7 @@ class Decoder:
     attention: Literal["causal", "attention", "plain"] = "causal"
     """Fused attention, causal or not; or plain matrix products with the scores in memory."""
     fused: bool = True
-    """Whether norms, rotations and activations are one kernel each; in PyTorch's own operations they are several."""
+    """Whether norms, rotations and activations are one kernel each; as plain PyTorch operations they are several."""
     experts: int = 0
     """Number of experts of a block; 0: none."""
     top_k: int = 0

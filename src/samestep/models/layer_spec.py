@@ -88,7 +88,7 @@ class PartialSum:
     kind: Literal["sum", "gather", "logits"] = "sum"
     """gather: it is no summand but a part, which is gathered; logits: gathered unless the loss works on cut logits."""
     beside: tuple[str, ...] = ()
-    """Paths of the linear modules that are given the tensor and have a weight of their own, whose gradient can be computed
+    """Paths of the linear modules that read the tensor and have a weight, whose gradient can be computed
     while that of the tensor is summed."""
 
 
@@ -166,7 +166,7 @@ class Crossing:
     """A tensor that a pipeline stage is sent besides, or in place of, the output of the layer before its first."""
 
     owner: str
-    """Name of the message: that of the layer before, and if there are several, what made the tensor."""
+    """Name of the message: that of the layer before, and if there are several, the operation that returned the tensor."""
     elements: int
     """Elements for each sample."""
     fixed_elements: int = 0
@@ -198,7 +198,7 @@ class HeadSpec:
     columns: int
     """Classes."""
     saved_elements: int = 0
-    """Elements that the layer keeps for its backward, without logits and what is made of them."""
+    """Elements that the layer keeps for its backward, without logits and tensors computed from them."""
     working_elements: int = 0
     """Largest number of elements alive in the layer's backward besides these, without gradients of logits and weights."""
     is_frozen: bool = False
@@ -229,7 +229,7 @@ class LayerSpec:
     again: tuple[str, ...] = ()
     """Paths of modules with weights that an earlier layer has called before."""
     repeats: str = ""
-    """Name of the earlier layer whose block it calls again; empty if it is the first to call its own."""
+    """Name of the earlier layer whose block it calls again; empty if it is the first to call its block."""
     calls: int = 0
     """Number of calls of top-most modules with weights."""
     entered: tuple[tuple[str, int], ...] = ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 HeldAs = Literal["", "nf4"]
-"""How a frozen weight is held: empty for the dtype of the others, or `nf4` (`building/nf4.py`)."""
+"""Format in which a frozen weight is held: empty for the dtype of the others, or `nf4` (`building/nf4.py`)."""
 
 BLOCK = 64
 """Elements of a row that share a scale."""

@@ -85,7 +85,7 @@ class ParamSpec:
     """Pipeline stages that hold it, tied, and sum its gradients, if there are several; empty if one does."""
     held_as: HeldAs = ""
     embeds: Literal["", "tokens", "positions"] = ""
-    """What is looked up in it, if it is the table of an embedding: what a sample holds, or the positions in a sequence."""
+    """Indices into it, if it is the table of an embedding: the contents of a sample, or the positions in a sequence."""
 
     @property
     def numel(self) -> int:

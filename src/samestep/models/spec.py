@@ -34,8 +34,8 @@ class MaskSpec:
     shape: tuple[int, ...]
     """Shape of one sample's part, before any cut."""
     rows: tuple[int, int] | None = (0, 0)
-    """Dimension that holds the samples, -1 if the numbers are the same for all; and how many positions of one sample are side
-    by side in it, 0 for all that it has. None if the samples cannot be told apart."""
+    """Dimension that holds the samples, -1 if the numbers are the same for all; and how many consecutive positions in it belong
+    to one sample, 0 for all that it has. None if the samples cannot be distinguished."""
 
     @property
     def is_numbers(self) -> bool:
@@ -63,9 +63,9 @@ class ModelSpec:
     coupled_modules: tuple[str, ...] = ()
     """Paths of modules that take statistics of samples, such as batch norm, whether the forward calls them or not."""
     mixes_samples: str = ""
-    """Where samples influence each other otherwise: the path of a module and an operation; empty if nowhere."""
+    """The path of a module and the operation in which samples influence each other otherwise; empty if there is none."""
     tried: tuple[str, ...] = ()
-    """What no rule shows: operations that a trial on drawn values has passed, and what must be tried on real ones."""
+    """Operations without a rule: those that passed a trial on drawn values, and those that must be tried on real ones."""
     varies_at: str = ""
     """Path of a module whose shapes or branches depend on values and may differ between samples; empty if none."""
     varies_within: bool = False

@@ -43,7 +43,7 @@ from samestep.strategies import sequence
 from samestep.strategies.pipeline import num_starts
 
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
-"""Samples of a micro-batch that a thinned list has, beside a rank's whole share."""
+"""Micro-batch sizes, in samples, of a thinned list, besides a rank's whole share."""
 MOST_PLANNED = 2**13
 """The largest number of micro-batches in the thinned list: playing many of them takes long, and their bubbles are equal."""
 

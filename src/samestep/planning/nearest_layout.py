@@ -24,7 +24,7 @@ from samestep.strategies import ProgramBuilder, refusal_of
 MOST_ASKED = 3000
 """Layouts of which it is asked whether they can be."""
 MOST_PLAYED = 8
-"""Of equally near ones."""
+"""Tie-break among equally near layouts."""
 _DEGREES = ("tp", "pp", "cp", "ep", "dp")
 _WORDS = tuple(one.name for one in fields(Layout) if one.name not in _DEGREES)
 

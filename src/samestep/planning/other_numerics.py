@@ -33,7 +33,7 @@ class Saving:
     step_s: float
     before_s: float
     peak_bytes: int | None = None
-    """Of the rank that holds most; None where it stays."""
+    """Bytes saved on the rank that holds most; None where they stay."""
     before_bytes: int = 0
 
     def to_line(self) -> str:

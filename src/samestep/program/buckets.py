@@ -61,9 +61,9 @@ class Bucket:
     holding: Holding
     """The holding that all its weights have in common."""
     part: int = 0
-    """The part of the weights that it belongs to, where replicas that are trained apart exchange one after the other."""
+    """Index of its part of the weights, where independently trained replicas exchange one part after the other."""
     is_late: bool = False
-    """Whether it is reduced behind the step's last backward, as weights that several stages or virtual stages use."""
+    """Whether it is reduced after the last backward of the step, as weights that several stages or virtual stages use."""
 
     @property
     def numel(self) -> int:
@@ -97,8 +97,8 @@ BUCKET_BYTES = 25 * 2**20
 """The fewest bytes of gradients at which a bucket is closed: it can still overlap with backward, and uses the link well."""
 PART_BYTES = 3 * 2**20
 """The fewest bytes that a reduce_scatter leaves each rank of a bucket. A ring takes one hop for each rank, so a bucket that
-does not grow with the ranks takes longer for its hops than for its bytes. Chosen by the clock: `tests/laws/test_bucket_sizes.py`
-plays other sizes beside it."""
+does not grow with the ranks takes longer for its hops than for its bytes. Chosen by the clock:
+`tests/laws/test_bucket_sizes.py` compares it with other sizes."""
 CODED_BUCKETS, LEAST_CODED_BYTES = 16, 256 * 2**10
 """Buckets that encoded gradients are divided into where these are so large or larger: each is sent by two collectives, one
 after the other, and where libraries seldom fill both directions of a link with one, those of several buckets do."""

@@ -30,7 +30,7 @@ class CodecSpec:
     element_bits: int
     """Bits of an element as it is sent."""
     one_of: int = 1
-    """Of so many elements of a block one is sent, at least one of each block."""
+    """Elements of a block for each one that is sent; of each block at least one is sent."""
     block_bytes: int = 0
     """Bytes that a block takes besides its elements."""
     feeds_back: bool = False
@@ -61,7 +61,7 @@ class CodecSpec:
 
 
 PLAIN = "plain"
-"""What an op of a reduction names that sums gradients as they are, in master precision."""
+"""The codec of a reduction that sums gradients as they are, in master precision."""
 CODECS = {
     "bf16": CodecSpec(name="bf16", module="samestep.runtime.codecs.bf16", element_bits=16),
     "fp16": CodecSpec(name="fp16", module="samestep.runtime.codecs.fp16", element_bits=16),
@@ -117,7 +117,7 @@ class CodedPart(NamedTuple):
     numel: int
     block: int
     matrices: tuple[Matrix, ...] = ()
-    """Those in it that are sent as factors, in order; what lies outside of them is sent as it is."""
+    """Matrices in it that are sent as factors, in order; all other elements are sent as they are."""
 
     @property
     def factor_numels(self) -> tuple[int, int]:

@@ -135,7 +135,7 @@ class Contributions:
     inside: tuple[str, ...] = ()
     """Axes within a contribution, over which whole gradients are summed in full before they are encoded."""
     is_hidden: bool = False
-    """Whether whole steps hide what is sent, whose own collectives must not wait for it."""
+    """Whether whole steps hide the exchange; their collectives must not wait for it."""
 
     @property
     def sent_over(self) -> str:

@@ -48,7 +48,7 @@ STEP_SCALARS = ("loss", "count", "norm_squared", "stop")
 step may give no gradient, the ranks that gave it one."""
 
 REPLICA_SCALARS = STEP_SCALARS[:3]
-"""Those of them that each replica has of its own, where replicas are trained apart."""
+"""Scalars of which each replica has one, where replicas are trained independently."""
 
 SHARD_AXES = ("dp_shard", "dp_expert")
 """Data axes over which ZeRO shards: `dp_shard`, or for expert-sharded weights its ranks with the same experts."""
@@ -60,11 +60,11 @@ class OpKind(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     WEIGHT = "weight"
-    """Gradients of weights, where the schedule computes them apart from those of inputs."""
+    """Weight gradients, where the schedule computes them separately from input gradients."""
     RECOMPUTE = "recompute"
     UPDATE = "update"
     OUTER = "outer"
-    """What is computed of an exchange between replicas that are trained apart, once a collective of it has ended; its passes are
+    """Compute of an exchange between independently trained replicas, once a collective of it has ended; its passes are
     priced with the collectives of the codec."""
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -86,7 +86,7 @@ class Buffer(NamedTuple):
     name: str
     """Allocated again under the same name, it is the same buffer."""
     part: Literal["gradients", "buffers"]
-    """What it counts as in a `MemoryUse`."""
+    """The field of `MemoryUse` in which its bytes are counted."""
     size_bytes: int
 
 
@@ -123,8 +123,8 @@ class Op:
     is_exposed: bool = False
     """A collective that stands within a layer, whose compute is one op, so that the next compute waits for it."""
     beside: tuple[Product, ...] = ()
-    """Products whose weights' gradients, part of the compute op before it, are computed while such a collective runs, unless the
-    schedule computes them apart from the backward."""
+    """Products whose weights' gradients, part of the compute op before it, are computed while such a collective runs, unless
+    the schedule computes them separately from the backward."""
     codec: str | None = None
     """Name of the gradient codec (`CODECS`) as which a collective of a bucket or unit sends gradients; None of other ops."""
     name: str = field(init=False, compare=False, repr=False)

@@ -42,7 +42,7 @@ class Owners:
     data_axis: str
     """Axis on which `Owned.lender` is a position."""
     is_cut: bool
-    """Whether the axis cuts the weights along a dimension of their own, rather than ZeRO by rows."""
+    """Whether the axis cuts the weights along one of their dimensions, while ZeRO shards by rows."""
 
     @property
     def gathered_numel(self) -> int:

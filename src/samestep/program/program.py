@@ -69,8 +69,8 @@ class Program:
     axes: Mapping[str, int] = field(default_factory=dict)
     """Number of ranks in a group of each axis that the program communicates over."""
     exchanges: tuple[Mapping[Phase, Ops], ...] = ()
-    """What is sent of each part of the weights where replicas are trained apart, by the phases of `exchange_times.py`: codes or
-    sums of what weights have moved by, and under zero=1 the weights, which are gathered once more."""
+    """Ops that exchange each part of the weights of independently trained replicas, by the phases of `exchange_times.py`: codes
+    or sums of the moves of weights, and under zero=1 the weights, which are gathered once more."""
 
     def with_bodies(self, rewrite: Callable[[BodyKey, Ops], Ops], **changes: Any) -> Program:
         """Return the program with `rewrite` applied to each body, and other fields changed."""
@@ -86,7 +86,8 @@ class Program:
         return (*self.bodies[UPDATE_BODY], *sent)
 
     def hiding(self, part: int | None) -> Program:
-        """Return the program of the steps that hide an exchange: the step after which it starts, up to the step after which it ends.
+        """Return the program of the steps that hide an exchange: the step after which it starts, up to the step after which it
+        ends.
 
         If `part` is None, the program is that of as many steps without an exchange.
         """

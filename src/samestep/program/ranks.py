@@ -91,8 +91,8 @@ class Ranks:
 
 
 BESIDE = "_beside"
-"""What the name of an axis ends with where it is a second one over the same ranks: what is sent over it hides behind whole steps,
-whose own collectives do not wait for it."""
+"""Suffix of the name of a second axis over the same ranks: communication over it is hidden by whole steps, whose collectives do
+not wait for it."""
 _OVERTAKEN = ("dp", "dp_replicate")
 _TIE = "tie"
 

@@ -45,7 +45,7 @@ class StepSpec:
     """Samples of a group whose statistics batch norm takes."""
     ranks_per_node: int
     stage: int = 0
-    """Coordinate on `pp`: every stage has a program of its own."""
+    """Coordinate on `pp`; every stage has its program."""
     replica: int = 0
     """Coordinate on `dp`: the first of the ranks that read different samples may have one sample more."""
     samples: int | None = None
@@ -59,19 +59,19 @@ class StepSpec:
     tf32: bool = False
     """Whether float32 matrix products may run in `TF32`."""
     updates_in_chunks: bool = False
-    """Whether the optimizer may update some weights before others, as torch's own may."""
+    """Whether the optimizer may update some weights before others, as those of torch may."""
     optimizer_states: OptimizerStates = "float32"
     """Precision in which the optimizer's states are held."""
     state_blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Elements of a block of each weight's 8-bit states; 0 for a weight whose states are float32."""
     own_states: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """States of each weight whose group in the job has an optimizer of its own."""
+    """Number of states of each weight whose group in the job has another optimizer."""
     averages_weights: bool = False
-    """Whether an average of each trained weight is kept beside its master."""
+    """Whether an average of each trained weight is kept with its master."""
     codec: str = PLAIN
     """Name of the codec as which contributions to a gradient are sent; buckets, units and their ops take it from here."""
     replicas: int = 1
-    """The number of contributions that are encoded, or of replicas that are trained apart."""
+    """The number of contributions that are encoded, or of replicas that are trained independently."""
     exchange_every: int = 1
     """Steps after which replicas exchange what their weights have moved by; 1 where they exchange gradients in every step."""
     exchange_parts: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -341,7 +341,7 @@ def _compression_rank(numerics: NumericsTable) -> int:
 LARGEST_CHUNK = 2**24
 """Elements of a chunk of an update, unless a single piece has more."""
 SMALLEST_CHUNK = 2**20
-"""Elements below which an update is not divided further: each chunk takes launches of its own."""
+"""Elements below which an update is not divided further: each chunk adds kernel launches."""
 
 
 def update_chunks(numels: Sequence[int]) -> list[range]:

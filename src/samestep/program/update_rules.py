@@ -17,7 +17,7 @@ _STATES = {
     "adadelta": 2, "adafactor": 0, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "asgd": 1, "muon": 1, "nadam": 2,
     "radam": 2, "rmsprop": 1, "rprop": 2, "sgd": 0,
 }  # fmt: skip
-"""Tensors of a weight's own shape that each usable class of torch.optim keeps."""
+"""Number of tensors of a weight's shape that each usable class of torch.optim keeps."""
 _MORE_STATES = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered"), "sgd": ("momentum",)}
 """Options of these classes that add one such tensor each."""
 

@@ -44,7 +44,7 @@ from samestep.simulation.collectives import collective_s, group_of
 CODING_PASSES = 4
 """Elements that a codec reads or writes for one that it encodes: gradient, what was lost before, what is lost now."""
 FACTOR_PASSES = 2
-"""How often a matrix is read or written for each of its four products with a factor, the sum with what was lost included."""
+"""Reads and writes of a matrix for each of its four products with a factor, those of the sum with the lost part included."""
 UNPACKED_BYTES = 21
 """Bytes that are read or written to make the value of an element in 4 bits: code, index, level, product with the scale, cast."""
 UPDATE_PASSES = 7
@@ -339,7 +339,7 @@ def _coding_s(op: Op, step: StepSpec, hardware: Hardware) -> float:
     elements = op.size_bytes / CODECS[op.codec].element_bytes
     if (
         step.contributions is not None and step.contributions.axis == SHARDS
-    ):  # no gather follows, behind which to decode
+    ):  # without an all_gather after it, decoding is paid here
         elements *= 2
     return CODING_PASSES * elements * BYTES_OF[step.master_dtype] / _bandwidth(hardware)
 

@@ -17,15 +17,15 @@ class Saved(NamedTuple):
     whole: int = 0
     """Activations that its backward reads."""
     working: int = 0
-    """Most that its backward has alive beside them, without gradients of weights."""
+    """Peak working memory of its backward, without weight gradients."""
     boundaries: int = 0
     """The gradients of its input and its output."""
     loss_made: int = 0
-    """What the forward of the loss behind it has alive beside what it keeps."""
+    """Working memory of the forward of the loss after it."""
     loss: int = 0
-    """What the loss behind it keeps for its backward, in master precision."""
+    """Activations that the loss after it saves for its backward, in master precision."""
     loss_working: int = 0
-    """What the backward of the loss has alive beside it."""
+    """Working memory of the backward of the loss."""
     loss_fixed: int = 0
     """The part of that which a larger micro-batch does not need more of."""
 

@@ -58,11 +58,11 @@ class _OpSizes:
     """Bytes that the ops of a program keep and work on, by layer and by op."""
 
     saved: list[Saved]
-    """What each layer keeps and works on."""
+    """Saved bytes and working memory of each layer."""
     largest_gradient: list[int]
     """Bytes of the largest gradient among the weights of each layer."""
     unpacked: list[int]
-    """Bytes in which the values of the largest weight in 4 bits of each layer are made for a product."""
+    """Bytes of the unpacked values of the largest 4-bit weight of each layer, which a product reads."""
     arriving: dict[str, int]
     """Bytes of gradients that a step allocates anew, by the name of the op that brings them."""
     unit_gradients: bool
@@ -72,7 +72,7 @@ class _OpSizes:
     kept_boundaries: tuple[OpKind, ...]
     """Kinds of the ops whose tensors between stages are kept until their gradients have come, or have gone back."""
     last_kind: OpKind
-    """Kind of the op behind which a layer's activations are freed."""
+    """Kind of the op after which a layer's activations are freed."""
 
     @classmethod
     def of(cls, program: Program, arriving: dict[str, int]) -> _OpSizes:

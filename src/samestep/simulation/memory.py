@@ -53,10 +53,10 @@ class MemoryUse:
     """All weights, embeddings too."""
     gradients: int
     optimizer: int
-    """States, averages of weights, and master weights where the model's own weights are in another dtype."""
+    """States, averages of weights, and master weights where the model's weights are in another dtype."""
     activations: int = 0
     logits: int = 0
-    """What the loss keeps of its input, and what its backward works on."""
+    """Bytes that the loss saves of its input, and working memory of its backward."""
     buffers: int = 0
     """The model's registered buffers, and weights gathered from other ranks."""
     overhead: int = 0
@@ -189,7 +189,7 @@ class _Updated(NamedTuple):
     param: ParamSpec
     numel: int
     dtype: str
-    """Dtype of the weight that the forward reads; that of masters where the weight is its own master."""
+    """Dtype of the weight that the forward reads; that of masters where the weight is its master."""
     is_own_copy: bool = False
     """Whether it is a whole copy of a weight of which ranks hold parts."""
 

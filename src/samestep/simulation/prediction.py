@@ -104,8 +104,8 @@ class Prediction:
     labels: Mapping[str, str]
     """Origin of the numbers: `labels`."""
     exchange_s: float = 0.0
-    """Seconds by which the exchanges of all parts of the weights make steps longer, each behind the steps that hide it, where
-    replicas are trained apart."""
+    """Seconds by which the exchanges of all parts of the weights make steps longer, each after the steps that hide it, where
+    replicas are trained independently."""
 
     @property
     def step_s(self) -> float:

@@ -242,7 +242,7 @@ def _scatter(unit: Unit, after: Op, step: StepSpec) -> Op:
 
 
 _PENDING = "pending reduction"
-"""Buffer of the gradients that were scattered last: FSDP2 frees it behind the next scatter, or behind the step's last."""
+"""Buffer of the gradients that were scattered last: FSDP2 frees it after the next scatter, or after the last of the step."""
 
 
 def _with_buffers(ops: Iterable[Op], step: StepSpec, units: tuple[Unit, ...], left: set[str]) -> Iterator[Op]:

@@ -49,13 +49,13 @@ class Chunks(NamedTuple):
     """The runs of layers of a pipeline, in the order of the layers: number i, i + pp, ... are those of stage i."""
 
     counts: tuple[tuple[tuple[int, int], ...], ...]
-    """How many layers of each kind."""
+    """The number of layers of each kind."""
     kinds: tuple[tuple[int, ...], ...]
     """Kind of each layer."""
     tails: tuple[tuple[int, ...], ...]
     """Kinds of the last layers, from the end to the last block."""
     unlike: tuple[int, ...]
-    """Of equal stages the first one, which holds most activations, and the last stage."""
+    """The first of each set of equal stages, which holds most activations, and the last stage."""
 
 
 class _RankLayers(NamedTuple):
@@ -64,19 +64,19 @@ class _RankLayers(NamedTuple):
     step: StepSpec
     """With the model of a rank, and what it holds of each weight."""
     weights: tuple[tuple[float, ...], ...]
-    """What `Sizes` says of weights."""
+    """The fields of `Sizes` that describe weights."""
     largest: int
     """Elements of the largest weight of a block."""
     least_of_experts: int
-    """Elements of the smallest one that is expert-sharded."""
+    """Elements of the smallest expert-sharded weight of a block; 0 if there is none."""
     sent: int
-    """Elements of a sample between two blocks, at least."""
+    """Least number of elements of a sample that are sent between two blocks."""
     flops: tuple[int, ...]
-    """Of the forward of each kind: runs are cut by them."""
+    """FLOPs of the forward of each kind, by which the layers are divided into runs."""
 
 
 class _PricedOp(NamedTuple):
-    """An op for one sample, and what each more adds to it."""
+    """An op for one sample, with the FLOPs and bytes that each further sample adds."""
 
     body: TaskKind
     layer: int
@@ -84,7 +84,7 @@ class _PricedOp(NamedTuple):
     flops: int
     size_bytes: int
     like: int
-    """Number of the first one that takes as long: blocks differ at their boundaries alone."""
+    """Number of the first op that takes as long, since blocks differ only at their boundaries."""
 
 
 class Prices:
@@ -109,7 +109,7 @@ class Prices:
     # -- one layer of each kind ----------------------------------------------------------------------------------------
 
     def cut(self, step: StepSpec) -> _RankLayers:
-        """Return a layer of each kind as a rank has it."""
+        """Return one layer of each kind, cut as a rank holds it."""
         layout = step.layout
         key = layout.cuts
         if key not in self._known_cuts:
@@ -132,12 +132,12 @@ class Prices:
 
     @staticmethod
     def key(step: StepSpec) -> tuple[object, ...]:
-        """Return what prices depend on."""
+        """Return the key of the words on which prices depend."""
         layout = step.layout
         return (layout.cuts, layout.recompute, step.microbatch_samples, step.splits_backward, step.samples)
 
     def seconds(self, step: StepSpec) -> tuple[Seconds, ...]:
-        """Price a layer of each kind."""
+        """Return the seconds of one layer of each kind."""
         key = self.key(step)
         if key not in self._known_seconds:
             found = self._priced(step)
@@ -174,7 +174,7 @@ class Prices:
         return tuple(map(Seconds, took_s[forward], took_s[backward], took_s[weight], behind_s, *sent))
 
     def _of_compute(self, step: StepSpec) -> tuple[Program, list[_PricedOp]]:
-        """Return the program of micro-batches of one sample, and what of it runs in the queue of compute."""
+        """Return the program of micro-batches of one sample, and its ops that run in the queue of compute."""
         layout = step.layout
         key = (layout.cuts, layout.recompute, step.splits_backward)
         if key not in self._known_parts:
@@ -207,7 +207,7 @@ class Prices:
                 number += 1
 
     def sizes(self, step: StepSpec) -> tuple[Sizes, ...]:
-        """Return what a layer of each kind needs."""
+        """Return the sizes of one layer of each kind."""
         layout = step.layout
         key = (layout.cuts, layout.recompute)
         if key not in self._known_sizes:
@@ -222,7 +222,7 @@ class Prices:
         return self._known_sizes[key]
 
     def units(self, step: StepSpec) -> list[Units]:
-        """Return what of a layer of each kind is gathered and scattered."""
+        """Return the gathered and scattered weights of one layer of each kind."""
         layout = step.layout
         key = (layout.cuts, layout.num_shards)
         if key not in self._known_units:
@@ -233,11 +233,11 @@ class Prices:
     # -- all layers, and runs of them ----------------------------------------------------------------------------------
 
     def whole_seconds(self, step: StepSpec) -> Seconds:
-        """Add up all layers."""
+        """Return the seconds of all layers together."""
         return self._whole(self.seconds(step))
 
     def whole_sizes(self, step: StepSpec) -> Sizes:
-        """Add up all layers; of their activations those of what is computed again if the most is."""
+        """Return the sizes of all layers together, under the recompute policy that keeps the least activations."""
         layout = step.layout
         key = layout.cuts
         if key not in self._known_whole:
@@ -249,7 +249,7 @@ class Prices:
         return total([multiple(kinds[kind], number) for kind, number in self._numbers])
 
     def runs(self, step: StepSpec) -> Chunks:
-        """Cut the layers into runs, by what a rank of a cut model computes of each."""
+        """Divide the layers into runs, balanced by the FLOPs that a rank computes of each layer."""
         flops, layout = self.cut(step).flops, step.layout
         key = (flops, layout.pp, layout.virtual_stages)
         if key not in self._known_runs:
@@ -311,7 +311,7 @@ class Prices:
         return self._known_stage_units[key]
 
     def sent_bytes(self, step: StepSpec) -> int:
-        """Return what of a micro-batch is sent between two stages, at least."""
+        """Return the least number of bytes of a micro-batch that are sent between two stages."""
         return self.cut(step).sent * step.microbatch_samples * BYTES_OF[step.compute_dtype]
 
 
@@ -324,22 +324,22 @@ def _least_sent(layers: Sequence[LayerSpec], model: ModelSpec) -> int:
 
 
 def smallest(step: StepSpec) -> StepSpec:
-    """Return the step as if all its micro-batches were as small as the smallest, where they are not equal.
+    """Return the step as if all its micro-batches were as small as the smallest.
 
-    Only then has it `samples` of its own.
+    `samples` is set only where the micro-batches are not equal.
     """
     even, rest = divmod(step.rank_samples, step.num_microbatches)
     return replace(step, samples=even) if rest and step.samples is None else step
 
 
 def larger_twin(step: StepSpec) -> tuple[StepSpec, int]:
-    """Return the smallest step's twin of the micro-batches with one sample more, which come first, and their number."""
+    """Return the step with micro-batches of one sample more than the smallest, which come first, and the number of those."""
     if step.samples is None:
         return step, 0
     return replace(step, samples=step.samples + 1), step.rank_samples - step.num_microbatches * step.samples
 
 
 def least_updated(step: StepSpec, mine: Sizes) -> float:
-    """Return how many elements the optimizer of a rank updates, however the data axis is split."""
+    """Return the least number of elements that the optimizer of a rank updates, over all splits of the data axis."""
     whole, holders = mine.trained - mine.expert_trained, step.ranks.size("dp_outer") * step.ranks.size("dp_expert")
     return whole / step.layout.dp_cp_size + mine.expert_trained / holders

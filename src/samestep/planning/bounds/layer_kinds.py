@@ -23,13 +23,13 @@ class Seconds(NamedTuple):
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    """With what is computed again, and what is sent in the queue of compute."""
+    """With recompute, and with communication in the queue of compute."""
     weight_s: float = 0.0
-    """Of gradients of weights, where the schedule takes them out of the backward."""
+    """Weight gradients, where the schedule splits them from the backward."""
     behind_s: float = 0.0
-    """The part of `backward_s` that comes after the gradients of its weights."""
+    """The part of `backward_s` after the weight gradients."""
     sent_forward_s: float = 0.0
-    """The part of `forward_s` that is sent in the queue of compute."""
+    """The part of `forward_s` that is communication in the queue of compute."""
     sent_backward_s: float = 0.0
 
 
@@ -39,46 +39,46 @@ class Sizes(NamedTuple):
     kept: float = 0.0
     """Activations after the forward."""
     again: float = 0.0
-    """Activations that are there once more when they have been computed again."""
+    """Further activations that exist once they have been recomputed."""
     working: float = 0.0
-    """What its backward has alive beside them; of a run the sum says nothing."""
+    """Working memory of its backward; its sum over a run has no meaning."""
     loss: float = 0.0
-    """What the backward of the loss behind it has alive, with what the loss kept."""
+    """Working memory of the backward of the loss after it, with the activations of the loss."""
     weights: float = 0.0
-    """Bytes, as weights stand in the module."""
+    """Bytes of weights in the dtype of the module."""
     trained: float = 0.0
     """Elements that are trained."""
     expert_trained: float = 0.0
     """The part of them that is expert-sharded."""
     apart: float = 0.0
-    """The part of them with masters of another dtype."""
+    """Trained elements with masters of another dtype."""
     expert_apart: float = 0.0
     block_trained: float = 0.0
     """Elements that are trained and belong to blocks."""
 
 
 class Units(NamedTuple):
-    """Weights of layers that are cut over data axes, zero=2 and 3, with the rows that FSDP2 pads them with."""
+    """Weights of layers that are sharded over data axes (zero=2 and 3), with the rows of FSDP2's padding."""
 
     gathered: float = 0.0
-    """Bytes of weights that are gathered with no other layer's."""
+    """Bytes of weights that are gathered with their layer."""
     scattered: float = 0.0
     """Elements of their gradients."""
     expert_gathered: float = 0.0
-    """The same of what is expert-sharded, which has an axis of its own; 0 where no two ranks have the same."""
+    """Bytes of expert-sharded weights, which have a separate axis; 0 where no two ranks hold the same."""
     expert_scattered: float = 0.0
     held: float = 0.0
-    """Bytes that a rank has of all weights."""
+    """Bytes of all weights that a rank holds."""
     held_trained: float = 0.0
 
     @property
     def all_gathered(self) -> float:
-        """Bytes, over either axis."""
+        """Bytes gathered over either axis."""
         return self.gathered + self.expert_gathered
 
     @property
     def all_scattered(self) -> float:
-        """Elements, over either axis."""
+        """Elements scattered over either axis."""
         return self.scattered + self.expert_scattered
 
 
@@ -86,17 +86,17 @@ Parts = TypeVar("Parts", Seconds, Sizes, Units)
 
 
 def total(parts: Sequence[Parts]) -> Parts:
-    """Add up."""
+    """Return the sum of some parts."""
     return parts[0] if len(parts) == 1 else type(parts[0])(*map(sum, zip(*parts, strict=True)))
 
 
 def multiple(part: Parts, number: int) -> Parts:
-    """Return that of so many layers."""
+    """Return `number` times a part."""
     return part if number == 1 else type(part)(*[number * one for one in part])
 
 
 def quicker(one: Seconds, other: Seconds) -> Seconds:
-    """Return the times that are the least of both."""
+    """Return the lower of two times, field by field; of subtracted fields the higher."""
     return Seconds(
         forward_s=min(one.forward_s, other.forward_s),
         backward_s=min(one.backward_s, other.backward_s),
@@ -108,7 +108,7 @@ def quicker(one: Seconds, other: Seconds) -> Seconds:
 
 
 def weights(step: StepSpec, layer: int) -> tuple[float, ...]:
-    """Return what `Sizes` says of weights."""
+    """Return the fields of `Sizes` that describe weights."""
     params = step.model.params_of(layer)
     trained = [param for param in params if param.trainable]
     of_experts = [param for param in trained if step.holding(param).is_expert_sharded]
@@ -127,7 +127,7 @@ def weights(step: StepSpec, layer: int) -> tuple[float, ...]:
 
 
 def units(step: StepSpec, layer: int) -> Units:
-    """Return what of a layer is gathered and scattered."""
+    """Return the gathered and scattered weights of a layer."""
     sizes = [0.0] * 4
     held = held_trained = 0.0
     for param in step.model.params_of(layer):
@@ -150,7 +150,7 @@ def _has_module(step: StepSpec, param: ParamSpec) -> bool:
 def one_of_each(model: ModelSpec) -> tuple[ModelSpec, list[int]]:
     """Return a model of one layer of each kind, and the kind of every layer.
 
-    What is no block, the first block and the last are kinds of their own: strategies look at where they stand.
+    Layers that are no blocks, the first block and the last are separate kinds, since strategies depend on their position.
     """
     blocks = [index for index, layer in enumerate(model.layers) if layer.is_block]
     owned: dict[int, list[ParamSpec]] = {}

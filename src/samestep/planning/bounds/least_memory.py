@@ -1,10 +1,10 @@
-"""What no layout of given words can do without of memory: bytes of a rank, without building its program.
+"""Lower bounds of the memory of layouts: bytes of a rank, in closed form, without building their programs.
 
-Never above what `simulation/memory.py` finds, and first of all layouts with these degrees and this micro-batch, then of all ways to
-split the data axis, then of each. States by what of them is cut over which axis; activations of as many micro-batches as
-the schedule has in flight, and what is computed again for a backward; of gathered weights and gradients those of one
-layer and what was reduced before it, or under zero=2 all weights. Where gradients lie in no bucket, they may have come only
-when activations are gone.
+A bound never exceeds what `simulation/memory.py` finds. It is taken first for all layouts with these degrees and this micro-batch,
+then for all ways to split the data axis, then for each layout. It adds up the states, each divided by the axes that shard it; the
+activations of as many micro-batches as the schedule has in flight, and the recomputed ones of one backward; and the gathered weights
+and gradients of one layer with those reduced just before, or under zero=2 all weights. Gradients that are in no bucket may be
+allocated only when the activations are freed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from samestep.program.step import StepSpec
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes that the stage which needs most cannot do without."""
+    """Least bytes of the stage that needs most."""
 
     states: float
     activations: float
     gathered: float
 
     gradients: float
-    """The part of `states` that comes with the backward: then either they are there, or activations."""
+    """The part of `states` that the backward allocates, so that it never coexists with all activations."""
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Bytes at the peak."""
         return max(self.states, self.states - self.gradients + self.activations + self.gathered)
 
 
@@ -41,17 +41,17 @@ class _AtBackward(NamedTuple):
     """Bytes of a layer's units while it goes backward."""
 
     gathered: float = 0.0
-    """Its weights, and those gathered ahead of need."""
+    """Its weights, and prefetched ones."""
     whole: float = 0.0
-    """Its gradients, which are all there at its end."""
+    """Its gradients, all of which exist at its end."""
     sent: float = 0.0
-    """Those of its unit that is reduced last, until the next one is."""
+    """Gradients of its unit that is reduced last, which are held until the next one is reduced."""
 
 
 def _at_backward(
     one: Sizes, units: _AtBackward, samples: int, freed: float, sent: float
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return activations and units where a layer's backward works on most, and at its end."""
+    """Return the bytes of activations and units at the peak of a layer's backward, and at its end."""
     return (
         (samples * (one.again + one.working) - freed, units.gathered + sent),
         (-samples * one.kept - freed, units.gathered + sent + units.whole),
@@ -59,20 +59,20 @@ def _at_backward(
 
 
 class Needs:
-    """Bounds of the memory of layouts, each given as its `Step`."""
+    """Lower bounds of the memory of layouts of one model, job and machine."""
 
     def __init__(self, prices: Prices, states_per_param: int) -> None:
         self.prices, self.states_per_param = prices, states_per_param
 
     def least_bytes(self, step: StepSpec) -> float:
-        """Bound the memory of all layouts of these degrees and this micro-batch."""
+        """Bound the memory, in bytes, of all layouts with these degrees and this micro-batch."""
         step, layout = smallest(step), step.layout
         whole = self.prices.whole_sizes(step)
         states, gradients = self._least_states(step, whole, whole.trained / (layout.dp * layout.cp))
         return max(states, states - gradients + whole.kept * step.microbatch_samples) / layout.pp
 
     def group_bytes(self, step: StepSpec) -> float:
-        """Bound the memory of all layouts that differ in how the data axis is split, and in ZeRO stage, alone."""
+        """Bound the memory, in bytes, of all layouts that differ only in how the data axis is split and in the ZeRO stage."""
         step, needed = smallest(step), 0.0
         for stage in self.prices.runs(step).unlike:
             mine = self.prices.stage_sizes(step, stage)
@@ -92,7 +92,7 @@ class Needs:
         ) * updated, updated * master
 
     def need(self, step: StepSpec) -> Need:
-        """Bound the memory of a layout: of equal stages the first one holds most."""
+        """Bound the memory of a layout, at the stage that needs most; among equal stages that is the first."""
         step = smallest(step)
         return max((self._need_of(step, stage) for stage in self.prices.runs(step).unlike), key=lambda need: need.total)
 
