@@ -154,7 +154,7 @@ class Job(Table):
         return self.train.judged_by or next(iter(self.evaluated_sets), None) if self.evaluated_sets else None
 
     def _mistake_of_held_out_sets(self) -> str | None:
-        """Return what is wrong with the names of held-out sets, and what works."""
+        """Return the mistake in the names of held-out sets, with names that work; None if there is none."""
         sets, judge = self.data.held_out_sets, self.train.judged_by
         if HELD_OUT in sets:
             return f"data.held_out_sets.{HELD_OUT}: this is the name of the part of the data that is held out; another name works"

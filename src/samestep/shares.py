@@ -1,4 +1,4 @@
-"""Which positions of a global batch each data rank reads in each micro-batch. No torch.
+"""The positions of a global batch that each data rank reads in each micro-batch. No torch.
 
 Sizes differ by at most one, the larger parts first; parts are empty where there are more parts than samples. A rank's part
 of the batch is contiguous, and cut into its micro-batches. With `by_microbatch` the parts have the same sizes, and what is

@@ -59,7 +59,7 @@ def model_spec(job: Job) -> ModelSpec:
 
 
 def _cache_path(job: Job) -> Path | None:
-    """Return where the spec of a job's model is kept; None where it is traced each time.
+    """Return the path at which the spec of a job's model is cached; None if it is traced each time.
 
     Raises:
         ModelError: the folder of the model lacks its configuration or its weights.

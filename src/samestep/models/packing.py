@@ -1,4 +1,4 @@
-"""How many bytes the elements of a weight take that is held in 4 bits. No torch.
+"""Bytes of the elements of a weight that is held in 4 bits. No torch.
 
 A row of a weight in NF4 is held as bytes: two elements in a byte, then one float32 scale for each block of elements.
 """

@@ -124,7 +124,7 @@ class ModelSpec:
         return tuple(param for param in self.params if param.layer == layer)
 
     def entered_before(self, start: int) -> Counter[str]:
-        """Return how often the layers before one enter the modules that several layers enter, by path."""
+        """Return the number of times that earlier layers enter the modules that several layers enter, by path."""
         return sum((Counter(dict(layer.entered)) for layer in self.layers[:start]), Counter())
 
 

@@ -78,7 +78,7 @@ def rename(path: Path, new: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, if it exists, and what is in it; of a link the link alone."""
+    """Remove a folder with its contents, if it exists; of a link, only the link."""
     if folder.is_symlink():
         os.unlink(folder)
     if not folder.is_dir():

@@ -29,7 +29,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read(path: Path, most_bytes: int) -> bytes:
-    """Return what a regular file holds.
+    """Return the contents of a regular file.
 
     Raises:
         OSError: it cannot be read, or is no regular file.

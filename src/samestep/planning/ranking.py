@@ -65,7 +65,7 @@ SAFE = 0.9
 
 
 def _mark(found: Plan, one: Prediction) -> str:
-    """Return what a row of the table is called."""
+    """Return the label of a row of the table."""
     is_safe = one is found.safe and one.chance_to_fit >= SAFE
     words = ["fastest"] * (one is found.best[0]) + ["safe"] * is_safe
     return ", ".join([*words, *["safer"] * (one is found.safe and len(words) == 0)])
@@ -189,7 +189,7 @@ def as_record(found: Plan) -> dict[str, object]:
 
 
 def answers(found: Plan, tokens: float | None, cost_per_hour: float | None) -> list[str]:
-    """Return how long a training takes in the best layout, in days, and what it costs; no line where nothing fits.
+    """Return lines with the days and the cost of a training in the best layout; none where nothing fits.
 
     Args:
         found: what was planned.

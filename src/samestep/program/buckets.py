@@ -71,13 +71,13 @@ class Bucket:
         return sum(member.numel for member in self.members)
 
     def coded(self, made: Contributions) -> CodedPart:
-        """Return what a rank encodes of it: all, or the chunk that is left to it within a contribution."""
+        """Return the part that a rank encodes: all, or the chunk that it keeps within a contribution."""
         is_cut_before = self.holding.data_axis != made.axis
         numel = self.padded_numel // (self.holding.num_shards if is_cut_before else 1)
         return CodedPart(numel, self.block, self.matrices)
 
     def gathers_codes(self, made: Contributions) -> bool:
-        """Return whether every rank has all sums, and not the chunk alone that ZeRO leaves it, whose weights it sends back."""
+        """Return whether every rank has all sums, rather than only the chunk that ZeRO leaves it, whose weights it sends back."""
         return self.holding.num_shards == 1 or self.holding.data_axis != made.axis
 
     def parts_at(self, index: int) -> Iterator[tuple[Member, int]]:
@@ -189,7 +189,7 @@ def is_in_several(param: ParamSpec, chunks: tuple[range, ...]) -> bool:
 
 
 def _kind(step: StepSpec, param: ParamSpec) -> tuple[object, ...]:
-    """Return what weights of one bucket have in common."""
+    """Return the key that weights of one bucket share."""
     block, part = step.gradient_block(param), step.exchange_part(param.name)
     return step.working_dtype(param), step.holding(param), param.is_updated_whole, block, part
 
@@ -229,7 +229,7 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
 
 
 def _matrices(step: StepSpec, params: Sequence[ParamSpec], members: Sequence[Member]) -> Iterator[Matrix]:
-    """Yield what is sent as factors, in the order of the buffer."""
+    """Yield the matrices that are sent as factors, in the order of the buffer."""
     for param, member in sorted(zip(params, members, strict=True), key=lambda pair: pair[1].offset):
         if step.is_factored(param):
             rows = param.shape[0]

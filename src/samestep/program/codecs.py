@@ -46,7 +46,7 @@ class CodecSpec:
         return numel // block * (-(-bits // 8) + self.block_bytes)
 
     def num_sent(self, block: int) -> int:
-        """Return how many elements of a block are sent."""
+        """Return the number of elements of a block that are sent."""
         return -(-block // self.one_of)
 
     @property

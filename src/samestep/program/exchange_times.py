@@ -150,7 +150,7 @@ class Contributions:
 
     @classmethod
     def of(cls, layout: Layout, zero: int, replicas: int, *, is_hidden: bool = False) -> Contributions:
-        """Return where a layout of ZeRO stage `zero` makes its contributions: the outermost data axis that it has."""
+        """Return the axis whose ranks hold the contributions of a layout of ZeRO stage `zero`: its outermost data axis."""
         if zero == 0:
             axis, ranks = ("dp", layout.dp) if layout.cp > 1 else (REPLICAS, layout.dp)
         else:

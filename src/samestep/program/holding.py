@@ -63,7 +63,7 @@ class Holding:
 
     @property
     def sort_key(self) -> tuple[tuple[str, ...], ...]:
-        """Key that sorts weights into buckets, those whose gradients are summed over data axes alone first."""
+        """Key that sorts weights into buckets: first those whose gradients are summed only over data axes."""
         return self.replicated_over, self.partial_over, self.tied_over, self.sharded_over
 
     def sharded(self, axis: str, size: int) -> Holding:

@@ -73,7 +73,7 @@ class Ranks:
         return rank // stride % size
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """Return the ranks that differ from a rank in its coordinate on an axis alone, itself included."""
+        """Return the ranks that differ from a rank only in its coordinate on an axis, itself included."""
         if stages := stages_of(axis):
             pipeline = self.group(rank, "pp")
             return tuple(pipeline[stage] for stage in stages)

@@ -307,7 +307,7 @@ def partial_sizes(step: StepSpec, unit: Unit, axis: str) -> dict[str, int]:
 
 
 def exchanged_parts(step: StepSpec, unit: Unit) -> list[int]:
-    """Return which parts of the weights, as replicas exchange them one after the other, a unit has trained weights of."""
+    """Return the indices of the exchanged parts of which a unit has trained weights."""
     trained = {param.name for param in step.model.params if param.trainable and param.numel}
     return sorted({step.exchange_part(name) for name in unit.params if name in trained})
 
@@ -315,8 +315,10 @@ def exchanged_parts(step: StepSpec, unit: Unit) -> list[int]:
 def coded_parts(
     step: StepSpec, made: Contributions, unit: Unit, exchanged: int = 0
 ) -> dict[CodedPart, tuple[str, ...]]:
-    """Return what a rank encodes of its shard of a unit, or of all of it where it scatters codes, of those weights that are
-    `exchanged` together: buffers of gradients with blocks of one size, and their weights."""
+    """Return the buffers of gradients that a rank encodes of a unit, each with blocks of one size, and their weights.
+
+    They hold the rank's shard, or all of the unit where codes are scattered, of the weights of the part `exchanged`.
+    """
     left_of = 1 if step.scatters_codes else unit.num_shards
     mine = {name for name in unit.params if step.exchange_part(name) == exchanged}
     params = [param for param in step.model.params if param.name in mine and param.trainable and param.numel]

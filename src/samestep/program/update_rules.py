@@ -1,4 +1,4 @@
-"""What is known of torch's optimizers without torch: the states that each keeps of a weight, and which ones need it whole."""
+"""Facts about torch's optimizers, without torch: the states that each keeps of a weight, and those that need it whole."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def collective_s(kind: OpKind, size_bytes: int, group: GroupShape, hardware: Har
 
 
 def _algorithms(kind: OpKind, group: GroupShape, hardware: Hardware) -> Iterator[tuple[float, float]]:
-    """Yield what the library may choose from: seconds of the hops of one pass, and the fraction of the rate."""
+    """Yield the algorithms from which the library may choose: seconds of the hops of one pass, and fraction of the rate."""
     near, far = hardware.intra, hardware.inter
     protocols = [(near.latency_s, far.latency_s, 1.0)]
     if near.ll128_latency_s is not None and far.ll128_latency_s is not None:

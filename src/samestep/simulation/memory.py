@@ -113,7 +113,7 @@ def held_bytes_per_param(zero: int, num_shards: int) -> float:
 
 
 def at_rest(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:
-    """Return what `rank` holds between two steps, to the byte, but for the padding of masters' lower halves: below 1 KiB
+    """Return the memory that `rank` holds between two steps, to the byte, but for the padding of masters' lower halves: below 1 KiB
     a chunk of the update.
 
     `states_per_param` are the optimizer's tensors of a weight's own shape, 2 for Adam, 1 for momentum, 0 for SGD, where
@@ -275,7 +275,7 @@ def _owned_weights(program: Program, rank: int) -> tuple[list[_Updated], int]:
 
 
 def during_step(program: Program, states_per_param: int = 2, rank: int = 0) -> MemoryUse:
-    """Return what `rank` holds at the op of the step at which it holds most."""
+    """Return the memory that `rank` holds at the op of the step at which it holds most."""
     rest = at_rest(program, states_per_param, rank)
     widened = _widened_bytes(program, states_per_param, rank)
     arriving = _arriving(program)
@@ -292,7 +292,7 @@ def during_step(program: Program, states_per_param: int = 2, rank: int = 0) -> M
 
 
 def during_init(program: Program, rank: int = 0) -> MemoryUse:
-    """Return what `rank` holds while weights are drawn: its parts, and a whole one that is cut, cast or copied.
+    """Return the memory that `rank` holds while weights are drawn: its parts, and a whole one that is cut, cast or copied.
 
     Masters are split once all are there. Gradients in buckets are there already; states and averages are made in the first step.
     """

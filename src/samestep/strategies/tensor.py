@@ -53,7 +53,7 @@ def refusal(step: StepSpec) -> str | None:
 
 
 def _refuse_packed(model: ModelSpec, degree: int) -> str | None:
-    """Return which weight in 4 bits would be cut within a block of its rows."""
+    """Return the 4-bit weight that would be cut within a block of its rows, with a degree that works."""
     for param in model.params:
         if not param.held_as or not _cuts_packed(param, degree):
             continue

@@ -1,4 +1,4 @@
-"""What layers take and need on a rank, for the bounds of a search: worked out once for all layouts that share it.
+"""Seconds and sizes of layers on a rank, for the bounds of a search: computed once for all layouts that share them.
 
 One layer of each kind (`planning/bounds/layer_kinds.py`) goes through the strategies that stand before the pipeline, and `simulation/cost.py` prices what
 they make of it: the programs of one sample and of two, from which those of more follow, since each sample adds the same

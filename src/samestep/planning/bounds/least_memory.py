@@ -109,7 +109,7 @@ class Needs:
         return need
 
     def _accumulated(self, step: StepSpec, stage: int, states: float, whole: Units) -> Need:
-        """Bound a stage that keeps whole gradients until the last micro-batch's backward, which alone leaves shards."""
+        """Bound a stage that keeps whole gradients until the last micro-batch's backward, and only then shards."""
         layout, sizes = step.layout, self.prices.run_sizes(step)
         states += (whole.all_scattered - whole.held_trained) * BYTES_OF[step.master_dtype]
         counts = in_flight_between(layout.schedule, stage, layout.pp, step.num_microbatches, layout.virtual_stages)
