@@ -22,7 +22,7 @@ from samestep.program.codecs import CODECS, PLAIN, CodedPart
 from samestep.program.exchange_times import Contributions
 from samestep.runtime.codecs.codec import codec_of
 from samestep.runtime.codecs.factored_exchange import FactoredExchange
-from samestep.runtime.codecs.rests import SUM, Directions, Rest
+from samestep.runtime.codecs.residuals import SUM, BufferResidual, Directions
 from samestep.runtime.processes.mesh import all_gather
 
 
@@ -34,7 +34,7 @@ class PlainExchange:
         self._made, self._group = made, group
         self.begin_step()
 
-    def rests(self, number: int) -> Iterator[Rest]:
+    def residuals(self, number: int) -> Iterator[BufferResidual]:
         """Yield nothing, since nothing is lost."""
         yield from ()
 
@@ -125,13 +125,13 @@ class CodedExchange:
         """Return the elements of a part that each rank sums."""
         return part.numel // self._made.ranks
 
-    def rests(self, number: int) -> Iterator[Rest]:
+    def residuals(self, number: int) -> Iterator[BufferResidual]:
         """Yield what this rank is to give back of one of the parts: views, flat."""
         for contribution, lost in enumerate(self._lost, self._index * self._made.each):
-            yield Rest(str(contribution), 0, lost[number].view(-1))
+            yield BufferResidual(str(contribution), 0, lost[number].view(-1))
         if self._lost_by_sum:
             mine = self._lost_by_sum[number]
-            yield Rest(SUM, self._index * mine.numel(), mine.view(-1))
+            yield BufferResidual(SUM, self._index * mine.numel(), mine.view(-1))
 
     def directions(self) -> Iterator[Directions]:
         """Yield nothing, since nothing is projected."""

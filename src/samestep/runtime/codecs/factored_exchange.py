@@ -21,7 +21,7 @@ from torch import Tensor
 from samestep.program.codecs import CodedPart, Matrix
 from samestep.program.exchange_times import Contributions
 from samestep.runtime.codecs.powersgd import first_directions, next_directions, orthonormalise
-from samestep.runtime.codecs.rests import Directions, Rest
+from samestep.runtime.codecs.residuals import BufferResidual, Directions
 
 
 class _Alike(NamedTuple):
@@ -88,12 +88,12 @@ class FactoredExchange:
         for matrix, directions in self.directions():
             directions.copy_(first_directions(matrix, *directions.shape))
 
-    def rests(self, number: int) -> Iterator[Rest]:
+    def residuals(self, number: int) -> Iterator[BufferResidual]:
         """Yield what this rank keeps of its contributions: views, flat."""
         each = self._made.each
         for alike in self._factored:
             for matrix, rest in zip(alike.matrices, alike.rest, strict=True):
-                yield Rest(str(self._index * each), matrix.offset, rest.view(-1), each)
+                yield BufferResidual(str(self._index * each), matrix.offset, rest.view(-1), each)
 
     def directions(self) -> Iterator[Directions]:
         """Yield the directions along which each weight's next gradient is projected, which all ranks have alike."""

@@ -98,7 +98,7 @@ class RunningUnit:
         }
         self._watched: set[int] = set()
         """The gathered weights, by their ids, whose gradients are noted."""
-        self.compares = False
+        self._compares = False
         self.after_backward: Callable[[RunningUnit], None] = RunningUnit.complete
         """What is called once the backward of a micro-batch is over in it."""
         self.modules = dict.fromkeys(model.get_submodule(path) for path in unit.modules)
@@ -137,6 +137,10 @@ class RunningUnit:
         self._counts = True
         self._known: list[Any] | None = None
         self._reduces = self._all_reduces = self._frees = False
+
+    def compare_values(self, compares: bool) -> None:
+        """Compare the values of gathered weights too, from the next step on."""
+        self._compares, self._known = compares, None
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -209,7 +213,7 @@ class RunningUnit:
         """Return the versions of the gathered weights, and their norms where values are compared."""
         gathered = [weight._unsharded_param for weight in self.group.fsdp_params]
         versions: list[Any] = [param._version for param in gathered]
-        if self.compares and gathered:
+        if self._compares and gathered:
             values = [
                 one.detach() if one.is_floating_point() else one.new_zeros(1, dtype=torch.float32) for one in gathered
             ]

@@ -2,8 +2,9 @@
 
 Each bucket of the program is a flat buffer in master precision. A hook on every parameter's gradient adds it to its
 place; when the last micro-batch's backward has filled a bucket, its first collective is issued, always in the program's
-order, so that every rank issues the same; but in a pipeline not before the gradient for which the stage before waits. Under zero=1 the weights lie in flat buffers too: a rank updates its chunk of
-each, and `publish` gathers the others', which the next forward may wait for (`late_weights.py`).
+order, so that every rank issues the same; but in a pipeline not before the gradient for which the stage before waits. Under
+zero=1 the weights are windows of flat buffers too: a rank updates its chunk of each, and `publish` gathers the others', which
+the next forward may wait for (`late_weights.py`).
 
 ```
 bucket 0  [ head.weight | norm.weight | pad ]    gradients of the last layers, finished first
@@ -27,21 +28,18 @@ from torch import Tensor, nn
 from samestep.building import nf4
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.buckets import Bucket, Member
-from samestep.program.codecs import PLAIN
-from samestep.program.exchange_times import Phase
 from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.weight_gradients import is_postponed
-from samestep.runtime.codecs.exchange import Exchange, exchange_of
-from samestep.runtime.codecs.rests import Directions, GivenBack, of_weights
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
-from samestep.runtime.weights.exchanged_moves import ExchangedMoves
+from samestep.runtime.weights.gradient_codes import BucketCodes
 from samestep.runtime.weights.late_weights import LateWeights
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece, squared_norm
+from samestep.runtime.weights.replica_exchange import BucketExchange
 from samestep.runtime.weights.weight_store import Materialize
 from samestep.schedules import TaskKind
 
@@ -52,8 +50,6 @@ class _FlatBuffer:
 
     bucket: Bucket
     gradients: Tensor
-    exchange: Exchange | None
-    """Sums the bucket between contributions, or replicas that are trained apart; None where gradients are all_reduced."""
     starts: list[Op]
     """The collective issued when a backward has filled the bucket; at most one."""
     finishes: list[Op]
@@ -67,7 +63,7 @@ class _FlatBuffer:
     """This rank's chunk of the bucket, between its reduce_scatter and its all_gather."""
 
     @property
-    def left(self) -> Tensor:
+    def remaining(self) -> Tensor:
         """The gradients that this rank still has to reduce: its chunk, or all."""
         return self.gradients if self.chunk is None else self.chunk
 
@@ -80,13 +76,33 @@ class _FlatBuffer:
 
 @dataclass(slots=True)
 class _GradientSlot:
-    """The place of one parameter's gradient in a bucket."""
+    """One parameter's place in a bucket's gradients."""
 
     flat: _FlatBuffer
     name: str
     gradient: Tensor
     is_postponed: bool
     """Whether a W task adds to it, so that it is not whole before."""
+
+
+class _WholeWatch:
+    """The `WeightWatch` of whole weights, in which all that code writes is kept."""
+
+    def __init__(self, params: Mapping[str, nn.Parameter], places: Mapping[str, Tensor]) -> None:
+        self._params, self._places = params, places
+
+    def compare_values(self, compares: bool) -> None:
+        """Do nothing, since no write is lost."""
+
+    def written(self) -> list[str]:
+        """Return nothing, since no write is lost."""
+        return []
+
+    def take_back(self) -> None:
+        """Copy weights that a user has given another storage, by `param.data = ...`, back to the one in use."""
+        for name, param in self._params.items():
+            if param.data_ptr() != self._places[name].data_ptr():
+                param.data = self._places[name].copy_(param.data)
 
 
 class Replicated:
@@ -106,8 +122,14 @@ class Replicated:
         self._next = 0
         self._postponed = {param.name for param in program.step.model.params if is_postponed(model, param.name)}
         self._flats = [self._flat(bucket) for bucket in program.buckets]
-        self._moves = ExchangedMoves(
-            program, [(flat.bucket, flat.exchange, self._own_chunk(flat)) for flat in self._flats if flat.exchange]
+        self.codes = BucketCodes(program, mesh)
+        self.exchange = BucketExchange(
+            program,
+            [
+                (flat.bucket, self.codes.exchanges[flat.bucket.name], self._chunk_of(flat))
+                for flat in self._flats
+                if flat.bucket.name in self.codes.exchanges
+            ],
         )
         self._separate = program.step.layout.offload
         self.pieces: list[Piece] = []
@@ -115,6 +137,7 @@ class Replicated:
         self._fill(model, materialize)
         gathered = [flat.bucket for flat in self._flats if flat.gathers]
         self._late = LateWeights.of(model, program, gathered, self.params)
+        self.watch = _WholeWatch(self.params, self._places)
 
     # -- setting up --------------------------------------------------------------------------------
 
@@ -128,17 +151,9 @@ class Replicated:
         if step.zero == 1:
             weights = torch.zeros(bucket.padded_numel, dtype=DTYPES[bucket.dtype], device=device)
         gradients = torch.zeros(bucket.padded_numel, dtype=DTYPES[step.master_dtype], device=device)
-        made, exchange = step.contributions, None
-        if made is not None:
-            group = self.mesh.groups[made.sent_over] if made.ranks > 1 else None
-            parts, gathers = [bucket.coded(made)], bucket.gathers_codes(made)
-            exchange = exchange_of(
-                bucket.codec, parts, made, group, gradients, gathers=gathers, backend=step.codec_backend
-            )
         return _FlatBuffer(
             bucket=bucket,
             gradients=gradients,
-            exchange=exchange,
             starts=[op for op in last if op.owner == bucket.name],
             finishes=[op for op in final if not op.after[0].startswith(OpKind.UPDATE)],
             gathers=[op for op in final if op.after[0].startswith(OpKind.UPDATE)],
@@ -183,9 +198,8 @@ class Replicated:
         if flat.weights is None:
             yield self._piece(name, 0, member.numel, param, value, lambda: gradient)
             return
-        parts, index, _ = self._division(flat.bucket)
-        size = flat.bucket.padded_numel // parts
-        first = index * size
+        size = flat.bucket.padded_numel // flat.bucket.holding.num_shards
+        first = self.mesh.index(flat.bucket.holding.data_axis) * size
         start = min(max(first - member.offset, 0), member.numel)
         stop = min(max(first + size - member.offset, 0), member.numel)
         if start < stop:
@@ -213,7 +227,7 @@ class Replicated:
 
     def begin_step(self) -> None:
         """Discard the gradients of the previous step."""
-        self.take_back()
+        self.watch.take_back()
         for param in self.params.values():
             param.grad = None
         self._unused = set(self.params)
@@ -221,22 +235,8 @@ class Replicated:
             names = {member.name for member in flat.bucket.members}
             flat.missing, flat.untouched = set(names), set(names)
             flat.work = flat.chunk = None
-            if flat.exchange is not None and not self.program.step.trains_apart:
-                flat.exchange.begin_step()
+        self.codes.begin_step()
         self._next = 0
-
-    def take_back(self) -> None:
-        """Copy weights that a user has given another storage, by `param.data = ...`, to the one that is in use here."""
-        for name, param in self.params.items():
-            if param.data_ptr() != self._places[name].data_ptr():
-                param.data = self._places[name].copy_(param.data)
-
-    def compare_values(self, compares: bool) -> None:
-        """Do nothing: what is written into a whole weight is kept."""
-
-    def written(self) -> list[str]:
-        """Return nothing: what is written into a whole weight is kept."""
-        return []
 
     def without_gradient(self) -> Mapping[str, bool]:
         """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""
@@ -260,8 +260,8 @@ class Replicated:
             self._note_gradients()
         if completes:
             self._start_ready()
-        if self._ends_contribution(task):
-            self._encode_contribution()
+        if self.codes.ends_contribution(task):
+            self._begin_contribution()
 
     def _note_gradients(self) -> None:
         """Note which weights have a gradient, where no bucket takes it: a micro-batch that does not count adds zeros alone."""
@@ -271,24 +271,11 @@ class Replicated:
             else:
                 self.params[name].grad = None
 
-    def _ends_contribution(self, task: Task) -> bool:
-        """Return whether a task leaves the last gradients of a contribution behind which this rank makes another one."""
-        step = self.program.step
-        if (
-            step.contributions is None
-            or step.trains_apart
-            or task.kind is not TaskKind.BACKWARD
-            or ends_step(task.body)
-        ):
-            return False
-        return (task.microbatch + 1) % (step.num_microbatches // step.contributions.each) == 0
-
-    def _encode_contribution(self) -> None:
-        """Encode the gradients of a contribution, and begin those of the next one."""
+    def _begin_contribution(self) -> None:
+        """Hand over the gradients of a part of the step that is summed by itself, and begin those of the next one."""
         for flat in self._flats:
-            assert flat.exchange is not None
             flat.zero_untouched()
-            flat.exchange.add([flat.gradients])
+            self.codes.add(flat.bucket.name, flat.gradients)
             flat.untouched = {member.name for member in flat.bucket.members}
         for param in self.params.values():
             param.grad = None
@@ -339,65 +326,27 @@ class Replicated:
                 flat.work = self._send(flat, op, flat.gradients)
         for flat in self._flats:
             _wait(flat)
-            if flat.exchange is not None and not self.program.step.trains_apart:
-                flat.exchange.finish([flat.left])
+            self.codes.finish(flat.bucket.name, flat.remaining)
 
-    def start_exchange(self, part: int, fill: Callable[[int], None]) -> None:
-        """Start to sum over all replicas what `fill` writes into the gradients; collective as `WeightStore` says."""
-        self._moves.start(part, fill)
-
-    def sum_exchange(self, part: int) -> None:
-        """Issue the collectives that follow an exchange's first; collective as `WeightStore` says."""
-        self._moves.send(part, Phase.SUM)
-
-    def end_exchange(self, part: int) -> None:
-        """Wait for an exchange, and set the gradients to its sums."""
-        self._moves.end(part)
-
-    def _own_chunk(self, flat: _FlatBuffer) -> Tensor:
+    def _chunk_of(self, flat: _FlatBuffer) -> Tensor:
         """Return the gradients of a bucket that this rank updates: all, or its chunk of them under zero=1."""
-        parts, index, _ = self._division(flat.bucket)
-        return flat.gradients.chunk(parts)[index]
+        holding = flat.bucket.holding
+        chunk = self.mesh.index(holding.data_axis) if holding.num_shards > 1 else 0
+        return flat.gradients.chunk(holding.num_shards)[chunk]
 
     def _send(self, flat: _FlatBuffer, op: Op, whole: Tensor) -> dist.Work:
-        """Issue one collective on the bucket's buffer, or on this rank's part of it, as it is or encoded."""
+        """Issue one collective on the bucket's buffer, or on this rank's part of it."""
         assert op.axis is not None
+        if self.codes.sends(op):
+            return self.codes.send(op, flat.remaining)
         group = self.mesh.groups[op.axis]
-        if op.codec not in (None, PLAIN):
-            assert flat.exchange is not None
-            with owned(op.owner):
-                return flat.exchange.send([flat.left])
         with owned(op.owner):
-            work = _start_collective(op.kind, flat.left if op.kind is OpKind.ALL_REDUCE else whole, group)
+            work = _start_collective(op.kind, flat.remaining if op.kind is OpKind.ALL_REDUCE else whole, group)
         if op.kind is OpKind.REDUCE_SCATTER:
             flat.chunk = _own_part(whole, group)
         elif op.kind is OpKind.ALL_GATHER:
             flat.chunk = None
         return work
-
-    def given_back(self) -> Iterator[GivenBack]:
-        """Yield what codes have lost of each weight."""
-        made = self.program.step.contributions
-        for flat in self._flats:
-            if made is None or flat.exchange is None:
-                continue
-            coded = flat.bucket.coded(made).numel
-            first = self._division(flat.bucket)[1] * coded if coded < flat.bucket.padded_numel else 0
-            places = [(member.name, member.offset - first, member.numel) for member in flat.bucket.members]
-            for rest in flat.exchange.rests(0):
-                yield from of_weights(rest, places)
-
-    def directions(self) -> Iterator[Directions]:
-        """Yield the directions along which the next gradients are projected."""
-        for flat in self._flats:
-            if flat.exchange is not None:
-                yield from flat.exchange.directions()
-
-    def scale_given_back(self, factor: float) -> None:
-        """Multiply what codes have lost."""
-        for flat in self._flats:
-            if flat.exchange is not None:
-                flat.exchange.scale(factor)
 
     def norm_squared(self) -> Tensor:
         """Return this rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
@@ -411,19 +360,16 @@ class Replicated:
             return total
         for copies in sorted({flat.bucket.holding.num_copies for flat in self._flats}):
             alike = [flat for flat in self._flats if flat.bucket.holding.num_copies == copies]
-            divided = [(flat.gradients, *self._division(flat.bucket)) for flat in alike]
-            mine = [gradients.view(parts, -1)[index] for gradients, parts, index, _ in divided]
-            total += squared_norm(mine, self.mesh.device) / (divided[0][-1] * copies)
+            _, repeated_over = self.program.step.norm_axes(alike[0].bucket.holding)
+            mine = [self._norm_share(flat) for flat in alike]
+            total += squared_norm(mine, self.mesh.device) / (math.prod(map(self.mesh.size, repeated_over)) * copies)
         return total
 
-    def _division(self, bucket: Bucket) -> tuple[int, int, int]:
-        """Return a bucket's number of parts, the index of this rank's part, and the number of ranks with each part."""
-        innermost, *others = bucket.holding.data_axes
-        if self.program.step.trains_apart:  # the ranks of other replicas have gradients of their own
-            if bucket.holding.num_shards == 1:
-                return 1, 0, self.mesh.size("cp")
-            others = []
-        return self.mesh.size(innermost), self.mesh.index(innermost), math.prod(map(self.mesh.size, others))
+    def _norm_share(self, flat: _FlatBuffer) -> Tensor:
+        """Return the run of a bucket's gradients whose squares this rank adds up."""
+        divided_over, _ = self.program.step.norm_axes(flat.bucket.holding)
+        number, index = (self.mesh.size(divided_over), self.mesh.index(divided_over)) if divided_over else (1, 0)
+        return flat.gradients.view(number, -1)[index]
 
     def publish(self, *, waits: bool = True, part: int | None = None) -> None:
         """Gather every rank's chunk of the updated weights under zero=1, those that the next forward needs first in front.
