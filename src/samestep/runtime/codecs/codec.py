@@ -14,7 +14,7 @@ RUN_NUMEL = 2**20
 
 
 class Codec(Protocol):
-    """Encodes and decodes; it keeps nothing between two calls, and equal values have equal codes wherever they lie."""
+    """Encodes and decodes; it keeps nothing between two calls, and equal values have equal codes at any position."""
 
     def encode(self, values: Tensor, block: int, wire: Tensor, lost: Tensor | None = None) -> None:
         """Write values [rows, n], made of whole blocks, to `wire`, uint8 [rows, bytes of n elements].

@@ -1,12 +1,12 @@
-"""The exchange of matrices as two factors: what a rank sends and keeps of one buffer (`powersgd.py` has the formulas).
+"""The exchange of matrices as two factors: the collectives and residuals of one buffer (`powersgd.py` has the formulas).
 
 With N ranks, each of them with M_i and all with one Q:
 
 ```
-rank i      G_i + e_i ─ times Q ─► P_i and what is sent as it is ─ all_reduce ─► P ─ orthonormal ─►
+rank i      G_i + e_i ─ times Q ─► P_i and the elements outside of matrices ─ all_reduce ─► P ─ orthonormal ─►
             M_i^T P ─ all_reduce ─► Q' ─► D = P Q'^T            (meanwhile e_i = M_i - P (M_i^T P)^T)
 ```
-A rank that makes several contributions sends the factors of their sum, of which it keeps what is left as one.
+A rank that makes several contributions sends the factors of their sum, whose residual it keeps as one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from samestep.runtime.codecs.residuals import BufferResidual, Directions
 
 
 class _Alike(NamedTuple):
-    """Matrices of one shape, side by side, and their parts of the exchange's buffers: views."""
+    """Adjacent matrices of one shape, and their views of the exchange's buffers."""
 
     matrices: tuple[Matrix, ...]
     left: Tensor
@@ -46,9 +46,9 @@ class FactoredExchange:
     def __init__(
         self, part: CodedPart, made: Contributions, group: dist.ProcessGroup | None, like: Tensor, *, gathers: bool
     ) -> None:
-        """Make an exchange over `group`, None of a single rank, of a buffer in the dtype and on the device of `like`.
+        """Make an exchange over `group`, None for a single rank, of a buffer in the dtype and on the device of `like`.
 
-        Unless it `gathers`, each rank is left its own chunk of the sum alone.
+        Unless it `gathers`, each rank gets only its chunk of the sum.
         """
         self._part, self._made, self._group = part, made, group
         self._index = dist.get_rank(group) if group is not None else 0
@@ -57,8 +57,8 @@ class FactoredExchange:
         self._first, self._own, self._second, self._directions = map(like.new_zeros, (first, second, second, second))
         self._kept = like.new_zeros(part.numel)
         self._factored = [*self._views()]
-        self._as_it_is = [*_outside(part)]
-        self._plain = self._first[first - sum(run.stop - run.start for run in self._as_it_is) :]
+        self._outside = [*_runs_outside(part)]
+        self._plain = self._first[first - sum(run.stop - run.start for run in self._outside) :]
         self._start()
         self.begin_step()
 
@@ -83,34 +83,34 @@ class FactoredExchange:
 
     @torch.no_grad()
     def _start(self) -> None:
-        """Set what is kept from step to step to what it is before the first one."""
+        """Set residuals and directions to their values before the first step."""
         self._kept.zero_()
         for matrix, directions in self.directions():
             directions.copy_(first_directions(matrix, *directions.shape))
 
     def residuals(self, number: int) -> Iterator[BufferResidual]:
-        """Yield what this rank keeps of its contributions: views, flat."""
+        """Yield the residuals of this rank's contributions: views, flat."""
         each = self._made.each
         for alike in self._factored:
             for matrix, rest in zip(alike.matrices, alike.rest, strict=True):
                 yield BufferResidual(str(self._index * each), matrix.offset, rest.view(-1), each)
 
     def directions(self) -> Iterator[Directions]:
-        """Yield the directions along which each weight's next gradient is projected, which all ranks have alike."""
+        """Yield the directions along which each weight's next gradient is projected, which are equal on all ranks."""
         for alike in self._factored:
             for matrix, directions in zip(alike.matrices, alike.directions, strict=True):
                 yield Directions(matrix.name, directions)
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
-        """Multiply all that is kept of contributions, as the gradients will be from now on; by 0 all is as before a run."""
+        """Multiply all residuals, as the gradients will be from now on; with 0 directions become those before the first step, too."""
         if factor == 0.0:
             self._start()
         else:
             self._kept.mul_(factor)
 
     def begin_step(self) -> None:
-        """Forget the contributions of the previous step."""
+        """Discard the contributions of the previous step."""
         self._num_added = self._num_sent = 0
 
     @torch.no_grad()
@@ -120,9 +120,9 @@ class FactoredExchange:
         self._num_added += 1
 
     def send(self, values: Sequence[Tensor]) -> dist.Work:
-        """Add the last contribution and start to sum the left factors, or after them the right ones.
+        """Add the last contribution and start to sum the left factors; called again, start to sum the right ones.
 
-        Collective over the group: if a rank does not call it, the others wait for it.
+        Collective over the group: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         assert self._group is not None
         if self._num_sent == 0:
@@ -140,14 +140,14 @@ class FactoredExchange:
 
     @torch.no_grad()
     def finish(self, values: Sequence[Tensor]) -> None:
-        """Leave the sums in the buffer, or this rank's own chunk; called when what it sends is there."""
+        """Write the sums to the buffer, or only this rank's chunk; called once the collectives of `send` have ended."""
         if self._made.ranks == 1:
             self.add(values)
             self._project()
             self._find()
             self._keep_rest()
         self._decode(values[0])
-        for run, summed in zip(self._as_it_is, self._runs(), strict=True):
+        for run, summed in zip(self._outside, self._runs(), strict=True):
             values[0][run] = summed
         # On GPUs a pass takes less time than to wait for the answer whether one is needed.
         if self._kept.is_cuda or not self._second.sum().isfinite():
@@ -158,7 +158,7 @@ class FactoredExchange:
         self.begin_step()
 
     def _decode(self, value: Tensor) -> None:
-        """Write the sums of matrices to the buffer, at least those rows that lie in the part that is left to this rank."""
+        """Write the sums of matrices to the buffer, at least the rows in this rank's chunk."""
         size = value.numel() if self._gathers else value.numel() // self._made.ranks
         first = 0 if self._gathers else self._index * size
         for alike in self._factored:
@@ -175,17 +175,17 @@ class FactoredExchange:
 
     @torch.no_grad()
     def _project(self) -> None:
-        """Make this rank's left factors, and take what is sent as it is."""
+        """Compute this rank's left factors, and take the elements outside of matrices from the contributions."""
         assert self._num_added == self._made.each, "a contribution is missing"
         for alike in self._factored:
             torch.bmm(alike.directions, alike.rest.mT, out=alike.left)
-        for run, sent in zip(self._as_it_is, self._runs(), strict=True):
+        for run, sent in zip(self._outside, self._runs(), strict=True):
             sent.copy_(self._kept[run])
             self._kept[run] = 0.0
 
     @torch.no_grad()
     def _find(self) -> None:
-        """Make this rank's right factors from the sum of the left ones."""
+        """Compute this rank's right factors from the sum of the left ones."""
         if self._factored:
             orthonormalise([alike.left for alike in self._factored])
         for alike in self._factored:
@@ -194,17 +194,17 @@ class FactoredExchange:
 
     @torch.no_grad()
     def _keep_rest(self) -> None:
-        """Take from this rank's contributions what its factors say of them."""
+        """Subtract the product of this rank's factors from its contributions, which leaves the residuals."""
         for alike in self._factored:
             alike.rest.baddbmm_(alike.left.mT, alike.own, alpha=-1.0)
 
     def _runs(self) -> Sequence[Tensor]:
-        """Return what is sent as it is, run by run."""
-        return self._plain.split([run.stop - run.start for run in self._as_it_is])
+        """Return the elements outside of matrices that are sent, run by run."""
+        return self._plain.split([run.stop - run.start for run in self._outside])
 
 
 def _alike(matrices: Sequence[Matrix]) -> Iterator[tuple[Matrix, ...]]:
-    """Yield runs of matrices of one shape that lie side by side."""
+    """Yield runs of adjacent matrices of one shape."""
     found: list[Matrix] = []
     for matrix in matrices:
         if found and (found[-1][2:] != matrix[2:] or found[-1].offset + matrix.numel != matrix.offset):
@@ -215,8 +215,8 @@ def _alike(matrices: Sequence[Matrix]) -> Iterator[tuple[Matrix, ...]]:
         yield tuple(found)
 
 
-def _outside(part: CodedPart) -> Iterator[slice]:
-    """Yield the runs of a buffer that lie outside of its matrices."""
+def _runs_outside(part: CodedPart) -> Iterator[slice]:
+    """Yield the runs of a buffer outside of its matrices."""
     stop = 0
     for matrix in part.matrices:
         if matrix.offset > stop:

@@ -1,8 +1,8 @@
-"""Whole updates on real weights (twin of `strategies/whole_update.py`): parts come to owners, updated parts go back.
+"""Whole updates on real weights (twin of `strategies/whole_update.py`): owners gather parts, and scatter the updated ones.
 
-A rank lends its part of each weight and of its gradient; the owner of a weight has a whole copy of both. Two buffers of
-equal windows, one for each rank of the axis, carry them. Values are sent with every gradient, so that what a user has
-written into a weight between two steps is in the owner's copy.
+A rank sends its piece of each weight and of its gradient to the weight's owner, which has a whole copy of both. Two buffers of
+equal windows, one for each rank of the axis, carry them. Values are sent with every gradient, so that the owner's copy has
+what a user has written into a weight between two steps.
 
 ```
 send      │ my parts of rank 0's weights │ my parts of rank 1's weights │
@@ -63,10 +63,10 @@ class Owning:
         self._lent = LiveWeights([piece for piece in store.pieces if id(piece) not in taken])
 
     def finish_gradients(self) -> None:
-        """Finish the store's reductions, and bring weights and gradients to their owners.
+        """Finish the store's reductions, and gather weights and gradients at their owners.
 
-        Collective over the store's axes, and those over which weights have owners: if a rank does not call it, the
-        others wait until the time limit.
+        Collective over the store's axes, and those over which weights have owners: see [Note: collective calls] in
+        runtime/processes/mesh.py.
         """
         self._store.finish_gradients()
         self.watch.take_back()
@@ -75,10 +75,10 @@ class Owning:
             level.gather()
 
     def publish(self, *, waits: bool = True, part: int | None = None) -> None:
-        """Send the updated weights back to the ranks that hold parts of them, and let the store publish its own.
+        """Scatter the updated weights to the ranks that hold parts of them, and let the store publish the others.
 
-        Collective over the store's axes, and those over which weights have owners: if a rank does not call it, the
-        others wait until the time limit.
+        Collective over the store's axes, and those over which weights have owners: see [Note: collective calls] in
+        runtime/processes/mesh.py.
         """
         for level in reversed(self._levels):
             level.scatter()
@@ -88,7 +88,7 @@ class Owning:
 
 @dataclass(slots=True)
 class _Level:
-    """The weights of one axis that are updated whole: parts that this rank lends, and weights that it owns."""
+    """The weights that ranks of one axis update whole: parts that this rank lends, and weights that it owns."""
 
     owners: Owners
     mesh: Mesh
@@ -103,7 +103,7 @@ class _Level:
 
     @classmethod
     def over(cls, pieces: Sequence[Piece], owners: Owners, program: Program, mesh: Mesh, model: ModelSpec) -> _Level:
-        """Make whole copies of this rank's weights, which the first `gather` fills; the pieces hold the parts."""
+        """Allocate whole copies of the weights that this rank owns, and fill them from the pieces of all ranks."""
         step = program.step
         cut = {param.name: param for param in step.model.params}
         uncut = {param.name: param for param in model.params}
@@ -129,9 +129,9 @@ class _Level:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Bring every weight and its gradient to the owner.
+        """Send every weight and its gradient to the owner.
 
-        Collective over the axis: if a rank does not call it, the others wait until the time limit.
+        Collective over the axis: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         send = self._buffer(2)
         for member in self.members:
@@ -152,7 +152,7 @@ class _Level:
     def scatter(self) -> None:
         """Send the parts of every updated weight to the ranks that hold them.
 
-        Collective over the axis: if a rank does not call it, the others wait until the time limit.
+        Collective over the axis: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         send = self._buffer(1)
         for member, mine in zip(self._owned_members(), self.mine, strict=True):
@@ -172,7 +172,7 @@ class _Level:
         return [member for member in self.members if member.owner == index]
 
     def _windows(self, buffer: Tensor, rank: int, member: Owned, number: int) -> list[Tensor]:
-        """Return the places of a member in the windows of a rank: of its value, and of its gradient."""
+        """Return a member's views in the windows of a rank: of its value, and of its gradient if `number` is 2."""
         return [
             part[member.offset : member.offset + member.part_numel]
             for part in buffer.view(-1, number, self.owners.window_numel)[rank]

@@ -112,7 +112,7 @@ class Replicated:
         self.program, self.mesh = program, mesh
         self.params: dict[str, nn.Parameter] = {}
         self._places: dict[str, Tensor] = {}
-        """Where each weight's values are, which buckets and pieces refer to."""
+        """The tensor with each weight's values, to which buckets and pieces refer."""
         self._last = self._starts = self._is_weight_task = False
         self._counts = True
         self._unused: set[str] = set()
@@ -162,7 +162,7 @@ class Replicated:
 
     @torch.no_grad()
     def _fill(self, model: nn.Module, materialize: Materialize) -> None:
-        """Give every parameter its initial value, and make the pieces that this rank updates."""
+        """Give every parameter its initial value, and list the pieces that this rank updates."""
         slot_of = {member.name: (flat, member) for flat in self._flats for member in flat.bucket.members}
         master = DTYPES[self.program.step.master_dtype]
         for spec in self.program.step.model.params:
@@ -171,7 +171,9 @@ class Replicated:
             live = nf4.pack_values(value) if spec.held_as else value.to(DTYPES[self.program.step.working_dtype(spec)])
             if flat is not None and flat.weights is not None and member is not None:
                 window = flat.weights[member.offset : member.offset + member.numel].view(spec.shape)
-                live = window.copy_(live).data  # a version of its own: a forward may write into one weight of a bucket
+                live = window.copy_(
+                    live
+                ).data  # with a separate version: a forward may write into one weight of a bucket
             param = nn.Parameter(live, requires_grad=spec.trainable)
             for name in (spec.name, *spec.aliases):
                 path, _, leaf = name.rpartition(".")
@@ -188,7 +190,7 @@ class Replicated:
     def _pieces_of(
         self, name: str, flat: _FlatBuffer | None, member: Member | None, param: nn.Parameter, value: Tensor
     ) -> Iterator[Piece]:
-        """Yield a parameter's pieces that this rank updates, and direct its gradient to its place in the bucket."""
+        """Yield a parameter's pieces that this rank updates, and let its gradient be added to the bucket."""
         if flat is None or member is None:
             yield self._piece(name, 0, param.numel(), param, value, lambda: _gradient_or_zero(param))
             return
@@ -212,14 +214,14 @@ class Replicated:
     def _piece(
         self, name: str, start: int, stop: int, live: Tensor, value: Tensor, gradient: Callable[[], Tensor]
     ) -> Piece:
-        """Return a piece that updates the live weights, or a master copy in another dtype or on the host."""
+        """Return a piece whose value is the weight's memory, or a master copy in another dtype or on the host."""
         if live.dtype == value.dtype and not self._separate:
             return Piece(name, start, stop, live if isinstance(live, nn.Parameter) else live.detach(), gradient)
         held = master_on_host(value) if self._separate else value.detach().to(live.device, copy=True)
         return Piece(name, start, stop, held, gradient, target=live.detach())
 
     def hook_gradients(self, hooks: GradientHooks) -> None:
-        """Let the user's hooks change gradients, in front of the addition to a bucket."""
+        """Let the user's hooks change gradients before they are added to a bucket."""
         for name, hook in hooks.items():
             self.params[name].register_hook(hook)
 
@@ -264,7 +266,7 @@ class Replicated:
             self._begin_contribution()
 
     def _note_gradients(self) -> None:
-        """Note which weights have a gradient, where no bucket takes it: a micro-batch that does not count adds zeros alone."""
+        """Note which weights have a gradient, where there are no buckets; a micro-batch that does not count adds only zeros."""
         for name in [name for name in self._unused if self.params[name].grad is not None]:
             if self._counts:
                 self._unused.discard(name)
@@ -314,8 +316,7 @@ class Replicated:
     def finish_gradients(self) -> None:
         """Start the buckets that no backward completed, issue the collectives that follow, and wait for all.
 
-        Collective over the axes of the program's buckets: every rank of these groups calls it; if one does not, the
-        others wait until the time limit.
+        Collective over the axes of the program's buckets: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         for flat in self._flats[self._next :]:
             self._start(flat)
@@ -372,10 +373,9 @@ class Replicated:
         return flat.gradients.view(number, -1)[index]
 
     def publish(self, *, waits: bool = True, part: int | None = None) -> None:
-        """Gather every rank's chunk of the updated weights under zero=1, those that the next forward needs first in front.
+        """Gather every rank's chunk of the updated weights under zero=1, first those that the next forward needs first.
 
-        Collective over `dp_shard`: every rank of the group calls it; if one does not, the others wait until the time
-        limit.
+        Collective over `dp_shard`: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         self.settle()
         for flat in reversed(self._flats):
@@ -399,10 +399,10 @@ def _own_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _start_collective(kind: OpKind, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start one collective on a flat buffer as it is, in place.
+    """Start one collective on a flat buffer, in place.
 
     An all_gather sends this rank's part of it; reduce and broadcast have the group's first rank as their root. Collective
-    over `group`: if a rank does not call it, the others wait for it.
+    over `group`: see [Note: collective calls] in runtime/processes/mesh.py.
     """
     if kind is OpKind.ALL_REDUCE:
         work = dist.all_reduce(flat, group=group, async_op=True)

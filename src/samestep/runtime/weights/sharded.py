@@ -3,7 +3,7 @@
 The program's units become FSDP2 groups (`fsdp_groups.py`). FSDP2's hooks gather a unit before its forward and before its
 backward, and reshard it after its forward; the program says which unit is gathered ahead of need. We end a unit's
 backward (`fsdp_units.py`): once the gradients of all its inputs are known, or else at the end of the task, FSDP2 frees
-the weights and, where the program has a reduce_scatter, reduces the gradients. So nothing depends on which forward
+the weights and, where the program lists a reduce_scatter, reduces the gradients. So nothing depends on which forward
 preceded a backward: in a pipeline those of other micro-batches and of other chunks run between the two. A rank whose
 samples use fewer units takes part in the others' gathers and reductions all the same (`unit_order.py`).
 
@@ -137,7 +137,7 @@ class Sharded:
         return Piece(spec.name, start, stop, master_on_host(local), gradient, target=local)
 
     def hook_gradients(self, hooks: GradientHooks) -> None:
-        """Let the user's hooks change whole gradients, in front of their reduction."""
+        """Let the user's hooks change whole gradients before their reduction."""
         for name, hook in hooks.items():
             for unit in self._units:
                 if name in unit.unit.params:
@@ -195,7 +195,7 @@ class Sharded:
     def finish_gradients(self) -> None:
         """Wait for FSDP2's reductions; sum gradients over tied stages, and over axes on which they are partial.
 
-        Collective over these stages and `tp`: if a rank does not call it, the others wait until the time limit.
+        Collective over these stages and `tp`: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         self._root.set_is_last_backward(True)
         self._root._get_fsdp_state()._root_post_backward_final_callback()
