@@ -48,7 +48,7 @@ class BucketCodes:
         """Make the exchange of each bucket, where gradients are summed between contributions."""
         self._program, self._mesh = program, mesh
         self.exchanges: dict[str, Exchange] = {}
-        """By the names of buckets."""
+        """Exchange of each bucket, by its name; empty where gradients are summed without contributions."""
         step, made = program.step, program.step.contributions
         if made is None:
             return
@@ -139,7 +139,7 @@ class UnitCodes:
         self._trains_apart = program.step.trains_apart
         self.scatters = EncodedScatters(program, mesh, laid_out)
         self._shards: dict[tuple[int, str], _Shard] = {}
-        """By the part of the weights that is exchanged, 0 where all are, and the unit's name."""
+        """Shard of each unit, by the part of the weights that is exchanged (0 where all are) and the unit's name."""
         made, step = program.step.contributions, program.step
         if made is None or step.scatters_codes:
             return

@@ -10,7 +10,7 @@ moves of a part's weights ─► gradients ─► (second buffer) ─► exchang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from samestep.program.exchange_times import Phase
 from samestep.program.program import Program
 from samestep.runtime.codecs.exchange import Exchange
 from samestep.runtime.ledger import owned
-from samestep.runtime.weights.gradient_codes import UnitCodes
+from samestep.runtime.weights.gradient_codes import BucketCodes, UnitCodes
 from samestep.runtime.weights.pieces import Piece
 
 
@@ -47,10 +47,14 @@ class _BucketMoves:
 class BucketExchange:
     """The `ReplicaExchange` of buckets; it has nothing to do where no bucket is exchanged."""
 
-    def __init__(self, program: Program, buckets: Iterable[tuple[Bucket, Exchange, Tensor]]) -> None:
-        """Exchange the moves of buckets, each given with the gradients that this rank updates."""
+    def __init__(self, program: Program, codes: BucketCodes, gradients: Sequence[Tensor]) -> None:
+        """Exchange the moves of the program's buckets; `gradients` are, for each bucket, those that this rank updates."""
         self._program = program
-        self._moved = [_BucketMoves(*bucket) for bucket in buckets]
+        self._moved = [
+            _BucketMoves(bucket, codes.exchanges[bucket.name], one)
+            for bucket, one in zip(program.buckets, gradients, strict=True)
+            if bucket.name in codes.exchanges
+        ]
 
     def _of(self, part: int) -> list[_BucketMoves]:
         return [moved for moved in self._moved if moved.bucket.part == part]

@@ -123,14 +123,7 @@ class Replicated:
         self._postponed = {param.name for param in program.step.model.params if is_postponed(model, param.name)}
         self._flats = [self._flat(bucket) for bucket in program.buckets]
         self.codes = BucketCodes(program, mesh)
-        self.exchange = BucketExchange(
-            program,
-            [
-                (flat.bucket, self.codes.exchanges[flat.bucket.name], self._chunk_of(flat))
-                for flat in self._flats
-                if flat.bucket.name in self.codes.exchanges
-            ],
-        )
+        self.exchange = BucketExchange(program, self.codes, [self._chunk_of(flat) for flat in self._flats])
         self._separate = program.step.layout.offload
         self.pieces: list[Piece] = []
         self.frozen: list[Piece] = []
@@ -171,9 +164,8 @@ class Replicated:
             live = nf4.pack_values(value) if spec.held_as else value.to(DTYPES[self.program.step.working_dtype(spec)])
             if flat is not None and flat.weights is not None and member is not None:
                 window = flat.weights[member.offset : member.offset + member.numel].view(spec.shape)
-                live = window.copy_(
-                    live
-                ).data  # with a separate version: a forward may write into one weight of a bucket
+                # `.data` has a separate version: a forward may write into one weight of a bucket.
+                live = window.copy_(live).data
             param = nn.Parameter(live, requires_grad=spec.trainable)
             for name in (spec.name, *spec.aliases):
                 path, _, leaf = name.rpartition(".")

@@ -144,7 +144,7 @@ class ReplicaExchange(Protocol):
 
 
 class GradientCodes(Protocol):
-    """What the codec of gradients keeps from one step to the next; its methods send nothing."""
+    """The state of the gradient codec that is kept from one step to the next; its methods send nothing."""
 
     def residuals(self) -> Iterator[Residual]:
         """Yield what codes have lost of this rank's contributions, to be added to the next ones.
@@ -166,7 +166,7 @@ class GradientCodes(Protocol):
 
 
 class WeightWatch(Protocol):
-    """What guards ask a store about writes into its weights; its methods send nothing, and every rank calls them."""
+    """The writes into a store's weights, of which guards ask; its methods send nothing, and every rank calls them."""
 
     def compare_values(self, compares: bool) -> None:
         """Compare values too, from the next step on, in `written`: `.data` lets code change them without a trace."""
