@@ -5,8 +5,8 @@ gradient codec they have no exchange, and nothing to do.
 
 ```
 bucket    gradients, or this rank's chunk of them within a contribution ─► exchange between contributions
-shard     reduce_scatter over dp_shard, by FSDP2 ─► this rank's rows of each weight ─► buffers by block ─► exchange over dp_replicate
-unit      [ rank 0's rows of each weight | rank 1's rows | ... ]  ─ encode ─► all_to_all ─► decode, sum, encode, decode ─► this rank's rows
+shard     FSDP2's reduce_scatter over dp_shard ─► this rank's rows, in buffers by block ─► exchange over dp_replicate
+unit      [ rank 0's rows of each weight | rank 1's rows | ... ] ─ encode ─► all_to_all ─► decode, sum ─► this rank's rows
 ```
 Shards are for hybrid sharding: FSDP2 reduces within a replica, and the exchange sums between replicas. Where all data ranks
 shard a unit, FSDP2 calls its scatter in place of a reduce_scatter, with the unit's whole gradient ordered by rank; each rank
@@ -87,7 +87,10 @@ class BucketCodes:
         return op.codec not in (None, PLAIN)
 
     def send(self, op: Op, gradients: Tensor) -> dist.Work:
-        """Encode the last contribution and issue a collective. Collective over `op.axis`: see [Note: collective calls]."""
+        """Encode the last contribution and issue a collective.
+
+        Collective over `op.axis`: see [Note: collective calls] in runtime/processes/mesh.py.
+        """
         with owned(op.owner):
             return self.exchanges[op.owner].send([gradients])
 
@@ -176,7 +179,10 @@ class UnitCodes:
 
     @torch.no_grad()
     def send(self, op: Op, part: int = 0) -> None:
-        """Issue one collective of a unit's exchange. Collective over `op.axis`: see [Note: collective calls]."""
+        """Issue one collective of a unit's exchange.
+
+        Collective over `op.axis`: see [Note: collective calls] in runtime/processes/mesh.py.
+        """
         shard = self._shards[part, op.owner]
         _wait(shard)
         if op.kind is not OpKind.ALL_GATHER:

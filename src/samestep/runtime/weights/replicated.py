@@ -240,7 +240,7 @@ class Replicated:
     def running(self, task: Task, *, counts: bool = True) -> Iterator[None]:
         """Record, while a task runs, whether its gradients are the step's last and whether they complete buckets.
 
-        Collective over the axes of the program's buckets, as `WeightStore.running` says.
+        Collective over the axes of the program's buckets: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         if task.kind is not TaskKind.FORWARD:
             self.settle()

@@ -158,7 +158,7 @@ class Sharded:
     def running(self, task: Task, *, counts: bool = True) -> Iterator[None]:
         """Let the units gather, free and reduce as the program says, while a task runs inside.
 
-        Collective over the axes of the units, as `WeightStore.running` says.
+        Collective over the axes of the units: see [Note: collective calls] in runtime/processes/mesh.py.
 
         Raises:
             LayoutError: this rank's samples call units in another order than the program gathers them, or a gradient came late.
