@@ -51,7 +51,7 @@ def decoded(exchange: FactoredExchange, matrices: list[Tensor], plain: int = 3) 
 
 
 def rest_of(exchange: FactoredExchange) -> Tensor:
-    (rest,) = exchange.rests(0)
+    (rest,) = exchange.residuals(0)
     return rest.values
 
 

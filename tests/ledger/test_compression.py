@@ -100,9 +100,9 @@ def hold(rank: int, world: int, model: str, layout: str, job: Job) -> tuple[int,
     plain += sum(unit.padded_grad_numel // unit.num_shards for unit in program.units)
     predicted = at_rest(program, 0, rank).gradients - plain * BYTES_OF[program.step.master_dtype]
     if isinstance(store, Replicated):
-        return bytes_of([flat.exchange for flat in store._flats]), predicted
-    shards = store._encoded._shards.values()
-    scattered = [scatter.exchange for scatter in store._scatters.of_unit.values()]
+        return bytes_of([*store.codes.exchanges.values()]), predicted
+    shards = store.codes._shards.values()
+    scattered = [scatter.exchange for scatter in store.codes.scatters.of_unit.values()]
     copies = sum(one.numel() * one.element_size() for shard in shards for one in shard.buffers)
     return copies + bytes_of([*scattered, *(shard.exchange for shard in shards)]), predicted
 

@@ -156,7 +156,7 @@ def _scaled(rank: int, world: int, model: str, layout: str, job: Job) -> list[tu
     for batch in batches(Tokens(), job):
         report = run.step(batch)
         store = run.assembly.weights.store
-        fed = [kept.values.isfinite().all() for kept in (*store.given_back(), *store.directions())]
+        fed = [kept.values.isfinite().all() for kept in (*store.codes.residuals(), *store.codes.directions())]
         found.append((report.skipped, all(fed), report.loss))
     return found
 
@@ -168,7 +168,7 @@ def test_without_them_a_run_would_go_on_otherwise(codec: str, tmp_path: Path) ->
     run = make_run(0, 1, MODEL, "dp=1", job)
     run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
     checkpoint.load(run, manifests.list_checkpoints(tmp_path)[-1])
-    run.assembly.weights.store.scale_given_back(0.0)
+    run.assembly.weights.store.codes.scale(0.0)
     losses = [run.step(batch).loss for batch in batches(Tokens(), job, first_step=2)]
     apart = [abs(a - b) for a, b in zip(losses, reference(MODEL, job).losses[2:], strict=True)]
     assert apart[1] > 1e3 * TOLERANCE
@@ -178,11 +178,11 @@ def _directions(rank: int, world: int, model: str, layout: str, job: Job, folder
     """Return whether a run that has read a checkpoint projects along other directions than one that begins."""
     run = make_run(rank, world, model, layout, job)
     run.prepare(next(iter(batches(Tokens(), job))).samples([0]))
-    first = {name: values.clone() for name, values in run.assembly.weights.store.directions()}
+    first = {name: values.clone() for name, values in run.assembly.weights.store.codes.directions()}
     checkpoint.load(run, manifests.list_checkpoints(Path(folder))[-1])
-    apart = [not torch.equal(first[name], values) for name, values in run.assembly.weights.store.directions()]
-    run.assembly.weights.store.scale_given_back(0.0)
-    again = dict(run.assembly.weights.store.directions())
+    apart = [not torch.equal(first[name], values) for name, values in run.assembly.weights.store.codes.directions()]
+    run.assembly.weights.store.codes.scale(0.0)
+    again = dict(run.assembly.weights.store.codes.directions())
     assert all(torch.equal(first[name], again[name]) for name in first)
     return bool(apart) and all(apart)
 

@@ -127,7 +127,7 @@ def lost(run: Run) -> list[HeldTensor]:
     store = run.assembly.weights.store
     return [
         HeldTensor(f"lost {one.name} {one.key}", one.values.flatten(), range(one.start, one.start + one.values.numel()))
-        for one in store.given_back()
+        for one in store.codes.residuals()
     ]
 
 

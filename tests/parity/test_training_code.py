@@ -32,7 +32,7 @@ from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.weights import given_instance
-from samestep.runtime.weights.sharded import Sharded
+from samestep.runtime.weights.sharded import GatheredWatch
 from tests.laboratory import TOLERANCE
 from tests.parity.training_code import CASES, sgd, summed
 from tests.pool import pool
@@ -114,7 +114,7 @@ GUARDS: dict[str, tuple[Any, str, Any]] = {
     "forward that asks for its rank": (step_trials, "refuse_collectives", lambda what: nullcontext()),
     "auxiliary loss of the given instance": (given_instance, "_set_by_forward", _nothing),
     "norm kept in evaluation by train": (examine, "set_training", lambda model: model),
-    "teacher with other data": (Sharded, "take_back", _nothing),
+    "teacher with other data": (GatheredWatch, "take_back", _nothing),
     "layer thawed later": (OutsideChanges, "refusal", _nothing),
     "given instance frozen": (OutsideChanges, "refusal", _nothing),
     "given instance clamped": (OutsideChanges, "refusal", _nothing),

@@ -5,11 +5,14 @@ Besides, a user says it with one word of `numerics.compression`, which a job is 
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+import samestep
 from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
@@ -95,3 +98,28 @@ def test_bounds_of_the_search_hold(what: str, layout: str) -> None:
 def test_a_row_is_priced_by_its_bytes() -> None:
     assert ROW.size_bytes(10, 1) == 30
     assert CODECS["int8"].size_bytes(512, 256) == 514
+
+
+@pytest.mark.parametrize("store", ["replicated", "sharded", "owning", "late_weights", "fsdp_units", "unit_order"])
+def test_a_store_asks_for_no_codec_and_no_replica(store: str) -> None:
+    """`store.codes` and `store.exchange` do, in `gradient_codes.py` and `replica_exchange.py`."""
+    path = Path(samestep.__file__).parent / "runtime" / "weights" / f"{store}.py"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    asked |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    rare = {
+        "codec",
+        "codec_backend",
+        "contributions",
+        "scatters_codes",
+        "trains_apart",
+        "replicas_each",
+        "exchange_delay",
+    }
+    assert not asked & {
+        *rare,
+        "exchange_part",
+        "exchanges",
+        "samestep.runtime.codecs.exchange",
+        "samestep.program.codecs",
+    }

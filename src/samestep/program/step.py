@@ -19,7 +19,7 @@ from samestep.models.spec import ModelSpec
 from samestep.program.bodies import BodyKey, ends_step
 from samestep.program.codecs import CODECS, PLAIN, is_factored
 from samestep.program.exchange_times import Contributions, parts_of
-from samestep.program.holding import SHARDS, WHOLE, Holding
+from samestep.program.holding import REPLICAS, SHARDS, WHOLE, Holding
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, REPLICA_SCALARS, STEP_SCALARS, TF32
 from samestep.program.ranks import Ranks, data_ranks_per_node
 from samestep.program.sample_groups import SampleGroups
@@ -209,6 +209,18 @@ class StepSpec:
     def trains_apart(self) -> bool:
         """Whether replicas are trained independently between two exchanges."""
         return self.exchange_every > 1
+
+    @property
+    def summed_replicas(self) -> tuple[str, ...]:
+        """The data axis over whose ranks a step sums shards of gradients; empty where replicas are trained apart."""
+        return () if self.trains_apart else (REPLICAS,)
+
+    def norm_axes(self, holding: Holding) -> tuple[str | None, tuple[str, ...]]:
+        """Return the axis whose ranks each add up the squares of a part of a bucket's gradients, None where each rank adds up all
+        that it has, and the axes whose ranks add up the same."""
+        if holding.num_shards > 1:
+            return holding.data_axis, self.summed_replicas
+        return (None, ("cp",)) if self.trains_apart else (holding.data_axis, holding.data_axes[1:])
 
     @property
     def num_scalars(self) -> int:

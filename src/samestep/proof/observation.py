@@ -459,5 +459,5 @@ def restart(run: Run, start: Sequence[Tensor], buffers: Sequence[Tensor]) -> Non
     for _, assembly in replicas_of(run):
         if assembly.weights.updater.optimizer is not None:
             assembly.weights.updater.optimizer.state.clear()
-        assembly.weights.store.scale_given_back(0.0)
+        assembly.weights.store.codes.scale(0.0)
     run.steps_taken = 0

@@ -185,12 +185,12 @@ class LocalReplicas:
                 gradient = self.pieces[index].gradient()
                 gradient.copy_((self.weights[index] - theirs[index].master()).view_as(gradient))
 
-        self.assemblies[0].weights.store.start_exchange(part, write_move)
+        self.assemblies[0].weights.store.exchange.start(part, write_move)
         self.under_way[part] = False
 
     def _sum(self, part: int) -> None:
         if not self.under_way[part]:
-            self.assemblies[0].weights.store.sum_exchange(part)
+            self.assemblies[0].weights.store.exchange.sum(part)
             self.under_way[part] = True
 
     def _end(self, part: int, *, mixes: bool) -> None:
@@ -210,7 +210,7 @@ class LocalReplicas:
         mine = [self.pieces[index].gradient() for index in self.indices_of(part)]
         if part not in self.arrived:
             self._sum(part)
-            self.assemblies[0].weights.store.end_exchange(part)
+            self.assemblies[0].weights.store.exchange.end(part)
             self.arrived[part] = mine
             return
         for gradient, move in zip(mine, self.arrived[part], strict=True):

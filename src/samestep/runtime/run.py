@@ -141,7 +141,7 @@ class Run:
         if not self._stepper.is_amid_step:
             for reason in self.assembly.model.replaced.take_over(inside=False):
                 self.job.run.waived("state", reason)
-        self.assembly.weights.store.take_back()
+        self.assembly.weights.store.watch.take_back()
         self.assembly.weights.updater.reread()
         return self.assembly.weights.updater
 

@@ -410,7 +410,7 @@ class Stepper:
         before = weights.updater.loss_scale.scale
         weights.updater.loss_scale.after(overflowed=overflowed)
         if weights.updater.loss_scale.scale != before and self._own.replicas is None:
-            weights.store.scale_given_back(weights.updater.loss_scale.scale / before)
+            weights.store.codes.scale(weights.updater.loss_scale.scale / before)
 
     def _decision(self, sums: Tensor, numerator: float) -> Decision:
         return decide(sums, numerator, self.job.optimizer.clip_norm, self._used.expected_flags())
@@ -424,13 +424,13 @@ class Stepper:
         uses = self._used.note(number, weights.store.without_gradient())
         if reason := self._used.unproven(number):
             self.refusals.add("state", f"step {batch.step + 1}: {reason}")
-        for name in weights.store.written():
+        for name in weights.store.watch.written():
             self.refusals.add(
                 "state",
                 f"step {batch.step + 1}: {forward_state.explain_lost_write(name, f'zero={self._own.layout.zero}')}",
             )
         norm_squared = weights.store.norm_squared() + weights.updater.overflow(self.place.device)
-        weights.store.take_back()
+        weights.store.watch.take_back()
         return torch.cat([totals, norm_squared.view(1), uses])
 
     def forward_backward(self, batch: StepBatch, index: int = 0) -> Tensor:

@@ -217,10 +217,10 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
                 _load_state(updater, stored, piece, mine)
         if run.replicas is not None:
             _load_replicas(run, run.replicas, stored)
-        for lost in run.assembly.weights.store.given_back():
+        for lost in run.assembly.weights.store.codes.residuals():
             mine = writer.slice_of_part(run, lost.name).runs(lost.start, lost.start + lost.values.numel())
             lost.values.copy_(stored.read_lost(lost.key, lost.name, mine, lost.summed))
-        for name, directions in run.assembly.weights.store.directions():
+        for name, directions in run.assembly.weights.store.codes.directions():
             directions.copy_(stored.read_directions(name))
         updater.publish()  # otherwise the values that were read look like a write into the weights by other code
         for assembly in assemblies_of(run):
@@ -337,12 +337,12 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
                 )
     tensors |= {
         f"lost/{writer.name_of_part(run, lost.name)}/{lost.start}/{lost.key}": writer.copy_to_host(lost.values)
-        for lost in run.assembly.weights.store.given_back()
+        for lost in run.assembly.weights.store.codes.residuals()
         if writer.encodes_first(run, lost.name)
     }
     tensors |= {
         f"directions/{name}": writer.copy_to_host(directions)
-        for name, directions in run.assembly.weights.store.directions()
+        for name, directions in run.assembly.weights.store.codes.directions()
         if writer.encodes_first(run, name) and not writer.index_of_contributions(run)
     }
     for piece in frozen:

@@ -82,7 +82,7 @@ def slices_of(run: PreparedRun, frozen: Sequence[Piece]) -> dict[str, list[Any]]
     parts = {name: slice_of(run, names[name]) for name in sorted(names)}
     parts |= {
         part: slice_of_part(run, lost.name)
-        for lost in run.assembly.weights.store.given_back()
+        for lost in run.assembly.weights.store.codes.residuals()
         if (part := name_of_part(run, lost.name)) != lost.name
     }
     return {name: [part.dim, [list(ends) for ends in part.intervals]] for name, part in parts.items()}

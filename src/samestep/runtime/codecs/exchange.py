@@ -1,5 +1,4 @@
-"""The exchange of encoded contributions: a rank encodes, sends, sums and gathers buffers, and keeps the losses of
-codes.
+"""The exchange of encoded contributions: collectives that sum some buffers over ranks, and the residuals of their codes.
 
 With N ranks, each of them with a buffer of N chunks (`program/exchange_times.py` has the formula):
 
@@ -7,7 +6,7 @@ With N ranks, each of them with a buffer of N chunks (`program/exchange_times.py
 rank r      G_r + e_r ─ encode ─► [ c_0 | c_1 | ... ] ─ all_to_all ─► chunk r of all ranks ─ decode, sum, + s, encode
             ─ all_gather ─► all chunks ─ decode ─► D
 ```
-No sum is ever taken of codes. What is added up is float32, in the order of contributions: the same in every layout.
+Codes are decoded before they are added up, in float32 and in the order of contributions: the same in every layout.
 """
 
 from __future__ import annotations
@@ -23,20 +22,19 @@ from samestep.program.codecs import CODECS, PLAIN, CodedPart
 from samestep.program.exchange_times import Contributions
 from samestep.runtime.codecs.codec import codec_of
 from samestep.runtime.codecs.factored_exchange import FactoredExchange
-from samestep.runtime.codecs.rests import SUM, Directions, Rest
+from samestep.runtime.codecs.residuals import SUM, BufferResidual, Directions
 from samestep.runtime.processes.mesh import all_gather
 
 
 class PlainExchange:
-    """The uncompressed sum of one buffer, through all steps of a run: first of a rank's contributions, then of all
-    ranks'."""
+    """The sum of one buffer without a codec, through all steps of a run: over a rank's contributions first, then over ranks."""
 
     def __init__(self, made: Contributions, group: dist.ProcessGroup | None) -> None:
-        """Make an exchange over `group`, None of a single rank."""
+        """Make an exchange over `group`, None for a single rank."""
         self._made, self._group = made, group
         self.begin_step()
 
-    def rests(self, number: int) -> Iterator[Rest]:
+    def residuals(self, number: int) -> Iterator[BufferResidual]:
         """Yield nothing, since nothing is lost."""
         yield from ()
 
@@ -48,12 +46,12 @@ class PlainExchange:
         """Do nothing, since nothing is lost."""
 
     def begin_step(self) -> None:
-        """Forget the contributions of the previous step."""
+        """Discard the contributions of the previous step."""
         self._total: Tensor | None = None
 
     @torch.no_grad()
     def add(self, values: Sequence[Tensor]) -> None:
-        """Add this rank's next contribution; its buffer may be overwritten afterwards, unless it is the last one."""
+        """Add this rank's next contribution, whose buffer may then be overwritten if it is not the last one."""
         (value,) = values
         if self._total is not None:
             self._total += value
@@ -63,7 +61,7 @@ class PlainExchange:
     def send(self, values: Sequence[Tensor]) -> dist.Work:
         """Add the last contribution, and start to sum those of all ranks.
 
-        Collective over the group: if a rank does not call it, the others wait for it.
+        Collective over the group: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         self.add(values)
         work = dist.all_reduce(self._total, group=self._group, async_op=True)
@@ -72,7 +70,7 @@ class PlainExchange:
 
     @torch.no_grad()
     def finish(self, values: Sequence[Tensor]) -> None:
-        """Leave the sum in the buffer; called when the messages of `send` have arrived."""
+        """Write the sum to the buffer; called once the collectives of `send` have ended."""
         if self._made.ranks == 1:
             self.add(values)
         (value,) = values
@@ -96,10 +94,10 @@ class CodedExchange:
         backend: str = "",
         scratch: Tensor | None = None,
     ) -> None:
-        """Make an exchange over `group`, None of a single rank, of buffers in the dtype and on the device of `like`.
+        """Make an exchange over `group`, None for a single rank, of buffers in the dtype and on the device of `like`.
 
-        Unless it `gathers`, each rank gets only its chunk of the sum. A `backend` of `torch.compile` compiles fused
-        kernels. Codes are written to `scratch`, uint8, which successive exchanges share; None for separate memory.
+        Unless it `gathers`, each rank gets only its chunk of the sum. A `backend` of `torch.compile` makes fused kernels. Codes
+        are written to `scratch`, uint8, which consecutive exchanges share; None allocates memory for this one.
         """
         spec = CODECS[name]
         self._like = like.new_empty(0)
@@ -127,13 +125,13 @@ class CodedExchange:
         """Return the elements of a part that each rank sums."""
         return part.numel // self._made.ranks
 
-    def rests(self, number: int) -> Iterator[Rest]:
-        """Yield the losses that this rank feeds back for one of the parts: views, flat."""
+    def residuals(self, number: int) -> Iterator[BufferResidual]:
+        """Yield this rank's residuals of one of the parts: views, flat."""
         for contribution, lost in enumerate(self._lost, self._index * self._made.each):
-            yield Rest(str(contribution), 0, lost[number].view(-1))
+            yield BufferResidual(str(contribution), 0, lost[number].view(-1))
         if self._lost_by_sum:
             mine = self._lost_by_sum[number]
-            yield Rest(SUM, self._index * mine.numel(), mine.view(-1))
+            yield BufferResidual(SUM, self._index * mine.numel(), mine.view(-1))
 
     def directions(self) -> Iterator[Directions]:
         """Yield nothing, since nothing is projected."""
@@ -141,18 +139,18 @@ class CodedExchange:
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
-        """Multiply all losses that are fed back, as the gradients will be from now on."""
+        """Multiply all residuals, as the gradients will be from now on."""
         lost = [*itertools.chain.from_iterable(self._lost), *self._lost_by_sum]
         if lost:
             torch._foreach_mul_(lost, factor)
 
     def begin_step(self) -> None:
-        """Forget the contributions of the previous step."""
+        """Discard the contributions of the previous step."""
         self._num_added, self._is_summed = 0, False
 
     @torch.no_grad()
     def add(self, values: Sequence[Tensor]) -> None:
-        """Encode this rank's next contribution: a flat buffer for each part, which may be overwritten afterwards."""
+        """Encode this rank's next contribution: a flat buffer for each part, which may then be overwritten."""
         for number, (part, value, window) in enumerate(zip(self._parts, values, self._windows, strict=True)):
             lost = self._lost[self._num_added][number] if self._lost else None
             sent = self._sent[:, self._num_added, window]
@@ -160,10 +158,10 @@ class CodedExchange:
         self._num_added += 1
 
     def send(self, values: Sequence[Tensor]) -> dist.Work:
-        """Encode the last contribution and start to send every rank its chunk of all of them, or, called again when that is
-        over, sum this rank's chunk and start to gather the sums.
+        """Encode the last contribution and start to send every rank its chunk of all of them; called again once that has
+        ended, sum this rank's chunk and start to gather the sums.
 
-        Collective over the group: if a rank does not call it, the others wait for it.
+        Collective over the group: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         assert self._group is not None
         if self._num_added < self._made.each:
@@ -177,8 +175,7 @@ class CodedExchange:
 
     @torch.no_grad()
     def finish(self, values: Sequence[Tensor]) -> None:
-        """Leave the sums in the buffers, or this rank's chunk of each; called when the messages of `send` have
-        arrived."""
+        """Write the sums to the buffers, or only this rank's chunks; called once the collectives of `send` have ended."""
         if self._made.ranks == 1:
             self.add(values)
         if not self._is_summed:
@@ -215,8 +212,8 @@ def exchange_of(
     gathers: bool,
     backend: str,
 ) -> Exchange:
-    """Return the exchange of buffers as a codec writes them down, or as they are where `name` is `PLAIN`; with
-    fused kernels, where there are any, if there is a `backend` of `torch.compile`."""
+    """Return the exchange of buffers by the codec `name`, or without one if it is `PLAIN`; a `backend` of `torch.compile`
+    makes fused kernels, where there are any."""
     if name == PLAIN:
         return PlainExchange(made, group)
     if CODECS[name].factors:

@@ -1,13 +1,12 @@
-"""The exchange of matrices as two factors: the messages and the state of one buffer on a rank (`powersgd.py` has the
-formulas).
+"""The exchange of matrices as two factors: the collectives and residuals of one buffer (`powersgd.py` has the formulas).
 
 With N ranks, each of them with M_i and all with one Q:
 
 ```
-rank i      G_i + e_i ─ times Q ─► P_i and what is sent as it is ─ all_reduce ─► P ─ orthonormal ─►
+rank i      G_i + e_i ─ times Q ─► P_i and the elements outside of matrices ─ all_reduce ─► P ─ orthonormal ─►
             M_i^T P ─ all_reduce ─► Q' ─► D = P Q'^T            (meanwhile e_i = M_i - P (M_i^T P)^T)
 ```
-A rank with several contributions sends the factors of their sum, and keeps one remainder of that.
+A rank that makes several contributions sends the factors of their sum, whose residual it keeps as one.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from torch import Tensor
 from samestep.program.codecs import CodedPart, Matrix
 from samestep.program.exchange_times import Contributions
 from samestep.runtime.codecs.powersgd import first_directions, next_directions, orthonormalise
-from samestep.runtime.codecs.rests import Directions, Rest
+from samestep.runtime.codecs.residuals import BufferResidual, Directions
 
 
 class _Alike(NamedTuple):
-    """Adjacent matrices of one shape, and their parts of the exchange's buffers: views."""
+    """Adjacent matrices of one shape, and their views of the exchange's buffers."""
 
     matrices: tuple[Matrix, ...]
     left: Tensor
@@ -47,7 +46,7 @@ class FactoredExchange:
     def __init__(
         self, part: CodedPart, made: Contributions, group: dist.ProcessGroup | None, like: Tensor, *, gathers: bool
     ) -> None:
-        """Make an exchange over `group`, None of a single rank, of a buffer in the dtype and on the device of `like`.
+        """Make an exchange over `group`, None for a single rank, of a buffer in the dtype and on the device of `like`.
 
         Unless it `gathers`, each rank gets only its chunk of the sum.
         """
@@ -58,8 +57,8 @@ class FactoredExchange:
         self._first, self._own, self._second, self._directions = map(like.new_zeros, (first, second, second, second))
         self._kept = like.new_zeros(part.numel)
         self._factored = [*self._views()]
-        self._as_it_is = [*_outside(part)]
-        self._plain = self._first[first - sum(run.stop - run.start for run in self._as_it_is) :]
+        self._outside = [*_runs_outside(part)]
+        self._plain = self._first[first - sum(run.stop - run.start for run in self._outside) :]
         self._start()
         self.begin_step()
 
@@ -84,17 +83,17 @@ class FactoredExchange:
 
     @torch.no_grad()
     def _start(self) -> None:
-        """Set all values that are kept from step to step to those before the first one."""
+        """Set residuals and directions to their values before the first step."""
         self._kept.zero_()
         for matrix, directions in self.directions():
             directions.copy_(first_directions(matrix, *directions.shape))
 
-    def rests(self, number: int) -> Iterator[Rest]:
-        """Yield the remainders of contributions that this rank keeps: views, flat."""
+    def residuals(self, number: int) -> Iterator[BufferResidual]:
+        """Yield the residuals of this rank's contributions: views, flat."""
         each = self._made.each
         for alike in self._factored:
             for matrix, rest in zip(alike.matrices, alike.rest, strict=True):
-                yield Rest(str(self._index * each), matrix.offset, rest.view(-1), each)
+                yield BufferResidual(str(self._index * each), matrix.offset, rest.view(-1), each)
 
     def directions(self) -> Iterator[Directions]:
         """Yield the directions along which each weight's next gradient is projected, which are equal on all ranks."""
@@ -104,15 +103,14 @@ class FactoredExchange:
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
-        """Multiply all remainders of contributions, as the gradients will be from now on; by 0, restore the state
-        before a run."""
+        """Multiply all residuals, as the gradients will be from now on; with 0 directions become those before the first step, too."""
         if factor == 0.0:
             self._start()
         else:
             self._kept.mul_(factor)
 
     def begin_step(self) -> None:
-        """Forget the contributions of the previous step."""
+        """Discard the contributions of the previous step."""
         self._num_added = self._num_sent = 0
 
     @torch.no_grad()
@@ -122,9 +120,9 @@ class FactoredExchange:
         self._num_added += 1
 
     def send(self, values: Sequence[Tensor]) -> dist.Work:
-        """Add the last contribution and start to sum the left factors, or after them the right ones.
+        """Add the last contribution and start to sum the left factors; called again, start to sum the right ones.
 
-        Collective over the group: if a rank does not call it, the others wait for it.
+        Collective over the group: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         assert self._group is not None
         if self._num_sent == 0:
@@ -142,14 +140,14 @@ class FactoredExchange:
 
     @torch.no_grad()
     def finish(self, values: Sequence[Tensor]) -> None:
-        """Leave the sums in the buffer, or this rank's chunk; called when the messages of `send` have arrived."""
+        """Write the sums to the buffer, or only this rank's chunk; called once the collectives of `send` have ended."""
         if self._made.ranks == 1:
             self.add(values)
             self._project()
             self._find()
             self._keep_rest()
         self._decode(values[0])
-        for run, summed in zip(self._as_it_is, self._runs(), strict=True):
+        for run, summed in zip(self._outside, self._runs(), strict=True):
             values[0][run] = summed
         # On GPUs a pass takes less time than to wait for the answer whether one is needed.
         if self._kept.is_cuda or not self._second.sum().isfinite():
@@ -160,7 +158,7 @@ class FactoredExchange:
         self.begin_step()
 
     def _decode(self, value: Tensor) -> None:
-        """Write the sums of matrices to the buffer, at least the rows in the part that this rank gets."""
+        """Write the sums of matrices to the buffer, at least the rows in this rank's chunk."""
         size = value.numel() if self._gathers else value.numel() // self._made.ranks
         first = 0 if self._gathers else self._index * size
         for alike in self._factored:
@@ -177,11 +175,11 @@ class FactoredExchange:
 
     @torch.no_grad()
     def _project(self) -> None:
-        """Compute this rank's left factors, and copy the elements that are sent uncompressed."""
+        """Compute this rank's left factors, and take the elements outside of matrices from the contributions."""
         assert self._num_added == self._made.each, "a contribution is missing"
         for alike in self._factored:
             torch.bmm(alike.directions, alike.rest.mT, out=alike.left)
-        for run, sent in zip(self._as_it_is, self._runs(), strict=True):
+        for run, sent in zip(self._outside, self._runs(), strict=True):
             sent.copy_(self._kept[run])
             self._kept[run] = 0.0
 
@@ -196,13 +194,13 @@ class FactoredExchange:
 
     @torch.no_grad()
     def _keep_rest(self) -> None:
-        """Subtract the product of the factors from this rank's contributions."""
+        """Subtract the product of this rank's factors from its contributions, which leaves the residuals."""
         for alike in self._factored:
             alike.rest.baddbmm_(alike.left.mT, alike.own, alpha=-1.0)
 
     def _runs(self) -> Sequence[Tensor]:
-        """Return the elements that are sent uncompressed, run by run."""
-        return self._plain.split([run.stop - run.start for run in self._as_it_is])
+        """Return the elements outside of matrices that are sent, run by run."""
+        return self._plain.split([run.stop - run.start for run in self._outside])
 
 
 def _alike(matrices: Sequence[Matrix]) -> Iterator[tuple[Matrix, ...]]:
@@ -217,7 +215,7 @@ def _alike(matrices: Sequence[Matrix]) -> Iterator[tuple[Matrix, ...]]:
         yield tuple(found)
 
 
-def _outside(part: CodedPart) -> Iterator[slice]:
+def _runs_outside(part: CodedPart) -> Iterator[slice]:
     """Yield the runs of a buffer outside of its matrices."""
     stop = 0
     for matrix in part.matrices:

@@ -197,7 +197,7 @@ class Canary(StepObserver):
         chosen = -(turn + 1) % self._assembly.parallel.program.step.num_microbatches  # the last one first, too
         indices = share.drawn(chosen)
         versions = weight_versions(self._model)
-        self._assembly.weights.store.compare_values(True)
+        self._assembly.weights.store.watch.compare_values(True)
         row = -(turn // self._assembly.parallel.program.step.num_microbatches + 1) % len(indices)  # the last one first
         self._watched = _WatchedStep(batch, chosen, indices, row, turn, is_first, ModelState(self._model), versions)
         self._inner = inner
@@ -207,7 +207,7 @@ class Canary(StepObserver):
         finally:
             handle.remove()
             self._watched = None
-            self._assembly.weights.store.compare_values(False)
+            self._assembly.weights.store.watch.compare_values(False)
             if self._assembly.model.dropout.dropout is dropout.Dropout.ABSENT:
                 dropout.untrack_modules(self._model)
 

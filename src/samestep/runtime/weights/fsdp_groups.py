@@ -1,7 +1,7 @@
 """FSDP2 groups of the units of a program, inner modules first and the root last.
 
 An in-place op on a view that a unit returned would drop the hook that gathers its weights in backward, so a unit whose
-weights are gathered again returns a copy. A unit may write into its inputs, as `nn.ReLU(inplace=True)` in front of a block
+weights are gathered again returns a copy. A unit may write into its inputs, as a block that begins with `nn.ReLU(inplace=True)`
 does.
 """
 
@@ -32,7 +32,7 @@ def make_groups(
     program: Program,
     mesh: Mesh,
 ) -> None:
-    """Make an FSDP2 group of each unit, inner modules first and the root last, in front of whose hooks those of `order` act."""
+    """Make an FSDP2 group of each unit, inner modules first and the root last; the hooks of `order` run before FSDP2's."""
     # FSDP2 warns of units that return a view; those whose weights are gathered again return a copy (_whole_outputs).
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     axes = {"dp_shard", *(running.unit.shard_axis for running in units)}
@@ -48,7 +48,7 @@ def make_groups(
         ahead = by_name.get(unit.prefetch or "")
         ahead = ahead if ahead is not None and ahead.unit.is_gathered_again else None
         for module in modules:
-            module.register_forward_hook(_apart_from_inputs, with_kwargs=True)
+            module.register_forward_hook(_view_inputs, with_kwargs=True)
             if not unit.keep_after_forward:
                 module.register_forward_hook(_whole_outputs)
         for module in modules if unit.is_gathered_again or ahead else ():
@@ -71,13 +71,13 @@ def make_groups(
         named = {id(param_at(slots[name][0])): name for name in unit.params}
         running.names = [named[id(weight.sharded_param)] for weight in running.group.fsdp_params]
         for name, weight in zip(running.names, running.group.fsdp_params, strict=True):
-            if name in single:  # gathered in its own shape, so that the forward sees what the model has
+            if name in single:  # gathered as a scalar, which the model's forward expects
                 weight._orig_size, weight._contiguous_orig_stride = torch.Size(), ()
         running.fsdp.set_gradient_divide_factor(1.0)
         running.fsdp.set_force_sum_reduction_for_comms(True)
         running.fsdp.set_unshard_in_backward(unit.gather_in_backward or unit.keep_after_forward)
         keep_still(running.fsdp)
-        # Its node behind every input, which ends a backward as we do ourselves, would forbid that a unit writes into one.
+        # FSDP2 would add a node after every input to end a backward, which we end: it would forbid writes into an input.
         running.group._register_post_backward_hook = _return_arguments  # type: ignore[method-assign]
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=meshes["dp_shard"], ignored_params=everything)  # FSDP2 needs a root; it has no weight
@@ -92,7 +92,7 @@ def make_groups(
 
 
 def keep_order(model: nn.Module, units: list[RunningUnit], order: UnitOrder) -> None:
-    """Let every forward and backward issue what the program lists in front of a unit's gather before FSDP2 issues that."""
+    """Let every forward and backward issue what the program lists before a unit's gather, before FSDP2 issues that gather."""
     for running in units:
         running.after_backward = order.after_backward
         for module in running.modules:
@@ -101,13 +101,17 @@ def keep_order(model: nn.Module, units: list[RunningUnit], order: UnitOrder) -> 
     model.register_forward_pre_hook(order.begin_forward, prepend=True)
 
 
-def _keep_name(made: type[nn.Module]) -> None:
-    """Give a class that FSDP2 derives from a module's class the names of that one.
+def _keep_name(derived: type[nn.Module]) -> None:
+    """Restore the original name, qualified name and module on the subclass that FSDP2 makes of a module's class.
 
     Libraries look classes up by them: transformers records no outputs of a model whose class has another name.
     """
-    original = made.__bases__[1]
-    made.__name__, made.__qualname__, made.__module__ = original.__name__, original.__qualname__, original.__module__
+    original = derived.__bases__[1]
+    derived.__name__, derived.__qualname__, derived.__module__ = (
+        original.__name__,
+        original.__qualname__,
+        original.__module__,
+    )
 
 
 def _refuse_copy(self: nn.Module, _: dict[int, Any]) -> nn.Module:
@@ -121,8 +125,8 @@ def _return_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
-def _apart_from_inputs(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
-    """Return a view of each output that is one of the inputs: its gradient comes when the unit's backward is over."""
+def _view_inputs(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+    """Return a view of each output that is an input, so that its gradient is not taken for that of the unit's input."""
     given = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad}
     if not any(id(leaf) in given for leaf in tree_leaves(outputs)):
         return outputs

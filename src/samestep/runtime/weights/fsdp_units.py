@@ -1,14 +1,14 @@
 """One unit of the program while a step runs: which calls of it ran, and when its backward ends.
 
-What FSDP2 would do by itself, and what is done here instead:
+FSDP2 would do the following by itself, which this file prevents:
 - It frees the weights that zero=2 keeps over several micro-batches, or uses stale ones in the next step, unless
   resharding is set again before each backward.
 - It reduces only gradients that exist. A weight that this rank's samples did not use has none, and all others would have
-  another place in the buffer than on another rank: missing gradients become zeros.
+  another offset in the buffer than on another rank: missing gradients become zeros.
 - It gathers and reduces only what runs, in the order in which it runs: `unit_order.py` keeps the program's.
 - A module that is called several times ends several backwards, after each of which it would reduce a part of the gradient.
 
-Where the modules of a rank hold each weight, and the shape that FSDP2 is given of it.
+The file also knows which attributes of a rank's modules hold each weight, and which shape FSDP2 is given of it.
 """
 
 from __future__ import annotations
@@ -97,15 +97,15 @@ class RunningUnit:
             param.name for param in program.step.model.params if param.trainable and param.name in unit.params
         }
         self._watched: set[int] = set()
-        """The gathered weights, by their ids, whose gradients are noted."""
-        self.compares = False
+        """The ids of gathered weights whose gradients are noted."""
+        self._compares = False
         self.after_backward: Callable[[RunningUnit], None] = RunningUnit.complete
-        """What is called once the backward of a micro-batch is over in it."""
+        """Called once the unit's part of a micro-batch's backward is over."""
         self.modules = dict.fromkeys(model.get_submodule(path) for path in unit.modules)
         for module in self.modules:
             # Before fully_shard, which puts its hook in front of this one.
             module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._leave)  # before fully_shard, whose own frees the weights
+            module.register_forward_hook(self._leave)  # before fully_shard, whose hook frees the weights
         self.reset()
 
     @property
@@ -138,6 +138,10 @@ class RunningUnit:
         self._known: list[Any] | None = None
         self._reduces = self._all_reduces = self._frees = False
 
+    def compare_values(self, compares: bool) -> None:
+        """Compare the values of gathered weights too, from the next step on."""
+        self._compares, self._known = compares, None
+
     # -- forward -----------------------------------------------------------------------------------
 
     def begin_forward(self, microbatch: int) -> None:
@@ -145,9 +149,9 @@ class RunningUnit:
         self._microbatch = microbatch
 
     def gather_for_others(self) -> None:
-        """Take part in a gather that the program lists before this rank uses the weights; free them unless it will.
+        """Take part in a gather that the program lists before this rank uses the weights; free them unless it will use them.
 
-        Collective over the unit's axes, as `WeightStore.running` says.
+        Collective over the unit's axes: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         self.fsdp.unshard()
         if self._in_backward:
@@ -158,12 +162,12 @@ class RunningUnit:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether its weights are gathered, or on their way."""
+        """Whether its weights are gathered, or being gathered."""
         return self.group.is_unsharded or self.group._all_gather_result is not None
 
     @property
     def is_passed_over(self) -> bool:
-        """Whether no forward of this micro-batch, of which a backward follows, has called it on this rank."""
+        """Whether no forward of this micro-batch that is followed by a backward has called it on this rank."""
         return not self._open[self._microbatch]
 
     @property
@@ -177,7 +181,7 @@ class RunningUnit:
 
     @property
     def prefetches(self) -> bool:
-        """Whether FSDP2 has a hook that gathers ahead in this backward: it has none of a kept unit that was called in part."""
+        """Whether FSDP2 gathers the next unit ahead in this backward: not if a kept unit ran only some of its modules."""
         return not self.unit.keep_after_forward or self._microbatch not in self._partly
 
     @property
@@ -197,7 +201,7 @@ class RunningUnit:
             return  # its gradients are reduced at the end of the task, also where an input takes one this time
         inputs = {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad}
         if any(x.is_leaf for x in inputs.values()):
-            return  # what a stage was sent: autograd gives leaves their gradients in no order, so its own may come first
+            return  # received from a stage: autograd gives leaves their gradients in any order, so the input's may come first
         waiting = set(inputs)
         for key, leaf in inputs.items():
             handle = leaf.register_hook(functools.partial(self._close_call, self._microbatch, waiting, key))
@@ -209,7 +213,7 @@ class RunningUnit:
         """Return the versions of the gathered weights, and their norms where values are compared."""
         gathered = [weight._unsharded_param for weight in self.group.fsdp_params]
         versions: list[Any] = [param._version for param in gathered]
-        if self.compares and gathered:
+        if self._compares and gathered:
             values = [
                 one.detach() if one.is_floating_point() else one.new_zeros(1, dtype=torch.float32) for one in gathered
             ]
@@ -222,11 +226,11 @@ class RunningUnit:
             self._compare()
 
     def gather_again(self, _: nn.Module, args: Any, outputs: Any) -> Any:
-        """Let a gradient of any of the unit's modules gather the weights; FSDP2 waits for one of the last module."""
+        """Gather the weights at the first gradient of any of the unit's modules; FSDP2 waits for one of the last module."""
         return self.fsdp._get_fsdp_state()._register_pre_backward_hook(outputs)
 
     def _compare(self) -> None:
-        """Note the weights that were written since the step gathered them first: to gather them again writes none."""
+        """Note the weights that were written since the step gathered them first; gathering them again does not count."""
         now, count = self._versions(), len(self.group.fsdp_params)
         for index, (old, new) in enumerate(zip(self._known or now, now, strict=True)):
             if old != new:
@@ -237,14 +241,14 @@ class RunningUnit:
                 self.written.add(name)
 
     def check_places(self, *_: Any) -> None:
-        """Note the weights that code has replaced before the unit's forward, whose places a gather is about to fill."""
+        """Note the weights that code has replaced before the unit's forward, whose attributes a gather is about to set."""
         for name, weight in zip(self.names, self.group.fsdp_params, strict=True):
-            own = (weight.sharded_param, getattr(weight, "_unsharded_param", None))
-            if not all(any(param is one for one in own) for param in _at(weight)):
+            known = (weight.sharded_param, getattr(weight, "_unsharded_param", None))
+            if not all(any(param is one for one in known) for param in _at(weight)):
                 self.written.add(name)
 
     def _watch_gradients(self) -> None:
-        """Let the gradients of trained weights be noted once these are gathered, and gathered ones be as frozen as the shards."""
+        """Note gradients of gathered trained weights, and freeze or thaw gathered weights as the shards are."""
         for name, weight in zip(self.names, self.group.fsdp_params, strict=True):
             whole = weight._unsharded_param
             if name not in self.trained:
@@ -260,7 +264,7 @@ class RunningUnit:
             self.made.add(name)
 
     def end_calls(self) -> None:
-        """End a forward that has called some of several modules: FSDP2 ends it with the last of them."""
+        """End a forward that has called only some of the unit's modules: FSDP2 ends it when the last of them has run."""
         state = self.fsdp._get_fsdp_state()
         if not state._modules_to_run_forward:
             return
@@ -280,8 +284,8 @@ class RunningUnit:
     def begin_backward(
         self, microbatch: int, *, reduces: bool, all_reduces: bool, frees: bool, counts: bool = True
     ) -> None:
-        """Set what ends the unit's backward: whether it reduces, over all axes or not, and frees the weights; and whether its
-        gradients count as uses of them."""
+        """Set what the end of the unit's backward does: whether it reduces, over all axes or not, and frees the weights; and
+        whether its gradients count as uses of them."""
         self._microbatch, self._in_backward, self.is_waiting = microbatch, True, False
         self._counts = counts
         self._reduces, self._all_reduces, self._frees = reduces, all_reduces, frees
@@ -300,7 +304,7 @@ class RunningUnit:
         self._in_backward = False
         self._open.pop(self._microbatch, None)
         self._calls.pop(self._microbatch, None)
-        self.group.wait_for_unshard()  # gathered ahead of need by another unit, and not used
+        self.group.wait_for_unshard()  # gathered ahead by another unit, and not used
         if self._reduces:
             named = zip(self.names, self.group.fsdp_params, strict=True)
             weights = [weight for name, weight in named if name in self.trained]
@@ -323,12 +327,12 @@ class RunningUnit:
 
     def _fill(self, weights: Sequence[FSDPParam]) -> None:
         """Let missing gradients be zeros."""
-        # The second one is the gradient of a half-precision weight, where FSDP2's own hook has already cast it.
+        # The second one is the gradient of a half-precision weight, where FSDP2's hook has already cast it.
         missing = [w for w in weights if w._unsharded_param.grad is None and w.unsharded_accumulated_grad is None]
         raised = next(
             (w.unsharded_accumulated_grad.dtype for w in weights if w.unsharded_accumulated_grad is not None), None
         )
-        for weight in missing:  # beside gradients that FSDP2 has cast already, in their dtype
+        for weight in missing:  # in the dtype of the other gradients, if FSDP2 has cast them already
             zeros = torch.zeros_like(weight._unsharded_param, dtype=raised)
             if raised is None:
                 weight._unsharded_param.grad = zeros
@@ -356,7 +360,7 @@ class RunningUnit:
 
 
 def _at(weight: FSDPParam) -> Iterator[nn.Parameter | None]:
-    """Yield what is in the places of a weight, in its module and in those that share it."""
+    """Yield the parameter in each attribute of a weight, in its module and in those that share it."""
     info = weight._module_info
     yield info.module._parameters.get(info.param_name)
     for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
@@ -375,6 +379,6 @@ def _give_row(weight: FSDPParam) -> None:
 
 
 def keep_still(module: FSDPModule) -> None:
-    """Keep FSDP2 from reducing or freeing by itself after a backward."""
+    """Prevent FSDP2 from reducing or freeing by itself after a backward."""
     module.set_requires_gradient_sync(False, recurse=False)
     module.set_reshard_after_backward(False, recurse=False)

@@ -1,7 +1,7 @@
-"""The parameters of a model instance that a user gave, which a run does not train: its own are others.
+"""A model that was given as an instance: a run trains copies of its parameters, and a loss must not read the instance.
 
 A loss that closes over the instance, as a penalty on its weights does, would read their first values in every step, and
-its gradient would go nowhere. The first loss is watched for that.
+its gradient would be lost. The first call of the loss is watched for that.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from samestep.errors import ModelError
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
 
 
-def watching(loss: Loss, model: object, own: nn.Module) -> Loss:
+def watching(loss: Loss, model: object, module: nn.Module) -> Loss:
     """Return the loss; where the model was given as an instance, its first call must not read the instance's parameters.
 
-    Nor may it read attributes of the instance that a forward of `own`, the run's module, has set.
+    Nor may it read attributes of the instance that a forward of `module`, which the run trains, has set.
 
     Raises:
         ModelError: the returned function: it reads one.
@@ -41,7 +41,7 @@ def watching(loss: Loss, model: object, own: nn.Module) -> Loss:
         watched = True
         with _FirstRead(stale) as reading, _read_attributes(model) as read:
             found = loss(outputs, batch)
-        if name := _set_by_forward(read, model, own):
+        if name := _set_by_forward(read, model, module):
             raise ModelError(
                 f"the loss reads {name} of the model instance that was given, and a run's forward sets it in a module of its own: "
                 "the loss would see the first value in every step; a forward that returns what the loss needs works"
@@ -80,13 +80,13 @@ def _noting(kind: type[nn.Module], path: str, read: set[tuple[str, str]]) -> typ
 
     try:
         return type(kind.__name__, (kind,), {"__getattribute__": noted, "__module__": kind.__module__})
-    except Exception:  # a class that has its own idea of what may inherit from it
+    except Exception:  # a class may forbid what inherits from it
         return kind
 
 
-def _set_by_forward(read: set[tuple[str, str]], model: nn.Module, own: nn.Module) -> str:
-    """Return the first attribute of those read that the run's own module holds with another value; empty if none."""
-    theirs, ours = dict(model.named_modules()), dict(own.named_modules())
+def _set_by_forward(read: set[tuple[str, str]], model: nn.Module, module: nn.Module) -> str:
+    """Return the first of the attributes read that the run's module holds with another value; empty if none."""
+    theirs, ours = dict(model.named_modules()), dict(module.named_modules())
     for path, name in sorted(read):
         if path not in ours or name == "training":
             continue

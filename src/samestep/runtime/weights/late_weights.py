@@ -1,4 +1,4 @@
-"""Weights of zero=1 that other ranks have updated, and that arrive while the next forward runs.
+"""Weights under zero=1 that other ranks have updated, and whose all_gather overlaps with the next forward.
 
 After an update each rank gathers the chunks that the others have updated. The forward needs those of its first layers
 first, so buckets are gathered in the order of their first layers, and each is waited for where its weights are needed:
@@ -25,7 +25,7 @@ from samestep.trees import tree_map_only
 
 
 class StandIn(nn.Parameter):
-    """A weight that is not there yet: whatever is asked of it waits, and is asked of the weight."""
+    """A placeholder of a weight that is still being gathered: an operation on it waits, and is applied to the weight."""
 
     arrive: Callable[[], Tensor]
     """Waits for the weight, and returns it."""
@@ -56,10 +56,10 @@ class _WeightAttribute:
 
 @dataclass(slots=True)
 class LateWeights:
-    """The weights of gathered buckets, and how to wait for those that are on their way."""
+    """The weights of gathered buckets, and how to wait for those whose gather is under way."""
 
     places: dict[str, list[_WeightAttribute]]
-    """Where the weights of each bucket are held."""
+    """The attributes of modules that hold each bucket's weights."""
     under_way: dict[str, Callable[[], object]] = field(default_factory=dict)
     """Waits for the gather of a bucket that was begun and not waited for."""
 
@@ -102,13 +102,13 @@ class LateWeights:
         return [_WeightAttribute(model.get_submodule(path), leaf, param, stand_in) for path, _, leaf in split]
 
     def hold(self, bucket: str, wait: Callable[[], object]) -> None:
-        """Let stand-ins hold the places of a bucket's weights until `wait` was called."""
+        """Put stand-ins into the attributes of a bucket's weights until `wait` was called."""
         self.under_way[bucket] = wait
         for place in self.places[bucket]:
             place.module._parameters[place.leaf] = place.stand_in
 
     def settle(self, bucket: str) -> None:
-        """Wait for the weights of a bucket, if they are on their way, and put them back in their places."""
+        """Wait for the weights of a bucket, if they are being gathered, and put them back into their attributes."""
         wait = self.under_way.pop(bucket, None)
         if wait is None:
             return
@@ -118,7 +118,7 @@ class LateWeights:
                 place.module._parameters[place.leaf] = place.param
 
     def settle_all(self) -> None:
-        """Wait for all weights that are on their way."""
+        """Wait for all weights that are being gathered."""
         for bucket in list(self.under_way):
             self.settle(bucket)
 

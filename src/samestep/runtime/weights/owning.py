@@ -1,8 +1,8 @@
-"""Whole updates on real weights (twin of `strategies/whole_update.py`): parts come to owners, updated parts go back.
+"""Whole updates on real weights (twin of `strategies/whole_update.py`): owners gather parts, and scatter the updated ones.
 
-A rank lends its part of each weight and of its gradient; the owner of a weight has a whole copy of both. Two buffers of
-equal windows, one for each rank of the axis, carry them. Values are sent with every gradient, so that what a user has
-written into a weight between two steps is in the owner's copy.
+A rank sends its piece of each weight and of its gradient to the weight's owner, which has a whole copy of both. Two buffers of
+equal windows, one for each rank of the axis, carry them. Values are sent with every gradient, so that the owner's copy has
+what a user has written into a weight between two steps.
 
 ```
 send      │ my parts of rank 0's weights │ my parts of rank 1's weights │
@@ -13,8 +13,7 @@ receive   │ rank 0's parts of my weights │ rank 1's parts of my weights │
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,14 +22,11 @@ from torch import Tensor
 
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
-from samestep.program.bodies import Task
 from samestep.program.owners import Owned, Owners
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.codecs.rests import Directions, GivenBack
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
-from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import LiveWeights, Piece
 from samestep.runtime.weights.placement import WeightSlice, part_at
 from samestep.runtime.weights.weight_store import WeightStore
@@ -53,110 +49,46 @@ def owning(store: WeightStore, program: Program, mesh: Mesh, model: ModelSpec) -
 
 
 class Owning:
-    """A `WeightStore` over another one, whose divided weights come to owners before the update and go back after it."""
+    """A `WeightStore` over another one, whose divided weights are sent to owners before the update and back after it."""
 
     def __init__(self, store: WeightStore, levels: Sequence[_Level], pieces: list[Piece]) -> None:
         self._store, self._levels = store, levels
         self.pieces = pieces
+        # Everything else is the other store's.
+        self.frozen, self.exchange, self.codes, self.watch = store.frozen, store.exchange, store.codes, store.watch
+        self.hook_gradients, self.begin_step, self.running = store.hook_gradients, store.begin_step, store.running
+        self.without_gradient, self.norm_squared = store.without_gradient, store.norm_squared
+        self.settle, self.end_forward_only = store.settle, store.end_forward_only
         taken = {id(piece) for piece in pieces}
         self._lent = LiveWeights([piece for piece in store.pieces if id(piece) not in taken])
 
-    @property
-    def frozen(self) -> list[Piece]:
-        """This rank's parts of the weights that are not trained."""
-        return self._store.frozen
-
-    def hook_gradients(self, hooks: GradientHooks) -> None:
-        """Let the user's hooks change gradients before they are added up."""
-        self._store.hook_gradients(hooks)
-
-    def compare_values(self, compares: bool) -> None:
-        """Compare values too in `written`, from the next step on."""
-        self._store.compare_values(compares)
-
-    def written(self) -> list[str]:
-        """Return the weights that a forward of this step has written where that is lost."""
-        return self._store.written()
-
-    def without_gradient(self) -> Mapping[str, bool]:
-        """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""
-        return self._store.without_gradient()
-
-    def begin_step(self) -> None:
-        """Discard the gradients of the previous step."""
-        self._store.begin_step()
-
-    def take_back(self) -> None:
-        """Copy weights that a user has given another storage back to the one in use."""
-        self._store.take_back()
-
-    def running(self, task: Task, *, counts: bool = True) -> AbstractContextManager[None]:
-        """Return the context of one task; collective as `WeightStore.running` says."""
-        return self._store.running(task, counts=counts)
-
     def finish_gradients(self) -> None:
-        """Finish the store's reductions, and bring weights and gradients to their owners.
+        """Finish the store's reductions, and gather weights and gradients at their owners.
 
-        Collective over the store's axes, and those over which weights have owners: if a rank does not call it, the
-        others wait until the time limit.
+        Collective over the store's axes, and those over which weights have owners: see [Note: collective calls] in
+        runtime/processes/mesh.py.
         """
         self._store.finish_gradients()
-        self._store.take_back()
+        self.watch.take_back()
         self._lent.reread()
         for level in self._levels:
             level.gather()
 
-    def start_exchange(self, part: int, fill: Callable[[int], None]) -> None:
-        """Start to sum over all replicas what `fill` writes into the gradients; collective as `WeightStore` says."""
-        self._store.start_exchange(part, fill)
-
-    def sum_exchange(self, part: int) -> None:
-        """Issue the collectives that follow an exchange's first; collective as `WeightStore` says."""
-        self._store.sum_exchange(part)
-
-    def end_exchange(self, part: int) -> None:
-        """Wait for an exchange, and set the gradients to its sums."""
-        self._store.end_exchange(part)
-
-    def norm_squared(self) -> Tensor:
-        """Return this rank's share of the squared gradient norm: that of the parts it lends, not of what it owns."""
-        return self._store.norm_squared()
-
-    def given_back(self) -> Iterator[GivenBack]:
-        """Yield what codes have lost of this rank's contributions."""
-        return self._store.given_back()
-
-    def directions(self) -> Iterator[Directions]:
-        """Yield the directions along which the next gradients are projected."""
-        return self._store.directions()
-
-    def scale_given_back(self, factor: float) -> None:
-        """Multiply what codes have lost."""
-        self._store.scale_given_back(factor)
-
     def publish(self, *, waits: bool = True, part: int | None = None) -> None:
-        """Send the updated weights back to the ranks that hold parts of them, and let the store publish its own.
+        """Scatter the updated weights to the ranks that hold parts of them, and let the store publish the others.
 
-        Collective over the store's axes, and those over which weights have owners: if a rank does not call it, the
-        others wait until the time limit.
+        Collective over the store's axes, and those over which weights have owners: see [Note: collective calls] in
+        runtime/processes/mesh.py.
         """
         for level in reversed(self._levels):
             level.scatter()
         self._lent.publish()
         self._store.publish(waits=waits, part=part)
 
-    def settle(self) -> None:
-        """Wait for the weights that the store still gathers."""
-        self._store.settle()
-
-    def end_forward_only(self) -> None:
-        """Free the weights that forwards without a backward left gathered."""
-        self._store.end_forward_only()
-
 
 @dataclass(slots=True)
 class _Level:
-    """The weights of one axis that are updated whole: parts that this rank lends, and weights that it owns."""
+    """The weights that ranks of one axis update whole: parts that this rank lends, and weights that it owns."""
 
     owners: Owners
     mesh: Mesh
@@ -171,7 +103,7 @@ class _Level:
 
     @classmethod
     def over(cls, pieces: Sequence[Piece], owners: Owners, program: Program, mesh: Mesh, model: ModelSpec) -> _Level:
-        """Make whole copies of this rank's weights, which the first `gather` fills; the pieces hold the parts."""
+        """Allocate whole copies of the weights that this rank owns, and fill them from the pieces of all ranks."""
         step = program.step
         cut = {param.name: param for param in step.model.params}
         uncut = {param.name: param for param in model.params}
@@ -197,9 +129,9 @@ class _Level:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Bring every weight and its gradient to the owner.
+        """Send every weight and its gradient to the owner.
 
-        Collective over the axis: if a rank does not call it, the others wait until the time limit.
+        Collective over the axis: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         send = self._buffer(2)
         for member in self.members:
@@ -220,7 +152,7 @@ class _Level:
     def scatter(self) -> None:
         """Send the parts of every updated weight to the ranks that hold them.
 
-        Collective over the axis: if a rank does not call it, the others wait until the time limit.
+        Collective over the axis: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         send = self._buffer(1)
         for member, mine in zip(self._owned_members(), self.mine, strict=True):
@@ -240,7 +172,7 @@ class _Level:
         return [member for member in self.members if member.owner == index]
 
     def _windows(self, buffer: Tensor, rank: int, member: Owned, number: int) -> list[Tensor]:
-        """Return the places of a member in the windows of a rank: of its value, and of its gradient."""
+        """Return a member's views in the windows of a rank: of its value, and of its gradient if `number` is 2."""
         return [
             part[member.offset : member.offset + member.part_numel]
             for part in buffer.view(-1, number, self.owners.window_numel)[rank]

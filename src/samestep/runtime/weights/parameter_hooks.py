@@ -1,8 +1,8 @@
-"""Hooks that a user's code has hung on parameters, tried and carried over to the parameters of a run.
+"""Gradient hooks that a user's code has registered on parameters: tested, and moved to the parameters of a run.
 
 In plain torch a hook sees the gradient of a whole step; here it sees that of a micro-batch on one rank, times a factor,
-and under a tensor cut a part of it. Only a linear function gives the same step, and under a cut one that treats every
-element alike. Both are tried on real values before the first step:
+and under a tensor cut a part of it. Only a linear function gives the same step, and under a cut only an element-wise one.
+Both are tested on real values before the first step:
 
     hook(a) + hook(b) == hook(a + b)          hook(part of a) == part of hook(a)
 """
@@ -24,15 +24,15 @@ from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights import placement
 
 GradientHooks = Mapping[str, Callable[[Tensor], Tensor]]
-"""What becomes of the gradient of each parameter that has hooks, by its full name."""
+"""The function that the hooks of each parameter apply to its gradient, by the parameter's full name."""
 
 
 def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return what the user's hooks make of each gradient, tried for the program's layout.
+    """Return the function that the user's hooks apply to each gradient, tested for the program's layout.
 
     Raises:
-        ModelError: a hook is not linear, so it would not see what it sees in a plain loop.
-        LayoutError: it looks at the whole gradient of a weight that the layout cuts.
+        ModelError: a hook is not linear, so it would give another step than in a plain loop.
+        LayoutError: a hook needs the whole gradient of a weight that the layout cuts.
     """
     found: dict[str, Callable[[Tensor], Tensor]] = {}
     step = program.step
@@ -59,7 +59,7 @@ def gradient_hooks(plan: Blueprint, program: Program, mesh: Mesh) -> dict[str, C
 
 
 def _check_linear(name: str, function: Callable[[Tensor], Tensor], value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a gradient and what the hooks make of it, once they are seen to be linear.
+    """Return a random gradient and the hooks' result for it, once the hooks are shown to be linear.
 
     Raises:
         ModelError: they are not, change the weight, or fail.
@@ -96,7 +96,7 @@ def _check_linear(name: str, function: Callable[[Tensor], Tensor], value: Tensor
 def later_refusal(params: Iterable[tuple[str, nn.Parameter]], program: Program, judged: dict[int, object]) -> str:
     """Return why a hook that a loop has registered on a parameter of a run's module is refused; empty if it acts as in a plain loop.
 
-    Where one forward takes the whole batch and ranks hold whole weights, it does. Elsewhere a hook is called once on drawn
+    It does where one forward takes the whole batch and ranks hold whole weights. Elsewhere a hook is called once on drawn
     gradients; `judged` holds, by identity, those that have been.
     """
     layout = program.step.layout
@@ -130,7 +130,7 @@ def later_refusal(params: Iterable[tuple[str, nn.Parameter]], program: Program, 
 
 
 def _is_by_elements(function: Callable[[Tensor], Tensor], value: Tensor) -> bool:
-    """Return whether what hooks make of half of the elements of a gradient is the same whatever the other half is."""
+    """Return whether the hooks' result for half of a gradient's elements is independent of the other half."""
     generator = torch.Generator().manual_seed(0)
     one, other = (torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value) for _ in range(2))
     kept = (torch.arange(value.numel(), device=value.device) % 2).view(value.shape).bool()
@@ -140,15 +140,15 @@ def _is_by_elements(function: Callable[[Tensor], Tensor], value: Tensor) -> bool
 
 
 def _own_hooks(param: Tensor) -> ParameterMarks:
-    """Return the hooks of a parameter that are not samestep's own."""
+    """Return the hooks of a parameter that the user's code has registered, without those of samestep."""
     kinds = (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None))
     hooks, late = (tuple(hook for hook in (kind or {}).values() if not _is_ours(hook)) for kind in kinds)
     return ParameterMarks({}, hooks, late)
 
 
 def _is_ours(hook: Callable[..., object]) -> bool:
-    made = hook.func if isinstance(hook, functools.partial) else hook
-    return str(getattr(made, "__module__", "")).startswith("samestep.")
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(function, "__module__", "")).startswith("samestep.")
 
 
 def _check_part(

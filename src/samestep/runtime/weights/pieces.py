@@ -1,15 +1,15 @@
-"""What a rank updates: pieces of weights, and the weights that the forward reads beside their masters.
+"""Pieces of weights, which a rank updates, their targets, which the forward reads, and their moving averages (`train.ema`).
 
 However a layout cuts the weights, a rank updates a list of `Piece`s: runs of one parameter's elements as plain tensors
-in master precision.
+in master precision: see [Note: what a rank holds of a weight], the head of `runtime/weights/__init__.py`.
 
-Exponential moving averages of weights, beside the masters of the pieces that a rank updates (`train.ema`).
+An exponential moving average is kept for each piece that a rank updates:
 
     average = weights                                      after the first update
     average = decay * average + (1 - decay) * weights      after every later one
 
 A step that is skipped updates neither. That is the rule of torch's `AveragedModel` with `get_ema_multi_avg_fn(decay)` and
-`use_buffers=False`: the model that is evaluated has the averages for its trained weights and its own buffers. An average has the
+`use_buffers=False`: the model that is evaluated has averages for its trained weights, and its buffers as they are. An average has the
 dtype of the master and is divided like it, so averaging sends nothing. Models along a training path average to one with a lower
 loss (Polyak and Juditsky 1992, doi:10.1137/0330046).
 """
@@ -36,7 +36,7 @@ class Piece:
     name: str
     start: int
     stop: int
-    """Elements [start, stop) of the flattened whole parameter."""
+    """Elements [start, stop) of the flattened part, or of the whole weight if `is_uncut`."""
     value: Tensor
     """Master values, which the optimizer updates; on the host under offload."""
     gradient: Callable[[], Tensor]
@@ -44,11 +44,11 @@ class Piece:
     target: Tensor | None = None
     """Tensor that receives the updated values, in another dtype or on the device; None where `value` itself is in use."""
     is_uncut: bool = False
-    """Whether the parameter is that of the uncut model, though `tp` or `ep` leaves this rank a part of it."""
+    """Whether it is a run of the whole weight, though `tp` or `ep` leaves this rank a part of it."""
     is_packed: bool = False
     """Whether `value` holds rows of a frozen weight in 4 bits."""
     split: tuple[SplitMasters, int] | None = None
-    """What holds the master, and its index there, where `target` is the upper half of it; `value` is there in updates alone."""
+    """The holder of a master of which `target` is the upper half, and the master's index in it; `value` then exists in updates only."""
 
     def master(self) -> Tensor:
         """Return the master values, of the shape of `value`; newly allocated where they are held in two halves or in 4 bits."""
@@ -79,7 +79,7 @@ class Piece:
 
 
 class LiveWeights:
-    """The weights that a forward reads, beside the master values of some pieces."""
+    """The targets of some pieces: published from the masters, and compared with what was published."""
 
     def __init__(self, pieces: list[Piece]) -> None:
         self._pieces = [piece for piece in pieces if piece.target is not None]
@@ -96,18 +96,18 @@ class LiveWeights:
 
     @torch.no_grad()
     def reread(self) -> None:
-        """Take over into the master values what a user or a forward has written into the weights since `publish`.
+        """Set the masters to what a user or a forward has written into the targets since `publish`.
 
-        Elements that nobody wrote keep their master values. A master that was split has lost which ones these are: there
-        an element keeps its remainder, so one that was written is met within half a last place of its bfloat16, and a
-        zero exactly. From then on the master of that weight is held whole, and later writes are met exactly.
+        Elements that nobody wrote keep their master values. For a split master it is unknown which ones these are: an
+        element keeps its remainder, so a written one is off by up to half a last place of its bfloat16, and a written zero
+        is exact. From then on the master of that weight is held whole, and later writes are exact.
         """
         if self._published is not None and self.was_written(self._published[1].device).item():
             self.take_over()
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Set the elements of master values whose weights differ from what `publish` wrote."""
+        """Set the elements of masters whose targets differ from what `publish` wrote."""
         for piece, is_written in zip(self._pieces, self._written(), strict=True):
             assert piece.target is not None
             if piece.split is not None and not is_written:
@@ -122,7 +122,7 @@ class LiveWeights:
         self._published = self._state()
 
     def _written(self) -> list[bool]:
-        """Return of each piece whether its target was written since `publish`; the host waits for the device."""
+        """Return, for each piece, whether its target was written since `publish`; the host waits for the device."""
         before, now = self._published, self._state()
         if before is None or now is None:
             return [False] * len(self._pieces)
@@ -213,10 +213,10 @@ class WeightAverages:
         self._of: dict[int, Tensor] = {}
 
     def refuse_in_use(self, word: str) -> None:
-        """Refuse what reads or changes the weights while the averages stand in their place.
+        """Refuse a call that reads or changes the weights while the model has the averages instead.
 
         Raises:
-            ModelError: they do.
+            ModelError: the model has them.
         """
         if self.are_in_use:
             raise ModelError(f"run.{word} within run.averaged(): the model has the averages there; behind it, it works")
@@ -226,7 +226,7 @@ class WeightAverages:
         return self._of.get(id(piece))
 
     def set(self, piece: Piece, values: Tensor | None) -> None:
-        """Set the average of a piece; None forgets it."""
+        """Set the average of a piece; None removes it."""
         if values is None:
             self._of.pop(id(piece), None)
             return
@@ -234,7 +234,7 @@ class WeightAverages:
 
     @torch.no_grad()
     def update(self, pieces: Sequence[Piece], held_back: Tensor | None = None) -> None:
-        """Take pieces into the average whose `value` has just been updated; none of them where `held_back` is 1."""
+        """Update the averages of pieces whose `value` has just been updated; none of them where `held_back` is 1."""
         known = [piece for piece in pieces if id(piece) in self._of]
         for piece in pieces if len(known) < len(pieces) else ():
             assert held_back is None, "the host waits for the first update"

@@ -1,4 +1,6 @@
-"""The part of a whole weight that a rank holds, as intervals and as runs of elements.
+"""Placements: which elements of a whole weight a rank's part consists of, as intervals and as runs of elements.
+
+See [Note: what a rank holds of a weight], the head of `runtime/weights/__init__.py`.
 
 A cut divides one dimension, and leaves a rank some intervals of it: one, or one of each component of a fused weight. In
 the flattened whole weight these are runs of elements:
@@ -47,7 +49,7 @@ class WeightSlice:
         return torch.cat(parts, dim=self.dim) if parts else whole.narrow(self.dim, 0, 0)
 
     def copy_into(self, whole: Tensor, part: Tensor) -> None:
-        """Copy the slice's elements, in the rank's order and maybe flat, to their places in a whole tensor."""
+        """Copy a part, in the rank's order and maybe flat, to its elements' positions in a whole tensor."""
         shape = list(self.shape)
         shape[self.dim] = sum(stop - start for start, stop in self.intervals)
         at, part = 0, part.view(shape)
@@ -70,7 +72,7 @@ class WeightSlice:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs of elements of a flattened whole tensor, in rising order; concatenated they make up a flat tensor."""
+    """Runs of elements of a flattened whole tensor, in rising order; concatenated they are a flat part of it."""
 
     starts: Integers
     lengths: Integers
@@ -90,7 +92,7 @@ class Runs:
         return Runs((self.starts + before)[kept], lengths[kept])
 
     def in_blocks(self, block: int) -> Runs:
-        """Return the runs of the blocks of so many elements each that these runs consist of."""
+        """Return these runs in units of blocks of `block` elements."""
         return Runs(self.starts // block, self.lengths // block)
 
     def positions(self) -> Tensor:
@@ -98,7 +100,7 @@ class Runs:
         return torch.from_numpy(np.repeat(self.starts - self.offsets, self.lengths) + np.arange(self.lengths.sum()))
 
     def shared(self, other: Runs) -> tuple[Runs, Runs]:
-        """Return the elements that both hold, as runs of the flat tensor of each."""
+        """Return the elements that both contain, as runs of this flat tensor and as runs of the other."""
         edges = np.unique(
             np.concatenate([r.starts for r in (self, other)] + [r.starts + r.lengths for r in (self, other)])
         )
@@ -109,7 +111,7 @@ class Runs:
         return Runs(mine[both], lengths[both]), Runs(theirs[both], lengths[both])
 
     def _find(self, positions: Integers) -> tuple[Integers, npt.NDArray[np.bool_]]:
-        """Return the indices in the flat tensor of elements of the whole, and whether the flat tensor holds them."""
+        """Return the index in the flat tensor of each element of the whole tensor, and whether the flat tensor contains it."""
         if not len(self.starts):
             return np.zeros_like(positions), np.zeros(len(positions), dtype=bool)
         run = np.clip(np.searchsorted(self.starts, positions, side="right") - 1, 0, None)
@@ -123,7 +125,7 @@ def whole(shape: Sequence[int]) -> WeightSlice:
 
 
 def part_index(holding: Holding, mesh: Mesh) -> int:
-    """Return the position of this rank's part of a weight among all its parts."""
+    """Return the index of this rank's part of a weight among all its parts."""
     index = 0
     for axis in holding.sharded_over:
         index = index * mesh.size(axis) + mesh.index(axis)
@@ -131,13 +133,13 @@ def part_index(holding: Holding, mesh: Mesh) -> int:
 
 
 def local_part(whole: Tensor, cut: ParamSpec, holding: Holding, mesh: Mesh) -> Tensor:
-    """Return this rank's part of a whole weight; `cut` is the weight as the program leaves it to this rank."""
+    """Return this rank's part of a whole weight; `cut` describes the part."""
     dim = _cut_dim(tuple(whole.shape), cut)
     return whole if dim is None else _part_along(whole, dim, cut, holding, mesh)
 
 
 def part_of(spec: ParamSpec, cut: ParamSpec, holding: Holding, mesh: Mesh) -> WeightSlice:
-    """Return this rank's slice of the whole weight `spec`; `cut` is the weight as the program leaves it to this rank.
+    """Return the placement of this rank's part, which `cut` describes, in the whole weight `spec`.
 
     Indices along the cut dimension are cut in the same way as the weight, so that the two cannot disagree.
     """
@@ -146,7 +148,7 @@ def part_of(spec: ParamSpec, cut: ParamSpec, holding: Holding, mesh: Mesh) -> We
 
 
 def part_at(spec: ParamSpec, cut: ParamSpec, number: int, index: int) -> WeightSlice:
-    """Return one of a number of parts of a whole weight; `cut` is the weight as a rank has it."""
+    """Return the placement of part `index` of `number` parts, which `cut` describes, in the whole weight `spec`."""
     dim = _cut_dim(spec.shape, cut)
     if dim is None:
         return whole(spec.shape)
@@ -170,7 +172,7 @@ def _cut_dim(shape: tuple[int, ...], cut: ParamSpec) -> int | None:
 
 
 def _part_along(whole: Tensor, dim: int, cut: ParamSpec, holding: Holding, mesh: Mesh) -> Tensor:
-    """Return the part at this rank's index; of a fused weight, the part of each of its components."""
+    """Return the part at this rank's index; for a fused weight, that of each of its components."""
     assert holding.sharded_over, f"{cut.name} is cut by nobody"
     return _part_at(whole, dim, cut, holding.num_parts, part_index(holding, mesh))
 
@@ -181,7 +183,7 @@ def _part_at(whole: Tensor, dim: int, cut: ParamSpec, number: int, index: int) -
 
 
 def copy_shared(into: Tensor, mine: Runs, source: Tensor, theirs: Runs) -> int:
-    """Copy the elements that both hold from a flat `source` into a flat tensor; return their number."""
+    """Copy the elements that both runs contain from a flat `source` into the flat tensor `into`; return their number."""
     here, there = mine.shared(theirs)
     if len(here.starts) < 64:
         for to, at, length in zip(here.starts.tolist(), there.starts.tolist(), here.lengths.tolist(), strict=True):

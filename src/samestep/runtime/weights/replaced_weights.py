@@ -1,9 +1,9 @@
-"""A new parameter that code puts in a weight's place: the weight takes over its values, or it is refused by name.
+"""Replaced parameters: a weight takes the values of a new parameter that code assigns in its stead, or it is refused by name.
 
 A codebook that follows moving averages is often written as `self.codebook.weight = nn.Parameter(value)`, within the forward
 or in the loop between two steps. The module then holds another tensor than the one that the run saves, gathers and cuts.
-So places are compared with the weights that belong there: behind every forward, where the weight is put back, and behind
-the backward and between two steps, where it takes over the values.
+So the attributes of modules are compared with the weights that belong there: after every forward, when the weight is put back,
+and after the backward and between two steps, when it takes over the values.
 
     x.weight = nn.Parameter(value)        x.register_parameter("weight", ...)        x._parameters["weight"] = ...
 
@@ -28,10 +28,10 @@ from samestep.runtime.weights.late_weights import StandIn
 
 @dataclass(frozen=True, slots=True)
 class _ModulePlace:
-    """A place in a module that holds a weight, a module, or nothing."""
+    """An attribute of a module that holds a weight, a submodule, or nothing."""
 
     items: dict[str, Any]
-    """torch's own dict of the module, which every way of putting something there changes."""
+    """The module's `_parameters` or `_modules`, which every way of assigning the attribute changes."""
     key: str
     held: Any
     owner: nn.Module
@@ -41,7 +41,7 @@ class _ModulePlace:
 
 @dataclass(slots=True)
 class ReplacedWeights:
-    """The places of a rank's weights, and what code has put there."""
+    """The attributes that hold a rank's weights, and the tensors that code has assigned to them."""
 
     model: nn.Module
     places: list[_ModulePlace]
@@ -50,16 +50,16 @@ class ReplacedWeights:
     first_names: dict[str, str]
     """The first name of each weight, by all of its names."""
     known: frozenset[str]
-    """Weights of which the trace has shown that a forward writes them, and that this layout may."""
+    """Weights that a forward writes, as the trace has shown, and that it may write in this layout."""
     program: Program
     _new: dict[str, Tensor] = field(default_factory=dict)
-    """What stands for each weight until it takes over the values, by first names."""
+    """The new tensor for each weight until the weight takes over its values, by first names."""
     _gradients: dict[str, list[None]] = field(default_factory=dict)
     """An item for each gradient of a weight since it was replaced."""
 
     @classmethod
     def of(cls, model: nn.Module, known: Sequence[str], program: Program) -> ReplacedWeights:
-        """Take the places of a filled model."""
+        """Record the weights and submodules of a filled model."""
         owners = [(f"{path}." if path else "", owner) for path, owner in model.named_modules()]
         weights = [
             _ModulePlace(owner._parameters, key, param, owner, f"{path}{key}")
@@ -79,15 +79,15 @@ class ReplacedWeights:
         return cls(model, weights, modules, owners, names, frozenset(known), program)
 
     def note(self) -> None:
-        """Put weights back that a forward has replaced; they take over the values behind the backward, which may read theirs."""
+        """Put weights back that a forward has replaced; they take over the values after the backward, which may read the old ones."""
         if not self._is_gathered:
             for place in _changed_places(self.places):
                 self._put_back(place)
 
     def take_over(self, *, inside: bool) -> Iterator[str]:
-        """Give weights the values of what code has put in their places; yield why some of that is refused.
+        """Give weights the values of the tensors that code has assigned in their stead; yield why some are refused.
 
-        `inside` says that a forward and its backward have run since the last call, and otherwise the loop's own code.
+        `inside` says that a forward and its backward have run since the last call; otherwise the loop's code has.
         """
         if not (inside and self._is_gathered):
             for place in _changed_places(self.modules):
@@ -111,7 +111,7 @@ class ReplacedWeights:
     # -- what was changed --------------------------------------------------------------------------
 
     def _other_tensor(self, place: _ModulePlace) -> Iterator[str]:
-        """Put a weight back into its place; yield why what is there, or is not, cannot be a weight."""
+        """Put a weight back; yield why what was assigned, or deleted, cannot be a weight."""
         if place.held is None:
             self.places.remove(place)
             yield _new_weight(place.name)
@@ -123,7 +123,7 @@ class ReplacedWeights:
                 yield f"{place.name} was taken out of the model, and the run trains it on: to set it to zeros works"
 
     def _other_module(self, place: _ModulePlace) -> Iterator[str]:
-        """Yield why another module in a module's place is refused, unless it has the same weights."""
+        """Yield why a module that replaces another one is refused, unless it has the same weights."""
         now = place.items.get(place.key)
         theirs = {id(param) for param in now.parameters()} if isinstance(now, nn.Module) else set()
         self.modules.remove(place)
@@ -145,7 +145,7 @@ class ReplacedWeights:
                     yield _new_weight(f"{path}{key}")
 
     def _put_back(self, place: _ModulePlace) -> None:
-        """Put a weight back into its place, and note what stood there, and gradients of the weight from now on."""
+        """Put a weight back, and note the tensor that replaced it, and gradients of the weight from now on."""
         name = self.first_names[place.name]
         self._new[name] = place.items[place.key]
         place.items[place.key] = place.held
@@ -158,7 +158,7 @@ class ReplacedWeights:
     # -- what is refused ---------------------------------------------------------------------------
 
     def _refusal(self, name: str, held: Tensor, new: Tensor, *, inside: bool) -> str:
-        """Return why a weight cannot stand for what was put in its place; empty if it can."""
+        """Return why a weight cannot take over the values of the tensor that replaced it; empty if it can."""
         what = f"{'the forward' if inside else 'the loop'} puts a new nn.Parameter in the place of {name}"
         if word := self._lost:
             return f"{what}, of which ranks hold parts under {word}: {word.partition('=')[0]}=1 works"
@@ -176,7 +176,7 @@ class ReplacedWeights:
 
     @property
     def _is_gathered(self) -> bool:
-        """Whether gathers put other tensors into the places of weights, so that the store compares them."""
+        """Whether gathers assign other tensors to the modules, so that the store compares them (`fsdp_units.py`)."""
         layout = self.program.step.layout
         return layout.num_shards > 1 and layout.zero >= 2
 
@@ -200,7 +200,7 @@ class ReplacedWeights:
 
 def _changed_places(places: list[_ModulePlace]) -> list[_ModulePlace]:
     changed = [place for place in places if place.items.get(place.key) is not place.held]
-    # Stand-ins are of weights that are to arrive, and of modules of other stages.
+    # Stand-ins are of weights that are being gathered, and of modules of other stages.
     return [place for place in changed if not isinstance(place.items.get(place.key), StandIn | LayerStandIn)]
 
 

@@ -2,8 +2,9 @@
 
 Each bucket of the program is a flat buffer in master precision. A hook on every parameter's gradient adds it to its
 place; when the last micro-batch's backward has filled a bucket, its first collective is issued, always in the program's
-order, so that every rank issues the same; but in a pipeline not before the gradient for which the stage before waits. Under zero=1 the weights lie in flat buffers too: a rank updates its chunk of
-each, and `publish` gathers the others', which the next forward may wait for (`late_weights.py`).
+order, so that every rank issues the same; but in a pipeline not before the gradient for which the stage before waits. Under
+zero=1 the weights are windows of flat buffers too: a rank updates its chunk of each, and `publish` gathers the others', which
+the next forward may wait for (`late_weights.py`).
 
 ```
 bucket 0  [ head.weight | norm.weight | pad ]    gradients of the last layers, finished first
@@ -27,21 +28,18 @@ from torch import Tensor, nn
 from samestep.building import nf4
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
 from samestep.program.buckets import Bucket, Member
-from samestep.program.codecs import PLAIN
-from samestep.program.exchange_times import Phase
 from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.axes.weight_gradients import is_postponed
-from samestep.runtime.codecs.exchange import Exchange, exchange_of
-from samestep.runtime.codecs.rests import Directions, GivenBack, of_weights
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
-from samestep.runtime.weights.exchanged_moves import ExchangedMoves
+from samestep.runtime.weights.gradient_codes import BucketCodes
 from samestep.runtime.weights.late_weights import LateWeights
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece, squared_norm
+from samestep.runtime.weights.replica_exchange import BucketExchange
 from samestep.runtime.weights.weight_store import Materialize
 from samestep.schedules import TaskKind
 
@@ -52,8 +50,6 @@ class _FlatBuffer:
 
     bucket: Bucket
     gradients: Tensor
-    exchange: Exchange | None
-    """Sums the bucket between contributions, or replicas that are trained apart; None where gradients are all_reduced."""
     starts: list[Op]
     """The collective issued when a backward has filled the bucket; at most one."""
     finishes: list[Op]
@@ -67,7 +63,7 @@ class _FlatBuffer:
     """This rank's chunk of the bucket, between its reduce_scatter and its all_gather."""
 
     @property
-    def left(self) -> Tensor:
+    def remaining(self) -> Tensor:
         """The gradients that this rank still has to reduce: its chunk, or all."""
         return self.gradients if self.chunk is None else self.chunk
 
@@ -80,13 +76,33 @@ class _FlatBuffer:
 
 @dataclass(slots=True)
 class _GradientSlot:
-    """The place of one parameter's gradient in a bucket."""
+    """One parameter's place in a bucket's gradients."""
 
     flat: _FlatBuffer
     name: str
     gradient: Tensor
     is_postponed: bool
     """Whether a W task adds to it, so that it is not whole before."""
+
+
+class _WholeWatch:
+    """The `WeightWatch` of whole weights, in which all that code writes is kept."""
+
+    def __init__(self, params: Mapping[str, nn.Parameter], places: Mapping[str, Tensor]) -> None:
+        self._params, self._places = params, places
+
+    def compare_values(self, compares: bool) -> None:
+        """Do nothing, since no write is lost."""
+
+    def written(self) -> list[str]:
+        """Return nothing, since no write is lost."""
+        return []
+
+    def take_back(self) -> None:
+        """Copy weights that a user has given another storage, by `param.data = ...`, back to the one in use."""
+        for name, param in self._params.items():
+            if param.data_ptr() != self._places[name].data_ptr():
+                param.data = self._places[name].copy_(param.data)
 
 
 class Replicated:
@@ -96,7 +112,7 @@ class Replicated:
         self.program, self.mesh = program, mesh
         self.params: dict[str, nn.Parameter] = {}
         self._places: dict[str, Tensor] = {}
-        """Where each weight's values are, which buckets and pieces refer to."""
+        """The tensor with each weight's values, to which buckets and pieces refer."""
         self._last = self._starts = self._is_weight_task = False
         self._counts = True
         self._unused: set[str] = set()
@@ -106,15 +122,15 @@ class Replicated:
         self._next = 0
         self._postponed = {param.name for param in program.step.model.params if is_postponed(model, param.name)}
         self._flats = [self._flat(bucket) for bucket in program.buckets]
-        self._moves = ExchangedMoves(
-            program, [(flat.bucket, flat.exchange, self._own_chunk(flat)) for flat in self._flats if flat.exchange]
-        )
+        self.codes = BucketCodes(program, mesh)
+        self.exchange = BucketExchange(program, self.codes, [self._chunk_of(flat) for flat in self._flats])
         self._separate = program.step.layout.offload
         self.pieces: list[Piece] = []
         self.frozen: list[Piece] = []
         self._fill(model, materialize)
         gathered = [flat.bucket for flat in self._flats if flat.gathers]
         self._late = LateWeights.of(model, program, gathered, self.params)
+        self.watch = _WholeWatch(self.params, self._places)
 
     # -- setting up --------------------------------------------------------------------------------
 
@@ -128,17 +144,9 @@ class Replicated:
         if step.zero == 1:
             weights = torch.zeros(bucket.padded_numel, dtype=DTYPES[bucket.dtype], device=device)
         gradients = torch.zeros(bucket.padded_numel, dtype=DTYPES[step.master_dtype], device=device)
-        made, exchange = step.contributions, None
-        if made is not None:
-            group = self.mesh.groups[made.sent_over] if made.ranks > 1 else None
-            parts, gathers = [bucket.coded(made)], bucket.gathers_codes(made)
-            exchange = exchange_of(
-                bucket.codec, parts, made, group, gradients, gathers=gathers, backend=step.codec_backend
-            )
         return _FlatBuffer(
             bucket=bucket,
             gradients=gradients,
-            exchange=exchange,
             starts=[op for op in last if op.owner == bucket.name],
             finishes=[op for op in final if not op.after[0].startswith(OpKind.UPDATE)],
             gathers=[op for op in final if op.after[0].startswith(OpKind.UPDATE)],
@@ -147,7 +155,7 @@ class Replicated:
 
     @torch.no_grad()
     def _fill(self, model: nn.Module, materialize: Materialize) -> None:
-        """Give every parameter its initial value, and make the pieces that this rank updates."""
+        """Give every parameter its initial value, and list the pieces that this rank updates."""
         slot_of = {member.name: (flat, member) for flat in self._flats for member in flat.bucket.members}
         master = DTYPES[self.program.step.master_dtype]
         for spec in self.program.step.model.params:
@@ -156,7 +164,8 @@ class Replicated:
             live = nf4.pack_values(value) if spec.held_as else value.to(DTYPES[self.program.step.working_dtype(spec)])
             if flat is not None and flat.weights is not None and member is not None:
                 window = flat.weights[member.offset : member.offset + member.numel].view(spec.shape)
-                live = window.copy_(live).data  # a version of its own: a forward may write into one weight of a bucket
+                # `.data` has a separate version: a forward may write into one weight of a bucket.
+                live = window.copy_(live).data
             param = nn.Parameter(live, requires_grad=spec.trainable)
             for name in (spec.name, *spec.aliases):
                 path, _, leaf = name.rpartition(".")
@@ -173,7 +182,7 @@ class Replicated:
     def _pieces_of(
         self, name: str, flat: _FlatBuffer | None, member: Member | None, param: nn.Parameter, value: Tensor
     ) -> Iterator[Piece]:
-        """Yield a parameter's pieces that this rank updates, and direct its gradient to its place in the bucket."""
+        """Yield a parameter's pieces that this rank updates, and let its gradient be added to the bucket."""
         if flat is None or member is None:
             yield self._piece(name, 0, param.numel(), param, value, lambda: _gradient_or_zero(param))
             return
@@ -183,9 +192,8 @@ class Replicated:
         if flat.weights is None:
             yield self._piece(name, 0, member.numel, param, value, lambda: gradient)
             return
-        parts, index, _ = self._division(flat.bucket)
-        size = flat.bucket.padded_numel // parts
-        first = index * size
+        size = flat.bucket.padded_numel // flat.bucket.holding.num_shards
+        first = self.mesh.index(flat.bucket.holding.data_axis) * size
         start = min(max(first - member.offset, 0), member.numel)
         stop = min(max(first + size - member.offset, 0), member.numel)
         if start < stop:
@@ -198,14 +206,14 @@ class Replicated:
     def _piece(
         self, name: str, start: int, stop: int, live: Tensor, value: Tensor, gradient: Callable[[], Tensor]
     ) -> Piece:
-        """Return a piece that updates the live weights, or a master copy in another dtype or on the host."""
+        """Return a piece whose value is the weight's memory, or a master copy in another dtype or on the host."""
         if live.dtype == value.dtype and not self._separate:
             return Piece(name, start, stop, live if isinstance(live, nn.Parameter) else live.detach(), gradient)
         held = master_on_host(value) if self._separate else value.detach().to(live.device, copy=True)
         return Piece(name, start, stop, held, gradient, target=live.detach())
 
     def hook_gradients(self, hooks: GradientHooks) -> None:
-        """Let the user's hooks change gradients, in front of the addition to a bucket."""
+        """Let the user's hooks change gradients before they are added to a bucket."""
         for name, hook in hooks.items():
             self.params[name].register_hook(hook)
 
@@ -213,7 +221,7 @@ class Replicated:
 
     def begin_step(self) -> None:
         """Discard the gradients of the previous step."""
-        self.take_back()
+        self.watch.take_back()
         for param in self.params.values():
             param.grad = None
         self._unused = set(self.params)
@@ -221,22 +229,8 @@ class Replicated:
             names = {member.name for member in flat.bucket.members}
             flat.missing, flat.untouched = set(names), set(names)
             flat.work = flat.chunk = None
-            if flat.exchange is not None and not self.program.step.trains_apart:
-                flat.exchange.begin_step()
+        self.codes.begin_step()
         self._next = 0
-
-    def take_back(self) -> None:
-        """Copy weights that a user has given another storage, by `param.data = ...`, to the one that is in use here."""
-        for name, param in self.params.items():
-            if param.data_ptr() != self._places[name].data_ptr():
-                param.data = self._places[name].copy_(param.data)
-
-    def compare_values(self, compares: bool) -> None:
-        """Do nothing: what is written into a whole weight is kept."""
-
-    def written(self) -> list[str]:
-        """Return nothing: what is written into a whole weight is kept."""
-        return []
 
     def without_gradient(self) -> Mapping[str, bool]:
         """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""
@@ -246,7 +240,7 @@ class Replicated:
     def running(self, task: Task, *, counts: bool = True) -> Iterator[None]:
         """Record, while a task runs, whether its gradients are the step's last and whether they complete buckets.
 
-        Collective over the axes of the program's buckets, as `WeightStore.running` says.
+        Collective over the axes of the program's buckets: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         if task.kind is not TaskKind.FORWARD:
             self.settle()
@@ -260,35 +254,22 @@ class Replicated:
             self._note_gradients()
         if completes:
             self._start_ready()
-        if self._ends_contribution(task):
-            self._encode_contribution()
+        if self.codes.ends_contribution(task):
+            self._begin_contribution()
 
     def _note_gradients(self) -> None:
-        """Note which weights have a gradient, where no bucket takes it: a micro-batch that does not count adds zeros alone."""
+        """Note which weights have a gradient, where there are no buckets; a micro-batch that does not count adds only zeros."""
         for name in [name for name in self._unused if self.params[name].grad is not None]:
             if self._counts:
                 self._unused.discard(name)
             else:
                 self.params[name].grad = None
 
-    def _ends_contribution(self, task: Task) -> bool:
-        """Return whether a task leaves the last gradients of a contribution behind which this rank makes another one."""
-        step = self.program.step
-        if (
-            step.contributions is None
-            or step.trains_apart
-            or task.kind is not TaskKind.BACKWARD
-            or ends_step(task.body)
-        ):
-            return False
-        return (task.microbatch + 1) % (step.num_microbatches // step.contributions.each) == 0
-
-    def _encode_contribution(self) -> None:
-        """Encode the gradients of a contribution, and begin those of the next one."""
+    def _begin_contribution(self) -> None:
+        """Hand over the gradients of a part of the step that is summed by itself, and begin those of the next one."""
         for flat in self._flats:
-            assert flat.exchange is not None
             flat.zero_untouched()
-            flat.exchange.add([flat.gradients])
+            self.codes.add(flat.bucket.name, flat.gradients)
             flat.untouched = {member.name for member in flat.bucket.members}
         for param in self.params.values():
             param.grad = None
@@ -327,8 +308,7 @@ class Replicated:
     def finish_gradients(self) -> None:
         """Start the buckets that no backward completed, issue the collectives that follow, and wait for all.
 
-        Collective over the axes of the program's buckets: every rank of these groups calls it; if one does not, the
-        others wait until the time limit.
+        Collective over the axes of the program's buckets: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         for flat in self._flats[self._next :]:
             self._start(flat)
@@ -339,65 +319,27 @@ class Replicated:
                 flat.work = self._send(flat, op, flat.gradients)
         for flat in self._flats:
             _wait(flat)
-            if flat.exchange is not None and not self.program.step.trains_apart:
-                flat.exchange.finish([flat.left])
+            self.codes.finish(flat.bucket.name, flat.remaining)
 
-    def start_exchange(self, part: int, fill: Callable[[int], None]) -> None:
-        """Start to sum over all replicas what `fill` writes into the gradients; collective as `WeightStore` says."""
-        self._moves.start(part, fill)
-
-    def sum_exchange(self, part: int) -> None:
-        """Issue the collectives that follow an exchange's first; collective as `WeightStore` says."""
-        self._moves.send(part, Phase.SUM)
-
-    def end_exchange(self, part: int) -> None:
-        """Wait for an exchange, and set the gradients to its sums."""
-        self._moves.end(part)
-
-    def _own_chunk(self, flat: _FlatBuffer) -> Tensor:
+    def _chunk_of(self, flat: _FlatBuffer) -> Tensor:
         """Return the gradients of a bucket that this rank updates: all, or its chunk of them under zero=1."""
-        parts, index, _ = self._division(flat.bucket)
-        return flat.gradients.chunk(parts)[index]
+        holding = flat.bucket.holding
+        chunk = self.mesh.index(holding.data_axis) if holding.num_shards > 1 else 0
+        return flat.gradients.chunk(holding.num_shards)[chunk]
 
     def _send(self, flat: _FlatBuffer, op: Op, whole: Tensor) -> dist.Work:
-        """Issue one collective on the bucket's buffer, or on this rank's part of it, as it is or encoded."""
+        """Issue one collective on the bucket's buffer, or on this rank's part of it."""
         assert op.axis is not None
+        if self.codes.sends(op):
+            return self.codes.send(op, flat.remaining)
         group = self.mesh.groups[op.axis]
-        if op.codec not in (None, PLAIN):
-            assert flat.exchange is not None
-            with owned(op.owner):
-                return flat.exchange.send([flat.left])
         with owned(op.owner):
-            work = _start_collective(op.kind, flat.left if op.kind is OpKind.ALL_REDUCE else whole, group)
+            work = _start_collective(op.kind, flat.remaining if op.kind is OpKind.ALL_REDUCE else whole, group)
         if op.kind is OpKind.REDUCE_SCATTER:
             flat.chunk = _own_part(whole, group)
         elif op.kind is OpKind.ALL_GATHER:
             flat.chunk = None
         return work
-
-    def given_back(self) -> Iterator[GivenBack]:
-        """Yield what codes have lost of each weight."""
-        made = self.program.step.contributions
-        for flat in self._flats:
-            if made is None or flat.exchange is None:
-                continue
-            coded = flat.bucket.coded(made).numel
-            first = self._division(flat.bucket)[1] * coded if coded < flat.bucket.padded_numel else 0
-            places = [(member.name, member.offset - first, member.numel) for member in flat.bucket.members]
-            for rest in flat.exchange.rests(0):
-                yield from of_weights(rest, places)
-
-    def directions(self) -> Iterator[Directions]:
-        """Yield the directions along which the next gradients are projected."""
-        for flat in self._flats:
-            if flat.exchange is not None:
-                yield from flat.exchange.directions()
-
-    def scale_given_back(self, factor: float) -> None:
-        """Multiply what codes have lost."""
-        for flat in self._flats:
-            if flat.exchange is not None:
-                flat.exchange.scale(factor)
 
     def norm_squared(self) -> Tensor:
         """Return this rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
@@ -411,25 +353,21 @@ class Replicated:
             return total
         for copies in sorted({flat.bucket.holding.num_copies for flat in self._flats}):
             alike = [flat for flat in self._flats if flat.bucket.holding.num_copies == copies]
-            divided = [(flat.gradients, *self._division(flat.bucket)) for flat in alike]
-            mine = [gradients.view(parts, -1)[index] for gradients, parts, index, _ in divided]
-            total += squared_norm(mine, self.mesh.device) / (divided[0][-1] * copies)
+            _, repeated_over = self.program.step.norm_axes(alike[0].bucket.holding)
+            mine = [self._norm_share(flat) for flat in alike]
+            total += squared_norm(mine, self.mesh.device) / (math.prod(map(self.mesh.size, repeated_over)) * copies)
         return total
 
-    def _division(self, bucket: Bucket) -> tuple[int, int, int]:
-        """Return a bucket's number of parts, the index of this rank's part, and the number of ranks with each part."""
-        innermost, *others = bucket.holding.data_axes
-        if self.program.step.trains_apart:  # the ranks of other replicas have gradients of their own
-            if bucket.holding.num_shards == 1:
-                return 1, 0, self.mesh.size("cp")
-            others = []
-        return self.mesh.size(innermost), self.mesh.index(innermost), math.prod(map(self.mesh.size, others))
+    def _norm_share(self, flat: _FlatBuffer) -> Tensor:
+        """Return the run of a bucket's gradients whose squares this rank adds up."""
+        divided_over, _ = self.program.step.norm_axes(flat.bucket.holding)
+        number, index = (self.mesh.size(divided_over), self.mesh.index(divided_over)) if divided_over else (1, 0)
+        return flat.gradients.view(number, -1)[index]
 
     def publish(self, *, waits: bool = True, part: int | None = None) -> None:
-        """Gather every rank's chunk of the updated weights under zero=1, those that the next forward needs first in front.
+        """Gather every rank's chunk of the updated weights under zero=1, first those that the next forward needs first.
 
-        Collective over `dp_shard`: every rank of the group calls it; if one does not, the others wait until the time
-        limit.
+        Collective over `dp_shard`: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         self.settle()
         for flat in reversed(self._flats):
@@ -453,10 +391,10 @@ def _own_part(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _start_collective(kind: OpKind, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start one collective on a flat buffer as it is, in place.
+    """Start one collective on a flat buffer, in place.
 
     An all_gather sends this rank's part of it; reduce and broadcast have the group's first rank as their root. Collective
-    over `group`: if a rank does not call it, the others wait for it.
+    over `group`: see [Note: collective calls] in runtime/processes/mesh.py.
     """
     if kind is OpKind.ALL_REDUCE:
         work = dist.all_reduce(flat, group=group, async_op=True)

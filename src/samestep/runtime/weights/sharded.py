@@ -3,7 +3,7 @@
 The program's units become FSDP2 groups (`fsdp_groups.py`). FSDP2's hooks gather a unit before its forward and before its
 backward, and reshard it after its forward; the program says which unit is gathered ahead of need. We end a unit's
 backward (`fsdp_units.py`): once the gradients of all its inputs are known, or else at the end of the task, FSDP2 frees
-the weights and, where the program has a reduce_scatter, reduces the gradients. So nothing depends on which forward
+the weights and, where the program lists a reduce_scatter, reduces the gradients. So nothing depends on which forward
 preceded a backward: in a pipeline those of other micro-batches and of other chunks run between the two. A rank whose
 samples use fewer units takes part in the others' gathers and reductions all the same (`unit_order.py`).
 
@@ -12,7 +12,7 @@ task      F of chunk 0           B of chunk 1                                   
 FSDP2     gather, run, free      gather, gather ahead, run
 ours                             complete each unit: free, reduce_scatter        sums over tied stages, tp
 ```
-Where ranks scatter codes, FSDP2 calls `encoded_shards.py` in place of its reduce_scatter.
+Where ranks scatter codes, FSDP2 calls `gradient_codes.py` in place of its reduce_scatter.
 Gradients are summed, never averaged. Each rank updates the rows of every weight that FSDP2 gave it, as plain tensors.
 
 A forward without a backward (held-out loss) leaves the last unit gathered, so it is resharded here.
@@ -20,7 +20,8 @@ A forward without a backward (held-out loss) leaves the last unit gathered, so i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,17 +36,14 @@ from samestep.building import nf4
 from samestep.errors import LayoutError
 from samestep.models.param_spec import ParamSpec
 from samestep.program.bodies import UPDATE_BODY, Task, ends_step
-from samestep.program.exchange_times import Phase
 from samestep.program.ops import BYTES_OF, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.units import partial_sizes
 from samestep.runtime.axes.precision import DTYPES
-from samestep.runtime.codecs.rests import Directions, GivenBack
 from samestep.runtime.host_copies import master_on_host
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.weights import whole_writes
-from samestep.runtime.weights.encoded_shards import EncodedScatter, EncodedScatters, EncodedShards
 from samestep.runtime.weights.fsdp_groups import keep_order, make_groups
 from samestep.runtime.weights.fsdp_units import (
     ParamSlots,
@@ -55,8 +53,10 @@ from samestep.runtime.weights.fsdp_units import (
     reshape_params,
     sharded_shape,
 )
+from samestep.runtime.weights.gradient_codes import EncodedScatter, UnitCodes
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece, squared_norm
+from samestep.runtime.weights.replica_exchange import UnitExchange
 from samestep.runtime.weights.unit_order import UnitOrder
 from samestep.runtime.weights.weight_store import Materialize
 from samestep.schedules import TaskKind
@@ -81,14 +81,13 @@ class Sharded:
         # Explicitly: in a stage's first forward stand-ins replace the modules of its other chunks.
         self._root._get_fsdp_state()._lazy_init()
         self._root.set_is_last_backward(False)
-        self._storages = {name: param.untyped_storage()._cdata for name, param in self._params.items()}
-        """Where torch believes each weight to lie: another place once `param.data = ...` was assigned."""
-        self._encoded = EncodedShards(program, mesh, self.pieces)
-        self._scatters = EncodedScatters(program, mesh, [(running.unit, running.names) for running in self._units])
+        self.watch = GatheredWatch(self._units, self._params, program.step.zero)
+        self.codes = UnitCodes(program, mesh, self.pieces, [(running.unit, running.names) for running in self._units])
+        self.exchange = UnitExchange(program, self.pieces, self.codes)
         whole_writes.allow()
         whole_writes.take_single_numbers(slots, {one.name for one in program.step.model.params if not one.shape})
         for running in self._units:
-            if (scatter := self._scatters.of_unit.get(running.unit.name)) is not None:
+            if (scatter := self.codes.scatters.of_unit.get(running.unit.name)) is not None:
                 running.fsdp.set_custom_reduce_scatter(_EncodedReduceScatter(scatter))
 
     @property
@@ -138,7 +137,7 @@ class Sharded:
         return Piece(spec.name, start, stop, master_on_host(local), gradient, target=local)
 
     def hook_gradients(self, hooks: GradientHooks) -> None:
-        """Let the user's hooks change whole gradients, in front of their reduction."""
+        """Let the user's hooks change whole gradients before their reduction."""
         for name, hook in hooks.items():
             for unit in self._units:
                 if name in unit.unit.params:
@@ -148,36 +147,18 @@ class Sharded:
 
     def begin_step(self) -> None:
         """Discard the gradients of the previous step."""
-        self.take_back()
+        self.watch.take_back()
         for param in self._params.values():
             param.grad = None
-        if not self.program.step.trains_apart:
-            self._encoded.begin_step(0)
-            self._scatters.begin_step()
+        self.codes.begin_step()
         for unit in self._units:
             unit.reset()
-
-    def take_back(self) -> None:
-        """Refuse a weight that a user has given another tensor, which a DTensor takes without its values.
-
-        What is written into it is written into this rank's rows.
-
-        Raises:
-            LayoutError: `param.data = ...` was assigned.
-        """
-        for name, param in self._params.items():
-            if param.untyped_storage()._cdata != self._storages[name]:
-                zero = f"zero={self.program.step.zero}"
-                raise LayoutError(
-                    f"the weight {name} was given another tensor (param.data = ...), and under {zero} its rows lie elsewhere: "
-                    "param.copy_(...) within torch.no_grad() works, and so does zero=1"
-                )
 
     @contextmanager
     def running(self, task: Task, *, counts: bool = True) -> Iterator[None]:
         """Let the units gather, free and reduce as the program says, while a task runs inside.
 
-        Collective over the axes of the units, as `WeightStore.running` says.
+        Collective over the axes of the units: see [Note: collective calls] in runtime/processes/mesh.py.
 
         Raises:
             LayoutError: this rank's samples call units in another order than the program gathers them, or a gradient came late.
@@ -206,15 +187,6 @@ class Sharded:
                 unit.complete()
                 unit.check_late()
 
-    def compare_values(self, compares: bool) -> None:
-        """Compare the values of gathered weights too, from the next step on: `.data` lets code change them without a trace."""
-        for unit in self._units:
-            unit.compares, unit._known = compares, None
-
-    def written(self) -> list[str]:
-        """Return the weights that a forward of this step has written while they were gathered, which is lost."""
-        return [name for unit in self._units for name in sorted(unit.written)]
-
     def without_gradient(self) -> Mapping[str, bool]:
         """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""
         made = set[str]().union(*(unit.made for unit in self._units))
@@ -223,7 +195,7 @@ class Sharded:
     def finish_gradients(self) -> None:
         """Wait for FSDP2's reductions; sum gradients over tied stages, and over axes on which they are partial.
 
-        Collective over these stages and `tp`: if a rank does not call it, the others wait until the time limit.
+        Collective over these stages and `tp`: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         self._root.set_is_last_backward(True)
         self._root._get_fsdp_state()._root_post_backward_final_callback()
@@ -232,52 +204,13 @@ class Sharded:
         units = {unit.name: unit for unit in self.program.units}
         partial_axes = {axis for param in step.model.params for axis in step.holding(param).partial_over}
         for op in self.program.bodies[UPDATE_BODY]:
-            if op.codec is not None:
-                self._encoded.send(op)
+            if self.codes.sends(op):
+                self.codes.send(op)
             elif op.kind is OpKind.ALL_REDUCE and op.axis in partial_axes and op.owner in units:
                 self._sum_shards(op, partial_sizes(step, units[op.owner], op.axis))
             elif op.kind is OpKind.ALL_REDUCE and op.owner in self._params:
                 self._sum_shards(op, {op.owner: op.size_bytes // BYTES_OF[op.dtype]})
-        if not step.trains_apart:
-            self._encoded.finish(0)
-
-    def start_exchange(self, part: int, fill: Callable[[int], None]) -> None:
-        """Start to sum over all replicas what `fill` writes into the gradients; collective as `WeightStore` says."""
-        step = self.program.step
-        mine = [piece.gradient() for piece in self.pieces if step.exchange_part(piece.name) == part]
-        kept = [gradient.clone() for gradient in mine] if step.exchange_delay else []
-        self._encoded.begin_step(part)
-        fill(0)
-        self._send_moves(part, Phase.START)
-        for gradient, before in zip(mine, kept, strict=False):
-            gradient.copy_(before)
-
-    def sum_exchange(self, part: int) -> None:
-        """Issue the collectives that follow an exchange's first; collective as `WeightStore` says."""
-        self._send_moves(part, Phase.SUM)
-
-    def end_exchange(self, part: int) -> None:
-        """Wait for an exchange, and set the gradients to its sums."""
-        self._encoded.finish(part)
-
-    def _send_moves(self, part: int, phase: Phase) -> None:
-        for op in self.program.exchanges[part][phase]:
-            if op.axis is not None:
-                self._encoded.send(op, part)
-
-    def given_back(self) -> Iterator[GivenBack]:
-        """Yield what codes have lost of each weight."""
-        yield from self._encoded.given_back()
-        yield from self._scatters.given_back()
-
-    def directions(self) -> Iterator[Directions]:
-        """Yield the directions along which the next gradients are projected."""
-        return self._encoded.directions()
-
-    def scale_given_back(self, factor: float) -> None:
-        """Multiply what codes have lost."""
-        self._encoded.scale_given_back(factor)
-        self._scatters.scale_given_back(factor)
+        self.codes.finish()
 
     def _sum_shards(self, op: Op, sizes: Mapping[str, int]) -> None:
         """All_reduce this rank's shards of some gradients, padded as every rank pads them."""
@@ -301,7 +234,7 @@ class Sharded:
         for number in sorted(set(copies.values())):
             alike = [piece.gradient() for piece in self.pieces if copies[piece.name] == number]
             total += squared_norm(alike, self.mesh.device) / number
-        return total if step.trains_apart else total / self.mesh.size("dp_replicate")
+        return total / math.prod(map(self.mesh.size, step.summed_replicas))
 
     def publish(self, *, waits: bool = True, part: int | None = None) -> None:
         """Do nothing: the next forward gathers the rows that the ranks have updated."""
@@ -316,8 +249,42 @@ class Sharded:
             unit.reset()
 
 
+class GatheredWatch:
+    """The `WeightWatch` of sharded weights: a gathered weight is freed, and what was written into it is lost."""
+
+    def __init__(self, units: Sequence[RunningUnit], params: Mapping[str, DTensor], zero: int) -> None:
+        self._units, self._params, self._zero = units, params, zero
+        self._storages = {name: param.untyped_storage()._cdata for name, param in params.items()}
+        """The storage in which torch holds each weight: another one once `param.data = ...` was assigned."""
+
+    def compare_values(self, compares: bool) -> None:
+        """Compare the values of gathered weights too, from the next step on: `.data` lets code change them without a trace."""
+        for unit in self._units:
+            unit.compare_values(compares)
+
+    def written(self) -> list[str]:
+        """Return the weights that a forward of this step has written while they were gathered, which is lost."""
+        return [name for unit in self._units for name in sorted(unit.written)]
+
+    def take_back(self) -> None:
+        """Refuse a weight that a user has given another tensor, which a DTensor takes without its values.
+
+        What is written into the weight itself is written into this rank's rows.
+
+        Raises:
+            LayoutError: `param.data = ...` was assigned.
+        """
+        for name, param in self._params.items():
+            if param.untyped_storage()._cdata != self._storages[name]:
+                zero = f"zero={self._zero}"
+                raise LayoutError(
+                    f"the weight {name} was given another tensor (param.data = ...), and under {zero} its rows lie elsewhere: "
+                    "param.copy_(...) within torch.no_grad() works, and so does zero=1"
+                )
+
+
 class _EncodedReduceScatter(ReduceScatter):
-    """What FSDP2 calls to reduce_scatter the gradients of a unit, where they are sent encoded."""
+    """The function that FSDP2 calls to reduce_scatter the gradients of a unit, where they are sent encoded."""
 
     def __init__(self, scatter: EncodedScatter) -> None:
         self._scatter = scatter

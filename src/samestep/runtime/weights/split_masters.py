@@ -5,15 +5,15 @@ master rounded to the nearest, ties to even, as the plain cast rounds, so the re
 
     master's bits = weight's bits * 2^16 + remainder        -2^15 <= remainder <= 2^15
 
-An int16 holds all of these but 2^15, the remainder of a master that lies halfway between two weights and is rounded down.
-One float32 in 2^17 is such a master. Its remainder is held as 2^15 - 1, and its position in a list beside. So both
+An int16 holds all of these but 2^15, the remainder of a master that is halfway between two weights and is rounded down.
+One float32 in 2^17 is such a master. Its remainder is held as 2^15 - 1, and its position in a separate list. So both
 halves give the master back to the bit, and take 4 bytes together. What is no number stays none.
 
 On a GPU the list has a fixed length, since the host must not wait for a count: room for 32 times as many as there are
 among random numbers, and for 4096 more. Were there more than that, their masters would be one last place of float32 lower.
 
-The masters are joined in one buffer for an update, and split again behind it. Code that writes into a weight leaves its
-remainder as it is; `LiveWeights.take_over` says what then becomes of the master.
+The masters are joined in one buffer for an update, and split again after it. Code that writes into a weight leaves its
+remainder as it is; `LiveWeights.take_over` says how the master is then set.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SplitMasters:
 
     @torch.no_grad()
     def __init__(self, weights: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-        """Take over masters of which the weights, in bfloat16, are the rounded copies."""
+        """Split masters of which the weights, in bfloat16, are the rounded copies."""
         self._weights: list[Tensor | None] = list(weights)
         ends = [0, *itertools.accumulate(round_up(weight.numel(), _ALIGNED) for weight in weights)]
         self._starts, self._numels = ends[:-1], [weight.numel() for weight in weights]
@@ -53,12 +53,12 @@ class SplitMasters:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """The tensors that are held beside the weights: remainders (int16), and the positions of halfway masters (int64)."""
+        """The tensors that are held besides the weights: remainders (int16), and the positions of halfway masters (int64)."""
         return self._remainders, self._halfway
 
     @contextmanager
     def joined(self) -> Iterator[list[Tensor]]:
-        """Yield the masters, flat windows of one new float32 buffer; behind the context their new values are held."""
+        """Yield the masters, flat windows of one new float32 buffer; when the context ends their new values are split."""
         buffer = torch.empty(self._remainders.numel(), dtype=torch.float32, device=self._remainders.device)
         windows = [buffer[start : start + n] for start, n in zip(self._starts, self._numels, strict=True)]
         pairs = [
@@ -131,5 +131,5 @@ class SplitMasters:
 
 
 def _is_halfway(bits: Tensor) -> Tensor:
-    """Return where a master, given by its bits, lies halfway between two weights and is rounded down."""
+    """Return whether each master, given by its bits, is halfway between two weights and is rounded down."""
     return (bits & (4 * _TOP - 1)) == _TOP

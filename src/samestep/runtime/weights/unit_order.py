@@ -1,20 +1,20 @@
 """The order of a task's gathers and reductions: the program's, whichever parts of the model a rank's samples use.
 
 FSDP2 gathers a unit where its module is called, and reduces its gradients where its backward ends. A rank whose samples
-pass a part of the model by would do neither, while others wait for it. So before a unit's collective a rank issues those
-that the program lists in front of it:
+do not use a part of the model would do neither, while others wait for it. So before a unit's collective a rank issues those
+that the program lists before it:
 
 ```
 program    gather a, gather b, gather c              reduce c, reduce b, reduce a
 rank 0     a            b           c                c          b          a
 rank 1     a            (b), c                       c          (b), a          (b): taken part in, for the others
 ```
-The weights of a unit that was passed over are freed as the program frees them, and its gradient is one of zeros. Nothing is
-issued that the program does not list. A rank whose samples pass nothing over issues nothing here.
+The weights of a unit that was skipped are freed as the program frees them, and its gradient is zeros. Nothing is issued that
+the program does not list. A rank whose samples use every unit issues nothing here.
 
-Autograd runs the nodes of a graph in the reverse of the order in which the forward made them. So once the backward of a
-unit is over, or another one starts, nothing comes to a unit that was called after it: what is missing there is passed over. A
-unit that was called before it, though the program lists it later, makes the reduction of the other one wait.
+Autograd runs the nodes of a graph in the reverse of the order in which the forward created them. So once the backward of a
+unit is over, or another one starts, units that were called after it get no more gradients: what is left of them is issued. A
+unit that was called before it, though the program lists it later, delays the reduction of the other one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class UnitOrder:
             next(key for key in self._bodies if is_forward(key) and starts_step(key) and (key.chunk or 0) == chunk)
             for chunk in range(max(1, len(program.chunks)))
         ]
-        """The bodies of forwards that belong to no step, by chunk."""
+        """The bodies of forwards outside of steps, by chunk."""
         self._several = [running for running in units if len(running.modules) > 1]
         self._entries: list[_OrderEntry] = []
         self._places: dict[_OrderEntry, int] = {}
@@ -83,7 +83,7 @@ class UnitOrder:
     def end(self) -> None:
         """End the order of a task: issue what is left of it.
 
-        Collective over the axes of the units, as `WeightStore.running` says.
+        Collective over the axes of the units: see [Note: collective calls] in runtime/processes/mesh.py.
         """
         self._pass_over(len(self._entries))
         self._in_task = self._in_backward = False
@@ -91,7 +91,7 @@ class UnitOrder:
     # -- forward -----------------------------------------------------------------------------------
 
     def begin_forward(self, *_: object) -> None:
-        """Start the order of a forward that belongs to no step."""
+        """Start the order of a forward outside of a step."""
         if not self._in_task:
             self._start(self._alone[self._chunk])
             self._chunk = (self._chunk + 1) % len(self._alone)
@@ -103,7 +103,7 @@ class UnitOrder:
             running.end_calls()
 
     def before_forward(self, running: RunningUnit, *_: object) -> None:
-        """Issue what the program lists in front of the gather of a unit that is called.
+        """Issue what the program lists before the gather of a unit that is called.
 
         Raises:
             LayoutError: the unit was gathered and freed before in this forward.
@@ -125,7 +125,7 @@ class UnitOrder:
     def follow_outputs(
         self, running: RunningUnit, ahead: RunningUnit | None, _: nn.Module, args: Any, outputs: Any
     ) -> None:
-        """Let the first gradient of a unit's outputs call `before_backward`, in front of FSDP2's hook, which gathers."""
+        """Let the first gradient of a unit's outputs call `before_backward`, before FSDP2's hook, which gathers."""
         if not has_backward() or current_backward_id() != -1:
             return
         for tensor in tree_leaves(outputs):
@@ -135,33 +135,33 @@ class UnitOrder:
     # -- backward ----------------------------------------------------------------------------------
 
     def before_backward(self, running: RunningUnit, ahead: RunningUnit | None, *_: object) -> None:
-        """Issue what the program lists in front of the gathers of a unit whose backward starts, and of the one `ahead`.
+        """Issue what the program lists before the gathers of a unit whose backward starts, and of the unit `ahead`.
 
         Raises:
             LayoutError: the unit's gradients have been reduced before.
         """
         if not self._in_backward:
-            return  # a gradient that the model's own forward takes
+            return  # a gradient that the model's forward takes
         done = self._places.get(_OrderEntry(running, False))
         if done is not None and done < self._next and not running.is_waiting:
             raise LayoutError(
                 f"the backward of {running.path} starts behind that of modules that ran after it when the model was traced, "
                 f"and zero={self._zero} reduces gradients in that order on all ranks at once: zero=1 works"
             )
-        own, next_one = (
+        this_one, next_one = (
             self._places.get(_OrderEntry(one, True), -1) if one is not None else -1 for one in (running, ahead)
         )
-        if own >= self._next:
-            self._pass_over(own)
-            if next_one > own + 1:
-                self._issue()  # before what is between, where FSDP2 would issue it behind that
-            self._next = own + 1
+        if this_one >= self._next:
+            self._pass_over(this_one)
+            if next_one > this_one + 1:
+                self._issue()  # before those in between, after which FSDP2 would issue it
+            self._next = this_one + 1
         if next_one >= self._next:
             self._pass_over(next_one if running.prefetches else next_one + 1)
             self._next = next_one + 1
 
     def after_backward(self, running: RunningUnit) -> None:
-        """Reduce the gradients of a unit whose backward is over, behind what the program lists in front of it."""
+        """Reduce the gradients of a unit whose backward is over, after what the program lists before it."""
         place = self._places.get(_OrderEntry(running, False))
         if place is None:
             running.complete()
@@ -173,7 +173,7 @@ class UnitOrder:
             self._issue()
 
     def _waits_for(self, entry: _OrderEntry, running: RunningUnit) -> bool:
-        """Return whether the backward of an entry's unit is still to come, though another one's is over."""
+        """Return whether the backward of an entry's unit has yet to run, though that of `running` is over."""
         unit = entry.unit
         return not (entry.gathers or unit.is_waiting or unit.is_passed_over or unit.call > running.call)
 

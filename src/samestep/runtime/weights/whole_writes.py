@@ -1,4 +1,4 @@
-"""Writes of whole tensors into sharded weights by a user's own loop: every rank writes the rows that it has.
+"""Writes of whole tensors into sharded weights by a user's loop: every rank writes the rows that it has.
 
     with torch.no_grad():
         for mine, other in zip(run.model.parameters(), weights): mine.copy_(other)          # whole tensors, alike on all ranks
@@ -7,7 +7,7 @@
     nn.init.normal_(run.model.head.weight); p.add_(torch.randn_like(p))        # the numbers that one device draws
     float(run.model.head.weight.norm())                                         # the number of the whole weight
 
-DTensor takes whole tensors beside its own for a mistake; here they are what a loop on one device has. A weight that is written
+DTensor refuses to mix whole tensors with sharded ones; here they are what a loop on one device has. A weight that is written
 into a whole tensor is gathered.
 """
 
@@ -75,8 +75,7 @@ def _with_row(leaf: str) -> Any:
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the rows of this rank; or on whole tensors, if it writes into one.
 
-    Collective over the ranks that share a weight where that is gathered: if one does not call it, the others wait until the
-    time limit.
+    Collective over the ranks that share a weight that is gathered: see [Note: collective calls] in runtime/processes/mesh.py.
     """
     target, *others = args
     if not isinstance(target, DTensor):
@@ -97,7 +96,7 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _write_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on a whole weight, and write the rows of this rank.
 
-    Collective over the ranks that share a weight: if one does not call it, the others wait until the time limit.
+    Collective over the ranks that share the weight: see [Note: collective calls] in runtime/processes/mesh.py.
     """
     target, *others = (one.full_tensor() if isinstance(one, DTensor) else one for one in args)
     written = args[0]
@@ -110,16 +109,16 @@ def _write_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _refuse_lost(target: DTensor) -> None:
-    """Refuse a write into a part of a weight, such as `weight[0]`, that was gathered and is no part of the weight any more.
+    """Refuse a write into a part of a weight, such as `weight[0]`, that was gathered and no longer shares the weight's memory.
 
     Raises:
-        LayoutError: it is one.
+        LayoutError: `target` is such a part.
     """
     whole = target._base if target._is_view() else None
     if not isinstance(whole, DTensor):
         return
-    own, part = whole._local_tensor.untyped_storage(), target._local_tensor.untyped_storage()
-    if own.data_ptr() != part.data_ptr():
+    rows, part = whole._local_tensor.untyped_storage(), target._local_tensor.untyped_storage()
+    if rows.data_ptr() != part.data_ptr():
         raise LayoutError(
             f"a write into a part {list(target.shape)} of a weight {list(whole.shape)}, whose rows the ranks share under zero=2|3, "
             "would be lost: whole = weight.full_tensor(), a write into that, and weight.copy_(whole) within torch.no_grad() work"
@@ -157,16 +156,15 @@ def _drawn_like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the number that the whole of a tensor is.
+    """Return a scalar tensor as a number.
 
-    Collective over the ranks that share it where they hold summands: if one does not call it, the others wait until the time
-    limit.
+    Collective over the ranks that share it where they hold summands: see [Note: collective calls] in runtime/processes/mesh.py.
     """
     return op(args[0].full_tensor())
 
 
 def _rows_of(value: Any, target: DTensor) -> Any:
-    """Return the rows of a whole tensor that a rank has of a weight; numbers as they are."""
+    """Return this rank's rows of a whole tensor, cut as the weight `target`; numbers unchanged."""
     if not isinstance(value, Tensor):
         return value
     if not value.dim() and target.numel() != 1:

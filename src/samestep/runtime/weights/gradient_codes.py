@@ -1,0 +1,347 @@
+"""Encoded sums of gradients: the exchanges of a rank's buckets (zero=0 and 1), shards and units (zero=2 and 3).
+
+A store of weights sends gradients as they are, unless its codes say that a collective of the program is theirs. Without a
+gradient codec they have no exchange, and nothing to do.
+
+```
+bucket    gradients, or this rank's chunk of them within a contribution ─► exchange between contributions
+shard     FSDP2's reduce_scatter over dp_shard ─► this rank's rows, in buffers by block ─► exchange over dp_replicate
+unit      [ rank 0's rows of each weight | rank 1's rows | ... ] ─ encode ─► all_to_all ─► decode, sum ─► this rank's rows
+```
+Shards are for hybrid sharding: FSDP2 reduces within a replica, and the exchange sums between replicas. Where all data ranks
+shard a unit, FSDP2 calls its scatter in place of a reduce_scatter, with the unit's whole gradient ordered by rank; each rank
+keeps the residuals of its whole contribution, and of the sum of its rows.
+
+The same exchanges carry the moves of weights where replicas are trained independently (`replica_exchange.py`); the steps of a
+replica then send nothing encoded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.models.param_spec import ParamSpec
+from samestep.program.bodies import Task, ends_step
+from samestep.program.codecs import PLAIN, CodedPart, coded_bytes
+from samestep.program.ops import Op, OpKind
+from samestep.program.program import Program
+from samestep.program.units import Unit, coded_parts, exchanged_parts, padded_rows
+from samestep.runtime.axes.precision import DTYPES
+from samestep.runtime.codecs.exchange import CodedExchange, Exchange, exchange_of
+from samestep.runtime.codecs.residuals import Directions, Residual, residuals_of_weights
+from samestep.runtime.ledger import owned
+from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.weights.pieces import Piece
+from samestep.schedules import TaskKind
+
+
+class BucketCodes:
+    """The exchanges of a rank's buckets, through all steps of a run."""
+
+    def __init__(self, program: Program, mesh: Mesh) -> None:
+        """Make the exchange of each bucket, where gradients are summed between contributions."""
+        self._program, self._mesh = program, mesh
+        self.exchanges: dict[str, Exchange] = {}
+        """Exchange of each bucket, by its name; empty where gradients are summed without contributions."""
+        step, made = program.step, program.step.contributions
+        if made is None:
+            return
+        like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)
+        group = mesh.groups[made.sent_over] if made.ranks > 1 else None
+        for bucket in program.buckets:
+            parts, gathers = [bucket.coded(made)], bucket.gathers_codes(made)
+            self.exchanges[bucket.name] = exchange_of(
+                bucket.codec, parts, made, group, like, gathers=gathers, backend=step.codec_backend
+            )
+
+    @property
+    def _of_steps(self) -> dict[str, Exchange]:
+        """The exchanges that sum the gradients of every step."""
+        return {} if self._program.step.trains_apart else self.exchanges
+
+    def begin_step(self) -> None:
+        """Discard the contributions of the previous step."""
+        for exchange in self._of_steps.values():
+            exchange.begin_step()
+
+    def ends_contribution(self, task: Task) -> bool:
+        """Return whether a task leaves the last gradients of a contribution that this rank follows by another one."""
+        step = self._program.step
+        if not self._of_steps or task.kind is not TaskKind.BACKWARD or ends_step(task.body):
+            return False
+        assert step.contributions is not None
+        return (task.microbatch + 1) % (step.num_microbatches // step.contributions.each) == 0
+
+    def add(self, bucket: str, gradients: Tensor) -> None:
+        """Encode a bucket's contribution, whose gradients may be overwritten then."""
+        self.exchanges[bucket].add([gradients])
+
+    def sends(self, op: Op) -> bool:
+        """Return whether a collective of the program carries codes."""
+        return op.codec not in (None, PLAIN)
+
+    def send(self, op: Op, gradients: Tensor) -> dist.Work:
+        """Encode the last contribution and issue a collective.
+
+        Collective over `op.axis`: see [Note: collective calls] in runtime/processes/mesh.py.
+        """
+        with owned(op.owner):
+            return self.exchanges[op.owner].send([gradients])
+
+    def finish(self, bucket: str, gradients: Tensor) -> None:
+        """Set a bucket's gradients to the sum of all contributions, which has arrived."""
+        if (exchange := self._of_steps.get(bucket)) is not None:
+            exchange.finish([gradients])
+
+    def residuals(self) -> Iterator[Residual]:
+        """Yield the residuals of each weight."""
+        made = self._program.step.contributions
+        for bucket in self._program.buckets if made is not None else ():
+            assert made is not None
+            coded = bucket.coded(made).numel
+            first = self._mesh.index(bucket.holding.data_axis) * coded if coded < bucket.padded_numel else 0
+            places = [(member.name, member.offset - first, member.numel) for member in bucket.members]
+            for found in self.exchanges[bucket.name].residuals(0):
+                yield from residuals_of_weights(found, places)
+
+    def directions(self) -> Iterator[Directions]:
+        """Yield the directions along which the next gradients are projected."""
+        for exchange in self.exchanges.values():
+            yield from exchange.directions()
+
+    def scale(self, factor: float) -> None:
+        """Multiply all residuals."""
+        for exchange in self.exchanges.values():
+            exchange.scale(factor)
+
+
+@dataclass(slots=True)
+class _Shard:
+    """The buffers of one unit."""
+
+    exchange: Exchange
+    pieces: list[list[Piece]]
+    """The rows of weights that each buffer holds, one after the other."""
+    buffers: list[Tensor] = field(default_factory=list)
+    work: dist.Work | None = None
+
+
+class UnitCodes:
+    """The exchanges of a rank's shards and the scatters of its units, through all steps of a run."""
+
+    def __init__(
+        self, program: Program, mesh: Mesh, pieces: Sequence[Piece], laid_out: Sequence[tuple[Unit, Sequence[str]]]
+    ) -> None:
+        """Make the exchange or the scatter of each unit, given with the names of its weights in FSDP2's order."""
+        self._trains_apart = program.step.trains_apart
+        self.scatters = EncodedScatters(program, mesh, laid_out)
+        self._shards: dict[tuple[int, str], _Shard] = {}
+        """Shard of each unit, by the part of the weights that is exchanged (0 where all are) and the unit's name."""
+        made, step = program.step.contributions, program.step
+        if made is None or step.scatters_codes:
+            return
+        of_name = {piece.name: piece for piece in pieces}
+        like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)
+        group = mesh.groups[made.sent_over]
+        for unit in program.units:
+            for exchanged in exchanged_parts(step, unit):
+                parts = coded_parts(step, made, unit, exchanged)
+                exchange = exchange_of(
+                    unit.codec, [*parts], made, group, like, gathers=True, backend=step.codec_backend
+                )
+                held = [[of_name[name] for name in names if name in of_name] for names in parts.values()]
+                buffers = [like.new_zeros(part.numel) for part in parts]
+                self._shards[exchanged, unit.name] = _Shard(exchange, held, buffers)
+
+    def begin_step(self) -> None:
+        """Discard the contributions of the previous step."""
+        if not self._trains_apart:
+            self.begin_part(0)
+            self.scatters.begin_step()
+
+    def begin_part(self, part: int) -> None:
+        """Discard what was last summed of a part of the weights."""
+        for shard in self._of(part):
+            shard.exchange.begin_step()
+
+    def _of(self, part: int) -> list[_Shard]:
+        return [shard for (mine, _), shard in self._shards.items() if mine == part]
+
+    def sends(self, op: Op) -> bool:
+        """Return whether a collective of the program is one of an exchange."""
+        return op.codec is not None
+
+    @torch.no_grad()
+    def send(self, op: Op, part: int = 0) -> None:
+        """Issue one collective of a unit's exchange.
+
+        Collective over `op.axis`: see [Note: collective calls] in runtime/processes/mesh.py.
+        """
+        shard = self._shards[part, op.owner]
+        _wait(shard)
+        if op.kind is not OpKind.ALL_GATHER:
+            for gradients, windows in _pairs(shard):
+                torch._foreach_copy_(windows, gradients)
+        with owned(op.owner):
+            shard.work = shard.exchange.send(shard.buffers)
+
+    def finish(self) -> None:
+        """Wait for the exchanges of a step, and set the gradients to the sums."""
+        if not self._trains_apart:
+            self.finish_part(0)
+
+    @torch.no_grad()
+    def finish_part(self, part: int) -> None:
+        """Wait for the exchanges of a part of the weights, and set the gradients to the sums."""
+        for shard in self._of(part):
+            _wait(shard)
+            shard.exchange.finish(shard.buffers)
+            for gradients, windows in _pairs(shard):
+                torch._foreach_copy_(gradients, windows)
+
+    def residuals(self) -> Iterator[Residual]:
+        """Yield the residuals of each weight."""
+        for shard in self._shards.values():
+            for number, pieces in enumerate(shard.pieces):
+                places = [(piece.name, first, numel) for piece, first, numel in _place_pieces(pieces)]
+                starts = {piece.name: piece.start for piece in pieces}
+                for found in shard.exchange.residuals(number):
+                    for one in residuals_of_weights(found, places):
+                        yield one._replace(start=starts[one.name] + one.start)
+        yield from self.scatters.residuals()
+
+    def directions(self) -> Iterator[Directions]:
+        """Yield the directions along which the next gradients are projected."""
+        for shard in self._shards.values():
+            yield from shard.exchange.directions()
+
+    def scale(self, factor: float) -> None:
+        """Multiply all residuals."""
+        for shard in self._shards.values():
+            shard.exchange.scale(factor)
+        self.scatters.scale(factor)
+
+
+def _place_pieces(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, int]]:
+    """Yield pieces with their first element in a buffer, and their number of elements."""
+    first = 0
+    for piece in pieces:
+        yield piece, first, piece.stop - piece.start
+        first += piece.stop - piece.start
+
+
+def _pairs(shard: _Shard) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield, for each buffer, the gradients of its weights and the windows in the buffer that hold them."""
+    for pieces, buffer in zip(shard.pieces, shard.buffers, strict=True):
+        gradients = [piece.gradient() for piece in pieces]
+        windows = [buffer[first : first + numel] for _, first, numel in _place_pieces(pieces)]
+        if gradients:
+            yield gradients, [window.view_as(one) for window, one in zip(windows, gradients, strict=True)]
+
+
+def _wait(shard: _Shard) -> None:
+    if shard.work is not None:
+        shard.work.wait()
+        shard.work = None
+
+
+class EncodedScatters:
+    """The scatters of all units of a rank, through all steps of a run."""
+
+    def __init__(self, program: Program, mesh: Mesh, laid_out: Sequence[tuple[Unit, Sequence[str]]]) -> None:
+        """Make the scatter of each unit, given with the names of its weights in FSDP2's order."""
+        self.of_unit: dict[str, EncodedScatter] = {}
+        step, made = program.step, program.step.contributions
+        if made is None or not step.scatters_codes:
+            return
+        trained = {param.name: param for param in step.model.params if param.trainable}
+        units = [unit for unit, _ in laid_out if unit.padded_grad_numel]
+        sizes = [coded_bytes(unit.codec, [*coded_parts(step, made, unit)]) for unit in units]
+        largest = max((made.code_bytes(size, gathers=False) for size in sizes), default=0)
+        scratch = torch.zeros(largest, dtype=torch.uint8, device=mesh.device)
+        for unit, names in laid_out:
+            params = [trained[name] for name in names if name in trained]
+            if params:
+                self.of_unit[unit.name] = EncodedScatter(unit, params, program, mesh, scratch)
+
+    def begin_step(self) -> None:
+        """Discard the contributions of the previous step."""
+        for scatter in self.of_unit.values():
+            scatter.exchange.begin_step()
+
+    def residuals(self) -> Iterator[Residual]:
+        """Yield the residuals of each weight."""
+        for scatter in self.of_unit.values():
+            yield from scatter.residuals()
+
+    def scale(self, factor: float) -> None:
+        """Multiply all residuals."""
+        for scatter in self.of_unit.values():
+            scatter.exchange.scale(factor)
+
+
+class EncodedScatter:
+    """The scatter of one unit's gradients, through all steps of a run."""
+
+    def __init__(self, unit: Unit, params: Sequence[ParamSpec], program: Program, mesh: Mesh, scratch: Tensor) -> None:
+        """Scatter the gradients of the unit's trained weights, in the order in which FSDP2 lays them out."""
+        step, made = program.step, program.step.contributions
+        assert made is not None
+        self._num_shards = unit.num_shards
+        self._runs = [
+            [(param, padded_rows(param, unit.num_shards) // unit.num_shards) for param in run]
+            for _, run in itertools.groupby(params, key=step.gradient_block)
+        ]
+        """Runs of consecutive weights with blocks of one size, each weight with its elements on a rank, padding included."""
+        widths = [sum(numel for _, numel in run) for run in self._runs]
+        ends = [0, *itertools.accumulate(widths)]
+        self._windows = [slice(first, last) for first, last in itertools.pairwise(ends)]
+        parts = [
+            CodedPart(width * unit.num_shards, step.gradient_block(run[0][0]))
+            for width, run in zip(widths, self._runs, strict=True)
+        ]
+        assert sum(part.numel for part in parts) == unit.padded_grad_numel, f"weights of {unit.name} are missing"
+        like = torch.empty(0, dtype=DTYPES[step.master_dtype], device=mesh.device)
+        group, backend = mesh.groups[made.sent_over], step.codec_backend
+        self.exchange = CodedExchange(
+            unit.codec, parts, made, group, like, gathers=False, backend=backend, scratch=scratch
+        )
+        self._index = mesh.index(made.axis)
+
+    @torch.no_grad()
+    def scatter(self, rows_of_sum: Tensor, whole: Tensor) -> None:
+        """Write this rank's rows of the sum of all contributions to `rows_of_sum`; `whole`, this rank's contribution, is overwritten.
+
+        Collective over the axis of the contributions: see [Note: collective calls] in runtime/processes/mesh.py.
+        """
+        rows = whole.view(self._num_shards, -1)
+        values = [rows[:, window] for window in self._windows]
+        self.exchange.send(values).wait()
+        self.exchange.finish(values)
+        rows_of_sum.copy_(rows[self._index])
+
+    def residuals(self) -> Iterator[Residual]:
+        """Yield the residuals of each weight."""
+        for number, run in enumerate(self._runs):
+            for found in self.exchange.residuals(number):
+                for name, first, numel, start in self._places(run):
+                    for one in residuals_of_weights(found, [(name, first, numel)]):
+                        yield one._replace(start=start + one.start)
+
+    def _places(self, run: Sequence[tuple[ParamSpec, int]]) -> Iterator[tuple[str, int, int, int]]:
+        """Yield each rank's rows of each weight: name, first element in the buffer, number of elements, first element in the weight."""
+        width = sum(numel for _, numel in run)
+        for rank in range(self._num_shards):
+            first = rank * width
+            for param, numel in run:
+                start = min(rank * numel, param.numel)
+                stop = min(start + numel, param.numel)
+                if start < stop:
+                    yield param.name, first, stop - start, start
+                first += numel

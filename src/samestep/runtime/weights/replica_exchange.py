@@ -1,0 +1,135 @@
+"""Exchanges between replicas that are trained independently: the moves of their weights, summed (`local_replicas.py`).
+
+The gradients of a bucket are the buffer in which moves are written. Where steps go on while an exchange is under way they
+need it themselves, so the moves are copied to a second buffer, which exists from the start of the exchange to its end.
+
+```
+moves of a part's weights ─► gradients ─► (second buffer) ─► exchange ─► ... steps ... ─► gradients
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.program.buckets import Bucket
+from samestep.program.exchange_times import Phase
+from samestep.program.program import Program
+from samestep.runtime.codecs.exchange import Exchange
+from samestep.runtime.ledger import owned
+from samestep.runtime.weights.gradient_codes import BucketCodes, UnitCodes
+from samestep.runtime.weights.pieces import Piece
+
+
+@dataclass(slots=True)
+class _BucketMoves:
+    """The moves of one bucket's weights."""
+
+    bucket: Bucket
+    exchange: Exchange
+    gradients: Tensor
+    """Gradients of the weights that this rank updates: the whole bucket, or its chunk under zero=1."""
+    moves: Tensor | None = None
+    """The buffer that is exchanged, between the start and the end of the exchange."""
+    work: dist.Work | None = None
+
+    def wait(self) -> None:
+        """Wait for the collective that was issued last."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+
+class BucketExchange:
+    """The `ReplicaExchange` of buckets; it has nothing to do where no bucket is exchanged."""
+
+    def __init__(self, program: Program, codes: BucketCodes, gradients: Sequence[Tensor]) -> None:
+        """Exchange the moves of the program's buckets; `gradients` are, for each bucket, those that this rank updates."""
+        self._program = program
+        self._moved = [
+            _BucketMoves(bucket, codes.exchanges[bucket.name], one)
+            for bucket, one in zip(program.buckets, gradients, strict=True)
+            if bucket.name in codes.exchanges
+        ]
+
+    def _of(self, part: int) -> list[_BucketMoves]:
+        return [moved for moved in self._moved if moved.bucket.part == part]
+
+    def start(self, part: int, fill: Callable[[int], None]) -> None:
+        """Start to sum what `fill` writes into the gradients; collective as `ReplicaExchange.start` says."""
+        mine, step = self._of(part), self._program.step
+        is_hidden = step.exchange_delay > 0
+        kept = [moved.gradients.clone() for moved in mine] if is_hidden else []
+        for moved in mine:
+            moved.exchange.begin_step()
+        for index in range(step.replicas_each):
+            fill(index)
+            for moved in mine if index < step.replicas_each - 1 else ():
+                moved.exchange.add([moved.gradients])
+        for moved in mine:
+            moved.moves = moved.gradients.clone() if is_hidden else moved.gradients
+        for moved, before in zip(mine, kept, strict=is_hidden):
+            moved.gradients.copy_(before)
+        self._send(part, Phase.START)
+
+    def sum(self, part: int) -> None:
+        """Issue the collectives that follow an exchange's first; collective as `ReplicaExchange.start` says."""
+        self._send(part, Phase.SUM)
+
+    def _send(self, part: int, phase: Phase) -> None:
+        mine = {moved.bucket.name: moved for moved in self._of(part)}
+        for op in self._program.exchanges[part][phase] if self._program.exchanges else ():
+            if op.axis is None:
+                continue
+            moved = mine[op.owner]
+            assert moved.moves is not None, "an exchange that has not started"
+            moved.wait()
+            with owned(op.owner):
+                moved.work = moved.exchange.send([moved.moves])
+
+    def end(self, part: int) -> None:
+        """Wait for an exchange, and set the gradients to its sums."""
+        for moved in self._of(part):
+            assert moved.moves is not None, "an exchange that has not started"
+            moved.wait()
+            moved.exchange.finish([moved.moves])
+            if moved.moves is not moved.gradients:
+                moved.gradients.copy_(moved.moves)
+            moved.moves = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnitExchange:
+    """The `ReplicaExchange` of units, whose codes are those of the gradients too; a rank trains one replica."""
+
+    program: Program
+    pieces: Sequence[Piece]
+    codes: UnitCodes
+
+    def start(self, part: int, fill: Callable[[int], None]) -> None:
+        """Start to sum what `fill` writes into the gradients; collective as `ReplicaExchange.start` says."""
+        step = self.program.step
+        mine = [piece.gradient() for piece in self.pieces if step.exchange_part(piece.name) == part]
+        kept = [gradient.clone() for gradient in mine] if step.exchange_delay else []
+        self.codes.begin_part(part)
+        fill(0)
+        self._send(part, Phase.START)
+        for gradient, before in zip(mine, kept, strict=False):
+            gradient.copy_(before)
+
+    def sum(self, part: int) -> None:
+        """Issue the collectives that follow an exchange's first; collective as `ReplicaExchange.start` says."""
+        self._send(part, Phase.SUM)
+
+    def _send(self, part: int, phase: Phase) -> None:
+        for op in self.program.exchanges[part][phase]:
+            if op.axis is not None:
+                self.codes.send(op, part)
+
+    def end(self, part: int) -> None:
+        """Wait for an exchange, and set the gradients to its sums."""
+        self.codes.finish_part(part)
