@@ -1,22 +1,22 @@
-"""Low-rank adapters (LoRA) by peft, and everything that is known of its names: of its modules, its weights and its files.
+"""The changes that a job makes to a model once it is built: low-rank adapters (LoRA) by peft, and frozen weights.
+
+    model.lora = { targets = ["q_proj", "v_proj"] }        adapters by peft are trained in place of these layers
+    model.freeze = ["model.embed_tokens.*", "*norm*"]      parameters of these names ask for no gradient
+
+A frozen weight has neither a gradient nor optimizer state, no gradient of it is sent, and the clip norm leaves it out;
+so it is with weights that a model's own code freezes by `requires_grad_(False)`. An adapted layer computes (Hu et al.
+2021, arXiv:2106.09685)
 
     y = x W + (alpha / r) x A B        W is frozen; A [in, r] and B [r, out] are trained, and B begins with zeros
 
-Hu et al. 2021, arXiv:2106.09685. Peft puts a module with W, A and B in the place of each linear layer that is a target:
+Peft puts a module with W, A and B in the place of each linear layer that is a target. Its names of modules, weights and
+files are known here alone:
 
     q_proj.weight                  q_proj.base_layer.weight, q_proj.lora_A.default.weight, q_proj.lora_B.default.weight
     lm_head.weight (in modules_to_save)      lm_head.original_module.weight, lm_head.modules_to_save.default.weight
 
-A tensor cut of the layer becomes that of its parts. Cut by columns, A stays whole and B is cut like W; cut by rows, A is cut like
-W, its r features are summed over ranks, and B stays whole.
-
-The changes that a job makes to a model once it is built: adapters are put in, and weights are frozen.
-
-    model.lora = { targets = ["q_proj", "v_proj"] }        adapters by peft are trained in place of these layers (`adapters.py`)
-    model.freeze = ["model.embed_tokens.*", "*norm*"]      parameters of these names ask for no gradient
-
-What a model's own code freezes with `requires_grad_(False)` is frozen in the same way: a frozen weight has neither a gradient nor
-optimizer state, no gradient of it is sent, and the clip norm leaves it out.
+A tensor cut of the layer becomes that of its parts. Cut by columns, A stays whole and B is cut like W; cut by rows, A
+is cut like W, its r features are summed over ranks, and B stays whole.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from samestep.job_tables import ALL_LINEAR, LoraTable, Task
 from samestep.models.packing import BLOCK
 
 _NAME = "default"
-"""The name that peft gives an adapter of which there is one."""
+"""The name of an adapter in peft where a model has only one."""
 _BASE, _ORIGINAL, _SAVED, _DOWN, _UP = "base_layer", "original_module", "modules_to_save", "lora_A", "lora_B"
 _OF_EMBEDDINGS = "lora_embedding_A", "lora_embedding_B"
 """The two factors of an embedding's adapter; peft keeps them as parameters, not as modules."""
@@ -49,10 +49,10 @@ _SETTINGS = "peft_config"
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 """Files of peft's own folder."""
 _PREFIX = "base_model.model."
-"""What peft's files put before the name of a weight."""
+"""Prefix of every weight's name in peft's files."""
 
 _TASKS: dict[Task, str] = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
-"""Peft's own words for what a model is for."""
+"""Peft's word for each task."""
 
 Value = Callable[[str], Tensor]
 
@@ -79,14 +79,14 @@ def insert(model: nn.Module, lora: LoraTable) -> nn.Module:
                 "in model.lora.modules_to_save it is trained whole"
             )
     try:
-        with warnings.catch_warnings():  # of transposed layers, which peft then treats as what they are
+        with warnings.catch_warnings():  # peft warns of transposed layers, and then treats them correctly
             warnings.simplefilter("ignore")
             changed: nn.Module = peft.inject_adapter_in_model(_configuration(lora, targets), model)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise JobError(
             f"model.lora does not fit {type(model).__name__}: {short_repr(' '.join(str(error).split()))}"
         ) from None
-    vars(changed).pop(_SETTINGS, None)  # the job has them; what a model remembers would be a state of its training
+    vars(changed).pop(_SETTINGS, None)  # the job has them; here they would count as a state of the training
     if lora.base == "nf4":
         _round_base(changed)
     return changed
@@ -98,7 +98,7 @@ def _round_base(model: nn.Module) -> None:
     A layer without adapters stays as it is where its weight is tied, or its rows are no whole blocks.
 
     Raises:
-        JobError: a weight beside adapters is one of an embedding, is tied, or its rows are no whole blocks.
+        JobError: a weight with adapters is one of an embedding, is tied, or its rows are no whole blocks.
     """
     names = dict(model.named_parameters(remove_duplicate=False))
     for path, base in _bases(model):
@@ -168,7 +168,8 @@ def _linear_layers(model: nn.Module, lora: LoraTable) -> tuple[str, ...]:
 
 
 def configuration(model: nn.Module, lora: LoraTable, base: Path | None, task: Task) -> Any:
-    """Return peft's configuration of the adapters in a model; `base` is the folder of the model that they were made for."""
+    """Return peft's configuration of a model's adapters; `base` is the folder of the model for which they were
+    trained."""
     targets = lora.targets
     if targets == (ALL_LINEAR,):
         targets = tuple(outer(path) for path, _ in model.named_modules() if path.rpartition(".")[2] == _BASE)
@@ -211,14 +212,14 @@ def base_name(name: str) -> str | None:
 
 
 def outer(path: str) -> str:
-    """Return the path of the module in whose place peft has put one with this part; other paths are returned as they are."""
+    """Return the path of the module that peft replaced by one with this part; other paths are returned as they are."""
     parts = path.split(".")
     inner = next((index for index, part in enumerate(parts) if part in _INSERTED), None)
     return ".".join(parts[:inner])
 
 
 def cuts_of_parts(model: nn.Module, path: str, style: str) -> dict[str, str]:
-    """Return the cut styles of the parts of a module with adapters, by their paths; of another module its own."""
+    """Return the cut style of each part of a module with adapters, by path; of another module the given style."""
     module = model.get_submodule(path)
     if hasattr(module, _ORIGINAL) and hasattr(module, _SAVED):
         return {f"{path}.{_SAVED}.{_NAME}": style}
@@ -241,7 +242,7 @@ def saved_name(name: str) -> str | None:
 
 
 def frozen_name(name: str) -> str:
-    """Return the name in peft's file of a tensor beside adapters, as peft names it where it saves embeddings too."""
+    """Return the name that peft's file gives a tensor outside of the adapters, as where it saves embeddings too."""
     return _PREFIX + name
 
 
@@ -274,7 +275,7 @@ def _factors(weight: str, held: Collection[str]) -> tuple[str, str] | None:
 
 
 def merge_adapters(model: nn.Module, names: Collection[str], value: Value, lora: LoraTable) -> Value:
-    """Return the function of a tensor's value in the model without adapters, into whose weights they are added.
+    """Return a function from a tensor's name to its value in the model without adapters, with the adapters added to it.
 
     `names` are those of the tensors of the model with adapters, whose values `value` returns.
     """
@@ -305,7 +306,7 @@ class Adaptation:
     """The adapters that are trained; None for none."""
 
     def of(self, model: nn.Module) -> nn.Module:
-        """Return a model with the changes made in place.
+        """Insert the adapters into a model and freeze weights, in place; return the model.
 
         Raises:
             JobError: a pattern or a target matches nothing, or nothing is left to train.
@@ -342,7 +343,7 @@ def _freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def _patterns_of(names: list[str]) -> list[str]:
-    """Return names, and the patterns that match what is below a module or the same weight of every block."""
+    """Return names, then the patterns that match everything below a module, or the same weight of every block."""
     found = dict.fromkeys(names)
     for name in names:
         parts = name.split(".")

@@ -29,7 +29,11 @@ class AttentionCall(NamedTuple):
         return func(*self[:6], scale=self.scale, enable_gqa=self.enable_gqa)
 
     def check(self) -> None:
-        """Raise a RuntimeError, as the kernels do, where the shapes of queries, keys, values and mask do not fit."""
+        """Raise an error, as the kernels do, where the shapes of queries, keys, values and mask do not fit.
+
+        Raises:
+            RuntimeError: they do not fit.
+        """
         query, key, value = (tuple(tensor.shape) for tensor in self[:3])
         if query[-1] != key[-1] or key[-2] != value[-2]:
             raise RuntimeError(f"attention of queries {query}, keys {key} and values {value}: their sizes do not fit")

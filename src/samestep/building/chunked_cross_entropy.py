@@ -41,7 +41,7 @@ class Place(NamedTuple):
     """The place of a tensor among the arguments of an elementwise function."""
 
     number: int
-    """Of the further tensors; -1 for the logits."""
+    """Index among the further tensors; -1 for the logits."""
 
 
 LOGITS = Place(-1)
@@ -51,17 +51,17 @@ _CASTS = (Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, 
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """An elementwise function of the logits, as the model's own code calls it."""
+    """An elementwise function of the logits, as the model's code calls it."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    """With a `Place` for every tensor."""
+    """Positional arguments, with a `Place` for every tensor."""
     kwargs: dict[str, Any]
     writes: bool
-    """Whether it writes into the logits."""
+    """Whether it writes into the logits in place."""
 
     def of(self, logits: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """Return its result for a chunk of logits, [n, V]."""
+        """Return the function's result for a chunk of logits, [n, V]."""
         logits = logits.clone() if self.writes else logits
 
         def tensor_at(place: Any) -> Any:
@@ -74,7 +74,7 @@ class Elementwise:
 
 
 Reduce = Callable[[Tensor, str], object]
-"""Reduces a tensor over ranks in its place, by what it holds: the "largest" of each, or their "sums"."""
+"""Reduces a tensor over ranks in place; the text says how: the "largest" of each element, or "sums"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class _Columns(NamedTuple):
 
     own: Tensor
     elsewhere: Tensor
-    """Whether the label is none of them."""
+    """Whether the label is not among this rank's classes."""
 
 
 def _own_columns(labels: Tensor, size: int, chunking: Chunking) -> _Columns:
@@ -226,7 +226,7 @@ def _at_columns(logits: Tensor, columns: _Columns, rows: slice) -> Tensor:
 def _over_ranks(
     largest: Tensor, powers: Tensor, right: Tensor, total: Tensor, reduce: Reduce, smoothing: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the numbers of each row of the whole vocabulary, from those of each rank's part."""
+    """Combine each rank's numbers of the rows into those of the whole vocabulary."""
     most = largest.clone()
     reduce(most, "largest")
     sums = torch.stack([powers * (largest - most).exp(), right, *([total] if smoothing else [])])
@@ -260,9 +260,10 @@ class _Gradients:
         return torch.zeros_like(param, dtype=torch.float32 if is_half else param.dtype)
 
     def logits(self, rows: slice) -> tuple[Tensor | None, Tensor]:
-        """Return the product of some rows with the head's weight, and the logits made of it with their graph.
+        """Return the product of some rows with the head's weight, and the logits computed from it, with their autograd
+        graph.
 
-        Where a cast is all that is between them, there is no graph, and nothing keeps the product.
+        Where only casts stand between them, there is no graph, and nothing keeps the product.
         """
         product = torch.nn.functional.linear(self._hidden[rows], self._weight, self._bias)
         if self._head.only_casts:

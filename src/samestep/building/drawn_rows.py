@@ -1,13 +1,12 @@
-"""Rows of a stack of weights, drawn without the others in memory: the experts of a layer are more than a rank can hold.
+"""Drawn values of a stack of weights by rows, and the trial of a tape by plain calls of the build function.
 
-A parameter of three dimensions or more, as a stack of experts is, is drawn some rows at a time from one generator. A rank
-that holds some of its rows draws those before them too, and lets them go. On a CPU the numbers are those that one call over
-the whole stack draws; on a GPU, where they would not be, every layout draws the same rows at a time.
+A parameter of three dimensions or more, such as a stack of experts, may be more than a rank can hold. It is drawn some
+rows at a time from one generator; a rank that holds some of its rows draws those before them too, and drops them. On a
+CPU the numbers equal those of one call over the whole stack; on a GPU, where they would not, every layout draws the
+same rows at a time.
 
-A build function called plainly, as a trial of the tape: which of its values are constants, and which are drawn.
-
-The tape (`building/tape.py`) says how each value of a model was made without making any. Whether it says so rightly is
-tried: the function is called twice more, on real tensors and with two seeds.
+The tape (`building/tape.py`) records how each value of a model is computed without computing any. To test the record,
+the build function is called twice more, on real tensors and with two seeds:
 
     equal in both calls       a constant, or loaded from a file: the tape must make it to the bit, else the plain value is kept
     different                 drawn: the tape must have drawn it too, since its value is a function of (seed, name)
@@ -60,11 +59,11 @@ _BY_ELEMENT = frozenset(
 _DRAWN_TOGETHER = 16
 """Elements that a CPU draws together: a row of a multiple of them takes the same numbers as it does within the whole."""
 LARGEST_DRAW = 2**22
-"""Elements of the rows that are drawn together, unless one row has more: the same in every layout."""
+"""Largest number of elements drawn together, unless one row has more; the same in every layout."""
 
 
 def are_drawn(tape: Tape, part: Slice, ref: Ref) -> bool:
-    """Return whether a tensor is a stack whose rows can be drawn one after the other."""
+    """Return whether a tensor is a stack whose rows can be drawn one after another."""
     if len(ref.size) < 3 or 0 in ref.size or math.prod(ref.size[1:]) % _DRAWN_TOGETHER or not part.entries:
         return False
     memory = tape.memories[ref.memory]
@@ -83,7 +82,7 @@ def are_drawn(tape: Tape, part: Slice, ref: Ref) -> bool:
 
 
 def _is_whole(ref: Ref, size_bytes: int) -> bool:
-    """Return whether a tensor is all of its memory, in the order of its elements."""
+    """Return whether a tensor covers all of its memory, in the order of its elements."""
     stride = 1
     for size, own in zip(reversed(ref.size), reversed(ref.stride), strict=True):
         if size > 1 and own != stride:
@@ -96,7 +95,7 @@ def _is_whole(ref: Ref, size_bytes: int) -> bool:
 def draw(
     tape: Tape, part: Slice, ref: Ref, device: torch.device, keys: dict[int, int], rows: Sequence[tuple[int, int]]
 ) -> Tensor:
-    """Return the rows of some intervals, in the order of the intervals; no rows are in two of them."""
+    """Return the rows of some disjoint intervals, in the order of the intervals."""
     place = {row: at for at, row in enumerate(row for start, stop in rows for row in range(start, stop))}
     made = torch.zeros(len(place), *ref.size[1:], dtype=ref.dtype, device=device)
     together = max(1, LARGEST_DRAW // math.prod(ref.size[1:]))
@@ -126,7 +125,7 @@ _SHARE_OF_MEMORY = 0.25
 """The part of the free memory that the ranks of a machine may use for these calls together."""
 _OTHER_SEED = 0x9E3779B9
 _CHANCE = 8.0
-"""Standard deviations between two counts of chance agreements that are no longer taken for chance."""
+"""The number of standard deviations above which a difference between two counts of agreements is not chance."""
 _CPU = torch.device("cpu")
 
 
@@ -186,7 +185,8 @@ def call_twice(source: Callable[[], nn.Module], seed: int) -> PlainCalls:
 
 
 def other_form(one: nn.Module, other: nn.Module) -> str:
-    """Return the name of the first parameter or buffer that two modules do not have alike, tied alike; empty if none."""
+    """Return the name of the first parameter or buffer whose form or ties differ between two modules; empty if none
+    do."""
     ours, theirs = _forms(one), _forms(other)
     return next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), "")
 
@@ -208,7 +208,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def is_unfilled(tensor: Tensor) -> bool:
-    """Return whether a tensor of a plain call holds what stands for uninitialised memory, and nothing else."""
+    """Return whether a tensor of a plain call holds nothing but the values that mark uninitialised memory."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().all())
     return bool((tensor == (1 if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max)).all())

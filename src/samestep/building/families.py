@@ -100,7 +100,7 @@ class FamilyFacts:
     vocabulary_field: str = "vocab_size"
     """The configuration's field for the number of tokens that have an embedding."""
     classes_field: str = "num_labels"
-    """The configuration's field for the number of classes that a classifier tells apart."""
+    """The configuration's field for the number of classes that a classifier distinguishes."""
     positions_field: str = "max_position_embeddings"
     """The configuration's field for the number of positions that have an embedding."""
     depth_fields: tuple[str, ...] = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
@@ -141,7 +141,8 @@ class FamilyFacts:
     # -- plans of tensor parallelism ---------------------------------------------------------------
 
     def plan_of(self, model: nn.Module) -> dict[str, str] | None:
-        """Return the family's plan with full paths and in its own styles, without the head; None without a plan."""
+        """Return the family's plan by full paths, in the words of its styles and without the head; None without a
+        plan."""
         plan = self.setting(model, self.plan_field) or self.tensor_plan
         prefix = getattr(model, self.base_prefix, "")
         if not plan or not prefix:
@@ -253,7 +254,7 @@ MOST_LAYERS = 2000
 MOST_ELEMENTS = 2**31 - 1
 """The largest number in a configuration, such as the size of a vocabulary."""
 _COMMON_FIELDS = frozenset({"rope_theta", "rope_scaling", "attn_implementation", "experts_implementation"})
-"""Fields that every configuration takes besides its own."""
+"""Fields that every configuration takes in addition to those of its class."""
 
 
 _TASKS: dict[Task, tuple[str, str, str]] = {
@@ -270,7 +271,7 @@ _TASKS: dict[Task, tuple[str, str, str]] = {
 
 
 _REFUSALS = (ValueError, TypeError, AssertionError, ArithmeticError, LookupError, RuntimeError)
-"""What the code of a family raises for a configuration that it does not take."""
+"""The exceptions that a family's code raises for a configuration that it does not take."""
 
 
 def family_source(family: str, fields: Mapping[str, Any], task: Task = "causal") -> Callable[[], nn.Module]:
@@ -328,7 +329,7 @@ def check_installed(source: str) -> None:
     """Refuse a model of transformers where transformers is not installed, or lacks what it needs itself.
 
     Raises:
-        ModelError: it is not, or does.
+        ModelError: it is not installed, or its import fails.
     """
     try:
         importlib.import_module("transformers")
@@ -387,7 +388,7 @@ def check_fields(family: str, fields: Mapping[str, Any]) -> None:
 
 
 def make_config(source: str, family: str, values: Mapping[str, Any], given: Mapping[str, Any], task: Task) -> Any:
-    """Return a family's configuration of these values, ready for training; the job itself has `given` some of them.
+    """Return a family's configuration of these values, ready for training; `given` are those that the job sets.
 
     Raises:
         ModelError: the family refuses a value.
@@ -437,7 +438,8 @@ def fields_with_tokens(config: Any, fields: Mapping[str, Any], tokens: int) -> d
 
 
 def untied_fields(model: nn.Module) -> dict[str, Any]:
-    """Return the fields of a configuration by which a model has a head of its own; none of a model without such a field."""
+    """Return the configuration fields that give a model a head with a separate weight; empty where it has no such
+    field."""
     config: Any = _configuration(model)
     word = facts_of(model).tie_field
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
@@ -455,7 +457,8 @@ def allow_cache(config: Any) -> None:
 
 
 def _is_read(kind: type, name: str) -> bool:
-    """Return whether the family's own code reads a field that its configuration does not declare, as some do."""
+    """Return whether the family's code reads a field that its configuration does not declare, as some families' code
+    does."""
     folder = Path(inspect.getfile(kind)).parent
     words = re.compile(rf"""config(\.|, ["']){re.escape(name)}\b""")
     return any(words.search(path.read_text(encoding="utf-8")) for path in folder.glob("modeling_*.py"))
@@ -464,15 +467,15 @@ def _is_read(kind: type, name: str) -> bool:
 def _prepare(config: Any, fields: Mapping[str, Any], task: Task) -> None:
     """Set the fields that training needs."""
     for part in (config, config.get_text_config(decoder=True)):
-        # Without a cache, position_ids that restart at 0 keep packed documents apart.
+        # Without a cache, position_ids that restart at 0 keep packed documents separate.
         part.use_cache = False
         if task == "causal" and hasattr(part, "is_decoder") and "is_decoder" not in fields:
             part.is_decoder = True
         pad, size = getattr(part, "pad_token_id", None), getattr(part, DEFAULT.vocabulary_field, None)
         if pad is not None and size is not None and not 0 <= pad < size and "pad_token_id" not in fields:
             try:
-                part.pad_token_id = None  # a token of the family's own vocabulary, outside this smaller one
-            except Exception:  # of the configuration's own validation, whose class differs between versions
+                part.pad_token_id = None  # a token of the family's full vocabulary, outside this smaller one
+            except Exception:  # raised by the configuration's validation; its class differs between versions
                 raise ModelError(
                     f"hf:{config.model_type}: pad_token_id {pad} is outside the vocabulary of {size} tokens, and this family "
                     "needs one; model.config.pad_token_id = a token that the data does not have works"

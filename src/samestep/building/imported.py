@@ -18,7 +18,8 @@ from samestep.errors import InputError, did_you_mean
 
 
 def import_function(source: str, key: str, error: type[InputError], folder: str | None = None) -> Callable[..., Any]:
-    """Return the function `module:function`, looked for in a job's folder and in the working directory too; `key` is the job's.
+    """Return the function `module:function`, also from a job's folder and the working directory; `key` is the job's
+    key.
 
     Raises:
         error: the text has another form, the import fails, or there is no such function.
@@ -50,7 +51,7 @@ def import_function(source: str, key: str, error: type[InputError], folder: str 
 
 @functools.cache
 def own_sources() -> str:
-    """Return the digest of samestep's own source files."""
+    """Return one digest of all source files of samestep."""
     digest = xxhash.xxh3_128()
     with resources.as_file(resources.files("samestep")) as folder:
         for path in sorted(folder.rglob("*.py")):
@@ -59,14 +60,14 @@ def own_sources() -> str:
 
 
 def installed_folders() -> set[Path]:
-    """Return the folders of installed packages and of Python's own library."""
+    """Return the folders of installed packages and of Python's standard library."""
     return {Path(path).resolve() for name, path in sysconfig.get_paths().items() if "lib" in name}
 
 
 def loaded_sources() -> dict[str, str]:
-    """Return the digests of the files of the modules that this process has imported and that are not installed, by their names.
+    """Return the digests of the files of the imported modules that are not installed, by module name.
 
-    They are the user's own code. The files of samestep itself stand under one name.
+    These are the user's code. The files of samestep have one digest together.
     """
     own, folders = Path(__file__).resolve().parent.parent, installed_folders()
     found = {"samestep": own_sources()}

@@ -44,7 +44,7 @@ from samestep.errors import JobError, ModelError, did_you_mean
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """A model on the meta device, and the tape from which each of its tensors is made.
+    """A model on the meta device, and the tape that computes the first value of each of its tensors.
 
     Every parameter, buffer and other tensor attribute of `module` is on meta. `canonical` maps every name of a tensor
     to its first one: a tied parameter has several names, and so has a module that is used twice.
@@ -69,16 +69,17 @@ class Blueprint:
     rounded: frozenset[str] = frozenset()
     """Names of the weights whose values are rounded to 4 bits (`building/nf4.py`)."""
     given: Mapping[str, weakref.ref[Tensor]] = field(default_factory=dict, repr=False)
-    """The parameters that were there before: of an instance all, of a build function those that it has taken from elsewhere."""
+    """The parameters that existed before the build: all of an instance's, and those that a build function took from
+    elsewhere."""
     stored: StoredWeights | None = field(default=None, repr=False)
-    """The values that are read from a folder; what it lacks is made by the tape."""
+    """Values that are read from a folder; the tape computes those that it lacks."""
 
     def is_stored(self, name: str) -> bool:
         """Return whether a folder has the values of a tensor."""
         return self.stored is not None and self.stored.holds(name)
 
     def makes_parts(self, name: str) -> bool:
-        """Return whether intervals of a tensor are made, along any dimension, without the rest of it in memory."""
+        """Return whether intervals of a tensor, along any dimension, are computed without the rest of it in memory."""
         is_read = self.stored is not None and self.is_stored(name) and self.stored.reads_parts(name)
         return is_read and name not in self.rounded
 
@@ -90,7 +91,7 @@ class Blueprint:
         return self._tape.is_unwritten(ref) or self._tape.is_foreign(self._slices[ref.memory])
 
     def no_values(self, name: str, hindrance: str) -> str:
-        """Return that a tensor has no values; `hindrance` says why no plain call gives them."""
+        """Return the refusal of a tensor that has no values; `hindrance` says why plain calls do not give them."""
         if self._tape.is_foreign(self._slices[self._refs[name].memory]):
             return f"{name} was made on the meta device outside the build function, so it has no values"
         return f"{name} is never given values, as far as the tape shows, and {hindrance}: fill it where it is made"
@@ -136,7 +137,8 @@ class Blueprint:
         return made if dtype is None else made.to(dtype)
 
     def _resized(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a tensor that has entries for other tokens than the folder's: behind those of the folder the new ones, as drawn."""
+        """Return a tensor for another number of tokens than the folder's: the folder's entries, then new ones as
+        drawn."""
         assert self.stored is not None
         dim, known = self.stored.resized(name) or (0, 0)
         read = self.stored.read(name, dtype)
@@ -216,7 +218,7 @@ def _build_on_tape(source: Callable[[], nn.Module], seed: int) -> Blueprint:
 
 
 def _of(source: nn.Module, tape: Tape, seed: int, *, from_instance: bool) -> Blueprint:
-    """Return the blueprint of a module that a tape knows, or of an instance with values of its own."""
+    """Return the blueprint of a module that was built on a tape, or of an instance, whose present values are kept."""
     marks = take_marks(source)
     given: dict[str, weakref.ref[Tensor]] = {
         name: weakref.ref(param) for name, param in source.named_parameters() if not param.is_meta
@@ -283,7 +285,7 @@ def _from_calls(calls: drawn_rows.PlainCalls | None, failure: Exception | None, 
 def _fill_in_constants(
     made: Blueprint, calls: drawn_rows.PlainCalls | None, hindrance: str, waived: Waived
 ) -> Blueprint:
-    """Return a blueprint with the plain value of each constant that the tape does not make to the bit.
+    """Return a blueprint that takes from a plain call each constant that the tape does not compute to the bit.
 
     Raises:
         UnprovenError: a value is made in no known way; `waived` may let it pass.
@@ -348,7 +350,7 @@ def _call(source: Callable[[], nn.Module]) -> nn.Module:
 def fill_rest(blueprint: Blueprint, device: torch.device, float_dtype: torch.dtype | None = None) -> None:
     """Set every buffer and tensor attribute of the module that is still on meta to its value.
 
-    Parameters are the caller's (set them by `setattr`: an LSTM keeps a list of its own). Attributes are tensors in a
+    Parameters are the caller's (set them by `setattr`: an LSTM keeps a second list). Attributes are tensors in a
     module's `__dict__`, also within lists, tuples and dicts there. Two names of one tensor stay one tensor. Floating
     tensors are cast to `float_dtype`. An attribute that is a view of a parameter's memory stays on meta: the parameter
     will move, and use of the stale view must raise an error.

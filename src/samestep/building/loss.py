@@ -54,7 +54,7 @@ def check_results_of(loss: LossFunction, word: str = "loss") -> LossFunction:
     """Return the loss, whose results must be a sum that is one number as a tensor, and a count; `word` is its name in errors.
 
     Raises:
-        JobError: the returned function: it fails, or the result is something else, such as a mean.
+        JobError: raised by the returned function where the loss fails, or returns something else, such as a mean.
     """
 
     name = getattr(loss, "__qualname__", type(loss).__name__)
@@ -89,7 +89,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _describe_form(value: Any) -> str:
-    """Return text that shows of what form a value is."""
+    """Return a text that describes the form of a value."""
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_describe_form, value))})"
     if isinstance(value, Tensor):
@@ -98,7 +98,7 @@ def _describe_form(value: Any) -> str:
 
 
 def with_graph(total: Tensor, count: Tensor | int, outputs: Any) -> Tensor:
-    """Return the sum of a loss as a backward can begin at: a constant one, of a part without any label, adds no gradient.
+    """Return the sum of a loss with a graph for a backward; a constant sum, of a part without labels, adds no gradient.
 
     Raises:
         JobError: the sum does not depend on the outputs, though it counts something.

@@ -22,7 +22,7 @@ from samestep.job_tables import LoraTable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Merged:
-    """A model without adapters, and the model with adapters from whose values its weights are made."""
+    """A model without adapters, and the model with adapters from which its weights are computed."""
 
     plan: Blueprint
     """The model without adapters."""
@@ -33,10 +33,10 @@ class Merged:
 
     @classmethod
     def of(cls, adapted: Blueprint, job: Job) -> Merged:
-        """Return the merged form of a job's model; weights that are tied and were trained apart are two in it.
+        """Return the merged form of a job's model, in which tied weights that were trained separately are two.
 
         Raises:
-            JobError: the job has no adapters, or they train tensors apart that the model always ties.
+            JobError: the job has no adapters, or they train separately what the model always ties.
         """
         lora = job.model.lora
         if lora is None:
@@ -62,7 +62,8 @@ class Merged:
         return cls(plan, bare, adapted, lora)
 
     def values(self, value: Value) -> Value:
-        """Return the function of a tensor's value, from that of the model with adapters."""
+        """Return a function from a tensor's name to its merged value; `value` is that function of the model with
+        adapters."""
         return adapters.merge_adapters(self.adapted.module, self.adapted.canonical, value, self.lora)
 
 

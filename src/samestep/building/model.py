@@ -49,12 +49,12 @@ def blueprint_of(job: Job) -> Blueprint:
 
 
 def without_adaptation(job: Job) -> Job:
-    """Return the job with all weights of its model trained, and no adapters beside them."""
+    """Return the job with all weights of its model trained, and without adapters."""
     return job.model_copy(update={"model": job.model.model_copy(update={"lora": None, "freeze": ()})})
 
 
 def model_source(job: Job) -> Callable[[], nn.Module]:
-    """Return the function that builds the job's model, with values of its own choosing, in training mode.
+    """Return the function that builds the job's model in training mode, with the values that its code gives it.
 
     Raises:
         ModelError: transformers, the family, a field, the module or the function does not exist.
@@ -143,7 +143,7 @@ class JobModel:
     adaptation: Adaptation = UNCHANGED
 
     def __call__(self) -> nn.Module:
-        """Return what the function builds, adapted as the job says.
+        """Return the module that the function builds, adapted as the job says.
 
         Raises:
             ModelError: it returns no module.
@@ -159,10 +159,12 @@ class JobModel:
 
 
 def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
-    """Call the model on a batch: a dict by the forward's argument names, without labels; of a tuple all but the second.
+    """Call the model on a batch: a dict by the forward's argument names, without labels; a tuple by position, without
+    its target.
 
-    A forward with **kwargs is given every key but labels. A tuple's parts from the third on are given as far as the forward
-    has positional arguments for them. Packed documents are attended one by one; `plainly`, with the model's own mask.
+    A tuple (input, target, *extra) is passed as (input, *extra), as many as the forward takes by position. A forward
+    with **kwargs is given every key of a dict but labels. Packed documents are attended one by one, or with `plainly`
+    by the model's own mask.
 
     Raises:
         ModelError: the forward takes nothing of the batch, or not its position_ids.
@@ -181,7 +183,8 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
 
 
 def why_unfit(model: nn.Module, batch: Any) -> str:
-    """Return that the forward needs labels, or names no argument that the batch has; empty where it names one, or none at all."""
+    """Return why a forward fails on a batch: it needs labels, or names none of its keys; empty if it names one, or
+    none at all."""
     names = _accepted_arguments(type(unwrap(model)).forward).names
     if (
         isinstance(batch, Mapping)

@@ -141,7 +141,7 @@ def address(tensor: Tensor) -> int:
 
 
 def inner_tensor(tensor: Tensor) -> Tensor:
-    """Return the tensor that a wrapper of `torch.func` (inside of vmap, grad, jvp) stands for; any other as it is."""
+    """Return the tensor inside a wrapper of `torch.func` (of vmap, grad, jvp); any other tensor as it is."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor

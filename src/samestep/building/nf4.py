@@ -37,7 +37,7 @@ _MARK = "held_as"
 
 
 def mark(module: nn.Module) -> None:
-    """Note that the weight of a module is held in 4 bits; one that has values is rounded."""
+    """Mark the weight of a module as held in 4 bits, and round it if it has values."""
     setattr(module, _MARK, "nf4")
     weight = module.weight
     assert isinstance(weight, Tensor)

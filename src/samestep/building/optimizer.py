@@ -1,9 +1,8 @@
-"""The optimizer of a job, and its learning rate at each step.
+"""The optimizer of a job and its learning rate at each step; optimizers of several classes act as one.
 
-Optimizers of several classes as one: Muon over matrices, AdamW over the rest.
-
-The members share the groups and the states of the whole, so that whoever sets a learning rate, saves a state, or lets the
-optimizer hold some of its weights for a while, need not know that there are several.
+A job may have, say, Muon over matrices and AdamW over the rest. These members share the groups and the states of the
+combined optimizer, so that code which sets a learning rate, saves a state, or lets the optimizer hold some of its
+weights for a while, need not know that there are several.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class CombinedOptimizer(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let each member hold its own groups of the whole, and the states of the whole."""
+        """Give each member its slice of the combined groups; all members share one dict of states."""
         first = 0
         for member in self.members:
             last = first + len(member.param_groups)
@@ -49,7 +48,7 @@ class CombinedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Let each member update its weights."""
+        """Run one step of each member."""
         for member in self.members:
             member.step()
 
@@ -60,7 +59,7 @@ def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 
 
 def member_over(optimizer: Optimizer, weight: Tensor) -> Optimizer:
-    """Return the one of its members that updates a weight; the optimizer itself if none does."""
+    """Return the member that updates a weight; the optimizer itself if none does."""
     held = (
         member
         for member in members_of(optimizer)
@@ -88,7 +87,7 @@ def optimizer_of(job: Job) -> Callable[[list[tuple[str, Tensor]]], Optimizer]:
     """Return the function that makes the job's optimizer over named parameters, or over pieces of them.
 
     Raises:
-        JobError: torch.optim has no such class, or the class no such option; the returned function: a value is wrong.
+        JobError: torch.optim has no such class, or the class no such option; when called, the function raises it for a value.
     """
     table, folder = job.optimizer, job.run.folder
     if ":" in table.name:
@@ -170,7 +169,8 @@ def _make_optimizer(table: OptimizerTable, folder: str | None, named: list[tuple
 
 
 def _member_of(own: str, table: OptimizerTable, folder: str | None, named: list[tuple[str, Tensor]]) -> Optimizer:
-    """Return the optimizer of one class, or of a function, over its parameters; "" is the job's own class."""
+    """Return the optimizer of one class, or of a user's function, over its parameters; "" stands for the job's
+    class."""
     if ":" in own:
         return _from_function(import_function(own, "optimizer.groups", JobError, folder), own, named)
     kind = _optimizer_class(own or table.name, "optimizer.name")
@@ -221,7 +221,7 @@ def _place_of(name: str, table: OptimizerTable) -> tuple[int, bool]:
 
 
 def _settings_of(number: int, is_spared: bool, table: OptimizerTable) -> dict[str, Any]:
-    """Return the settings in which a group differs from the optimizer's own."""
+    """Return the settings of a group that differ from those of the optimizer."""
     spared = {"weight_decay": 0.0} if is_spared else {}
     if not number:
         return spared

@@ -1,7 +1,7 @@
-"""Models of transformers that move the labels one place in their own loss: those that predict the next token.
+"""Models of transformers that shift the labels in their loss: those that predict the next token.
 
-Data for such a model has the label of a token at the token's own place (`datasets/labels.py`). Masked models, classifiers and
-encoder-decoders pair the output at a place with the label there.
+Data for such a model has each token as the label at that token's position (`datasets/labels.py`). Masked models,
+classifiers and encoder-decoders pair the output at a position with the label there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 _CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
 _UNMOVED = ("XLMWithLMHeadModel", "XLNetLMHeadModel")
-"""Classes of language models whose own loss takes the labels as they are."""
+"""Classes of language models whose loss takes the labels unshifted."""
 
 
 def moves_labels(module: nn.Module) -> bool:

@@ -1,16 +1,14 @@
-"""Packed documents in models of transformers: which they are, decided once, and a mask that need not exist.
+"""Packed documents in models of transformers: attention document by document, with a mask that holds no T x T elements.
 
-Transformers looks into the position numbers of every forward whether documents are packed, and the host waits for the answer.
-Where transformers' own code makes one row of positions for all samples, it counts from 0 and looks at no sample, so the
-answer of the first forward holds for all of that shape. Of a batch of one sample such a row is known by its origin: it is made
-of a tensor without a dimension of samples, and positions that a batch has are not.
+Transformers inspects the positions of every forward to see whether documents are packed, and the host waits for the
+answer. Where transformers' code itself makes one row of positions for all samples, it counts from 0 and looks at no
+sample, so the answer of the first forward holds for all of that shape. With a batch of one sample such a row is
+recognised by its origin: it is a view of a tensor without a dimension of samples, and positions of a batch are not.
 
-Where documents are packed, transformers makes a function of two positions that says which tokens see each other, and from that
-its mask. The mask that stands for "causal, within a document" and nothing else becomes a `DocumentMask`. It is known by the
-functions of which transformers has made it; a window as long as the sample hides nothing. Whatever else a model adds, as a
-shorter window or pairs that see each other beyond, makes another function, and the dense mask.
-
-The mask of packed documents without its T x T elements, and attention that runs document by document.
+Where documents are packed, transformers composes a function of two positions that says which tokens see each other, and
+makes its mask from that. The mask of "causal, within a document" and nothing else becomes a `DocumentMask`. It is
+recognised by the functions that transformers composed; a window as long as the sample hides nothing. Anything else that
+a model adds, such as a shorter window or pairs beyond it, gives another function, and the dense mask.
 
     tokens          d0 d0 d0 d0 d1 d1 d2 d2 d2
     attention       ■
@@ -52,7 +50,7 @@ class DocumentMask(Tensor):
     documents: Tensor
     """A number for each token, int64 [B, T], which the tokens of a document share, and neighbouring documents do not."""
     lengths: list[list[int]] | None
-    """The tokens of each document, by sample; None where their number is not known on the host."""
+    """The number of tokens of each document, by sample; None where the host does not know it."""
 
     @classmethod
     def of(cls, documents: Tensor, lengths: list[list[int]] | None) -> DocumentMask:
@@ -68,7 +66,8 @@ class DocumentMask(Tensor):
         return self.rows(0, self.documents.shape[1], self.documents.shape[1])
 
     def rows(self, start: int, stop: int, num_keys: int) -> Tensor:
-        """Return what the tokens from `start` to before `stop` see of the first `num_keys`: bool [B, 1, stop - start, num_keys]."""
+        """Return which of the first `num_keys` tokens those from `start` to before `stop` see: bool [B, 1, stop -
+        start, num_keys]."""
         documents = self.documents
         tokens = torch.arange(documents.shape[1], device=documents.device)
         is_past = tokens[start:stop, None] >= tokens[None, :num_keys]
@@ -98,7 +97,7 @@ class DocumentMask(Tensor):
 
 
 def lengths_of(documents: Tensor) -> list[list[int]]:
-    """Return the tokens of each document, by sample; the host waits for `documents`, int64 [B, T]."""
+    """Return the number of tokens of each document, by sample; the host waits for `documents`, int64 [B, T]."""
     return [row.unique_consecutive(return_counts=True)[1].tolist() for row in documents.cpu()]
 
 
@@ -128,7 +127,7 @@ def _attention(
 
 
 def attend_each(query: Tensor, key: Tensor, value: Tensor, mask: DocumentMask, **how: Any) -> Tensor:
-    """Return the outputs of causal attentions within each document, the heads of a token side by side in memory."""
+    """Return the outputs of causal attentions within each document, the heads of a token adjacent in memory."""
     outputs = []
     for *sample, lengths in zip(query.split(1), key.split(1), value.split(1), mask.lengths or (), strict=True):
         for q, k, v in zip(*(one.split(lengths, 2) for one in sample), strict=True):
@@ -150,7 +149,7 @@ _OF_FORM = frozenset(
         Tensor.is_complex, torch.is_floating_point, torch.is_complex, Tensor.__hash__, Tensor.get_device,
     )
 )  # fmt: skip
-"""Functions that read no elements."""
+"""Functions of a mask that read its form and no elements."""
 
 
 _MODULE, _ATTENTION = "transformers.masking_utils", "transformers.integrations.sdpa_attention"
@@ -165,7 +164,7 @@ _UNPACKED: weakref.WeakKeyDictionary[nn.Module, set[torch.Size]] = weakref.WeakK
 def packed_documents(model: nn.Module) -> Iterator[None]:
     """Attend document by document where `model` packs them, while the body of the `with` statement runs.
 
-    What documents there are is asked once for each shape of positions that a model of transformers makes itself.
+    Whether documents are packed is asked once for each shape of positions that a model of transformers makes itself.
     """
     masking, attention = sys.modules.get(_MODULE), sys.modules.get(_ATTENTION)
     named = ((masking, (_FOUND, _JOINED, _MASKS, _CAUSAL, _WINDOWED)), (attention, (_SHARED,)))
@@ -173,7 +172,7 @@ def packed_documents(model: nn.Module) -> Iterator[None]:
         yield
         return
     shared = getattr(attention, _SHARED)
-    if not isinstance(shared, _Sharing):  # for good, since a recomputed block asks behind the model's forward
+    if not isinstance(shared, _Sharing):  # never undone, since a recomputed block asks after the model's forward
         setattr(attention, _SHARED, _Sharing(shared))
     found, joined, windowed = (getattr(masking, name) for name in (_FOUND, _JOINED, _WINDOWED))
     masks = getattr(masking, _MASKS)._global_mapping
@@ -195,7 +194,7 @@ def packed_documents(model: nn.Module) -> Iterator[None]:
 def _find_documents(
     asked: Callable[[Tensor], Tensor | None], unpacked: set[torch.Size], positions: Tensor
 ) -> Tensor | None:
-    """Return the document of each token, as transformers' own function does: None where no documents are packed."""
+    """Return the document of each token, as transformers' function does: None where no documents are packed."""
     is_one_row = (
         positions.dim() == 2 and not positions.is_meta and _is_for_all(positions)
     )  # traces see the same each time
@@ -208,7 +207,7 @@ def _find_documents(
 
 
 def _is_for_all(positions: Tensor) -> bool:
-    """Return whether positions [samples, tokens] are one row that was made for whatever samples there are."""
+    """Return whether positions [samples, tokens] are one row that transformers made for any number of samples."""
     if len(positions) > 1:
         return positions.stride(0) == 0
     return positions._base is not None and positions._base.dim() == 1
@@ -216,7 +215,8 @@ def _is_for_all(positions: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Sharing:
-    """Transformers' answer whether queries share heads of keys and values that are not repeated: with documents as without a mask."""
+    """Transformers' test whether queries share unrepeated heads of keys and values; a `DocumentMask` counts as no
+    mask."""
 
     asked: Callable[..., bool]
 
@@ -251,7 +251,8 @@ class _CausalWithin(_Pairs):
 def _mask_within_documents(
     joined: Callable[..., Any], causal: Any, function: Any, positions: Tensor, documents: Tensor
 ) -> Any:
-    """Return what transformers' own function does, with the documents where `function` says "causal" and nothing else."""
+    """Return the function that transformers composes, with the documents where `function` says "causal" and nothing
+    else."""
     pairs = joined(function, positions, documents)
     sees_all = isinstance(function, _Window) and function.window >= documents.shape[1]
     return _CausalWithin(pairs, documents) if function is causal or sees_all else pairs
@@ -268,4 +269,4 @@ def _mask(dense: Callable[..., Any], **asked: Any) -> Tensor | None:
 
 
 _MORE = ("q_offset", "kv_offset", "use_vmap")
-"""What a mask may be asked for besides: it is 0, False or None for documents and nothing else."""
+"""Further arguments of a mask; 0, False or None where it stands for documents and nothing else."""

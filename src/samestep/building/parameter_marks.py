@@ -1,6 +1,6 @@
-"""What a user's code hangs on parameters: Python attributes, and hooks on their gradients.
+"""Attributes and gradient hooks that a user's code puts on parameters.
 
-Both are gone once a run puts its own parameters in their place, so the blueprint takes them down. A hook may hold tensors
+Both are lost when a run replaces the parameters by its own, so the blueprint records them. A hook may hold tensors
 that the build function made, such as a mask; those have no values yet, so the blueprint makes them, and `with_values`
 returns the hook over the values.
 
@@ -55,7 +55,7 @@ def take_marks(module: nn.Module) -> dict[str, ParameterMarks]:
 
 
 def tensors_of_hooks(name: str, marks: ParameterMarks) -> dict[str, Tensor]:
-    """Return the tensors without values that a parameter's hooks hold, by names of their own."""
+    """Return the tensors without values that a parameter's hooks hold, under names derived from the parameter's."""
     held = (
         tensor for hook in (*marks.hooks, *marks.late_hooks) for tensor in _captured_tensors(hook) if tensor.is_meta
     )
@@ -123,7 +123,8 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def gradient_function(marks: ParameterMarks, value: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return what all hooks of a parameter make of its gradient; `value` stands for the parameter in late hooks."""
+    """Return the function by which all hooks of a parameter change its gradient; `value` is the parameter in late
+    hooks."""
 
     def changed(gradient: Tensor) -> Tensor:
         for hook in marks.hooks:

@@ -28,7 +28,7 @@ from samestep.models import weight_files
 
 @dataclass(frozen=True, slots=True)
 class PretrainedModel:
-    """The build function of a model whose values lie in a folder."""
+    """The build function of a model whose values are read from a folder."""
 
     folder: Path
     config: Any
@@ -44,7 +44,7 @@ class PretrainedModel:
         )
 
     def stored(self, module: nn.Module, canonical: Mapping[str, str]) -> StoredWeights:
-        """Return where the values of a built model lie in the folder, which has none of its adapters."""
+        """Return the places of a built model's values in the folder, whose files have none of the model's adapters."""
         files = weight_files.tensors(self.folder)
         before, now = families.num_tokens(self.before or self.config), families.num_tokens(self.config)
         tokens = (before, now) if self.before is not None and before is not None and now is not None else None
@@ -58,7 +58,7 @@ class PretrainedModel:
         return replace(find_stored_weights(bare, names, files, tokens), canonical=known)
 
     def __call__(self) -> nn.Module:
-        """Return the model with the folder's values as transformers itself loads it: what ours is held against."""
+        """Return the model as transformers itself loads it from the folder: the reference for ours."""
         auto = families.auto_class(self.task)
         with families.quiet():
             model: Any = auto.from_pretrained(
@@ -101,7 +101,7 @@ def pretrained_source(
 
 
 def folder_config(folder: Path, fields: Mapping[str, Any], task: Task) -> Any:
-    """Return the configuration of a folder with `fields` in place of its own.
+    """Return the configuration of a folder, with `fields` in place of the stored ones.
 
     Raises:
         ModelError: it has none, or one of a class that transformers does not have; or a field does not fit.

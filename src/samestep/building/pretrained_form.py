@@ -37,7 +37,7 @@ GENERATION = "generation_config.json"
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """Tensors of a model from which some tensors of the files are made together."""
+    """Tensors of a model that are converted together into some tensors of the files."""
 
     sources: tuple[str, ...]
     numel: int
@@ -150,7 +150,7 @@ def _of_adapters(plan: Blueprint) -> Iterator[SavedGroup]:
 
 
 def _saved_names(module: nn.Module, canonical: Mapping[str, str]) -> list[str]:
-    """Return the names of the tensors that are saved: of tied ones the one to which the others are tied."""
+    """Return the names of the tensors that are saved; of tied tensors, the one to which the others are tied."""
     ignored = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
     tied = set(getattr(module, "all_tied_weights_keys", None) or ())
     chosen: dict[str, str] = {}
@@ -161,7 +161,7 @@ def _saved_names(module: nn.Module, canonical: Mapping[str, str]) -> list[str]:
 
 
 def _groups(module: nn.Module, names: Sequence[str]) -> Iterator[SavedGroup]:
-    """Yield the groups of a model's tensors, by transformers' own mapping in reverse."""
+    """Yield the groups of a model's tensors that are saved together, by the reverse of transformers' mapping."""
     held = module.state_dict()
     renamings, converters = by_kind(one.reverse_transform() for one in reversed(_conversions(module)))
     collected: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
@@ -201,7 +201,7 @@ def _conversions(module: nn.Module) -> list[Any]:
 
 
 def unread_tokenizer(job: Job) -> Path | None:
-    """Return the folder of the model's own tokenizer where the job encodes its text as bytes instead."""
+    """Return the folder of the model's tokenizer where the job leaves it unread and encodes its text as bytes."""
     folder = job.model_folder
     if folder is None or job.data.tokenizer != "bytes" or not job.data.is_text:
         return None

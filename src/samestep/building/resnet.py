@@ -1,7 +1,7 @@
 """Residual networks of convolutions with batch norm (He et al. 2016, arXiv:1512.03385), to train from images.
 
     stem      convolution, norm, relu, and for large images a maximum over 3 x 3 pixels
-    blocks    y = relu(x' + f(x)), f of two 3x3 convolutions, or of 1x1, 3x3, 1x1 (a bottleneck, four times as wide behind);
+    blocks    y = relu(x' + f(x)), f of two 3x3 convolutions, or of 1x1, 3x3, 1x1 (a bottleneck, four times wider);
               the first block of each stage but the first halves the image and doubles the width; x' is x, or where shapes
               change a 1x1 convolution of it
     head      the mean of the image, and a linear layer
@@ -60,7 +60,7 @@ class Block(nn.Module):
             self.downsample_norm = nn.BatchNorm2d(made)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the features behind the block."""
+        """Return the output features of the block."""
         y = torch.relu(self.conv1_norm(self.conv1(x)))
         y = self.conv2_norm(self.conv2(y))
         if self.is_bottleneck:
@@ -102,5 +102,6 @@ def resnet(
     classes: int = 1000,
     stem: int = 7,
 ) -> ResNet:
-    """Build a residual network: `blocks` in each stage, `width` channels behind the stem, whose kernel has `stem` pixels."""
+    """Build a residual network: `blocks` in each stage, `width` channels after the stem, whose kernel has `stem`
+    pixels."""
     return ResNet(blocks, width, bottleneck, channels, classes, stem)

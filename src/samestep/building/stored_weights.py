@@ -1,13 +1,11 @@
-"""The values of a model's tensors in the files of a folder, read by rows where they are stored as they are.
+"""The values of a model's tensors in the files of a folder, read by rows where a file stores a tensor unchanged.
 
-Which tensors of the files make a tensor of the model is transformers' own knowledge: its mapping renames them, and fuses,
-splits or permutes some. The mapping is followed once with shapes alone; a value is made when it is asked for.
+Transformers' mapping says which tensors of the files make up a tensor of the model: it renames them, and fuses, splits
+or permutes some. The mapping is followed once with shapes alone; a value is read and converted when it is asked for.
 
     as it is     only the rows that are asked for are read
     stacked      experts that are stored one by one: only those that are asked for are read
     converted    the tensors of the files are read whole, and transformers' conversion makes the tensor
-
-Transformers' own knowledge of the files of a model: which tensors it renames, and which it fuses, splits or permutes.
 """
 
 from __future__ import annotations
@@ -54,10 +52,10 @@ def by_kind(transforms: Iterable[Any]) -> tuple[list[Any], list[Any]]:
 def convert_tensors(
     conversion: Any, target: str, sources: Sources, tensors: Sequence[Tensor], model: nn.Module
 ) -> dict[str, Tensor]:
-    """Return by name what a conversion makes of tensors; without a conversion the first one itself, as `target`."""
+    """Return the converted tensors by name; without a conversion the first tensor itself, as `target`."""
     if conversion is None:
         return {target: tensors[0]}
-    conversion = copy.deepcopy(conversion)  # it collects what it is given
+    conversion = copy.deepcopy(conversion)  # it accumulates the tensors that it is given
     for (name, pattern), tensor in zip(sources, tensors, strict=True):
         conversion.add_tensor(target, name, pattern, tensor)
     made = conversion.convert(target, model=model, config=model.config)
@@ -69,7 +67,7 @@ Intervals = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class _TensorOrigin:
-    """The tensors in the files from which one or several tensors of a model are made."""
+    """The tensors in the files from which one or several tensors of a model are converted."""
 
     sources: tuple[tuple[str, str], ...]
     """Names in the files, and the pattern of the conversion that each one matches."""
@@ -81,7 +79,7 @@ class _TensorOrigin:
     """Whether row i of the result is made of tensor i of each pattern."""
 
     def convert(self, tensors: Sequence[Tensor], model: nn.Module) -> dict[str, Tensor]:
-        """Return the model's tensors by name, made of these tensors of the files."""
+        """Return the model's tensors by name, converted from these tensors of the files."""
         return convert_tensors(self.conversion, self.target, self.sources, tensors, model)
 
     def of_rows(self, rows: Sequence[int]) -> _TensorOrigin:
@@ -126,7 +124,8 @@ class StoredWeights:
         return self._resized.get(self.canonical.get(name, ""))
 
     def remarks(self) -> tuple[str, ...]:
-        """Return what a user should know: the tensors that the folder lacks, and those that the model does not have."""
+        """Return remarks for the user: resized tensors, tensors that the folder lacks, and those that the model does
+        not have."""
         found = []
         if self._resized:
             name, (dim, _) = next(iter(self._resized.items()))
@@ -165,7 +164,7 @@ class StoredWeights:
         return parts_of(made, intervals, dim).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
     def _values(self, name: str, intervals: Intervals | None = None, dim: int = 0) -> Tensor:
-        """Return values of a file, or intervals of them; without intervals they may be the file's own memory."""
+        """Return a tensor of a file, or intervals of it; a whole one may share the file's memory."""
         path = self.files[name].path
         try:
             file = _open_cached(path)
@@ -184,7 +183,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def parts_of(tensor: Tensor, intervals: Intervals | None, dim: int = 0) -> Tensor:
-    """Return intervals of a tensor along a dimension, one behind the other; without intervals the tensor itself."""
+    """Return intervals of a tensor along a dimension, joined; without intervals the tensor itself."""
     if intervals is None:
         return tensor
     parts = [tensor.narrow(dim, start, stop - start) for start, stop in intervals]
@@ -192,7 +191,7 @@ def parts_of(tensor: Tensor, intervals: Intervals | None, dim: int = 0) -> Tenso
 
 
 def _open_cached(path: Path) -> Any:
-    """Return a file, opened once as long as it is the same."""
+    """Return an open file, cached as long as the file on disk stays the same."""
     state = path.stat()
     return _open(path, state.st_ino, state.st_mtime_ns)
 
@@ -224,7 +223,7 @@ def find_stored_weights(
         shapes = [torch.empty(files[name].shape, device="meta", dtype=torch.float32) for name, _ in origin.sources]
         try:
             made = origin.convert(shapes, module)
-        except Exception as error:  # of transformers' own conversions, which raise what torch raises
+        except Exception as error:  # transformers' conversions raise any error of torch
             raise ModelError(f"model.source: {origin.sources[0][0]} does not become {origin.target}: {error}") from None
         for name, tensor in made.items():
             if name not in held:
@@ -265,7 +264,7 @@ def _dim_of_tokens(stored: torch.Size, built: torch.Size, tokens: tuple[int, int
 
 
 def _other_shape(module: nn.Module, source: str, name: str, stored: torch.Size, built: torch.Size) -> str:
-    """Return that a tensor of the folder has another shape than the model's, and what works."""
+    """Return the error for a tensor of the folder whose shape differs from the model's, with what would work."""
     facts = facts_of(module)
     words, works = facts.setting(module, facts.vocabulary_field), "the folder's own configuration works"
     if _dim_of_tokens(stored, built, (stored[0], words)) == 0:
@@ -301,7 +300,7 @@ def _origins(
             collected.setdefault(target, []).append((name, pattern or ""))
         else:
             unread.append(name)
-    # What saving in the folder's own form needs, as transformers keeps it.
+    # Saving in the folder's form needs this attribute, which is named as in transformers.
     module._weight_conversions = [one for one in transforms if one.was_used()]  # type: ignore[assignment]
     origins = []
     for target, sources in collected.items():

@@ -1,4 +1,4 @@
-"""What surrounds a taped build: answers about devices, reads of values, and the random state of the process.
+"""The surroundings of a taped build: answers about devices, reads of values, and the random state of the process.
 
 The tape (`building/tape.py`) sees operations alone. Code also asks a tensor for its device, moves it to devices that are
 absent here, and reads its values in C++: `Surface` answers as if every tensor were real and on the CPU. A tensor that the
@@ -67,7 +67,7 @@ class Surface(TorchFunctionMode):
                 for arg in args
             )
         if self._moves_nothing(func, args, kwargs, asks_for_meta):
-            raise NotImplementedError("Cannot copy out of meta tensor; no data!")  # torch's own words
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")  # the text of torch's error
         made = func(*args, **kwargs)
         if asks_for_meta and not (func is Tensor.to and made is args[0]):
             self._tape.mark_placeless(made)
@@ -121,7 +121,7 @@ def whole_truncated_normal(tape: Tape) -> Iterator[None]:
 
 @contextmanager
 def process_randomness(seed: int) -> Iterator[None]:
-    """Seed Python, numpy and torch for what a build function draws itself, and restore their states afterwards."""
+    """Seed Python, numpy and torch for the draws of a build function, and restore their states afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=list(devices)):

@@ -9,7 +9,7 @@ dispatcher (as in `nn.Parameter`) lose nothing.
 
 Code that asks for a tensor's device gets "cpu": `torch.nn.init` and several models skip their work on meta.
 
-What a tape holds: memories, the operations that wrote them, and what an operator's schema says of it.
+The data: a `Memory` for each storage, an `Entry` for each operation that wrote to one, and an operator's `Traits`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Memory:
     foreign: bool = False
     """Whether it came from outside the tape without values."""
     placeless: bool = False
-    """Whether the code itself asked for it on the meta device, and is told that it is there."""
+    """Whether the code itself asked for it on the meta device, and gets "meta" as its device."""
     writers: list[int] = field(default_factory=list)
 
 
@@ -173,13 +173,13 @@ class Tape(DispatchMode):
         """Run `func` on meta, or on real values where its outcome depends on them.
 
         Raises:
-            ModelError: it draws from a generator of its own, or needs values that do not exist.
+            ModelError: it draws from a generator that the code made, or needs values that do not exist.
         """
         kwargs = dict(kwargs or {})
         if self._paused:
             return func(*args, **kwargs)
         traits = traits_of(func)
-        with DisableTorchFunction():  # else our own questions about a tensor's device are answered "cpu"
+        with DisableTorchFunction():  # else our questions about a tensor's device are answered "cpu" too
             if func._schema.name in LIFTS and not args[0].is_meta:
                 return self.lift(args[0])
             if traits.needs_values:
@@ -206,7 +206,7 @@ class Tape(DispatchMode):
             kwargs["pin_memory"] = False
         try:
             outcome = func(*args, **kwargs)
-        except RuntimeError as error:  # torch cannot tell the outcome's shape without values
+        except RuntimeError as error:  # torch cannot infer the outcome's shape without values
             if not isinstance(error, NotImplementedError) and torch.Tag.dynamic_output_shape not in func.tags:
                 raise
             if traits.written or traits.random:
@@ -288,7 +288,8 @@ class Tape(DispatchMode):
         return ref.window(self.memories[ref.memory].meta)
 
     def _twins(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return arguments with what represents their tensors and storages on meta, as for `set_` to what a file holds."""
+        """Return arguments with tensors and storages replaced by their counterparts on meta, as for `set_` to a
+        file's content."""
         args = pytree.tree_map_only(Tensor, self.twin, args)
         whole = [
             torch.empty(0, dtype=torch.uint8, device=one.device).set_(one) if _is_real(one) else one for one in args
@@ -396,7 +397,7 @@ class Tape(DispatchMode):
         return pytree.tree_map_only(Tensor, self.lift, func(*args, **kwargs))
 
     def _draw_now(self, func: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw from a generator of the code's own: its numbers are constants, whatever the job's seed.
+        """Draw from a generator that the code made: its numbers are constants, independent of the job's seed.
 
         Raises:
             ModelError: the operation writes without replacing all that it writes to.
@@ -435,7 +436,7 @@ def contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def where(ref: Ref | None = None, tape: Tape | None = None) -> str:
-    """Return what is being built, as far as the stack shows it: the module, its tensor, the line."""
+    """Return a description of what is being built, as far as the stack shows it: the module, its tensor, the line."""
     frame, owner, line = sys._getframe(1), None, ""
     while frame:
         code = frame.f_code
@@ -492,7 +493,8 @@ def replay(tape: Tape, part: Slice, ref: Ref, device: torch.device, keys: dict[i
 
 
 def _keep(entry: Entry, outcome: Any, storages: dict[int, torch.UntypedStorage], tape: Tape) -> None:
-    """Keep the memory an entry made, in the geometry that the tape recorded: kernels may choose other strides."""
+    """Keep the memory that an entry allocated, in the geometry that the tape recorded: kernels may choose other
+    strides."""
     leaves = pytree.tree_leaves(outcome)
     for ref, made in zip(entry.outputs, leaves if entry.outputs else (), strict=False):
         if ref is None or ref.memory in storages:
@@ -505,7 +507,7 @@ def _keep(entry: Entry, outcome: Any, storages: dict[int, torch.UntypedStorage],
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return the tensor contiguous in a memory of its own, copied only if necessary."""
+    """Return the tensor contiguous in a separate memory, copied only if necessary."""
     tensor = tensor.resolve_conj().resolve_neg()
     size_bytes = tensor.numel() * tensor.element_size()
     if tensor.is_contiguous() and tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == size_bytes:
@@ -517,8 +519,8 @@ def _alone(tensor: Tensor) -> Tensor:
 def drawing(device: torch.device, key: int) -> Iterator[torch.Generator]:
     """Seed the device's default generator by `key`, yield it, and put it back as it was.
 
-    Not a generator of its own, since many random operators take none; not `torch.manual_seed`, which reseeds every
-    other device too.
+    A separate generator would not do, since many random operators take none; nor would `torch.manual_seed`, which
+    reseeds every other device too.
     """
     if device.type == "cpu":
         generator = torch.default_generator

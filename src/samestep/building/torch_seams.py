@@ -118,9 +118,9 @@ class DispatchMode(TorchDispatchMode):
 
 
 def disable_compiler() -> AbstractContextManager[object]:
-    """Return a context in which what a model or an optimizer has compiled runs as the code that it is.
+    """Return a context in which compiled code of a model or an optimizer runs uncompiled.
 
-    The compiler would make graphs of the modes that watch the code, too. Nothing is compiled where it is not yet imported.
+    The compiler would trace the modes that watch the code, too. Nothing is compiled where it is not yet imported.
     """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
