@@ -207,7 +207,7 @@ def _find_documents(
 
 
 def _is_for_all(positions: Tensor) -> bool:
-    """Return whether positions [samples, tokens] are one row that transformers made for any number of samples."""
+    """Return whether positions [samples, tokens] are one row that transformers built for any number of samples."""
     if len(positions) > 1:
         return positions.stride(0) == 0
     return positions._base is not None and positions._base.dim() == 1

@@ -173,7 +173,7 @@ class Tape(DispatchMode):
         """Run `func` on meta, or on real values where its outcome depends on them.
 
         Raises:
-            ModelError: it draws from a generator that the code made, or needs values that do not exist.
+            ModelError: it draws from a generator that the code created, or needs values that do not exist.
         """
         kwargs = dict(kwargs or {})
         if self._paused:
@@ -397,7 +397,7 @@ class Tape(DispatchMode):
         return pytree.tree_map_only(Tensor, self.lift, func(*args, **kwargs))
 
     def _draw_now(self, func: Any, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw from a generator that the code made: its numbers are constants, independent of the job's seed.
+        """Draw from a generator that the code created: its numbers are constants, independent of the job's seed.
 
         Raises:
             ModelError: the operation writes without replacing all that it writes to.

@@ -25,9 +25,10 @@ from samestep.trees import tree_leaves, tree_map_only
 class Dataset(Protocol):
     """A map-style dataset: an index gives a sample, the same one at every call.
 
-    A dataset that also has a method `read(indices)`, which returns a dict or tuple of tensors with the batch dimension
-    first, is read one micro-batch at a time. One that has a method `sample(index, generator)` is trained on what that
-    returns, a function of the index and of numbers drawn from the generator, and evaluated on its items.
+    One with a method `read(indices)`, which returns a dict or tuple of tensors with the batch dimension first, is read
+    one micro-batch at a time. One with a method `sample(index, generator)` is trained on the results of that method, a
+    function of the index and of numbers drawn from the generator, and evaluated on its items.
+
     """
 
     def __len__(self) -> int:
@@ -56,7 +57,7 @@ INDICES_AT_ONCE = 1024
 
 
 class BatchStream(Iterator["Batch"]):
-    """The batches of the steps that are left; it ends early once the ranks agreed, in a step, to stop."""
+    """The batches of the remaining steps; the stream ends early once the ranks have agreed, in a step, to stop."""
 
     def __init__(self, dataset: Dataset, job: Job, first_step: int) -> None:
         self._dataset, self._job, self._next = dataset, job, first_step
@@ -82,7 +83,7 @@ class BatchStream(Iterator["Batch"]):
         return Batch(step, self._indices(step), self._dataset, self, self._by_microbatch, seed)
 
     def stop(self) -> None:
-        """End behind the batch that was yielded last."""
+        """End the stream after the batch that it yielded last."""
         self._stopped = True
         if self._ahead is not None:
             self._ahead.close()
@@ -91,7 +92,7 @@ class BatchStream(Iterator["Batch"]):
         self.stop()
 
     def read_ahead(self, step: int, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool) -> None:
-        """Begin to read one data rank's micro-batches of `step` and of those after it, unless that has begun."""
+        """Begin to read one data rank's micro-batches of `step` and of later steps ahead, unless that has begun."""
         if self._ahead is not None and step not in (self._ahead_in, self._ahead_in + 1):
             self._ahead.close()
             self._ahead = None
@@ -110,14 +111,15 @@ class BatchStream(Iterator["Batch"]):
             self._ahead = ReadAhead(self._read, coming, num_workers=workers, pin=pin, threads=threads)
 
     def read(self, wanted: Wanted) -> Any:
-        """Return samples of the data set, which may have been read ahead."""
+        """Return samples of the dataset, which may have been read ahead."""
         return self._read(wanted) if self._ahead is None else self._ahead.take(wanted)
 
     def _read(self, wanted: Wanted) -> Any:
         return read_samples(self._dataset, wanted.indices, SampleDraw(self._job.train.seed, wanted.step))
 
     def _indices(self, step: int) -> Integers:
-        """Return the indices of a step, which are computed for a block of steps at once: a few take numpy as long as many."""
+        """Return the indices of a step; those of a block of steps are computed at once, since a few take numpy as
+        long as many."""
         block, place = divmod(step, self._steps_at_once)
         if self._block is None or self._block[0] != block:
             train, size = self._job.train, self._steps_at_once
@@ -128,7 +130,7 @@ class BatchStream(Iterator["Batch"]):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The global batch of one step as sample indices; every rank reads only its own shares of them."""
+    """The global batch of one step as sample indices; every rank reads only its shares of them."""
 
     step: int
     """The step's index, counted from 0."""
@@ -138,16 +140,17 @@ class Batch:
     stream: BatchStream | None = None
     """The stream that yielded it."""
     by_microbatch: bool = False
-    """Whether a micro-batch of all ranks together is contiguous, so that it holds whole groups of coupled samples."""
+    """Whether micro-batch i of all ranks together is one contiguous range of the global batch, as grouped batch norm
+    needs."""
     seed: int | None = None
-    """Seed of what changes the samples of a training step; None where they are read as they are."""
+    """Seed of the random changes of a training step's samples; None where they are read unchanged."""
 
     def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Integers]:
         """Return the sample indices of each micro-batch of one data rank."""
         return shares(self.indices, rank, num_ranks, num_microbatches, by_microbatch=self.by_microbatch)
 
     def end_stream(self) -> None:
-        """End the stream that yielded this batch: it yields no other one."""
+        """End the stream that yielded this batch: it yields no further one."""
         if self.stream is not None:
             self.stream.stop()
 
@@ -177,10 +180,11 @@ class Batch:
 
 
 def checked_batch(given: Any, method: str) -> Any:
-    """Return what is a batch; `method` says in the error who was given something else.
+    """Return `given` if it is a batch.
 
     Raises:
-        DataError: it is none.
+        DataError: it is none; the text begins with the `method` that was given it.
+
     """
     if hasattr(given, "shares") and hasattr(given, "samples"):
         return given
@@ -196,7 +200,7 @@ def batch_to_evaluate(given: Any, method: str) -> Any:
     """Return a batch, or of a data set the batch of all its samples.
 
     Raises:
-        DataError: it is neither.
+        DataError: it is neither a batch nor a dataset.
     """
     if hasattr(given, "shares") or isinstance(given, _VALUES):
         return checked_batch(given, method)
@@ -209,18 +213,18 @@ def batch_to_evaluate(given: Any, method: str) -> Any:
 
 
 _VALUES = (dict, list, tuple, str, bytes, Tensor, np.ndarray, type(None))
-"""What a loader of torch yields, which holds the values of samples and not their indices."""
+"""Types that torch's loaders yield, which hold the values of samples and not their indices."""
 
 
 @calls.checked
 def batches(dataset: Dataset, job: Job, first_step: int = 0) -> BatchStream:
     """Yield the batches of steps `first_step` to `job.train.steps - 1`; nothing is read from the dataset.
 
-    After Ctrl-C or SIGTERM it ends behind the step in which the ranks agreed to stop (`StepReport.stop`), the same
-    one on every rank, so that a loop over it can save what it has.
+    After Ctrl-C or SIGTERM the stream ends after the step in which the ranks agreed to stop (`StepReport.stop`), the
+    same one on every rank, so that a loop over it can save its results.
 
     Raises:
-        DataError: the dataset is empty, or none whose samples are read by their indices.
+        DataError: the dataset is empty, or its samples cannot be read by their indices.
     """
     check_map_style(dataset, "the dataset is")
     if len(dataset) < 1:
@@ -231,7 +235,7 @@ def batches(dataset: Dataset, job: Job, first_step: int = 0) -> BatchStream:
 
 
 def check_map_style(dataset: Any, what: str) -> None:
-    """Refuse what is no dataset whose samples are read by their indices; `what` says in the error where it comes from.
+    """Raise an error unless `dataset` is map-style; `what` names its origin in the text.
 
     Raises:
         DataError: it has no length, or no samples by index.
@@ -250,10 +254,10 @@ def check_map_style(dataset: Any, what: str) -> None:
 
 @contextmanager
 def blame_samples(example: Any) -> Iterator[None]:
-    """Blame samples that cannot be a batch, and not the model, where it fails on them.
+    """Blame samples that cannot be a batch, instead of the model, where the model fails on them.
 
     Raises:
-        DataError: the model failed, and no tensor of `example` has a dimension behind that of the samples.
+        DataError: the model failed, and no tensor of `example` has a dimension besides that of the samples.
     """
     try:
         yield
@@ -292,7 +296,7 @@ def shares(
 
 
 def _first_other(rows: Integers, samples: list[Any]) -> str:
-    """Return which sample has other shapes than the first, as text; empty if none has."""
+    """Return as text which sample differs in shapes from the first one; empty if none does."""
 
     def shapes(sample: Any) -> list[Any]:
         whole = [leaf for leaf in tree_leaves(_with_tensors(sample)) if hasattr(leaf, "shape")]
@@ -330,8 +334,9 @@ def read_samples(
 ) -> dict[str, Tensor] | tuple[Tensor, ...]:
     """Return samples as tensors with the batch dimension first, by `dataset.read` or else torch's `default_collate`.
 
-    With a `draw`, those of a dataset that has a method `sample` are what that returns. One that stands for other datasets
-    has a method `read_drawn(indices, draw)`. Without indices the tensors have no rows, and the other dimensions and dtypes of sample 0.
+    With a `draw`, a dataset's method `sample` gives the samples, if it has one; one that stands for other datasets has
+    a method `read_drawn(indices, draw)`. Without indices the tensors have no rows, and the other dimensions and dtypes
+    of sample 0.
 
     Raises:
         DataError: the samples cannot be stacked into tensors.

@@ -1,8 +1,8 @@
 """Conversations as tokens, of which only the assistant's are counted in the loss.
 
-A tokenizer with a chat template writes the conversation in its own format, and is given all keys of each message. A reply is
-found by writing the conversation up to it, with the template's prompt for a reply, and then with it: the text that the reply
-adds counts, up to the end of its turn; white space behind the token that ends a turn does not.
+A tokenizer with a chat template writes the conversation in its format, and is given all keys of each message. A reply
+is found by writing the conversation twice, up to the template's prompt for the reply and with the reply: the added text
+counts, up to the end of the reply's turn; white space after the token that ends a turn does not.
 
     data.turns   all    one document with all replies, where the template writes earlier turns the same when later ones follow
                  each   one document for each reply, written up to it, of which that reply counts
@@ -30,14 +30,14 @@ from samestep.job_tables import Turns
 
 _HEAD = "<|{}|>\n"
 _PROBES = ("0", "1")
-"""The contents of two replies that share no character: text that a template writes in both is its own."""
+"""The contents of two replies that share no character: text that stands in both results is the template's."""
 
 Counted = list[tuple[list[int], bool]]
 """Consecutive runs of token ids, each with whether its tokens are counted in the loss."""
 
 
 class Render(Protocol):
-    """A function that writes messages, and with `reply_follows` the prompt for a reply behind them."""
+    """A function that writes messages, and with `reply_follows` the prompt for a reply after them."""
 
     def __call__(self, messages: Sequence[Message], reply_follows: bool, /) -> str:
         """Return the text.
@@ -65,7 +65,7 @@ def chat_documents(conversation: Conversation, tokenizer: Tokenizer, turns: Turn
 
 
 def unwritten(conversation: Conversation, tokenizer: Tokenizer, names: Collection[str]) -> list[str]:
-    """Return those of some names of `Conversation.said` that make no difference to what the chat template writes.
+    """Return which of some names of `Conversation.said` make no difference to the text that the chat template writes.
 
     Raises:
         DataError: the template does not write the replies.
@@ -81,7 +81,7 @@ def unwritten(conversation: Conversation, tokenizer: Tokenizer, names: Collectio
                 for given, each in ((messages, settings), (others, words))
             )
             return next(texts) == next(texts)
-        except DataError:  # the template asks for what is left out
+        except DataError:  # the template needs the part that is left out
             return False
 
     found = {
@@ -96,7 +96,7 @@ def unwritten(conversation: Conversation, tokenizer: Tokenizer, names: Collectio
             changed.append((role_named(message), {**message, "content": _other_content(message["content"])}))
         for name, one in changed:
             others = [*messages[:number], one, *messages[number + 1 :]]
-            # Of earlier turns some templates leave out the thoughts: what is written of the last turn is written.
+            # Some templates leave out the thoughts of earlier turns: only the last turn shows which parts are written.
             if name in names and all(is_same(end, others, settings) for end in (number + 1, len(messages))):
                 found.add(name)
     if role_named({"role": "assistant"}) in found:
@@ -108,7 +108,7 @@ def unwritten(conversation: Conversation, tokenizer: Tokenizer, names: Collectio
 
 
 def _other_content(content: Any) -> Any:
-    """Return another content of the same form, which shares no text with it."""
+    """Return a different content of the same form, which shares no text with it."""
     return "0z0" if isinstance(content, str) else [{"type": "text", "text": "0z0"}]
 
 
@@ -145,7 +145,7 @@ def _encode(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> Counted
     return [(run, counted) for run, (_, counted) in zip(runs, pieces, strict=True)]
 
 
-# -- what a template reads -------------------------------------------------------------------------
+# -- the messages as a template reads them ---------------------------------------------------------
 
 
 def _readable(conversation: Conversation, tokenizer: Tokenizer) -> list[Message]:
@@ -167,7 +167,8 @@ def _readable(conversation: Conversation, tokenizer: Tokenizer) -> list[Message]
 
 
 def _with_objects(messages: list[Message], render: Render) -> list[Message]:
-    """Return messages whose calls have objects as arguments in place of texts of JSON, which most templates would write as a text."""
+    """Return messages whose calls have objects as arguments in place of JSON texts, which most templates would
+    quote."""
 
     def opened(call: Any) -> Any:
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -205,7 +206,7 @@ def _in_form(content: Any, tokenizer: Tokenizer) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _forms(tokenizer: Tokenizer) -> tuple[bool, bool]:
-    """Return whether the tokenizer's template writes contents that are texts, and such that are lists of parts."""
+    """Return whether the tokenizer's template writes contents that are texts, and contents that are lists of parts."""
     found = []
     for content in ("0z0", [{"type": "text", "text": "0z0"}]):
         try:
@@ -278,7 +279,8 @@ def _reply(messages: Sequence[Message], render: Render, tokenizer: Tokenizer) ->
     whole = render(messages, False)
     if before and whole.startswith(opened := render(before, True)):
         return opened, whole
-    # Some templates prompt for thoughts that they do not write of a reply: what they write of any reply opens it.
+    # Some templates prompt for thoughts that they leave out of a reply: the common beginning of any two replies opens
+    # it.
     opened = _common(*(render([*before, probe], False) for probe in _probes(tokenizer)))
     if whole.startswith(opened):
         return opened, whole
@@ -293,7 +295,7 @@ def _probes(tokenizer: Tokenizer) -> list[Message]:
 
 
 def _behind_turn(before: Sequence[Message], render: Render, tokenizer: Tokenizer, reply: str) -> str:
-    """Return the white space that a reply's text has behind the end of its turn."""
+    """Return the white space that a reply's text has after the end of its turn."""
     space = _space_behind_turns(tokenizer)
     if space is None:  # the template takes no conversation of one question and its reply
         space = _space_behind(*(render([*before, probe], False) for probe in _probes(tokenizer)))
@@ -302,7 +304,8 @@ def _behind_turn(before: Sequence[Message], render: Render, tokenizer: Tokenizer
 
 @functools.lru_cache(maxsize=8)
 def _space_behind_turns(tokenizer: Tokenizer) -> str | None:
-    """Return the white space that the template writes behind what ends a reply's turn; None if it refuses one question and reply."""
+    """Return the white space that the template writes after the end of a reply's turn; None if it refuses one
+    question and reply."""
     try:
         asked = {"role": "user", "content": _in_form("0", tokenizer)}
         return _space_behind(*(tokenizer.render_chat([asked, probe], False) for probe in _probes(tokenizer)))
@@ -311,7 +314,7 @@ def _space_behind_turns(tokenizer: Tokenizer) -> str | None:
 
 
 def _space_behind(one: str, other: str) -> str:
-    """Return the white space at the end of what two texts end with; empty where that itself ends the turn."""
+    """Return the white space that ends the common ending of two texts; empty where that white space is all of it."""
     ending = _common(one[::-1], other[::-1])[::-1]
     return ending[len(ending.rstrip()) :] if ending.strip() else ""
 

@@ -33,7 +33,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from samestep.errors import DataError
 
 FORMAT = 3
-"""Raised when the same text would give other columns."""
+"""The version of the columns' form; it is raised when the same text would give other columns."""
 MOST_IN_MEMORY_BYTES = 32 * 2**20
 """Bytes of text up to which columns are kept in memory."""
 _ENDS_BYTES = 2**16
@@ -106,7 +106,7 @@ def _in_memory(dtypes: Mapping[str, Any], pieces: Iterator[tuple[int, Piece]]) -
 
 @contextmanager
 def _hold_lock(path: Path, origin: Origin) -> Iterator[None]:
-    """Hold the lock of a source's files; say so where another process is writing them."""
+    """Hold the lock of a source's files; print a message while another process is writing them."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=_WAIT_S)
@@ -120,7 +120,7 @@ def _hold_lock(path: Path, origin: Origin) -> Iterator[None]:
 
 
 def _write(home: Path, digest: str, origin: Origin, dtypes: Mapping[str, Any], pieces: Pieces) -> None:
-    """Write the columns' files; a draft of an earlier process that was interrupted is written anew."""
+    """Write the columns' files, replacing the draft of an earlier process that was interrupted."""
     draft = home / f"{digest}.draft"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()

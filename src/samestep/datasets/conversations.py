@@ -42,7 +42,7 @@ _SAYS = ("tool_calls", "function_call", *_THOUGHTS)
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A text that counts, behind one that does not."""
+    """A text that counts in the loss, after one that does not."""
 
     prompt: str
     completion: str
@@ -50,11 +50,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages, of which the replies from one on count."""
+    """Messages, of which replies count in the loss from one message on."""
 
     messages: Sequence[Message]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Tools, documents and further words that the chat template is given."""
+    """Tools, documents and further variables that the chat template is given."""
     first_counted: int = 0
     """The number of the first message that may count."""
 
@@ -66,7 +66,7 @@ class Conversation:
 
     @property
     def said(self) -> set[str]:
-        """The names of what a chat template may leave out: settings, keys of messages, and roles."""
+        """The names of the parts that a chat template may leave out: settings, keys of messages, and roles."""
         keys = {f"{key!r}" for message in self.messages for key in message if key in _THOUGHTS and message[key]}
         settings = (f"{key!r}" for key in ("tools", "documents") if key in self.settings)
         return {*settings, *keys, *map(role_named, self.messages)}
@@ -85,7 +85,7 @@ Document = str | Completion | Conversation
 
 
 def wanted_columns(names: Iterable[str], text_field: str) -> list[str]:
-    """Return those of a table's columns that documents are read from; none where it has no documents."""
+    """Return the columns of a table from which documents are read; none where it holds no documents."""
     names = list(names)
     top = text_field if text_field in names else text_field.partition(".")[0]
     keys = ("messages", "conversations", "system", *_TEMPLATE_KEYS) if top in names else _CHAT_KEYS
@@ -94,10 +94,10 @@ def wanted_columns(names: Iterable[str], text_field: str) -> list[str]:
 
 
 def document_of(row: Any, text_field: str, *, may_lack_nulls: bool = False) -> Document:
-    """Return the document of a row; with `may_lack_nulls` a key without a value stands for one that the row does not have.
+    """Return the document of a row; with `may_lack_nulls` a key without a value counts as absent.
 
     Raises:
-        DataError: the row holds none, or what it holds is badly formed.
+        DataError: the row holds no document, or a badly formed one.
     """
     if not isinstance(row, Mapping):
         raise DataError(f'a line must be an object such as {{"{text_field}": "..."}}, not {type(row).__name__}')
@@ -125,7 +125,7 @@ def document_of(row: Any, text_field: str, *, may_lack_nulls: bool = False) -> D
 
 
 def no_document(names: Iterable[str], text_field: str) -> str:
-    """Return that these keys of a row hold no document, and what would."""
+    """Return the error for a row whose keys hold no document, with the keys that would."""
     names = list(names)
     keys = ", ".join(short_repr(name) for name in names[:8]) + ", ..." * (len(names) > 8)
     return (
@@ -135,7 +135,7 @@ def no_document(names: Iterable[str], text_field: str) -> str:
 
 
 def _at(row: Mapping[str, Any], path: str) -> Any:
-    """Return what a row has under a key, or under keys one within another that dots separate; None where there is nothing."""
+    """Return a row's value under a key, or under nested keys that dots separate; None where there is none."""
     if path in row:
         return row[path]
     found: Any = row
@@ -263,7 +263,7 @@ def _document_of_prompt(row: Mapping[str, Any]) -> Document:
 
 
 def _alpaca(row: Mapping[str, Any]) -> list[Any]:
-    """Return a row of Alpaca as messages: an instruction and its input are one, on lines of their own."""
+    """Return a row of Alpaca as messages: an instruction and its input are one message, on separate lines."""
     pairs = [*_parse_messages(row.get("history", []), "history"), None]
     messages: list[Any] = []
     for number, pair in enumerate(pairs[:-1]):
@@ -279,10 +279,10 @@ def _alpaca(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _with_system(row: Mapping[str, Any], messages: list[Any]) -> list[Any]:
-    """Return messages behind that of the system, where a row has one.
+    """Return the messages with the row's system message before them, if it has one.
 
     Raises:
-        DataError: the messages begin with another one.
+        DataError: the messages begin with another system message.
     """
     if not row.get("system"):
         return messages
@@ -310,7 +310,7 @@ def _parse_messages(value: Any, name: str) -> list[Any]:
 
 
 def _parse_json(value: Any, name: str) -> Any:
-    """Return a value, or what a text of JSON in its place says."""
+    """Return a value, decoded if it is a JSON text."""
     if not isinstance(value, str):
         return value
     try:
@@ -320,7 +320,7 @@ def _parse_json(value: Any, name: str) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value of a table without the keys that have none: all objects of a column have the same keys there."""
+    """Return a table's value without the keys that have none: there, all objects of a column have the same keys."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value

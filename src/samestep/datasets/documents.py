@@ -41,7 +41,7 @@ from samestep.job_tables import Convention, DataTable
 NOT_COUNTED = -100
 """The label of a token that the loss does not count."""
 _LOOKED_AT = 8
-"""Rows in which it is tried whether the chat template writes what they say, of each name."""
+"""For each name, the number of rows in which the chat template is tested for leaving it out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +58,9 @@ class PackedDocuments:
     """Where each document begins, counted from `first`."""
     sequence_length: int
     first: int = 0
-    """What `starts` counts for the first token."""
+    """The number in `starts` that stands for the first token."""
     remarks: tuple[str, ...] = ()
-    """What a user should read about the source of the documents."""
+    """Remarks for the user about the source of the documents."""
 
     def __len__(self) -> int:
         return len(self.tokens) // self.sequence_length
@@ -117,7 +117,7 @@ def packed_part(
 def _pieces(rows: DocumentRows, tokenizer: Tokenizer, data: DataTable) -> Iterator[tuple[int, Piece]]:
     """Yield the tokens and labels of each document, and where it begins; an empty one begins where the next does.
 
-    Once for each name, a remark is yielded of what the first rows say and the chat template does not write.
+    Once for each name, a remark is yielded on content of the first rows that the chat template leaves out.
     """
     start, looked_at, noted = 0, Counter[str](), set[str]()
     for where, row, size_bytes in rows.read():
@@ -145,7 +145,7 @@ def _said(document: Document) -> set[str]:
 
 
 def _encode_document(document: Document, tokenizer: Tokenizer, data: DataTable) -> list[Counted]:
-    """Return the documents that a row's becomes, each as runs of tokens that are counted or not."""
+    """Return the documents that a row's document becomes, each as runs of tokens that count in the loss or not."""
     if isinstance(document, Conversation):
         return chat_documents(document, tokenizer, data.turns)
     begin, end = list(tokenizer.begin_ids), [] if tokenizer.end_id is None else [tokenizer.end_id]

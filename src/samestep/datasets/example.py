@@ -1,4 +1,4 @@
-"""The sample that is traced for all samples of a dataset."""
+"""The one sample that is traced as a model of all samples of a dataset."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOKED_AT = 64
 
 
 def example_of(dataset: Dataset) -> Any:
-    """Return a batch of one sample: the first, or of packed documents one with as much attention as samples have on average.
+    """Return a batch of one sample: the first, or of packed documents one with about the mean amount of attention.
 
     A trace shows a mask of documents only where the example has several of them.
 
@@ -37,7 +37,8 @@ def _positions(dataset: Dataset, index: int) -> Tensor:
 
 
 def _usual(positions: Tensor) -> int:
-    """Return the row of positions [samples, T] that is the nearest to the mean in pairs of tokens, of those with documents."""
+    """Return the row of positions [samples, T], of those with documents, that is nearest to the mean in pairs of
+    tokens."""
     pairs = positions.sum(1).double()  # each token of a document sees as many others as its position says
     far = (pairs - pairs.mean()).abs()
     has_documents = (positions.diff(dim=1) != 1).any(1)

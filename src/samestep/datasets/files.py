@@ -23,7 +23,7 @@ PART_BYTES = 2**20
 """Bytes of a text file that are read, and turned into tokens, at a time."""
 
 PACKED_ENDS = (".gz", ".zst", ".bz2", ".xz")
-"""The ends of the names of packed files, which a folder may hold among others."""
+"""Suffixes of packed files, which a folder may hold among others."""
 _HEAD_BYTES = 4096
 _PACKINGS = (
     (re.compile(rb"\x1f\x8b\x08"), "gzip"),
@@ -39,7 +39,7 @@ _NO_TEXTS = (
     (re.compile(rb".{257}ustar", re.DOTALL), "a tar archive of files: a folder with what is in it works"),
     (re.compile(rb"\x1f\x8b\x08|\x28\xb5\x2f\xfd|BZh[1-9]1AY&SY|\xfd7zXZ\x00"), "packed twice: unpacked once it works"),
 )
-"""The first bytes of files that are no texts, once they are unpacked, and what they are."""
+"""The first bytes of unpacked files that are no texts, and the name of each form."""
 _FEWEST_OF_UTF16 = 4
 """The number of first bytes of which every second one is 0 in UTF-16 without a mark."""
 _MARKS = (
@@ -74,9 +74,9 @@ def existing(path: str, source: str) -> Path:
 
 
 def files_at(place: Path, source: str, *endings: str) -> list[Path]:
-    """Return the file itself, or those below a folder whose names end so, packed ones too, in order and without hidden ones.
+    """Return the file itself, or the visible files below a folder with these suffixes, packed ones too, in order.
 
-    Without endings all files are returned.
+    Without suffixes all files are returned.
 
     Raises:
         DataError: the folder holds no such file.
@@ -97,7 +97,7 @@ def files_at(place: Path, source: str, *endings: str) -> list[Path]:
 
 
 def _unpacked_name(file: Path) -> str:
-    """Return the name of a file in small letters, without the end that says how it is packed."""
+    """Return the name of a file in small letters, without the suffix of its packing."""
     name = file.name.lower()
     return next((name.removesuffix(end) for end in PACKED_ENDS if name.endswith(end)), name)
 
@@ -165,7 +165,7 @@ def _unzstd(path: Path, file: BinaryIO) -> BinaryIO:
 
 
 def read_lines(path: Path, lines: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-    """Yield what is read from a file line by line, each with its number from 1.
+    """Yield the lines of a file, each with its number from 1.
 
     Raises:
         DataError: a line cannot be read, as in a packed file that is damaged.
@@ -174,7 +174,7 @@ def read_lines(path: Path, lines: Iterable[Any]) -> Iterator[tuple[int, Any]]:
     while True:
         try:
             line = next(left, None)
-        except Exception as error:  # each library that unpacks has exceptions of its own
+        except Exception as error:  # each library that unpacks has different exceptions
             raise DataError(f"{path}:{number + 1}: damaged, or cut off: {first_line(error)}") from None
         if line is None:
             return
@@ -183,10 +183,10 @@ def read_lines(path: Path, lines: Iterable[Any]) -> Iterator[tuple[int, Any]]:
 
 
 def head_of(path: Path, file: BinaryIO) -> bytes:
-    """Return what is to be read of a file next, without reading it: some bytes, or none at its end.
+    """Return the next bytes of a file without consuming them; none at its end.
 
     Raises:
-        DataError: it cannot be read, as in a packed file that is damaged, or it is no text but what stands for other files.
+        DataError: it cannot be read, as in a damaged packed file, or it is no text but a form that the error names.
     """
     _, head = next(read_lines(path, (file.peek(_HEAD_BYTES) for _ in range(1))))  # type: ignore[attr-defined]
     head = bytes(head)
@@ -196,7 +196,7 @@ def head_of(path: Path, file: BinaryIO) -> bytes:
 
 
 def encoding_of(head: bytes) -> str:
-    """Return the encoding that a byte-order mark at the beginning of a file names, or every second byte, which is 0; else UTF-8."""
+    """Return the encoding of a file by its byte-order mark, or as UTF-16 where every second byte is 0; else UTF-8."""
     if marked := next((name for mark, name in _MARKS if head.startswith(mark)), ""):
         return marked
     pairs = head[: min(len(head), 64) // 2 * 2]
@@ -209,7 +209,7 @@ def encoding_of(head: bytes) -> str:
 
 @contextmanager
 def lines_as(encoding: str, file: BinaryIO) -> Iterator[io.TextIOWrapper | None]:
-    """Open a file that is read already as text of another encoding than UTF-8; None for that. What is no text becomes U+FFFD."""
+    """Open an opened file as text of an encoding, with U+FFFD for invalid bytes; yield None for UTF-8."""
     if encoding == "utf-8":
         yield None
         return

@@ -1,11 +1,11 @@
 """One image, read by Pillow: turned upright, with 8 bits a channel, in colours or in shades of grey.
 
-    orientation                 what a camera notes in a file (EXIF, 1 to 8) is applied, as `ImageOps.exif_transpose` does
+        orientation                 a file's orientation (EXIF, 1 to 8) is applied, as `ImageOps.exif_transpose` does
     more than 8 bits            shades of grey of 10 to 16 bits become round(value * 255 / largest); Pillow does so with colours
     floating-point numbers      0 to 1 become 0 to 255; other ranges are refused
     several frames              refused (AVIF, GIF, PNG, TIFF, WebP): a sample is one image
 
-Everything else is what Pillow's `convert` makes of it. A file that cannot be read is refused by its name, whatever Pillow raises.
+The rest is Pillow's `convert`. A file that cannot be read is refused by its name, whatever Pillow raises.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ORIENTATION, _BITS, _MEANING = 0x0112, 258, 262
 _WAYS = {
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90",
 }  # fmt: skip
-"""What turns an image upright, by its orientation."""
+"""Pillow's operation that turns an image upright, by its orientation."""
 
 
 def read_image(path: Path, mode: Literal["RGB", "L"]) -> Any:
@@ -43,7 +43,7 @@ def read_image(path: Path, mode: Literal["RGB", "L"]) -> Any:
                 raise DataError(
                     f"{path} has several frames, and a sample is one image: each frame as a file of its own works"
                 )
-            file.load()  # some formats hold their orientation behind the pixels
+            file.load()  # some formats store their orientation after the pixels
             picture = _in_8_bits(file, path)
             if (way := _WAYS.get(file.getexif().get(_ORIENTATION, 1))) is not None:
                 picture = picture.transpose(image.Transpose[way])
@@ -63,7 +63,7 @@ def read_image(path: Path, mode: Literal["RGB", "L"]) -> Any:
 
 
 def _other_form(path: Path) -> str:
-    """Return what a file is that Pillow does not know, and what would work; empty where that is not known."""
+    """Return the form of a file that Pillow does not know, and what would work; empty where the form is not known."""
     try:
         with path.open("rb") as file:
             head = file.read(64)

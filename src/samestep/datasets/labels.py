@@ -8,9 +8,9 @@ A loss here pairs the output at t with the label at t. Aligned labels are theref
 before any rank cuts a sequence: labels[t] becomes labels[t + 1], and -100 at the last token of a sample and of a packed
 document. A document begins where transformers sees one begin: by position_ids that do not rise by one, without attention_mask.
 
-A dataset says in an attribute `label_convention` which one it follows, or `data.labels` says it, or samples that are spread
-over the dataset show it. A target that is the input at its own place is refused: a causal model would learn to copy it. Every batch is
-held against what has been decided, and a sample that contradicts it is refused where it is read.
+A dataset's attribute `label_convention` names its convention, or `data.labels` does, or samples that are spread over
+the dataset show it. A target that is the input at the same position is refused: a causal model would learn to copy
+it. Every batch is held against what has been decided, and a sample that contradicts it is refused where it is read.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from samestep.errors import DataError
 from samestep.job_tables import Convention
 
 LOOKED_AT = 8
-"""Samples of a dataset, spread over it, whose labels are held against their inputs."""
+"""Number of samples, spread over a dataset, whose labels are compared with their inputs."""
 MOST_LOOKED_AT = 64
-"""Samples that are looked at where the first ones count no label."""
+"""Number of samples that are compared where the first ones count no label."""
 _NOT_COUNTED = -100
 _SHOWN = 8
 """The number of labels from which a sample shows a convention that contradicts the word of `data.labels`."""
 
 
 def convention_of(dataset: Dataset, word: Convention | None) -> Convention:
-    """Return which token the labels of a dataset are; `word` is the key `data.labels`.
+    """Return the convention of a dataset's labels; `word` is the key `data.labels`.
 
-    Samples without a label for each token are as they are, "next".
+    Samples without a label for each token stay as they are: "next".
 
     Raises:
         DataError: the samples show neither and there is no word, they contradict the word, or they have no `input_ids`
@@ -65,7 +65,7 @@ def convention_of(dataset: Dataset, word: Convention | None) -> Convention:
 
 
 def convention_of_samples(samples: Any, word: Convention | None) -> Convention:
-    """Return which token the labels of some samples are, as `convention_of` does for a dataset."""
+    """Return the convention of some samples' labels, as `convention_of` does for a dataset."""
     return _LabelComparison.of(samples, word).convention(word)
 
 
@@ -90,15 +90,19 @@ class _LabelComparison:
     has_previous: int = 0
     """Labels that count and whose token before is in the sample and the document."""
     is_own: bool = True
-    """Whether every label that counts is the input at its place."""
+    """Whether every label that counts is the input at the same position."""
     is_next: bool = True
-    """Whether every one with a next token is that."""
+    """Whether every label that counts and has a next token is that token."""
     is_previous: bool = True
-    """Whether every one with a token before is that."""
+    """Whether every label that counts and has a token before is that token."""
 
     @classmethod
     def of(cls, samples: Any, word: Convention | None) -> _LabelComparison:
-        """Return the comparison of some samples."""
+        """Compare the labels of some samples with their inputs.
+
+        Raises:
+            DataError: they are batches of one sample, or have no `input_ids` of the labels' shape and there is no word.
+        """
         if labels_of_tokens(samples) is None:
             _refuse_batches(samples)
             return cls()
@@ -122,7 +126,7 @@ class _LabelComparison:
         )
 
     def joined(self, other: _LabelComparison) -> _LabelComparison:
-        """Return the comparison of the samples of both."""
+        """Return the comparison of both objects' samples together."""
         return _LabelComparison(
             self.counted + other.counted,
             self.has_next + other.has_next,
@@ -186,7 +190,7 @@ def labels_of_tokens(samples: Any) -> Tensor | None:
 
 
 def _refuse_batches(samples: Any) -> None:
-    """Refuse samples that are batches of one, as a tokenizer gives them that returns tensors.
+    """Refuse samples that are batches of one, as a tokenizer that returns tensors gives them.
 
     Raises:
         DataError: they are.
@@ -223,7 +227,7 @@ def with_next_labels(samples: Any) -> Any:
 def check_samples(
     samples: Any, indices: Sequence[int] | npt.NDArray[np.int64], found: Convention, word: Convention | None
 ) -> None:
-    """Refuse samples whose labels contradict the convention that has been found in others, or that the word says.
+    """Refuse samples whose labels contradict the convention that was found in others, or that the word names.
 
     Raises:
         DataError: one does.
@@ -256,7 +260,7 @@ _MEANT: Mapping[Convention, str] = {"aligned": "the input_ids at their own place
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LabelBatch:
-    """A batch of a step whose labels are checked, and moved where they are aligned, when its samples are read."""
+    """A batch of a step whose labels are checked, and shifted where they are aligned, when its samples are read."""
 
     batch: Any
     """The batch that the caller of a run has given, as `Batch` is one."""

@@ -30,9 +30,9 @@ class Mixture:
 
     parts: tuple[Dataset, ...]
     lengths: tuple[int, ...]
-    """Samples that each part has."""
+    """The number of samples of each part."""
     ends: npt.NDArray[np.int64]
-    """Where the samples that each part gives end in the mixture."""
+    """The index in the mixture after the last sample of each part."""
 
     @classmethod
     def of(cls, parts: Mapping[str, Dataset], weights: Mapping[str, float]) -> Mixture:

@@ -1,4 +1,5 @@
-"""Where the modules that a job names are looked for: in the folder of the job file, the working directory, and the path of imports."""
+"""The search for modules that a job names: in the folder of the job file, the working directory, and the path of
+imports."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def make_importable(name: str, folder: str | None) -> None:
 
 
 def spec_of(root: str, folder: str | None) -> ModuleSpec | None:
-    """Return what an import of an outermost module would find, without running it; None where there is none."""
+    """Return the module that an import would find at the outermost level, without running it; None where there is
+    none."""
     importlib.invalidate_caches()
     return PathFinder.find_spec(root, [*([folder] if folder else []), os.getcwd(), *sys.path])
 

@@ -1,4 +1,4 @@
-"""Micro-batches that are read while earlier ones compute: in a thread of this process, or in processes of their own.
+"""Micro-batches that are read while earlier ones compute: in a thread of this process, or in worker processes.
 
 The samples of a step are a function of (seed, step), so what a rank will read is known before it asks: the shares of this
 step's micro-batches, of the next step's, and so on. They are read in that order, a few ahead of the one in use:
@@ -9,8 +9,8 @@ step's micro-batches, of the next step's, and so on. They are read in that order
                             and not in float64, whose forwards change the default dtype of the process
     run.data_workers = N    N processes read two micro-batches each, as torch's DataLoader distributes them
 
-Only where the work is done changes: a micro-batch that was not foreseen, as one that the canary reads again, is read at
-once by the caller. So a resumed run may have another number of workers and reads the same samples.
+Only where the work is done changes: a micro-batch that was not predicted, such as one that the canary reads again, is
+read at once by the caller. So a resumed run may have another number of workers and reads the same samples.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class ReadAhead:
     def __init__(
         self, read: Read, coming: Iterator[Wanted], *, num_workers: int, pin: bool, threads: bool = True
     ) -> None:
-        """Read `coming`, the samples of each micro-batch, maybe in a thread if `threads`; `pin` puts tensors into memory that a GPU copies from."""
+        """Read `coming`, the samples of each micro-batch, in a thread if `threads` and it pays; `pin` puts tensors
+        into memory that a GPU copies from."""
         self._lock = threading.Lock()  # a data set is read by one thread at a time
         self._read, self._pin, self._threads = read, pin, threads
         self._coming = coming
@@ -74,7 +75,7 @@ class ReadAhead:
             self._ready = _InProcesses(read, self._foreseen(), num_workers, pin)
 
     def take(self, wanted: Wanted) -> Any:
-        """Return these samples, which were read ahead if they are the next ones foreseen."""
+        """Return these samples, which were read ahead if they are the next ones predicted."""
         if self._next is None or not wanted.is_same(self._next):
             return self._read_here(wanted)
         if self._ready is not None:
@@ -151,7 +152,8 @@ class _InProcesses:
             multiprocessing_context="fork",  # a data set need not be picklable, and is not copied
             generator=torch.Generator(),  # its seeds for workers come from here, not from the process's generator
         )
-        # torch raises where the main thread is when a worker dies, which may be in a forward; here `take` tells.
+        # torch raises an error wherever the main thread is when a worker dies, which may be in a forward; here `take`
+        # raises it.
         before, is_main = signal.getsignal(signal.SIGCHLD), threading.current_thread() is threading.main_thread()
         self._iterator: Iterator[Any] | None = iter(loader)
         if is_main and before is not None:
@@ -162,7 +164,7 @@ class _InProcesses:
 
         Raises:
             WorkerError: a worker process ended.
-            SamestepError: the samples cannot be a batch; other errors of a data set carry the worker's traceback.
+            SamestepError: the samples cannot be a batch; other errors of a dataset carry the worker's traceback.
         """
         assert self._iterator is not None
         self._asked.popleft()
@@ -197,7 +199,7 @@ class _Asked:
 
 
 class _Reads(TorchDataset[Any]):
-    """A data set whose items are whole micro-batches."""
+    """A dataset whose items are whole micro-batches."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -211,7 +213,8 @@ class _Reads(TorchDataset[Any]):
 
 @contextmanager
 def _generators_watched() -> Iterator[list[str]]:
-    """Yield a list that has an entry afterwards if a process-wide generator was moved, even to where it stood before."""
+    """Yield a list that gets an entry if a process-wide generator was moved meanwhile, even back to its earlier
+    state."""
     moved: list[str] = []
     before = _generators()
     random.random(), np.random.random(), torch.rand(1)  # where none stands that was seeded for the same samples before

@@ -34,7 +34,7 @@ ROWS_AT_ONCE = 256
 """Rows of a Parquet file that are in memory together."""
 _LINES = (".jsonl", ".ndjson")
 _UNPACKED = 4
-"""About how many bytes a packed one stands for."""
+"""The approximate number of unpacked bytes for each packed byte."""
 _HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 Row = tuple[str, Any, int]
@@ -48,7 +48,7 @@ class DocumentRows:
     origin: Origin
     read: Callable[[], Iterator[Row]]
     may_lack_nulls: bool = False
-    """Whether a key without a value stands for one that a row does not have, as in a table."""
+    """Whether a key without a value counts as absent, as in a table."""
 
 
 # -- JSON ------------------------------------------------------------------------------------------
@@ -208,9 +208,9 @@ def parquet_rows(path: str, text_field: str) -> DocumentRows:
             try:
                 table = parquet.ParquetFile(file, page_checksum_verification=True)
                 length, names = table.metadata.num_rows, table.schema_arrow.names
-            except Exception as error:  # the library raises what its parts raise
+            except Exception as error:  # the library raises errors of all its parts
                 with open_unpacked(file) as content:
-                    head_of(file, content)  # names what it is, where that is known
+                    head_of(file, content)  # names the file's form, where that is known
                 raise DataError(f"{file} is not a Parquet file: {first_line(error)}") from None
             if twice := next((name for name in wanted_columns(names, text_field) if names.count(name) > 1), None):
                 raise DataError(f"{file} row 0: the file has two columns {twice!r}: one of each name works")
@@ -225,7 +225,7 @@ def parquet_rows(path: str, text_field: str) -> DocumentRows:
 
 
 def _leaf(schema: Any, name: str) -> str:
-    """Return the name by which a column of a file is read: of a path within another the path where there is one, else its column."""
+    """Return the name by which a column is read: its path within another column where there is one, else the column."""
     top, *keys = name.split(".")
     if name in schema.names or not keys:
         return name
@@ -244,7 +244,7 @@ def _table_rows(file: Path | str, batches: Iterator[Any], each: int) -> Iterator
     while True:
         try:
             batch = next(batches, None)
-        except Exception as error:  # as a damaged page, which each codec names in its own way
+        except Exception as error:  # such as a damaged page, which each codec reports differently
             raise DataError(f"{file} row {number}, or one soon after it, is damaged: {first_line(error)}") from None
         if batch is None:
             return
@@ -287,7 +287,7 @@ def hf_rows(path: str, text_field: str) -> DocumentRows:
         raise DataError(f"{source} needs the library datasets: pip install 'samestep[hf-data]'") from None
     try:
         dataset = load_from_disk(str(place))
-    except Exception as error:  # the library raises what its parts raise
+    except Exception as error:  # the library raises errors of all its parts
         raise DataError(
             f"hf:{path} is not a dataset written by save_to_disk ({first_line(error)}); "
             "load_dataset(NAME).save_to_disk(FOLDER) makes one"

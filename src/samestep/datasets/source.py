@@ -1,9 +1,8 @@
 """The data sources that `data.source` may name, and the dataset that each one opens.
 
-The user's own dataset: `module:function` names a function without arguments that returns a map-style dataset.
-
-The module is also searched in the working directory. Samples may be whatever torch's `default_collate` stacks: dicts or
-tuples of tensors, arrays and numbers.
+The user's dataset is `module:function`, a function without arguments that returns a map-style dataset; its module is
+also searched in the working directory. Samples may be anything that torch's `default_collate` stacks: dicts or tuples
+of tensors, arrays and numbers.
 """
 
 from __future__ import annotations
@@ -158,7 +157,8 @@ def open_dataset(job: Job, split: Split = "train", classes: Sequence[str] | None
 
 
 def open_held_out(job: Job) -> dict[str, Dataset]:
-    """Return what a job evaluates, by name: the part of its data that is held out, and the sets of `data.held_out_sets`.
+    """Return the datasets that a job evaluates, by name: the held-out part of its data, and the sets of
+    `data.held_out_sets`.
 
     Raises:
         DataError: the data of one of them is missing, badly formed, or too short for one sample.
@@ -232,7 +232,8 @@ def token_ranges(dataset: Dataset, count: int) -> list[TokenRange]:
 
 
 def of_words(dataset: Dataset, words: int | None) -> Dataset:
-    """Return a dataset that refuses, where they are read, tokens of files for which a model of so many words has no embedding."""
+    """Return a dataset that refuses tokens of files, when they are read, for which a model of `words` tokens has no
+    embedding."""
     if words is None:
         return dataset
     if isinstance(dataset, Mixture):
@@ -241,7 +242,7 @@ def of_words(dataset: Dataset, words: int | None) -> Dataset:
 
 
 def remarks_on(dataset: Dataset) -> tuple[str, ...]:
-    """Return what a user should read about the sources of a dataset."""
+    """Return remarks for the user about the sources of a dataset."""
     if isinstance(dataset, Mixture):
         return tuple(remark for part in dataset.parts for remark in remarks_on(part))
     return dataset.remarks if isinstance(dataset, PackedDocuments) else ()

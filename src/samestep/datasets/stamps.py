@@ -1,12 +1,12 @@
 """The stamp of a run's data, by which a resume notices that it would read other samples.
 
-    files      their names below the source, their sizes, and what is in them: all of up to 64 MiB, and of more the head, the
+    files      their names below the source, their sizes, and content: all of up to 64 MiB, and of more the head, the
                tail and 256 blocks at places that a seed draws, of all files one after another
     texts      those that come with Python, and the tokenizer's folder: all of them
     samples    of a data set in Python: its length, and up to 256 samples, those that the run reads first in front, as many as
                half a second allows; none where a sample reads differently twice
 
-The path of a source is left out, so that data which has moved has the same stamp. A stamp is plain data for a manifest.
+The path of a source is left out, so that data in a new place has the same stamp. A stamp is plain data for a manifest.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def of_dataset(dataset: Dataset, seed: int) -> Stamp:
 
 
 def difference(saved: Stamp, now: Stamp) -> str:
-    """Return what tells the data now from that of a stamp in a checkpoint, as text; empty where nothing does."""
+    """Return the difference between the data now and that of a stamp in a checkpoint, as text; empty where there is
+    none."""
     for before, after in itertools.zip_longest(saved, now):
         if before is None or after is None:
             return f"the data has {len(now)} parts, and had {len(saved)}"
@@ -133,7 +134,7 @@ def _of_files(files: Sequence[Path], root: Path) -> dict[str, Any]:
 
 
 def _blocks(sizes: Sequence[int], total: int) -> Iterator[tuple[int, int, int]]:
-    """Yield what is read of files: the index of a file, the first byte, and the number of bytes."""
+    """Yield the parts of files that are read: the index of a file, the first byte, and the number of bytes."""
     if total <= WHOLE_BYTES:
         yield from ((index, 0, size) for index, size in enumerate(sizes))
         return

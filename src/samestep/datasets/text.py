@@ -2,7 +2,7 @@
 
 `topics` is the language reference behind Python's `help()`, 0.5 MB of English and code; `stdlib` is the source code
 of the standard library, about 10 MB. Both differ between versions of Python, so a result should name the version. Files
-and topics are joined by a newline and are not kept apart; `documents.py` keeps documents apart.
+and topics are joined by a newline and are not kept separate; `documents.py` keeps documents separate.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def text_tokens(path: str, tokenizer: Tokenizer, tokenizer_key: tuple[str, ...])
 
 
 def tokens_of(documents: Iterable[Iterable[str]], tokenizer: Tokenizer, origin: Origin) -> npt.NDArray[Any]:
-    """Return the tokens of documents joined by newlines; each part of a document is encoded on its own."""
+    """Return the tokens of documents joined by newlines; each part of a document is encoded separately."""
 
     def pieces() -> Iterator[tuple[int, Piece]]:
         newline = encode_array(tokenizer, "\n")

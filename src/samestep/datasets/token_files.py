@@ -1,4 +1,4 @@
-"""One file of token ids, mapped into memory: plain numbers, or numbers behind a head that says what they are.
+"""One file of token ids, mapped into memory: plain numbers, or numbers after a header that describes them.
 
     *.npy              numpy's own: the head names dtype, byte order and shape, of one dimension or of rows
     *.bin with *.idx   Megatron's or fairseq's: the index names the dtype, and the place and length of each sequence
@@ -37,7 +37,7 @@ _SHORT_INDEX_HEAD_BYTES = 26
 """The head of fairseq's index, which has the sequences alone and no documents."""
 _HEAD_BYTES = 1024
 _HEADS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-"""The dtypes of tokens behind a head of llm.c, by the number of its format and its version."""
+"""The dtypes of tokens after a header of llm.c, by the number of its format and its version."""
 _MOST_VERSIONS = 1024
 _FEWEST_BYTES_OF_TEXT = 64
 _OTHER_FORMATS = tuple((re.compile(mark, re.DOTALL), form) for mark, form in (
@@ -59,7 +59,7 @@ _MOST_HIGH, _LARGE = 15, 4096
 
 
 def index_at(path: str) -> Path | None:
-    """Return Megatron's index of a path: of an index, of the file beside it, or of the prefix that both have; None without one."""
+    """Return Megatron's index of a path: an index, or of a .bin file or the prefix of both; None without one."""
     place = Path(os.path.expanduser(path))
     if place.suffix == ".idx" and place.is_file():
         return place
@@ -120,7 +120,8 @@ def _is_headed(head: bytes, order: str = "<") -> bool:
 
 
 def _unknown_head(head: bytes, size_bytes: int) -> str:
-    """Return the dtype of tokens behind a head of llm.c's shape and an unknown number; empty where there is no such head."""
+    """Return the dtype of tokens after a header of llm.c's form with an unknown number; empty where there is no such
+    header."""
     numbers = np.frombuffer(head, "<i4") if len(head) == _HEAD_BYTES else np.zeros(4, "<i4")
     number, version, count = numbers[:3].tolist()
     if number <= 0 or not 0 <= version < _MOST_VERSIONS or count < 1 or numbers[3:].any():
@@ -130,7 +131,7 @@ def _unknown_head(head: bytes, size_bytes: int) -> str:
 
 
 def _other_format(head: bytes, size_bytes: int) -> str:
-    """Return what a file is whose first bytes belong to another format; empty for numbers."""
+    """Return the name of another format that a file's first bytes belong to; empty for numbers."""
     if form := next((form for mark, form in _OTHER_FORMATS if mark.match(head)), ""):
         return form
     # A chunk of litdata names the number of its items, and where each begins and the last one ends.
@@ -154,7 +155,7 @@ def _read_npy(place: Path) -> Array:
     """Return a file's array, of one dimension or of two; of two it is the rows of an array in C's order."""
     try:
         tokens = np.lib.format.open_memmap(place, mode="r")
-    except Exception as error:  # a damaged head is a Python literal, of which numpy raises what its parser does
+    except Exception as error:  # a damaged header is a Python literal, for which numpy raises any error of its parser
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         works = "; plain numbers of data.dtype work in a file whose name ends with .bin" * ("magic string" in reason)
         raise DataError(f"tokens:{place} is not a .npy array that can be mapped: {reason}{works}") from None
@@ -200,7 +201,7 @@ def read_indexed(index: Path) -> Array | Shards:
     """Return the tokens of all sequences of an index, in their order.
 
     Raises:
-        DataError: the index or the file beside it is missing, damaged, or not of whole numbers.
+        DataError: the index or its .bin file is missing, damaged, or not of whole numbers.
     """
     place = index.with_suffix(".bin")
     if not place.is_file():
@@ -274,9 +275,9 @@ def _sequences(index: Path) -> tuple[np.dtype[Any], Array, Array]:
 
 
 def looked_at(tokens: Array, first: int, block: int) -> Iterator[tuple[int, Array]]:
-    """Yield `first` tokens of the beginning, and blocks at places that a seed draws and at the end, each with its place.
+    """Yield `first` tokens of the beginning, the end, and blocks at places that a seed draws, each with its place.
 
-    Of a file that is not much larger all is yielded.
+    A file that is not much larger is yielded whole.
     """
     first, block = max(1, first), max(1, block)
     yield 0, tokens[:first]
@@ -295,7 +296,7 @@ def _refuse_other_width(place: Path, tokens: Array) -> None:
     """Refuse numbers that look like wider ones, like those of the other byte order, or like floating-point numbers.
 
     Raises:
-        DataError: they do.
+        DataError: they look so.
     """
     width = tokens.dtype.itemsize
     if width == 1 and tokens[:2].tobytes() in (b"\xff\xfe", b"\xfe\xff"):
@@ -313,7 +314,8 @@ def _refuse_other_width(place: Path, tokens: Array) -> None:
 
 
 def _may_be_other(seen: Array) -> bool:
-    """Return whether a block is worth a closer look: half of it is small, or its first numbers are what only another form has."""
+    """Return whether a block needs a closer test: half of it is small, or its first numbers occur only in another
+    form."""
     head = seen[: 8 * _FEWEST]
     is_other = any(_float_dtype(head[shift:]) != "" for shift in range(4)) or (
         seen.dtype.itemsize > 1 and not (head % 256).any()
@@ -322,7 +324,8 @@ def _may_be_other(seen: Array) -> bool:
 
 
 def _other_form(seen: Array) -> str:
-    """Return what unsigned numbers look like and what would work, with places for their dtype and where they begin; else empty."""
+    """Return the other form that unsigned numbers seem to have and what would work, with fields for their dtype and
+    place; else empty."""
     width = seen.dtype.itemsize
     if (number := _float_dtype(seen)) != "":
         return f"{number}{{at}}, and ids are whole numbers: numpy.fromfile(file, {number!r}).astype('uint32').tofile(file) makes them, which data.dtype = 'uint32' reads"
@@ -376,7 +379,8 @@ def _are_swapped(seen: Array) -> bool:
 
 
 def other_readings(place: Path, words: int) -> list[str]:
-    """Return in what ways a file of plain numbers has ids below `words` alone, for an error; none for other files."""
+    """Return the ways to read a file of plain numbers in which all ids are below `words`, for an error; none for
+    other files."""
     with place.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     found: list[str] = []

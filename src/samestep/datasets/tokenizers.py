@@ -38,14 +38,14 @@ _NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """The end tokens that are tried where a folder names none."""
 _PROBES = ("a", "0", "the", " ")
-"""Texts of which a tokenizer shows what it puts before them; a small vocabulary has tokens of few."""
+"""Texts by which a tokenizer shows the ids that it puts before each; a small vocabulary has tokens for few."""
 
 
 class Tokenizer(Protocol):
     """A tokenizer: text to token ids and back."""
 
     def __hash__(self) -> int:
-        """Return a number by which what a tokenizer shows is kept."""
+        """Return a number that identifies the tokenizer in caches."""
         ...
 
     @property
@@ -77,13 +77,14 @@ class Tokenizer(Protocol):
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template of its own."""
+        """Whether the tokenizer has a chat template."""
         ...
 
     def render_chat(
         self, messages: Messages, reply_follows: bool, *, settings: Mapping[str, Any] = _NO_SETTINGS
     ) -> str:
-        """Return a conversation as the tokenizer's own chat template writes it, given tools and other words of `settings`.
+        """Return a conversation as the tokenizer's chat template writes it, given tools and other variables in
+        `settings`.
 
         With `reply_follows` the text ends with the template's prompt for the assistant's reply.
 
@@ -117,7 +118,11 @@ class ByteTokenizer:
     def render_chat(
         self, messages: Messages, reply_follows: bool, *, settings: Mapping[str, Any] = _NO_SETTINGS
     ) -> str:
-        """Refuse every conversation, since bytes have no chat template."""
+        """Refuse every conversation, since bytes have no chat template.
+
+        Raises:
+            DataError: always.
+        """
         raise DataError("the tokenizer 'bytes' has no chat template")
 
 
@@ -197,7 +202,7 @@ class TransformersTokenizer:
         return list(self.auto.encode(text, add_special_tokens=False))
 
     def encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each piece, encoded on its own: these tokenizers give no offsets."""
+        """Return the token ids of each piece, encoded separately: these tokenizers give no offsets."""
         return [self.encode(piece) for piece in pieces]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -261,7 +266,8 @@ def _ids_before(encode: Callable[[str, bool], list[int]]) -> tuple[int, ...]:
 
 
 def tokenizer_key(job: Job) -> tuple[str, ...]:
-    """Return what names the tokenizer of a job: its files as they are now, and the library that reads them."""
+    """Return the key of a job's tokenizer: its files as they are now, and the versions of the library that reads
+    them."""
     if job.data.tokenizer == "bytes":
         return ("bytes",)
     folder = job.place_of(job.data.tokenizer)
@@ -312,7 +318,7 @@ def _auto_tokenizer(folder: Path) -> Any:
         raise DataError(f"{folder} needs the library transformers: pip install 'samestep[hf]'") from None
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # what a broken folder raises differs by family
+    except Exception as error:  # a broken folder raises errors that differ by family
         raise DataError(
             f"{folder} holds no tokenizer that transformers can read ({first_line(error)}); "
             "a folder with a tokenizer.json works"
@@ -321,7 +327,7 @@ def _auto_tokenizer(folder: Path) -> Any:
 
 def _render(auto: Any, messages: Messages, reply_follows: bool, settings: Mapping[str, Any]) -> str:
     try_template(auto)
-    given = copy.deepcopy([dict(message) for message in messages])  # a template may change what it is given
+    given = copy.deepcopy([dict(message) for message in messages])  # a template may change its arguments
     try:
         rendered = auto.apply_chat_template(given, **settings, tokenize=False, add_generation_prompt=reply_follows)
     except Exception as error:  # a template raises whatever its author wrote
