@@ -1,9 +1,8 @@
 """The checks of a run before any process starts: layout, ranks, steps, run folder, data, model, optimizer, checkpoint.
 
-`train` and `train --dry-run` both call `check`, so that what a dry run accepts also starts. A mistake found here costs
-seconds on one process instead of minutes on all of them.
-
-`train --dry-run`: the same checks as `train`, then the resolved job and each rank's bytes and samples; starts nothing.
+`train` and `train --dry-run` both call `check`, so that every run that a dry run accepts also starts. A mistake found
+here costs seconds on one process instead of minutes on all of them. A dry run then shows the resolved job and each
+rank's bytes and samples, and starts nothing.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ T = TypeVar("T")
 AUTO = "auto"
 """The value of `layout` that asks for a search."""
 _TRIED_LAYOUTS = 40
-"""The number of the search's fastest layouts that are tried: the optimizer may not support the first ones."""
+"""The number of the search's fastest layouts that are tested: the optimizer may not support the first ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A run that has passed every check that can be made before a worker starts."""
+    """A run that has passed every check that is possible before a worker starts."""
 
     workload: Workload
     layout: Layout
@@ -61,7 +60,7 @@ class Checked:
     why: str = ""
     """The chosen layout and the reason for it, as text; empty where the layout was given."""
     passed_over: tuple[tuple[Path, str], ...] = ()
-    """Checkpoints newer than the one to resume from, and what is wrong with each."""
+    """Checkpoints newer than the one to resume from, and the damage of each."""
     ranks_per_node: int | None = None
     """The number of ranks on one machine; None where all are."""
 
@@ -138,7 +137,7 @@ def check(
 
 
 def place_workload(workload: Workload, layout: Layout, ranks_per_node: int | None, why: str = "") -> tuple[Layout, str]:
-    """Return the layout in which a workload runs where it is to run in `layout`, and the reasons as text.
+    """Return the layout of a workload that is to run in `layout`, and the reasons for it as text.
 
     Raises:
         InputError: it cannot run in this layout.
@@ -166,7 +165,11 @@ def shares(ranks: int, num_hosts: int) -> tuple[int, ...]:
 
 
 def search_layout(workload: Workload, ranks: int | None, num_hosts: int) -> tuple[str, str]:
-    """Search for the fastest layout on this machine that the optimizer supports; return it and the reason as text."""
+    """Search for the fastest layout on this machine that the optimizer supports; return it and the reason as text.
+
+    Raises:
+        LayoutError: no layout of these ranks is legal, fits and suits the optimizer.
+    """
     job, count = workload.job, ranks or num_hosts * workers.default_ranks(workload.job.run.device)
     machine = hardware.own_or("cpu-laptop")
     states = states_per_param(job)
@@ -210,9 +213,9 @@ def resolve_layout(job: Job, layout: Layout | str | None, ranks: int | None, num
 
 
 def decide_on_rank_0(decide: Callable[[], T], place: RankInfo | None) -> T:
-    """Return rank 0's decision, a plain value, on every rank; an error that it raises there is raised on every rank.
+    """Return rank 0's decision, a plain value, on every rank; an error that rank 0 raises is raised on every rank.
 
-    Ranks could decide differently: their clocks and hardware profiles differ, and rank 0 may already have made the folder.
+    Ranks could decide differently: their clocks and hardware profiles differ, and only rank 0 creates the folder.
     """
     if place is None or place.world_size == 1:
         return decide()
@@ -230,7 +233,7 @@ def decide_on_rank_0(decide: Callable[[], T], place: RankInfo | None) -> T:
 
 
 def _whole_from(folder: Path, job: Job, until: int) -> tuple[Path | None, tuple[tuple[Path, str], ...]]:
-    """Return the newest checkpoint of a run folder that is whole, if there is one, and what is wrong with newer ones."""
+    """Return the newest undamaged checkpoint of a run folder, if there is one, and the damage of newer ones."""
     whole, wrong = manifests.newest_whole(folder / run_folder.CHECKPOINTS)
     if whole is not None:
         _check_resumable(whole, job, until)

@@ -1,12 +1,13 @@
-"""Going on with fewer ranks, where some cannot be had again: hosts that are lost, or a worker that fails wherever it starts.
+"""Restarts of a run whose workers fail, from the newest undamaged checkpoint, and with fewer ranks where some are lost
+for good.
 
-The job says what is computed, so the global batch and the samples of every step stay as they are. Of the layout only the data
-degrees become smaller, or `--layout auto` plans anew. A run does so within `--ranks MIN:MAX`, or else it ends.
+Pauses grow, since the cause of a failure may need time to pass: a full network, a device that resets. The same error
+twice after the same step is no accident, and ends the run at once: most automatic restarts of a cluster repeat such a
+failure.
 
-Starting the workers of a run again after one of them failed, from the newest checkpoint that is whole.
-
-Pauses grow, since what ended a run may need time to pass: a full network, a device that resets. The same error twice
-behind the same step is no accident, and ends the run at once: of a cluster's automatic restarts most repeat what failed.
+Ranks are lost for good with hosts, or with a worker that fails wherever it starts. The job says what is computed, so
+the global batch and the samples of every step stay as they are; of the layout only the data degrees shrink, or
+`--layout auto` plans again. A run does so within `--ranks MIN:MAX`, or else it ends.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Elasticity:
     """The hosts of the run, if there are several."""
 
     def without_lost(self, checked: Checked, error: WorkerError, *, is_again: bool) -> Checked | None:
-        """Return the run on the ranks that are left after a failure; None where nothing says that some are lost for good.
+        """Return the run on the ranks that are left after a failure; None where no rank is known to be lost for good.
 
-        Hosts are lost whose connection is; and where the same failure came again, one rank counts as lost.
+        A host is lost with its connection; and where the same failure occurs again, one rank counts as lost.
 
         Raises:
             WorkerError: no layout of the ranks that are left is allowed and legal; the text says what would be.
@@ -56,7 +57,8 @@ class Elasticity:
         return self._fewer(checked, left, hosts - len(lost), error)
 
     def on_hosts_left(self, checked: Checked, num_hosts: int) -> Checked:
-        """Return a run that was checked for a number of hosts on those that met again after the leading one was lost.
+        """Return the run, checked for `num_hosts` hosts, on those that are connected again after the leading one was
+        lost.
 
         Raises:
             WorkerError: no layout of the ranks that are left is allowed and legal; the text says what would be.
@@ -66,7 +68,7 @@ class Elasticity:
         return self._fewer(checked, left, self.meeting.num_hosts, WorkerError("the leading host is gone"))
 
     def _fewer(self, checked: Checked, left: int, hosts: int, error: WorkerError) -> Checked:
-        """Return the run in the first legal layout of at most `left` ranks, of which each host has as many."""
+        """Return the run in the first legal layout of at most `left` ranks, equally many on each host."""
         refused, least = "", self.least or 1
         for ranks in range(left, least - 1, -1):
             if ranks % hosts:
@@ -124,7 +126,7 @@ def restarting(
     Ranks that are lost for good are left out, if the run may go on with fewer.
 
     Raises:
-        WorkerError: a worker failed once more, or with the same error behind the same step as before.
+        WorkerError: a worker failed once more, or with the same error after the same step as before.
     """
     first_weights = checked.first_weights
     most, seen, pause_s = checked.workload.job.run.restarts, set[tuple[str, int]](), _FIRST_PAUSE_S

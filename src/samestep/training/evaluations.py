@@ -1,12 +1,13 @@
-"""The held-out losses of a run while it trains: the log, the checkpoint with the least of them, and the end of a run without a new one.
+"""The held-out losses of a run while it trains: the log, the best checkpoint, and early stopping.
 
     train.evaluate_every = 100     the loss over train.evaluate_samples held-out samples, after every 100th step
     checkpoint.keep_best = true    RUN/best/ holds the checkpoint with the least of these losses
     train.patience = 5             the run ends after 5 of them in a row that are not below the least before
     data.held_out_sets = {...}     other sets that are evaluated too; train.judged_by names the one whose loss decides
 
-`evaluations.jsonl` has a line for each; a resumed run goes on from those up to its step. A best checkpoint of a later step, which the
-run drops, is moved aside then, and the least loss since becomes the next one. Every rank has the same losses, so all decide alike.
+`evaluations.jsonl` has a line for each; a resumed run keeps those up to its step. A best checkpoint of a later step,
+which the run drops, is moved aside then, and the least loss since becomes the next one. Every rank has the same
+losses, so all decide alike.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class EvaluatedStep(NamedTuple):
 
     step: int
     loss: float
-    """The mean loss of the set that decides."""
+    """The mean loss of the set that `train.judged_by` names."""
     losses: Mapping[str, float]
-    """That of each set, by name."""
+    """The mean loss of each set, by name."""
 
 
 def check(job: Job) -> None:
@@ -58,7 +59,7 @@ def check(job: Job) -> None:
 
 
 def read(folder: Path, last_step: int) -> list[EvaluatedStep]:
-    """Return the evaluations of a run folder up to a step; of a line that is cut off nothing."""
+    """Return the evaluations of a run folder up to a step, without an incomplete last line."""
     found: list[EvaluatedStep] = []
     with contextlib.suppress(OSError, ValueError, KeyError):
         for line in (folder / FILE).read_text(encoding="utf-8").splitlines():
@@ -81,7 +82,8 @@ def _line(row: EvaluatedStep) -> str:
 
 
 def _drop_later_best(folder: Path, first: int, rank: int) -> tuple[int, str]:
-    """Move the best checkpoint aside on rank 0, if it is of a step behind `first`; return its step, and why it cannot be moved."""
+    """Move the best checkpoint aside on rank 0, if it is of a step after `first`; return its step, and why it cannot
+    be moved."""
     newest = manifests.latest(folder / BEST) if rank == 0 else None
     step = int(newest.name.removeprefix("step-")) if newest is not None else 0
     if step > first:
@@ -104,9 +106,9 @@ class Evaluations:
     workload: Workload
     folder: Path
     rows: list[EvaluatedStep] = field(default_factory=list)
-    """Those that there have been, in order."""
+    """The evaluations so far, in order."""
     kept: EvaluatedStep | None = None
-    """The one whose weights the best checkpoint has."""
+    """The evaluation whose weights the best checkpoint has."""
 
     def settle_best(self) -> str:
         """Find the best checkpoint of a run that has resumed; return a line for the screen where it is of dropped steps.
@@ -134,7 +136,7 @@ class Evaluations:
 
     @property
     def best(self) -> EvaluatedStep | None:
-        """The evaluation with the least loss, of equal ones the first; None before the first finite one."""
+        """The evaluation with the least loss, the first of equal ones; None before the first finite one."""
         return min((row for row in self.rows if math.isfinite(row.loss)), key=lambda row: row.loss, default=None)
 
     @property
@@ -171,7 +173,8 @@ class Evaluations:
 
 
 def resume_evaluations(run: Run, workload: Workload, folder: Path, say: Callable[[str], None]) -> Evaluations:
-    """Return the evaluations with which a run goes on, and say what is other about its best checkpoint; every rank must call it.
+    """Return the evaluations of a resumed run up to its step, and print a line if its best checkpoint was dropped;
+    every rank must call it.
 
     Raises:
         SaveError: the best checkpoint is of dropped steps, and the file system does not let it be moved aside.

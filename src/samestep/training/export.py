@@ -36,7 +36,7 @@ class Exported:
     checkpoint: Path
     step: int
     size_bytes: int
-    """Bytes of all its files."""
+    """The bytes of all its files."""
 
     def to_text(self) -> str:
         """Return one line for the screen."""
@@ -56,9 +56,10 @@ def export(
 ) -> Exported:
     """Write the model of a run's newest checkpoint, or of one checkpoint, as a new folder.
 
-    A model of transformers is written for `from_pretrained`, and adapters (`model.lora`) for peft. Of a module of your own the
-    plain state dict is written, in one file of safetensors; `form="safetensors"` writes that of any model. With `form="dcp"` it is a
-    checkpoint of `torch.distributed.checkpoint`, of any model, with the state dict below `model`.
+    A model of transformers is written for `from_pretrained`, and adapters (`model.lora`) for peft. Of a module of
+    your own the plain state dict is written, in one file of safetensors; `form="safetensors"` writes that of any
+    model. With `form="dcp"` it is a checkpoint of `torch.distributed.checkpoint`, of any model, with the state dict
+    below `model`.
 
     Without a run, that is the newest run below `runs`; without a dtype, weights keep that of the master weights. With `merge` the
     whole model of a job with adapters is written, with the adapters added into its weights. With `ema` the moving averages of the

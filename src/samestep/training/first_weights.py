@@ -1,8 +1,9 @@
-"""`train --init-from`: a new run starts from the weights of another run's checkpoint, of a folder of transformers, or of torch's own.
+"""`train --init-from`: a new run starts from weights of another run, of a folder of transformers, or of a torch
+checkpoint.
 
-The job is a new one: data, optimizer, layout, numerics and frozen weights may be others; the model must have the same weights, by
-name and shape. Adapters (`model.lora`) of the new job are added beside them and begin as new. What such a run saves holds all that
-it started from, so it resumes without the other run.
+The job is a new one: data, optimizer, layout, numerics and frozen weights may be others; the model must have the same
+weights, by name and shape. Adapters (`model.lora`) of the new job are added to them and begin as new. Checkpoints of
+such a run hold all that it started from, so it resumes without the other run.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class FirstWeights:
     path: Path
     job: Job
     origin: str
-    """Where they come from, as text."""
+    """Their origin, as text."""
     names: Mapping[str, str]
-    """Names there, by the names of the model's weights and persistent buffers."""
+    """The name of each weight and persistent buffer of the model in the files."""
     opened: Callable[[ExitStack], Callable[[str], Tensor]]
-    """Opens the files, and returns the function of a tensor's value by its name there."""
+    """Opens the files, and returns a function from a name in the files to the tensor's value."""
     allow_code: bool = False
     """Whether functions that only a checkpoint names are run."""
 

@@ -1,8 +1,8 @@
 """Functions that only a checkpoint or a run folder names are not run.
 
 A job names functions as `module:function`, and the job in a manifest or in a run folder may be anybody's: it can name
-`subprocess:getoutput`. Such a word is run where the person who calls says it too: in the job that they give, in a job of a run
-that they started before (`train` notes its words, each with the file of its module), or by `--allow code`.
+`subprocess:getoutput`. Such a function runs only where the caller names it too: in the job that they give, in a job of
+a run that they started before (`train` notes its functions, each with the file of its module), or by `--allow code`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from samestep.errors import CheckpointError
 from samestep.job import Job
 
 ALLOW = "code"
-"""The word of `--allow` that runs what only a checkpoint names."""
+"""The word of `--allow` that runs functions that only a checkpoint names."""
 _FORM = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
 _SCHEMES = {name.partition(":")[0] for name in SOURCES if name != "module:function"} | {"hf", "preset"}
 _NO_CODE = (("model", "config"), ("train", "prompt"))
@@ -35,7 +35,7 @@ def code_of(job: Job) -> tuple[str, ...]:
 
 
 def note(job: Job) -> None:
-    """Note the functions that a job of the person who calls names; their modules have been imported.
+    """Note the functions that the caller's job names; their modules have been imported.
 
     Where the home folder cannot be written, nothing is noted, and `--allow code` is needed later.
     """
@@ -48,12 +48,12 @@ def note(job: Job) -> None:
 
 
 def refuse(job: Job, origin: Path, own: Job | None = None) -> None:
-    """Refuse a job, found in a checkpoint or a run folder, that names a function which the person who calls has not named.
+    """Refuse a job, found in a checkpoint or a run folder, that names a function which the caller has not named.
 
     Args:
         job: the job that was found.
         origin: where.
-        own: the job that the person gives, if they give one.
+        own: the caller's job, if there is one.
 
     Raises:
         CheckpointError: it does; the text names the function.

@@ -1,10 +1,11 @@
-"""What there is behind the first step of a training is left out of Python's garbage collections until the training ends.
+"""Objects that exist after the first step of a training are left out of Python's garbage collections until the training
+ends.
 
 A process that has imported torch and transformers holds 400,000 objects that it keeps. A full collection goes through all of them:
 a quarter of a second, in which every other rank waits, at a time of each rank's own. `gc.freeze` leaves them out.
 
-What is frozen and becomes garbage is freed when the training ends. So this is done where samestep itself takes the steps: a
-loop of one's own may drop a model that it has trained before, and would keep its memory.
+Frozen objects that become garbage are freed only when the training ends. So this is done where samestep itself takes
+the steps: a user's loop may drop a model that it has trained before, and would keep its memory.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ T = TypeVar("T")
 
 
 def freeze_after_first(steps: Iterable[T]) -> Iterator[T]:
-    """Yield all steps; the objects that there are behind the first are left out of collections until the last.
+    """Yield all steps; objects that exist after the first one are left out of collections until the last.
 
-    Where somebody else has frozen objects, which cannot be told apart, nothing is done.
+    Where other code has frozen objects, which cannot be distinguished from these, nothing is done.
     """
     is_frozen = False
     try:

@@ -1,10 +1,10 @@
-"""A run on several hosts: the one that the rendezvous belongs to leads it, and the others do as it says.
+"""A run on several hosts: the host of the rendezvous address leads it, and the others follow its orders.
 
 ```
 host 1: samestep train ─ meet ─ check ─ claim the folder ─ run_workers ──► ranks 0, 1 and, through its followers, 2, 3
 host 2: samestep train ─ meet ─ follow ─ check the same ─ LocalWorkers ──► ranks 2, 3
 ```
-All hosts give the same words, and see the same run folder. Each checks, builds and traces the model by itself.
+All hosts give the same arguments, and see the same run folder. Each checks, builds and traces the model by itself.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from samestep.training import run_folder
 from samestep.training.check import Checked, check, shares
 
 _LOCK_PATIENCE_S = 120.0
-"""Seconds after which a shared folder has let go of the lock of a host that is gone: on NFS it waits for 90 s."""
+"""Seconds within which a shared folder releases the lock of a host that is gone: on NFS it waits for 90 s."""
 _AGAIN_S = 30.0
-"""Seconds in which hosts meet again; they find out within 10 s of each other that the leading one is lost."""
+"""Seconds in which hosts connect again; they find out within 10 s of each other that the leading one is lost."""
 
 
 def identity(job: Job, flags: Mapping[str, object]) -> dict[str, str]:
-    """Return what must be equal on all hosts of a run, by the words that name it."""
+    """Return the settings that must be equal on all hosts of a run, by name."""
     versions = {name: metadata.version(name) for name in ("samestep", "torch")}
     digest = hashlib.sha256(job.to_toml().encode()).hexdigest()[:16]
     given = {f"--{name.replace('_', '-')}": str(value) for name, value in flags.items()}
@@ -131,9 +131,10 @@ def follow(
 
 
 def meet_again(lost: Lost, at: Rendezvous, mine: Mapping[str, str]) -> Meeting:
-    """Meet the hosts that are left, at the first of them that is there, to go on without the one that has led them.
+    """Connect the hosts that are left, at the first of them that is there, to go on without the one that led them.
 
-    Only a run that has died is taken over: its lock is left behind. One that is cut off, or has ended, keeps or removes it.
+    Only a run that has died is taken over: its lock is left in the folder. A run that is cut off still holds it, and
+    one that has ended removes it.
 
     Raises:
         WorkerError: the run has not died, as far as this host can see, or no host came.
@@ -154,7 +155,7 @@ def meet_again(lost: Lost, at: Rendezvous, mine: Mapping[str, str]) -> Meeting:
 
 
 def _apply_order(checked: Checked, order: Order) -> Checked:
-    """Return a run that has passed its checks here, from the checkpoint that the leading host says."""
+    """Return a run that has passed its checks here, from the checkpoint that the leading host names."""
     resume_from = Path(order.resume_from) if order.resume_from else None
     return dataclasses.replace(
         checked, resume_from=resume_from, first_weights=None if resume_from else checked.first_weights

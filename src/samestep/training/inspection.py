@@ -1,9 +1,9 @@
-"""`samestep inspect`: what the trace of a job's model has shown, as tables; nothing is examined that `train` does not examine.
+"""`samestep inspect`: the findings of a trace of a job's model, as tables; only the examinations of `train` are made.
 
 layers      blocks and what stands between them: weights, work, and what a pipeline stage that begins there is sent
 weights     how tensor parallelism cuts each weight, or why every rank has it whole
 experts     where tokens are dispatched to experts
-samples     whether samples and tokens are apart, what was tried, and what a forward keeps
+samples     whether samples and tokens are independent, which operations were tested, and the state that a forward keeps
 words       the words of a layout that the job may have, and the reason where it may not
 """
 
@@ -43,9 +43,9 @@ class Inspection:
     words: tuple[tuple[str, str], ...]
     """Words of a layout, each with the reason why the job may not have it; empty where it may."""
     gathered: Mapping[str, str] = field(default_factory=dict)
-    """Modules that a plan cuts otherwise, whose outputs are gathered or which stay whole under a tensor cut, and why."""
+    """Modules that a plan of cuts treats otherwise, whose outputs are gathered or which stay whole, and why."""
     states: tuple[StateSpec, ...] = ()
-    """What a forward keeps."""
+    """The states that a forward keeps."""
     waived: tuple[str, ...] = ()
     """Refusals of initial values that `run.allow` waives."""
 
@@ -211,7 +211,8 @@ def _format_cell(cell: Any) -> str:
 
 
 def _describe_received(layer: LayerSpec, elements: int) -> str:
-    """Return what a pipeline stage that begins with a layer is sent; `elements` are those that the layer before passes on."""
+    """Return what a pipeline stage that begins with a layer receives; `elements` are those that the layer before
+    passes on."""
     if not layer.may_begin_stage:
         return f"none can begin: {layer.crossing_refusal}" if layer.crossing_refusal else ""
     return " + ".join(map(_crossing, layer.crossings)) or f"{elements:,} elements"
@@ -225,7 +226,7 @@ def _crossing(one: Crossing) -> str:
 
 @calls.checked
 def inspect(job: Job) -> Inspection:
-    """Return what is known of the model of a job: of a preset its shape, of other models all that their trace shows.
+    """Return the facts about a job's model: the shape of a preset, or all findings of another model's trace.
 
     Raises:
         InputError: the job, its data or its model cannot be used.

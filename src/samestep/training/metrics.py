@@ -1,19 +1,19 @@
-"""The numbers of each step: on the terminal, in `metrics.jsonl`, and in trackers such as TensorBoard.
+"""The numbers of each step, on the terminal, in `metrics.jsonl`, and in trackers such as TensorBoard; and its FLOPs.
 
-`metrics.jsonl` has one JSON object for each logged step; a number that is not finite is written as null, since JSON has no
-word for it. When a run resumes, the lines after the resumed step are removed first, so that every step has at most one line.
-Every step is logged, or those that `run.log_every` divides, the first and the last; a step with a note, or after which held-out
-losses are taken (`train.evaluate_every`), always is.
+`metrics.jsonl` has one JSON object for each logged step; a number that is not finite is written as null, since JSON has
+no word for it. When a run resumes, the lines after the resumed step are removed first, so that every step has at most
+one line. Every step is logged, or those that `run.log_every` divides, the first and the last; a step with a note, or
+after which held-out losses are taken (`train.evaluate_every`), always is.
 
-The floating-point operations of a step, as TFLOP/s and as a fraction of the device's peak (MFU).
+TFLOP/s, and the fraction of the device's peak (MFU), follow from the floating-point operations of a step:
 
-    FLOPs of a step = samples x sum over layers (forward + backward - 3 x what attention masks)
+    FLOPs of a step = samples x sum over layers (forward + backward - 3 x those that attention masks)
 
-The forward counts 2 for each multiplication and addition of a matrix product; the backward twice that, or once where the
-weight is not trained; recompute is not counted (Chowdhery et al. 2022, arXiv:2204.02311). The positions that a causal
-attention masks are half of its products, and of packed documents more, which the kernel skips: they are not counted, in the
-forward or in the backward.
-A count that includes them, as in many published tables, gives a higher MFU for the same step.
+The forward counts 2 for each multiplication and addition of a matrix product; the backward twice that, or once where
+the weight is not trained; recompute is not counted (Chowdhery et al. 2022, arXiv:2204.02311). The positions that a
+causal attention masks are half of its products, and of packed documents more. The kernel skips them, so they are not
+counted, in the forward or in the backward. A count that includes them, as in many published tables, gives a higher MFU
+for the same step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Speed:
     flops: int
     devices: int
     peak_flops_per_s: float | None
-    """None where neither a measured profile nor a data sheet tells it."""
+    """The peak FLOP/s of one device; None where neither a measured profile nor a data sheet gives it."""
 
     def tflops_per_device(self, step_s: float) -> float:
         """Return the FLOP/s of one device in units of 10^12, from the seconds of a step."""
@@ -63,7 +63,7 @@ class Speed:
     def mfu(self, step_s: float) -> float | None:
         """Return the fraction of the device's peak that a step reaches (model FLOPs utilisation); None without a peak.
 
-        None too where a step is faster than the peak: a profile that was measured on a busy machine holds less than it.
+        None too where a step is faster than the peak: a profile that was measured on a busy machine is too low.
         """
         share = self.tflops_per_device(step_s) * 1e12 / self.peak_flops_per_s if self.peak_flops_per_s else None
         return None if share is None or share > 1 else share
@@ -116,7 +116,8 @@ class Screen:
         log_every: int | None = None,
         counted: str = "tok",
     ) -> None:
-        """Print about `_LINES` steps unless `log_every` says how often; `counted` is what the loss counts, as a word."""
+        """Print about `_LINES` steps unless `log_every` says how often; `counted` names the items that the loss
+        counts."""
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a sample holds any character, a terminal may not
         self._console = Console(file=sys.stdout, highlight=False, emoji=False, soft_wrap=True)
@@ -171,12 +172,12 @@ def _rate(speed: Speed | None, report: StepReport) -> str:
 
 
 def _format_reserved(report: StepReport) -> str:
-    """Return the memory that the allocator holds beyond what it has given out, as a part of a line."""
+    """Return the memory that the allocator reserves beyond what it has allocated, as a part of a line."""
     return "" if report.reserved_bytes is None else f" ({report.reserved_bytes / 2**20:,.0f} reserved)"
 
 
 def _format_wait(report: StepReport) -> str:
-    """Return the share of a step that waited for data, where it is worth a word."""
+    """Return the share of a step that waited for data, as text; empty where it is small."""
     share = report.data_wait_s / report.step_s if report.step_s else 0.0
     return f"  {share:.0%} waiting for data" if share >= WORTH_A_WORD else ""
 
@@ -203,7 +204,7 @@ def scalars_of(report: StepReport, speed: Speed | None) -> dict[str, float]:
 
 
 class Metrics:
-    """`metrics.jsonl` of a run folder, and the trackers that are given the same steps."""
+    """The file `metrics.jsonl` of a run folder, and the trackers that get the same steps."""
 
     def __init__(
         self,
@@ -218,7 +219,7 @@ class Metrics:
         """The loss of the last step in the file; None where there is none, or where it was not finite."""
         self._file = path.open("ab", buffering=0)
         self._pending = b""
-        """Lines that the disk had no room for."""
+        """Lines that did not fit on the disk."""
         self._first, self._every, self._speed, self._trackers = first_step + 1, log_every or 1, speed, trackers
 
     def write(self, report: StepReport, is_last: bool = False) -> None:
@@ -254,7 +255,7 @@ class Metrics:
             tracker.add(report, scalars)
 
     def _append(self, lines: str) -> None:
-        """Append whole lines; those that the disk has no room for are kept, and appended when it has."""
+        """Append whole lines; those that do not fit on the disk are kept, and appended when it has room."""
         self._pending += lines.encode()
         end = self._file.seek(0, os.SEEK_END)
         try:
@@ -300,7 +301,7 @@ def last_step(path: Path) -> int:
 
 
 def _cut_after(path: Path, step: int) -> float | None:
-    """Remove the lines after `step` and an incomplete last line; return the last loss that is left."""
+    """Remove the lines after `step` and an incomplete last line; return the last loss that remains."""
     if not path.exists():
         return None
     kept: list[str] = []

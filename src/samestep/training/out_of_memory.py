@@ -1,9 +1,9 @@
-"""The report of a run that ran out of memory: what the rank was doing, what it held, and a layout that needs less.
+"""The report of a run that ran out of memory: the rank's task, the bytes that it held, and a layout that needs less.
 
-An allocator's own message says only how many more bytes were asked for. This report adds what the memory held: weights,
-gradients and optimizer states are counted from the run's own tensors; the rest are activations, buffers and libraries.
-What the rank was doing is read from the frames of the error's traceback: the task of the schedule, and the innermost
-module whose forward was running.
+An allocator's message says only how many more bytes were requested. This report adds what the memory held: weights,
+gradients and optimizer states are counted from the run's tensors; the rest are activations, buffers and libraries. The
+rank's task of the schedule, and the innermost module whose forward was running, are read from the frames of the error's
+traceback.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def shortage(error: BaseException, run: Run) -> str:
-    """Return two lines of text: what this rank was doing when memory ran out, and what it held."""
+    """Return two lines of text: the rank's task when memory ran out, and the bytes that it held."""
     place = run.place
     parts = ", ".join(f"{name} {readable(size)}" for name, size in held_bytes(run).items())
     where = where_of(error, run)
@@ -95,7 +95,8 @@ def less_memory(checked: Checked, device_type: str) -> str:
 
 
 def where_of(error: BaseException, run: Run) -> str:
-    """Name the task of the schedule that an error was raised in, and the innermost module that was running."""
+    """Return the task of the schedule in which an error was raised, and the innermost module that was running, as
+    text."""
     task: Task | None = None
     module = ""
     names = {id(one): name for name, one in run.model.named_modules()} if run.is_prepared else {}

@@ -1,4 +1,4 @@
-"""The profile of some steps of a run (`run.profile = "10:12"`): torch's trace, in which events have the program's names.
+"""The profile of some steps of a run (`run.profile = "10:12"`): torch's trace, with the program's names as events.
 
     samestep::task F0                     the forward of micro-batch 0, as in a timeline of `simulate`
     samestep::op forward:layers.1         one op of the program: the forward of a layer
@@ -32,7 +32,7 @@ _MOST_ALLOCATIONS = 1_000_000
 
 
 class Profiler(StepObserver):
-    """Profiles some steps of a run; an observer that labels what runs in them, and does nothing in others."""
+    """Profiles some steps of a run; an observer that labels tasks and forwards in them, and does nothing in others."""
 
     def __init__(self, steps: range, folder: Path, place: RankInfo) -> None:
         self._steps, self._folder, self._place = steps, folder / "profile", place
@@ -49,14 +49,14 @@ class Profiler(StepObserver):
             self.close()
 
     def running(self, task: Task, samples: Indices) -> AbstractContextManager[None]:
-        """Label what a task runs."""
+        """Return a context that labels the operations of a task in the profile."""
         if self._profile is None:
             return nullcontext()
         label: AbstractContextManager[None] = RecordFunctionFast(f"samestep::task {task.kind}{task.microbatch}")
         return label
 
     def close(self) -> None:
-        """Write what was profiled, if anything was."""
+        """Write the profile, if there is one."""
         if self._profile is None:
             return
         running, self._profile = self._profile, None

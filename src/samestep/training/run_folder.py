@@ -1,7 +1,8 @@
-"""The folder of a run: the name of a new one, the one that `--resume` means, and the lock that keeps other runs out. No torch.
+"""The folder of a run: a new one's name, the one that `--resume` selects, and the lock that excludes other runs. No
+torch.
 
-Another user may have prepared the folder. Links of another user in it are refused, since what the run writes would replace
-the files that they point to; the lock can be opened by its owner alone, since whoever can read it could hold it.
+Another user may have prepared the folder. Links of another user in it are refused, since the run would write to the
+files that they point to; the lock can be opened by its owner alone, since whoever can read it could hold it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LOG = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 _LOCK = ".lock"
 _LOCK_GRACE_S = 1.0
-"""Seconds within which the workers of a killed run are gone too, and with them its lock."""
+"""Seconds within which the workers of a killed run end too, and release its lock."""
 
 
 def choose_folder(out: str | Path | None, resume: bool, auto_resume: bool = False) -> Path:
@@ -94,7 +95,8 @@ def _new() -> Path:
 
 @contextlib.contextmanager
 def claim_folder(folder: Path, *, is_new: bool) -> Iterator[None]:
-    """Make the folder of a run and keep other runs out of it; one that is new and takes no step is as it was before.
+    """Create the folder of a run and exclude other runs from it; a new folder of a run that takes no step is removed
+    again.
 
     Raises:
         JobError: another run is in it, or the system does not allow it.
@@ -143,7 +145,7 @@ def _refuse_links_of_others(folder: Path) -> None:
 
 
 def _lock_folder(folder: Path) -> int:
-    """Return the descriptor of a folder's lock, which the system opens again when this process and its workers are gone.
+    """Return the descriptor of a folder's lock, which the system releases when this process and its workers have ended.
 
     Raises:
         JobError: another process holds it.
@@ -174,7 +176,8 @@ def lock_of(folder: Path) -> str:
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether another process holds a folder's lock, as this host sees it; not every shared folder tells other hosts."""
+    """Return whether another process holds a folder's lock, as seen from this host; some shared folders hide other
+    hosts' locks."""
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -216,7 +219,7 @@ def _holds_steps(folder: Path) -> bool:
 
 
 def _forget(folder: Path) -> None:
-    """Remove what a run has written that took no step."""
+    """Remove the files of a run that took no step."""
     for name in (JOB, "layout.txt", LOG, "trackers.json"):
         (folder / name).unlink(missing_ok=True)
     for name in ("tensorboard", CHECKPOINTS):

@@ -1,4 +1,5 @@
-"""When a run saves a checkpoint, and what happens where it cannot: by `[checkpoint]` of the job, and on request."""
+"""The checkpoints of a run: when they are saved, by `[checkpoint]` of the job and on request, and what follows a
+failure."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Saver:
             self._try(self._finish, must=is_last)
 
     def roll_back(self, step: int) -> str:
-        """Go back to the weights and states of the newest checkpoint, to go on behind `step`; return that, as text.
+        """Restore weights and states of the newest checkpoint and continue after `step`; return one line that says so.
 
         Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
 

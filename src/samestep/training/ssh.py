@@ -4,9 +4,10 @@
 samestep train JOB --nodes H1,H2 ─┬─ ssh H1 ─ samestep train JOB --nodes 2 --rendezvous H1:PORT --token-file -
                                   └─ ssh H2 ─ the same
 ```
-The secret, and later the stop signals of this process, go through the standard input of ssh, whose end stops a host too.
-The folder of this process and its Python must exist on all hosts. What the first host prints is printed here; of the others,
-the errors that it has not printed itself, and where it is lost and they go on, what they print.
+The secret, and later the stop signals of this process, go through the standard input of ssh; when that ends, the host
+stops too. The folder of this process and its Python must exist on all hosts. The first host's output is printed here;
+of the others, the errors that they have not printed themselves, and all output once the first one is lost and they go
+on.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ from samestep.errors import InputError
 
 _PORTS = range(20000, 30000)
 _OTHERS_END_S = 5.0
-"""Seconds after which the others are stopped where one host has failed."""
+"""Seconds after which the others are stopped when one host has failed."""
 _FOLLOWS = b"follows "
-"""The beginning of the line that a host prints when all have met (`hosts.follow`)."""
+"""The beginning of the line that a host prints when all are connected (`hosts.follow`)."""
 _WORDS = {signal.SIGINT: b"INT", signal.SIGTERM: b"TERM"}
 
 
 def start(
     hosts: Sequence[str], rendezvous: str | None, words: Sequence[str] | None = None, *, goes_on: bool = False
 ) -> int:
-    """Start the command of this process, or `words`, on every host, wait for all, and return the exit status of the run.
+    """Start the command of this process, or `words`, on every host, wait for all; return the number of the run's exit
+    status.
 
-    With `goes_on` the run may go on without hosts that are lost, once all have met.
+    With `goes_on` the run may go on without hosts that are lost, once all have been connected.
 
     Raises:
         InputError: there is no ssh here, or fewer than two hosts.
@@ -60,7 +62,7 @@ def start(
 
 
 def heed_standard_input() -> bytes:
-    """Return the first line of standard input; stop this process by its later lines, and at its end."""
+    """Return the first line of standard input; later lines, and the end of the input, stop this process."""
     lines = _lines(sys.stdin.fileno())
     token = next(lines, b"")
     threading.Thread(target=_heed, args=(lines,), daemon=True).start()
@@ -68,7 +70,8 @@ def heed_standard_input() -> bytes:
 
 
 def _lines(descriptor: int) -> Iterator[bytes]:
-    """Yield the lines of a descriptor; a buffered reader could not be left waiting when the process ends."""
+    """Yield the lines of a descriptor without a buffered reader, in which a thread could not wait when the process
+    ends."""
     read = b""
     while more := os.read(descriptor, 4096):
         *whole, read = (read + more).split(b"\n")
@@ -84,7 +87,7 @@ def _heed(lines: Iterator[bytes]) -> None:
 
 
 def _without_nodes(words: Sequence[str]) -> list[str]:
-    """Return the words of a command without the flags that say how its hosts meet."""
+    """Return the arguments of a command without the flags for several hosts."""
     kept, flags = [], ("--nodes", "--rendezvous", "--token-file")
     is_value = False
     for word in words:
@@ -95,7 +98,7 @@ def _without_nodes(words: Sequence[str]) -> list[str]:
 
 
 class _Hosts:
-    """The processes of ssh, one for each host, the first of which leads or prints at least."""
+    """The processes of ssh, one for each host, of which the first leads."""
 
     def __init__(self, hosts: Sequence[str], command: str, goes_on: bool) -> None:
         self.hosts, self.command, self.goes_on = hosts, command, goes_on
@@ -106,7 +109,7 @@ class _Hosts:
         self.have_met = False
 
     def run(self, token: bytes) -> int:
-        """Start all, and return the exit status of the run."""
+        """Start all processes, and return the number of the run's exit status."""
         handlers = {number: signal.signal(number, self._on_signal) for number in _WORDS}
         try:
             readers = [reader for index in range(len(self.hosts)) for reader in self._started(index, token)]
@@ -130,7 +133,7 @@ class _Hosts:
         return abs(statuses[0]) if statuses[0] else max(map(abs, statuses))
 
     def _started(self, index: int, token: bytes) -> Iterator[threading.Thread]:
-        """Start one host; yield the threads that read what it prints."""
+        """Start one host; yield the threads that read its output."""
         is_first = index == 0
         process = subprocess.Popen(
             ["ssh", "-o", "BatchMode=yes", "-oServerAliveInterval=5", "--", self.hosts[index], self.command],
@@ -175,7 +178,7 @@ class _Hosts:
             time.sleep(0.1)
 
     def _print_without_first(self) -> None:
-        """Print what the others have printed, where the first one is lost and they may go on."""
+        """Print the other hosts' output once the first one is lost, if they may go on."""
         while self.goes_on and self.processes[0].returncode and self.unprinted:
             sys.stdout.buffer.write(self.unprinted.pop(0))
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Where the numbers of steps go besides the run folder: TensorBoard, wandb, mlflow, and functions of the user.
+"""The receivers of each step's numbers besides the run folder: TensorBoard, wandb, mlflow, and functions of the user.
 
 Each tracker is given every logged step once, on rank 0, with its report and with its scalars under the names of
 `scalars_of` (`train/loss`, `perf/mfu`, ...). A run that resumes continues the entry of its tracker: the number that wandb
@@ -33,7 +33,7 @@ class Tracker(Protocol):
         """Receive one step."""
 
     def flush(self) -> None:
-        """Return once what was added is kept, where that can be asked for."""
+        """Return once all added steps are stored, where the tracker can confirm that."""
 
     def close(self) -> None:
         """End the entry of this run."""
@@ -113,7 +113,7 @@ class _Wandb:
         self._run.log(dict(scalars), step=report.step)
 
     def flush(self) -> None:
-        pass  # it sends in a process of its own
+        pass  # it sends from a separate process
 
     def close(self) -> None:
         self._run.finish()
@@ -135,7 +135,7 @@ class _Mlflow:
         self._mlflow.log_metrics(dict(scalars), step=report.step)
 
     def flush(self) -> None:
-        pass  # each call is a request of its own
+        pass  # each call is a separate request
 
     def close(self) -> None:
         self._mlflow.end_run()

@@ -1,6 +1,6 @@
-"""The verbs `sample` and `evaluate`: the text and the held-out loss of the model in a checkpoint, in one process.
+"""The verbs `sample` and `evaluate`: text and held-out loss of the model in a checkpoint, in one process.
 
-Text sampled from the model of a run, one token at a time, before and after training.
+A run itself samples text too, one token at a time, before and after its training.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ class StoredRun:
 
     @classmethod
     def of(cls, run: str | Path | None, *, allow_code: bool = False) -> StoredRun:
-        """Return the newest checkpoint of a run folder, or of a folder in it that holds some, or one checkpoint; without a
-        run, that of the newest one below `runs`.
+        """Return the newest checkpoint of a run folder, or of a folder in it that holds checkpoints, or one checkpoint;
+        without a run, that of the newest one below `runs`.
 
         Where `allow_code` is set, functions that only the checkpoint names may be run.
 
         Raises:
-            CheckpointError: there is none, or it names a function of which the person who calls knows nothing.
+            CheckpointError: there is none, or it names a function that the caller has not named.
         """
         folder = Path(run) if run is not None else run_folder.newest()
         is_checkpoint = (folder / "manifest.json").exists()
@@ -227,7 +227,7 @@ def sample(
     given = opening(chat, tokenizer) if chat is not None else tokenizer.encode(text)
     averaged = ema or train.evaluate_ema
     model = _generating(stored, averaged=averaged)
-    begin = list(tokenizer.begin_ids) if chat is None and model is not None else []  # a chat template writes its own
+    begin = list(tokenizer.begin_ids) if chat is None and model is not None else []  # a template writes its own
     if tokens is None and model is not None and (room := _room_behind(model, begin + given)) > 0:
         count = min(count, room)
     if not given and not begin:
@@ -279,14 +279,15 @@ def _generating(stored: StoredRun, *, averaged: bool) -> nn.Module | None:
 
 
 def _room_behind(model: Any, given: list[int]) -> int:
-    """Return how many tokens a model has positions for behind those that are given; 0 where it says nothing, or has none."""
+    """Return the number of positions that a model has after the given tokens; 0 where that is unknown, or there is
+    none."""
     facts = facts_of(model)
     most = facts.setting(model, facts.positions_field)
     return most - len(given) if isinstance(most, int) else 0
 
 
 def _generate_tokens(model: Any, job: Job, tokens: list[int], count: int, temperature: float, seed: int) -> list[int]:
-    """Return the tokens that transformers generates after those that are given, with a cache of keys and values.
+    """Return the tokens that transformers generates after the given ones, with a cache of keys and values.
 
     Raises:
         ModelError: the model has fewer positions than the text has tokens.

@@ -97,12 +97,12 @@ class Workload:
         self.source = dataclasses.replace(self.source, prepared=prepared)
 
     def stamp(self) -> stamps.Stamp:
-        """Return the stamp of the data, by which a resume notices that it is other."""
+        """Return the stamp of the data, by which a resume detects that the data has changed."""
         return stamps.of_job(self.job, self.dataset)
 
     @property
     def analysis(self) -> ModelAnalysis:
-        """The analysis of the model, as the trace has shown it."""
+        """The findings of the model's trace."""
         assert self.source.prepared is not None
         return self.source.prepared.analysis
 
@@ -114,8 +114,8 @@ class Workload:
 
     @property
     def counted(self) -> str:
-        """The word on the screen for what the loss counts: tokens, those whose labels are not masked where some are, or the images or
-        other samples that have one label each."""
+        """The word on the screen for the items that the loss counts: tokens, or "counted tok" where some labels are
+        masked, or images or other samples that have one label each."""
         leaves = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, torch.Tensor)]
         if any(leaf.dim() > 1 and not leaf.is_floating_point() for leaf in leaves):
             return "counted tok" if any(_is_masked(leaf) for leaf in leaves) else "tok"
@@ -123,20 +123,20 @@ class Workload:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """The remarks that a user should read about the folder from which the model's values come."""
+        """Remarks for the user about the folder from which the model's values are read."""
         assert self.source.prepared is not None
         stored = self.source.prepared.blueprint.stored
         return stored.remarks() if stored else ()
 
     @property
     def data_remarks(self) -> tuple[str, ...]:
-        """The remarks that a user should read about the data, each with its file."""
+        """Remarks for the user about the data, each with its file."""
         parts = (self.dataset, *self.held_out.values())
         return tuple(dict.fromkeys(remark for part in parts for remark in remarks_on(part)))
 
 
 def _is_masked(leaf: torch.Tensor) -> bool:
-    """Return whether some elements are labels that the loss leaves out."""
+    """Return whether some elements are labels that the loss does not count."""
     return not leaf.is_floating_point() and not leaf.is_meta and bool((leaf == IGNORED_LABEL).any())
 
 
@@ -154,7 +154,7 @@ def held_out_losses(run: Run, workload: Workload) -> dict[str, float]:
 
 
 def _held_out_mean(run: Run, dataset: Dataset, measure: Loss | None = None) -> float:
-    """Return the mean loss over held-out samples; `measure` stands in place of the loss."""
+    """Return the mean loss over held-out samples; `measure` may replace the loss."""
     count = min(run.job.train.evaluate_samples, len(dataset))
     indices = sample_indices(0, count, len(dataset), run.job.train.seed)
     loss, tokens = run.evaluate(Batch(0, indices, dataset), measure)
@@ -187,7 +187,7 @@ def _check_set(job: Job, name: str, dataset: Dataset, held_out: Dataset) -> None
     """Refuse a held-out set whose samples have other tensors than those on which the model is traced.
 
     Raises:
-        DataError: it has.
+        DataError: its tensors differ.
     """
     if (theirs := kind_of(held_out)) != (ours := kind_of(dataset)):
         raise DataError(
@@ -282,7 +282,7 @@ def trace_job(job: Job) -> TracedModel:
         assert prepared is not None
         traced = prepared
     for layout in (Layout(cp=2), Layout(tp=2, sequence_parallel=True)):
-        with contextlib.suppress(LayoutError):  # whoever asks for the layout is told why it is refused
+        with contextlib.suppress(LayoutError):  # where the layout is used, its refusal is raised
             traced = with_slices(traced, layout, example)
     return traced
 
