@@ -1,9 +1,9 @@
 """The likely cause of a difference between a layout and one device, found from the shape of the error.
 
-The first difference in the order of a step is explained: what is wrong at the start, in the data, in a module's forward, in
-the sums of the loss, in gradients (`gradient_causes.py`), or after the backward. Outputs of copies that add up to the right one
-lack a reduction, a loss that is the mean of the parts' means was divided too early, and what one device too computes otherwise on
-the parts of a batch couples its samples; otherwise the module that differs first is named.
+The first difference in the order of a step is explained: an error at the start, in the data, in a module's forward, in
+the sums of the loss, in gradients (`gradient_causes.py`), or after the backward. Outputs of copies that add up to the
+right one lack a reduction; a loss that is the mean of the parts' means was divided too early; a model that one device,
+too, computes differently on the parts of a batch couples its samples; otherwise the module that differs first is named.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def _numbers_within(evidence: Evidence, path: str) -> bool:
 
 
 def _other_call(evidence: Evidence, misfit: Misfit, step: int) -> str | None:
-    """Return text that shows that a call of a module gives what another call gives on one device; None where none does."""
+    """Return a text that shows that a call of a module gives another call's result on one device; None where none
+    does."""
     path, expected = misfit.name, evidence.reference.steps[step - 1].outputs
     seen = next(one for one in evidence.ranks if one.rank == misfit.rank)
     given = {key: output for key, output in seen.steps[step - 1].outputs.items() if key[0] == path and key in expected}
@@ -126,9 +127,10 @@ def _is_same(given: Output, right: Output) -> bool:
 
 
 def _find_random_part(evidence: Evidence, misfit: Misfit, step: int) -> tuple[Cause, str] | None:
-    """Return what is drawn in parts, by a module whose output no rank has whole, before the first output that differs.
+    """Return the random numbers drawn in parts, by a module whose output no rank holds whole, before the first output
+    that differs.
 
-    Such a module ran behind the last output that agrees, or holds the one that differs.
+    Such a module ran after the last output that agrees, or contains the one that differs.
     """
     seen = next(one for one in evidence.ranks if one.rank == misfit.rank)
     if not any(len(group) > 1 for axis, group in seen.axes.items() if axis in ("tp", "cp")):
@@ -220,7 +222,8 @@ def _loss(evidence: Evidence, first: Comparison) -> Found:
 
 
 def _explain_coupling(evidence: Evidence, step: int) -> str | None:
-    """Return text that shows that one device computes something else on the parts of a batch; None where it does not."""
+    """Return a text that shows that one device computes different results on the parts of a batch; None where it
+    does not."""
     if evidence.balances:
         return None  # a part has no balancing loss
     right, parts = evidence.reference.steps[step - 1].loss, evidence.parts(step - 1)
@@ -307,7 +310,8 @@ def _weights(evidence: Evidence, first: Comparison) -> Found:
 
 
 def _explain_idle_move(evidence: Evidence, name: str, step: int) -> str | None:
-    """Return text that shows that a weight without a gradient is moved, and not on one device; None where it is not so."""
+    """Return a text that shows that the layout moves a weight without a gradient, and one device does not; None
+    otherwise."""
     right = evidence.reference.steps[step - 1]
     before = evidence.reference.start if step == 1 else evidence.reference.steps[step - 2].weights
     if not torch.equal(whole_of(right.weights)[name], whole_of(before)[name]):
@@ -334,7 +338,7 @@ def _optimizer(evidence: Evidence, first: Comparison) -> Found:
 
 
 def _stays(evidence: Evidence, name: str, step: int) -> bool:
-    """Return whether the job's own optimizer leaves a weight without a gradient as it is on one device."""
+    """Return whether the job's optimizer leaves a weight without a gradient unchanged on one device."""
     one = evidence.reference
     before = one.start if step == 1 else one.updated[step - 2]
     gradient = whole_of(one.steps[step - 1].gradients).get(name)
@@ -352,7 +356,7 @@ def _explain_held_out(evidence: Evidence, first: Comparison) -> Found:
 
 
 def find_checkpoint_cause(reference: Observation, loaded: Observation, first: Comparison) -> Found:
-    """Return the cause of a difference in a checkpoint: what one device loads from the layout's checkpoint is wrong."""
+    """Return the cause of a difference in a checkpoint: one device loads wrong values from the layout's checkpoint."""
     kind = "optimizer state" if first.what == "checkpoint state" else "weights"
     whole = whole_of(reference.state if kind == "optimizer state" else reference.updated[-1])
     came = whole_of(loaded.state if kind == "optimizer state" else loaded.updated[-1])

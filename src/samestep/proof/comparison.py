@@ -2,11 +2,11 @@
 
 The error of a tensor is
 
-    max |difference| / max(its own max |x|, 1e-6 of the largest of its kind in the model)
+        max |difference| / max(max |x| of the tensor, 1e-6 of the largest of its kind in the model)
 
-so that the bias of an attention key, whose true gradient is near 0, is not judged by its own noise. An element that no
-rank holds counts as wrong. Each kind is compared step by step in the order in which a step computes it: the cause lies
-where the first error is, and all later errors follow from it.
+so that the bias of an attention key, whose true gradient is near 0, is not judged by its noise. An element that no
+rank holds counts as wrong. Each kind is compared step by step in the order in which a step computes it: the first error
+is at the cause, and all later errors follow from it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Comparison:
     allowance: float = 0.0
 
     def note(self, name: str, error: float, rank: int, limit: float | None = None, missing: int = 0) -> None:
-        """Add one comparison; `limit` is its own allowance, by default that of the kind."""
+        """Add one comparison; `limit` is the allowance of this one, by default that of the kind."""
         limit = self.allowance if limit is None else limit
         error = math.inf if math.isnan(error) or missing else error
         self.compared += 1
@@ -105,7 +105,7 @@ def compare(reference: Observation, ranks: Sequence[Observation], limit: Limit) 
 
 
 def compare_updates(reference: Observation, ranks: Sequence[Observation], limit: Limit) -> list[Comparison]:
-    """Compare the job's own optimizer on equal gradients: the weights after each step, and its state after the last."""
+    """Compare the job's optimizer on equal gradients: the weights after each step, and its state after the last."""
     found = [
         compare_held("optimizer", index + 1, weights, [(r.rank, r.updated[index]) for r in ranks], limit)
         for index, weights in enumerate(reference.updated)
@@ -209,7 +209,7 @@ def relative(ours: float, theirs: float) -> float:
 
 
 def unclip_gradients(seen: Observation, index: int) -> list[HeldTensor]:
-    """Return a step's gradients divided by the clipping factor that the rank's own norm gives."""
+    """Return a step's gradients divided by the clipping factor that follows from this rank's norm."""
     step = seen.steps[index]
     if step.factor == 1.0:
         return step.gradients

@@ -1,4 +1,5 @@
-"""What a search for the cause of a difference reads: both sides' observations, and runs on one device that it may ask for."""
+"""The inputs of a search for the cause of a difference: both sides' observations, and runs on one device that it may
+request."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class BatchPart:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Everything that the search for a cause reads: both sides' observations, and runs that it may ask for."""
+    """All inputs of the search for a cause: both sides' observations, and runs that it may request."""
 
     reference: Observation
     ranks: Sequence[Observation]
@@ -49,7 +50,7 @@ class Evidence:
     weighted: Callable[[str], bool]
     """Return whether the module at a path has parameters."""
     draws: Mapping[str, bool]
-    """Whether what a module draws are random numbers, and not masks of dropout, by the module's path."""
+    """Whether a module, by its path, draws random numbers other than masks of dropout."""
     positional: Callable[[str], bool]
     """Return whether the output of the module at a path depends on positions alone, as known of the model's family."""
     boundaries: Sequence[tuple[str, ...]]
@@ -65,8 +66,8 @@ class Evidence:
     stages: Sequence[Set[str]]
     """The parameters of each pipeline stage; empty without a pipeline."""
     experts: Callable[[str], tuple[int, str]]
-    """Return how many experts a parameter holds along its first dimension, and its own expert's index as text where it belongs
-    to one alone; (0, "") where it belongs to none."""
+    """Return how many experts a parameter holds along its first dimension, and as text the index of its expert where
+    it belongs to one alone; (0, "") where it belongs to none."""
     clips: bool
     """Whether the job clips gradients."""
     balances: bool

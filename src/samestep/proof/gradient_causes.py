@@ -6,9 +6,10 @@ compute each G_dm by itself. The wrong gradient that a rank holds is then writte
     held = sum_dm c_dm G_dm        (least squares over a few thousand elements)
 
 and the coefficients name the mistake: all equal to k, the gradient is scaled by k; zero except for the last m, only the
-last micro-batch counts; zero except for the rank's own d, the gradient was never reduced; proportional to 1 / count_dm,
-a mean of means. A factor of one pipeline stage, of experts or of chunks of the loss is found alike. Where no combination fits, the fault lies inside the model: copies that add up to the right gradient lack
-a reduction over their axis, a tied weight's gradient is written as a combination of those of its single uses, and
+last micro-batch counts; zero except for the rank's d, the gradient was never reduced; proportional to 1 / count_dm, a
+mean of means. A factor of one pipeline stage, of experts or of chunks of the loss is found alike. Where no combination
+fits, the fault lies inside the model: copies that add up to the right gradient lack a reduction over their axis, a tied
+weight's gradient is written as a combination of those of its single uses, and
 otherwise the module whose backward comes first is named.
 """
 
@@ -219,7 +220,7 @@ def _combination(evidence: Evidence, misfit: Misfit, step: int, everywhere: bool
 
 
 def _elsewhere(evidence: Evidence, misfit: Misfit, step: int) -> Found | None:
-    """Explain a rank's gradient as a combination of its own elements and another rank's; None where none fits."""
+    """Explain a rank's gradient as a combination of this rank's elements and another rank's; None where none fits."""
     parts = evidence.parts(step - 1)
     total = sum(part.count for part in parts)
     held = {
@@ -350,5 +351,5 @@ def _copies_add_up(
 
 
 def spread_of(copies: Sequence[tuple[int, Tensor]]) -> float:
-    """Return the largest difference between the first copy and another one."""
+    """Return the largest difference of an element between the first copy and any other."""
     return max((float((values - copies[0][1]).abs().max()) for _, values in copies[1:]), default=0.0)

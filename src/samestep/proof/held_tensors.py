@@ -1,7 +1,8 @@
-"""What a rank holds of tensors: a copy of its part of each, with the places of the elements in the whole tensor.
+"""Each rank's part of tensors: a copy of its elements, with their places in the whole tensor.
 
-A cut tensor is recorded with the place of each of its elements, so that a comparison need not know how it was cut. Where
-replicas are trained apart, each has weights, gradients and states of its own, recorded as `NAME of replica N`.
+A cut tensor is recorded with the place of each of its elements, so that a comparison need not know how it was cut.
+Replicas that are trained independently have different weights, gradients and states, each recorded as `NAME of replica
+N`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class HeldTensor:
 
 
 def replicas_of(run: Run) -> list[tuple[str, Assembly]]:
-    """Return the assemblies of this rank's replicas that are trained apart, each with what follows a weight's name in a
-    record of it; the run's own where all ranks train one model.
+    """Return the assemblies of this rank's independently trained replicas, each with the suffix of weights' names in
+    its records; the run's assembly where all ranks train one model.
+
     """
     if run.replicas is None:
         return [("", run.assembly)]
@@ -49,7 +51,8 @@ def replicas_of(run: Run) -> list[tuple[str, Assembly]]:
 
 
 def held_gradients(run: Run) -> list[HeldTensor]:
-    """Return a copy of the gradients of the last step; where an exchange has ended, which writes over them, of averaged moves."""
+    """Return a copy of the gradients of the last step, or of the averaged moves where an exchange has overwritten
+    them."""
     ended = run.replicas.ended if run.replicas is not None else ()
     is_moved = run.program.step.exchange_part
     found: list[tuple[str, Tensor, Tensor | range]] = [
@@ -138,5 +141,5 @@ def copy_whole(tensors: Mapping[str, Tensor]) -> list[HeldTensor]:
 
 
 def of_replica(number: int) -> str:
-    """Return what follows a weight's name in a record of a replica that is trained apart."""
+    """Return the suffix of weights' names in the record of an independently trained replica."""
     return f" of replica {number}"

@@ -1,6 +1,8 @@
-"""What the workers of a proof leave for each other in its folder: NOTE.json, and the tensors that it names in NOTE.safetensors.
+"""The values that the workers of a proof exchange by files: NOTE.json, and the tensors that it names in
+NOTE.safetensors.
 
-The folder lies where temporary files do, so a note is read as plain data (`runtime/processes/plain_data.py`), which runs no code.
+The folder is among temporary files, so a note is read as plain data (`runtime/processes/plain_data.py`), which runs no
+code.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _CLASSES = (Observation, ObservedStep, PlainSteps, HeldTensor, Output, Check)
 
 
 def write(note: Path, value: Any) -> None:
-    """Write a value in the place of the note that there may be: records of a proof, and plain values with tensors."""
+    """Write a value, replacing an earlier note: records of a proof, and plain values with tensors."""
     packer = Packer("", _CLASSES)
     record = packer.packed(value)
     for path in (text := note.with_suffix(".json"), tensors := note.with_suffix(".safetensors")):
@@ -31,7 +33,7 @@ def write(note: Path, value: Any) -> None:
 
 
 def read(note: Path) -> Any:
-    """Return the value of a note; its tensors lie in the file, of which the pages that are used are read."""
+    """Return the value of a note; its tensors are mapped from the file, of which only the used pages are read."""
     record = json.loads(note.with_suffix(".json").read_text(encoding="utf-8"))
     with safe_open(note.with_suffix(".safetensors"), "pt") as file:
         return unpack_plain(record, file.get_tensor, _CLASSES)

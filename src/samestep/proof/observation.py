@@ -1,6 +1,6 @@
-"""The observation of a run for a proof: every rank takes its steps and records what can be compared with one device.
+"""The observation of a run for a proof: every rank takes its steps and records values for a comparison with one device.
 
-Each rank records its own part of every tensor; nothing is gathered. A cut tensor is recorded with the place of each of its
+Each rank records its part of every tensor; nothing is gathered. A cut tensor is recorded with the place of each of its
 elements in the whole tensor, so that the comparison need not know how it was cut.
 
 The output of a module is recorded for each sample as two numbers, a projection on fixed signs and a norm,
@@ -62,8 +62,8 @@ GIVEN = ": "
 MASKED = 1e30
 """The magnitude of what stands for minus infinity: masks hold the lowest number of a dtype, whose square overflows."""
 ALL_SAMPLES = -1
-"""The sample index of an output that a module computes once for all samples, such as rotary angles; of replica N that is trained
-apart -1 - N."""
+"""The sample index of an output that a module computes once for all samples, such as rotary angles; -1 - N for
+replica N of those that are trained independently."""
 
 
 @dataclass(slots=True)
@@ -114,14 +114,14 @@ class PlainSteps:
     unused: list[list[str]] = field(default_factory=list)
     """The weights that had no gradient in each step."""
     other_values: list[str] = field(default_factory=list)
-    """Tensors whose constant values, before the first step, are not those of ours."""
+    """Tensors whose constant values before the first step differ from those of our blueprint."""
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[list[HeldTensor]] = field(default_factory=list)
     """The gradients of each step before clipping."""
     weights: list[list[HeldTensor]] = field(default_factory=list)
     updated: list[list[HeldTensor]] = field(default_factory=list)
-    """The weights after each step of the job's own optimizer on one device's gradients."""
+    """The weights after each step of the job's optimizer on one device's gradients."""
 
 
 @dataclass(slots=True)
@@ -141,17 +141,17 @@ class Observation:
     held_out: float = 0.0
     """The loss of one batch after the last step, without gradients."""
     updated: list[list[HeldTensor]] = field(default_factory=list)
-    """The weights after each step of the job's own optimizer on equal gradients."""
+    """The weights after each step of the job's optimizer on equal gradients."""
     state: list[HeldTensor] = field(default_factory=list)
     """That optimizer's state after the last of these steps, each tensor named PARAMETER/KEY."""
     learning_rate: float = 0.0
     """The learning rate of the SGD steps."""
     compiled: tuple[str, ...] = ()
-    """What the compiler made of the blocks, where they are compiled."""
+    """The compiler's report on the blocks, where they are compiled."""
     plain: PlainSteps | None = None
-    """The plain torch loop that one device is held against in float64."""
+    """The plain torch loop with which one device is compared in float64."""
     resumed: list[tuple[str, float]] = field(default_factory=list)
-    """What was compared of a run that resumes from its own checkpoint, twice, with its error against the run that goes on."""
+    """Comparisons of a run that resumes twice from its checkpoint with the run that goes on, each with its error."""
 
 
 class _DigestingDataset:
@@ -180,7 +180,7 @@ class _DigestingDataset:
 
 
 def _unseen(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook whose operations no mode of the run takes for the model's own."""
+    """Return a hook whose operations are invisible to the modes of the run."""
 
     @functools.wraps(hook)
     def apart(*given: Any) -> None:
@@ -196,7 +196,7 @@ class ObservedRun(StepObserver):
     is_proof = True
 
     def __init__(self, source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> None:
-        """Prepare the run. Every rank must call it: process groups are made; if one does not, the others wait for it."""
+        """Prepare the run. Every rank must call it, since it creates process groups; if one does not, the others wait for it."""
         self.shares: list[Share] = []
         self.noted: dict[tuple[str, int, int], Output] = {}
         self.learning_rate: float | None = None
@@ -206,13 +206,13 @@ class ObservedRun(StepObserver):
         self._samples: list[int] | None = None
         self._calls: dict[str, int] = {}
         self._called: Mapping[str, int] = {}
-        """How often other stages have called each module before."""
+        """The number of calls of each module by earlier stages."""
         self._replicas: dict[int, int] = {}
-        """The replica that trains on each sample, where replicas are trained apart."""
+        """The replica that trains on each sample, where replicas are trained independently."""
         self._picked: set[tuple[str, int]] = set()
-        """The calls of modules whose output had another number of rows than samples in some forward: values pick its rows, so
-        that their number may be that of the samples by chance."""
-        # What a run would refuse for want of a proof is what a proof is for: it is measured.
+        """The calls of modules whose output had another number of rows than samples in some forward: values pick its
+        rows, whose number may equal that of the samples by chance."""
+        # A run refuses a layout that lacks a proof, and this is the proof: it measures instead.
         allow = (*job.run.allow, "loss", "state")
         measured = job.model_copy(update={"run": job.run.model_copy(update={"allow": allow})})
         self.run = Run(source, layout, measured, place, self, owns_weights=True)
@@ -220,10 +220,10 @@ class ObservedRun(StepObserver):
         self._hook_modules()
 
     def _hook_modules(self) -> None:
-        """Register forward hooks on every module that this rank computes: in a pipeline those of its own layers.
+        """Register forward hooks on every module that this rank computes: in a pipeline, those of this rank's layers.
 
-        Modules within experts see the tokens that chose them, and no samples: what the experts give is recorded. Modules
-        within a graph have none: what the graph gives is recorded.
+        Modules within experts see the tokens that chose them, and no samples: the outputs of the experts are recorded.
+        Modules within a graph have no hooks: the output of the graph is recorded.
         """
         program, model = self.run.program, self.run.model
         experts = [dispatch.owner for layer in program.step.model.layers for dispatch in layer.dispatches]
@@ -247,7 +247,7 @@ class ObservedRun(StepObserver):
         self._replicas = {sample: number for number, part in enumerate(parts) for sample in part}
 
     def whole_outputs(self, noted: Mapping[tuple[str, int, int], Output]) -> dict[tuple[str, int, int], Output]:
-        """Return the outputs of a step without those of which values pick the rows."""
+        """Return the outputs of a step without those whose rows values pick."""
         return {key: output for key, output in noted.items() if key[:2] not in self._picked}
 
     @contextmanager
@@ -292,7 +292,8 @@ class ObservedRun(StepObserver):
             return
         call = self._calls[path] = self._calls.get(path, self._called.get(path, 0) - 1) + 1
         found = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
-        # Logits that are made with their loss in chunks are nowhere whole: their input, loss and gradients are recorded.
+        # Logits that are computed with their loss in chunks are nowhere whole: their input, loss and gradients are
+        # recorded.
         if found is not None and found.is_floating_point() and not isinstance(found, PendingLogits):
             self._project(path, call, found)
 
@@ -329,7 +330,7 @@ class ObservedRun(StepObserver):
 
 @functools.lru_cache(maxsize=64)
 def _signs(numel: int, device: torch.device) -> Tensor:
-    # Drawn with numpy: inside a forward, torch's random numbers would be taken for the model's own.
+    # Drawn with numpy: inside a forward, torch's random numbers would count as the model's.
     drawn = np.random.default_rng(numel).integers(0, 2, numel) * 2.0 - 1.0
     return torch.from_numpy(drawn).to(device)
 
@@ -381,7 +382,7 @@ def _one_step(observed: ObservedRun, batch: Batch, watched: _DigestingDataset) -
     run = observed.run
     report = run.step(batch)
     limit = run.job.optimizer.clip_norm
-    # Replicas that are trained apart are clipped each by its own norm: what is compared is what their optimizers are given.
+    # Independently trained replicas are clipped by a norm each: the gradients that their optimizers get are compared.
     is_clipped = limit is not None and run.replicas is None
     factor = min(1.0, limit / (report.grad_norm + 1e-6)) if is_clipped and limit is not None else 1.0
     return ObservedStep(
@@ -415,7 +416,7 @@ def feed(
         for whose, assembly in replicas_of(run):
             updater = assembly.weights.updater
             for piece in updater.pieces:
-                # Of a step behind which replicas exchange, each is given the averaged move.
+                # In a step with an exchange after it, each replica is given the averaged move.
                 given = whole.get(f"{piece.name}{whose}", whole.get(piece.name))
                 assert given is not None
                 _give(run, piece, given)
@@ -433,7 +434,7 @@ def feed(
 
 
 def _give(run: Run, piece: Piece, whole: Tensor) -> None:
-    """Set the gradient of a piece to its part of a whole one."""
+    """Set the gradient of a piece to the piece's part of a whole one."""
     places = places_of(run, piece)
     index = slice(places.start, places.stop) if isinstance(places, range) else places
     given = piece.gradient()

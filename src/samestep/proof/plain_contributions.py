@@ -1,4 +1,4 @@
-"""Compressed gradients in the plain torch loop: one weight after the other, whole, without buckets, ranks or messages."""
+"""Compressed gradients in the plain torch loop: one whole weight after another, without buckets, ranks or messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from samestep.runtime.codecs.powersgd import first_directions, next_directions, 
 
 
 class PlainContributions:
-    """The gradients of the contributions to each step, and what their codes have lost."""
+    """The gradients of the contributions to each step, and the losses of their codes."""
 
     def __init__(self, step: StepSpec, canonical: Mapping[str, str]) -> None:
         """Follow the codec of a step; `canonical` gives the name in its model of each weight's name in the loop."""
@@ -29,7 +29,7 @@ class PlainContributions:
 
     @torch.no_grad()
     def add(self, index: int, params: Mapping[str, nn.Parameter]) -> None:
-        """Add what the gradients of one contribution are decoded as, and clear them."""
+        """Add the decoded gradients of one contribution, and clear them."""
         for name, param in params.items():
             gradient = torch.zeros_like(param) if param.grad is None else param.grad
             self._sums[name] = self._sums.get(name, 0.0) + self._coded(name, index, gradient)
@@ -37,14 +37,14 @@ class PlainContributions:
 
     @torch.no_grad()
     def finish(self, params: Mapping[str, nn.Parameter], count: float) -> None:
-        """Set gradients to what their sums are decoded as, over the count."""
+        """Set gradients to their decoded sums, divided by the count."""
         for name, param in params.items():
             total = self._sums.pop(name)
             factors = self._rank and is_factored(total.shape, self._rank)
             param.grad = (self._projected(name, total) if factors else self._coded(name, self.number, total)) / count
 
     def _coded(self, name: str, index: int, gradient: Tensor) -> Tensor:
-        """Return what a gradient is decoded as, and keep what its code loses."""
+        """Return a gradient as it is decoded, and keep the loss of its code."""
         if self._codec is None:
             return gradient.detach()
         values = gradient.detach().reshape(1, -1)
@@ -57,7 +57,7 @@ class PlainContributions:
         return decoded.view_as(gradient)
 
     def _projected(self, name: str, total: Tensor) -> Tensor:
-        """Return the projection of a sum of contributions, and keep what is left of it."""
+        """Return the projection of a sum of contributions, and keep the remainder."""
         whole = total.detach().reshape(len(total), -1) + self._lost.get((name, self.number), 0.0)
         if name not in self._directions:
             drawn = first_directions(self._canonical[name], self._rank, whole.shape[1])

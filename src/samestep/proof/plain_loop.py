@@ -1,4 +1,4 @@
-"""A plain torch loop over the same model, data and optimizer, which one device is held against.
+"""A plain torch loop over the same model, data and optimizer, with which one device is compared.
 
 ```python
 for batch in batches:
@@ -7,12 +7,12 @@ for batch in batches:
     clip_grad_norm_(model.parameters(), limit)
     optimizer.step()
 ```
-The model is the user's own: the build function called plainly, or a copy of the instance. Only values that are drawn are
-copied from ours, by name, since they are functions of the seed and the name there. So a buffer or a loaded weight that our
-blueprint gives a wrong value, and with it one device and every layout alike, is found here; so is a wrong boundary of packed
-documents, which have transformers' own mask of all pairs of tokens here. The loop shares with ours what
-makes two runs comparable, no more: float64, the model's own float32 islands raised to it, the dropout masks, and how
-`numerics.optimizer_states` rounds states behind an update.
+The model is the user's: the build function called plainly, or a copy of the instance. Only drawn values are copied from
+our blueprint, by name, since there they are functions of the seed and the name. So a buffer or a loaded weight to which
+our blueprint gives a wrong value, on one device and in every layout alike, is found here; so is a wrong boundary of
+packed documents, which have transformers' mask of all pairs of tokens here. The loop shares with our runs only the
+conditions of a comparison: float64, the model's float32 islands raised to it, the dropout masks, and the rounding of
+states after an update by `numerics.optimizer_states`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WHAT = "plain torch"
 
 
 def follow(run: Run, source: Source, dataset: Dataset, seen: Observation) -> PlainSteps:
-    """Take the steps of one device's observation in a plain loop; `run` is that device's, after its last step."""
+    """Take the steps of one device's observation in a plain loop; `run` is that device's run, after its last step."""
     steps = PlainSteps()
     try:
         if run.replicas is not None:
@@ -61,13 +61,13 @@ def follow(run: Run, source: Source, dataset: Dataset, seen: Observation) -> Pla
         start = {name: param.detach().clone() for name, param in _trained_params(model).items()}
         unused = _take_steps(model, run, source, dataset, seen, steps)
         _update(model, run, start, source, seen, steps, unused)
-    except Exception as error:  # the user's own code, in which anything may fail
+    except Exception as error:  # the user's code, in which anything may fail
         return PlainSteps(hindrance=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
     return steps
 
 
 def _follow_apart(run: Run, source: Source, dataset: Dataset, seen: Observation) -> PlainSteps:
-    """Take the steps of replicas that are trained apart, and of the weights that they start from."""
+    """Take the steps of independently trained replicas, and of the outer weights that they start from."""
     built = PlainSteps()
     models = [_model(run, source, built) for _ in range(1 + run.job.numerics.replicas)]
 
@@ -86,7 +86,7 @@ def _follow_apart(run: Run, source: Source, dataset: Dataset, seen: Observation)
 
 
 def _contributions(run: Run, source: Source) -> PlainContributions | None:
-    """Return what encodes contributions in the loop; None where a job has no codec."""
+    """Return the coder of contributions in the loop; None where a job has no codec."""
     step = run.program.step
     if step.contributions is None or step.codec == PLAIN:
         return None
@@ -95,7 +95,7 @@ def _contributions(run: Run, source: Source) -> PlainContributions | None:
 
 
 def _model(run: Run, source: Source, steps: PlainSteps) -> nn.Module:
-    """Return the user's own model in float64, with our values of what is drawn."""
+    """Return the user's model in float64, with our blueprint's values of its drawn tensors."""
     assert source.prepared is not None
     ours, job = source.prepared.blueprint, run.job
     model = (
@@ -130,7 +130,7 @@ def _trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
 def _take_steps(
     model: nn.Module, run: Run, source: Source, dataset: Dataset, seen: Observation, steps: PlainSteps
 ) -> list[set[str]]:
-    """Take the steps with the same SGD as one device; return the parameters without a gradient in each step."""
+    """Take the steps with the same SGD as one device; record the parameters without a gradient in each step."""
     unused: list[set[str]] = []
     params, limit = _trained_params(model), run.job.optimizer.clip_norm
     optimizer = torch.optim.SGD(params.values(), lr=seen.learning_rate, momentum=0.9)
@@ -144,7 +144,7 @@ def _take_steps(
         steps.gradients.append(copy_whole({name: _gradient(param) for name, param in params.items()}))
         norm = torch.nn.utils.clip_grad_norm_(params.values(), math.inf if limit is None else limit)
         steps.norms.append(float(norm))
-        for name in without:  # a codec gives back what it has lost of earlier gradients
+        for name in without:  # a codec feeds the losses of earlier gradients back
             params[name].grad = None
         if not math.isnan(loss):
             optimizer.step()
@@ -215,7 +215,8 @@ def _update(
     steps: PlainSteps,
     unused: Sequence[set[str]],
 ) -> None:
-    """Take the steps of the job's own optimizer on one device's gradients, and on none where the plain loop has none."""
+    """Take the steps of the job's optimizer on one device's gradients, leaving out weights to which the plain loop
+    gives none."""
     params = _trained_params(model)
     for name, value in start.items():
         params[name].copy_(value)
@@ -258,7 +259,7 @@ def compare(one: Observation, limit: Limit) -> list[Comparison]:
         found.append(numbers)
         found += _tensors("gradient", index, steps.gradients[index], gradients, limit)
         found += _tensors("weight", index, steps.weights[index], seen.weights, limit)
-    # The job's own optimizer is held against the loop where one model is trained.
+    # The job's optimizer is compared with the loop where one model is trained.
     for index, updated in enumerate(one.updated if steps.updated else ()):
         found += _tensors("update", index, steps.updated[index], updated, limit)
     return found
@@ -270,7 +271,7 @@ def _tensors(what: str, index: int, theirs: list[HeldTensor], mine: list[HeldTen
 
 
 def cause(one: Observation, first: Comparison) -> tuple[Cause, str]:
-    """Return the cause of the first difference from the plain loop, and where it is, with the values at fault, if known."""
+    """Return the cause of the first difference from the plain loop, with its place and the wrong values, if known."""
     misfit = first.misfits[0]
     steps = one.plain
     assert steps is not None
@@ -284,7 +285,7 @@ def cause(one: Observation, first: Comparison) -> tuple[Cause, str]:
     kind, _, name = misfit.name.partition(" of ")
     unused = dict(enumerate(steps.unused, 1)).get(
         misfit.step or 0, ()
-    )  # none is known where replicas are trained apart
+    )  # none is known where replicas are trained independently
     if kind in ("weight", "update") and name in unused:
         return Cause.IDLE, f"{text}: a plain torch loop has no gradient for it in that step, and leaves it as it is"
     return Cause.PLAIN, f"{text}, on the same samples, with the same masks"

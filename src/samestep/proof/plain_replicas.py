@@ -1,4 +1,4 @@
-"""Replicas that are trained apart, in the plain torch loop: one whole model each, and one that all start from.
+"""Independently trained replicas in the plain torch loop: one whole model each, and an outer one that all start from.
 
 ```python
 for replica, optimizer, part in zip(replicas, optimizers, batch):
@@ -9,8 +9,8 @@ if every H steps:
     SGD(model.parameters(), lr, momentum, nesterov=True).step()
     for replica in replicas: replica.load_state_dict(model.state_dict())
 ```
-Where the weights are exchanged in parts, or with a delay, the last lines are taken for the weights of one part, at its own time,
-with moves of earlier weights, and replicas keep a fraction of their own.
+Where the weights are exchanged in parts, or with a delay, the last lines run for the weights of one part, at that
+part's time, with moves of earlier weights, and replicas keep a fraction of their weights.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def take_steps(
 
 
 class _Exchanges:
-    """The exchanges between replicas, which start and end behind some of their steps."""
+    """DiLoCo exchanges between replicas: each starts after a step and is applied `exchange_delay` steps later."""
 
     def __init__(
         self,
@@ -87,14 +87,15 @@ class _Exchanges:
         self._outer, self._replicas, self._contributions = outer, replicas, contributions
         self._names = [[name for name in outer if part_of(name) == part] for part in range(job.numerics.exchange_parts)]
         self._under_way: list[tuple[int, dict[str, Tensor]]] = []
-        """Moves that are averaged already, and the step behind which the outer step uses them."""
+        """Averaged moves, each with the number of the step after which the outer step applies it."""
         momentum = job.numerics.outer_momentum
         self._optimizer = torch.optim.SGD(
             outer.values(), lr=job.numerics.outer_lr, momentum=momentum, nesterov=momentum > 0
         )
 
     def take(self, step: int) -> dict[str, Tensor]:
-        """Do what is due behind a step; return the averaged moves of the weights whose outer step was taken."""
+        """Start and apply the exchanges that are due after a step; return the averaged moves of the weights that
+        were updated."""
         every, parts, delay = (getattr(self._numerics, f"exchange_{word}") for word in ("every", "parts", "delay"))
         moved: dict[str, Tensor] = {}
         for due, moves in self._under_way:
@@ -111,7 +112,7 @@ class _Exchanges:
 
     @torch.no_grad()
     def _moves(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return what replicas have moved some of the outer weights by on average, as it is or as it is decoded."""
+        """Return the replicas' average move from some of the outer weights, as it is or as it is decoded."""
         outer = {name: self._outer[name] for name in names}
         if self._contributions is None:
             means = {name: torch.stack([one[name].detach() for one in self._replicas]).mean(0) for name in names}
@@ -136,7 +137,7 @@ class _Exchanges:
 
 
 def _of_replicas(replicas: Sequence[Params], what: Callable[[nn.Parameter], Tensor]) -> list[HeldTensor]:
-    """Return a copy of something of each weight of each replica."""
+    """Return a copy of one tensor for each weight of each replica."""
     named = {f"{name}{of_replica(number)}": what(p) for number, one in enumerate(replicas) for name, p in one.items()}
     return copy_whole(named)
 

@@ -1,7 +1,7 @@
 """The record of a proof, kept in a cache and in run folders, so that every run can say whether its layout is proven.
 
 A proof holds for one key: the job without what changes no step (its number of steps, its paths, its settings of this
-machine), the layout, the versions of the packages, and the contents of samestep's and of the user's own files.
+machine), the layout, the versions of the packages, and the contents of samestep's files and of the user's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LEFT_OUT = {
     "checkpoint": True,
     "run": True,
 }
-"""What a job says of a run, and not of one of its steps."""
+"""Keys of a job that concern a run, and none of its steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ def key_of(job: Job, layout: Layout) -> str:
     if colon and kind in ("text", "tokens", "jsonl", "hf"):
         data["source"] = kind
     data["tokenizer"] = Path(job.data.tokenizer).name
-    if job.model_folder is not None:  # a proof holds wherever the folder lies
+    if job.model_folder is not None:  # a proof holds wherever the folder is
         tables["model"]["source"] = digest_of(job.model_folder)
     versions = {name: _version(name) for name in _VERSIONS}
     files = sorted(xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in _files_of(job))
@@ -129,7 +129,7 @@ def _version(package: str) -> str:
 
 
 def _files_of(job: Job) -> list[Path]:
-    """Return the files that the user's functions may be made of: their packages, and what stands beside them."""
+    """Return the files that may contain the user's functions: their packages, or their module and its neighbours."""
     sources = (job.model.source, job.data.source, job.train.loss, job.optimizer.name)
     roots = {source.partition(":")[0].partition(".")[0] for source in sources if ":" in source}
     paths: set[Path] = set()

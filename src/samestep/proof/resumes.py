@@ -1,12 +1,12 @@
-"""A layout's run that resumes from its own checkpoint, twice, against the same run that goes on.
+"""A test of a layout's checkpoint: a run that resumes from it, twice, is compared with the same run that goes on.
 
 ```
 goes on    ── step N ── saved ── one more step ──────────────────────────────────────────►
 resumed         first values ── loaded ── equal? ── one more step ── equal? ── saved
 resumed again   first values ─────────────────────────────────────────────── loaded ── equal?
 ```
-The step is one of the job's own optimizer, on gradients that are given, so that it needs no forward. Between saving and
-loading the run is put back to its first values: what a load leaves out then shows.
+The step is one of the job's optimizer, on given gradients, so that it needs no forward. Between saving and loading the
+run is reset to its first values: values that a load leaves out then show.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _NEXT = "the next step"
 def compare_resumes(
     run: Run, gradients: Mapping[str, Tensor], unused: Collection[str], folders: tuple[Path, Path]
 ) -> Iterator[tuple[str, float]]:
-    """Resume a run that has just been saved in the first folder, and again from the second; yield what differs, and how far.
+    """Resume a run that has just been saved in the first folder, and again from the second; yield each comparison and
+    its error.
 
-    The step behind a resume is given these gradients, and none for the weights that are `unused`.
+    The step after a resume uses these gradients, and none for the weights that are `unused`.
 
     Collective over the world: every rank must iterate; if one does not, the others wait for it when files are written.
     """
@@ -54,7 +55,7 @@ def compare_resumes(
 
 
 def _load(run: Run, folder: Path) -> None:
-    """Put a run back to values that no file holds, and load the newest checkpoint in a folder."""
+    """Reset a run to values that no file holds, and load the newest checkpoint in a folder."""
     zeros = [torch.zeros_like(piece.master()) for piece in run.updater.pieces]
     observation.restart(run, zeros, [buffer.clone() for buffer in run.model.buffers()])
     checkpoint.load(run, manifests.list_checkpoints(folder)[-1])
@@ -76,7 +77,7 @@ def _errors(given: Sequence[HeldTensor], right: Sequence[HeldTensor], when: str)
 
 
 def compare(ranks: Sequence[Observation], allowance: float) -> list[Comparison]:
-    """Return the comparison of what ranks have seen; none where none resumed."""
+    """Return the comparison of the ranks' resumed runs; none where none resumed."""
     found = Comparison(WHAT, None, allowance=allowance)
     for seen in ranks:
         for what, error in seen.resumed:

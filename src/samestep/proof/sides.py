@@ -69,12 +69,12 @@ class Subject:
     """The folder that ranks write their observations into."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A traced module has hooks of its own, which cannot be sent: a spawned worker traces the model again.
+        # A traced module has hooks, which cannot be sent: a spawned worker traces the model again.
         source = dataclasses.replace(self.source, prepared=None)
         return _trace_again, (source, self.dataset, self.example, self.job, self.layout, self.folder)
 
     def observed(self, layout: Layout, job: Job, place: RankInfo) -> ObservedRun:
-        """Return a run that takes its steps with SGD over the weights as the subject's own optimizer divides them.
+        """Return a run that takes its steps with SGD, over weights in the groups of the subject's optimizer.
 
         The learning rate is set once the first gradients are known. Collective over the world: every rank must call it;
         if one does not, the others wait for it.
@@ -109,7 +109,7 @@ class Subject:
 
 
 def _trace_again(source: Source, dataset: Dataset, example: Any, job: Job, layout: Layout, folder: Path) -> Subject:
-    """Return a subject in a worker that inherits nothing."""
+    """Return a subject in a worker that inherits nothing from its parent."""
     prepared = trace_for_layout(source, layout, job, example)
     return Subject(dataclasses.replace(source, prepared=prepared), dataset, example, job, layout, folder)
 
@@ -118,11 +118,11 @@ def _sgd(named: list[tuple[str, Tensor]]) -> Optimizer:
     return torch.optim.SGD([tensor for _, tensor in named], lr=1.0, momentum=0.9)
 
 
-# -- what workers do -------------------------------------------------------------------------------
+# -- the tasks of workers ---------------------------------------------------------------------------
 
 
 def one_device(place: RankInfo, subject: Subject) -> None:
-    """Run one device's side, and the plain torch loop that it is held against, and write the observation of both."""
+    """Run one device's side, and the plain torch loop that it is compared with, and write both observations."""
     observed = subject.observed(Layout(), subject.job_of_one_device, place)
     seen = _observe_steps(observed, subject, None)
     seen.plain = plain_loop.follow(observed.run, subject.source, subject.dataset, seen)
@@ -150,7 +150,7 @@ def in_layout(place: RankInfo, subject: Subject) -> None:
 
 
 def _observe_steps(observed: ObservedRun, subject: Subject, one: Observation | None) -> Observation:
-    """Take the steps with SGD, then the job's own optimizer on one device's gradients; return the observation of both."""
+    """Take the steps with SGD, then the job's optimizer on one device's gradients; return the observation of both."""
     run = observed.run
     start = [piece.master().clone() for piece in run.updater.pieces]
     buffers = [buffer.clone() for buffer in run.model.buffers()]
@@ -175,13 +175,13 @@ def _observations(subject: Subject) -> tuple[Observation, list[Observation]]:
 
 
 def compiler_results(subject: Subject) -> tuple[str, ...]:
-    """Return what the compiler made of the blocks of the layout's first rank."""
+    """Return the compiler's report on the blocks of the layout's first rank."""
     seen: Observation = notes.read(subject.note("rank-0"))
     return seen.compiled
 
 
 def hindrance(subject: Subject) -> str:
-    """Return why one device could not be held against a plain torch loop; empty where it was."""
+    """Return why one device could not be compared with a plain torch loop; empty where it was."""
     one: Observation = notes.read(subject.note("one"))
     return one.plain.hindrance if one.plain else ""
 
@@ -245,7 +245,7 @@ def _evidence(
     comparisons: Sequence[Comparison],
     start: Sequence[Tensor],
 ) -> Evidence:
-    """Return the evidence for the search of a cause; further runs on one device are made only when they are asked for."""
+    """Return the evidence for the search of a cause; further runs on one device take place only on request."""
     model = run.model
     spec = subject.spec
     programs = subject.programs()
@@ -309,7 +309,7 @@ def _stages(spec: ModelSpec, programs: Sequence[Program]) -> list[set[str]]:
 
 
 def _experts(spec: ModelSpec, name: str) -> tuple[int, str]:
-    """Return how many experts a parameter holds along its first dimension, or the index of the one that it belongs to."""
+    """Return how many experts a parameter holds along its first dimension, or the index of its only one."""
     stacked = next((param.experts for param in spec.params if param.name == name), 0)
     owners = (dispatch.owner for layer in spec.layers for dispatch in layer.dispatches)
     own = next((name.removeprefix(f"{owner}.").split(".")[0] for owner in owners if name.startswith(f"{owner}.")), "")
@@ -336,7 +336,7 @@ def _parts(run: Run, subject: Subject, step: int) -> list[BatchPart]:
 
 
 def _uses(run: Run, subject: Subject, names: Sequence[str], step: int) -> list[Tensor]:
-    """Return the gradient of each use of a tied weight, from a run in which every use has a weight of its own."""
+    """Return the gradient of each use of a tied weight, from a run in which every use has a separate weight."""
     model = run.model
     tied = model.get_parameter(names[0])
     single = [nn.Parameter(tied.detach().clone()) for _ in names]
@@ -371,7 +371,7 @@ def _chunks(run: Run, subject: Subject, name: str, step: int) -> list[Tensor]:
 
 @contextmanager
 def _of_rows(head: nn.Module, rows: slice) -> Iterator[None]:
-    """Let only these rows of the logits have a gradient inside."""
+    """Give only these rows of the logits a gradient inside."""
 
     def masked(gradient: Tensor) -> Tensor:
         kept = torch.zeros(gradient.shape[:-1], dtype=gradient.dtype, device=gradient.device).flatten()
@@ -395,13 +395,13 @@ def _gradients(run: Run, batch: Batch) -> tuple[Mapping[str, Tensor], float, flo
     return {piece.name: piece.gradient().detach() * scale for piece in pieces}, float(totals[0]), float(totals[1])
 
 
-# -- the job's own precision -----------------------------------------------------------------------
+# -- the precision of the job ------------------------------------------------------------------------
 
 
 def measure_rounding(place: RankInfo, subject: Subject) -> None:
-    """Run one device's side in the job's own precision, and the runs whose first weights are perturbed by one rounding.
+    """Run one device's side in the job's precision, and the runs whose first weights are perturbed by one rounding.
 
-    Several workers, each a world of its own, share the perturbed runs; the first one writes the unperturbed observation.
+    Several workers, each a separate world, share the perturbed runs; the first one writes the unperturbed observation.
     """
     observed = subject.observed(Layout(), subject.job_of_one_device, place)
     run = observed.run
@@ -440,7 +440,7 @@ def _claim_seeds(subject: Subject) -> Iterator[int]:
 
 
 def judge_rounding(place: RankInfo, subject: Subject) -> Judgement:
-    """Compare the layout in the job's own precision, with limits from the perturbed runs."""
+    """Compare the layout in the job's precision, with limits from the perturbed runs."""
     one, ranks = _observations(subject)
     deviations: dict[tuple[str, str, int], float] = {}
     largest: dict[tuple[str, int], float] = {}

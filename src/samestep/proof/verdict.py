@@ -15,7 +15,7 @@ from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """The classes of faults that the shape of an error can tell apart; the value is the text that a user reads."""
+    """The classes of faults that the shape of an error distinguishes; the value is the text that a user reads."""
 
     START = "different start"
     ROWS_SWAPPED = "rows or heads of a weight in the wrong place"

@@ -1,4 +1,4 @@
-"""The verb `verify`: prove on a user's own job that a layout computes what one device computes.
+"""The verb `verify`: prove on a user's job that a layout computes what one device computes.
 
 ```
 one device ── takes the steps in float64 and in the job's own precision, and eight times perturbed by one rounding
@@ -6,10 +6,10 @@ one device ── takes the steps in float64 and in the job's own precision, and
 the layout ── takes the same steps on its ranks, and saves a checkpoint
 one device ── reads the checkpoint, compares everything, looks for the cause of the first difference
 ```
-In float64, with the model's own conversions to float32 raised to float64, two orders of the same sums differ by about
-1e-16 and a wrong sum by 1e-3 and more: the limit of 1e-9 lies far from both. Weights are compared after SGD steps, whose
-updates are as exact as the gradients. Adam turns a gradient error of 1e-9 near its epsilon into 0.1 of a step, so the job's
-own optimizer is proven on equal gradients instead. In the job's own precision, a second check, the limit is measured
+In float64, with the model's conversions to float32 raised to float64, two orders of the same sums differ by about 1e-16
+and a wrong sum by 1e-3 and more: the limit of 1e-9 is far from both. Weights are compared after SGD steps, whose
+updates are as exact as the gradients. Adam turns a gradient error of 1e-9 near its epsilon into 0.1 of a step, so the
+job's optimizer is proven on equal gradients instead. In the job's precision, a second check, the limit is measured
 (`sides.py`).
 """
 
@@ -69,7 +69,7 @@ def verify(
     device: str | None = None,
     stages: Sequence[str] | None = None,
 ) -> Verdict:
-    """Prove that `layout` computes what one device computes; the call starts its own workers on this machine.
+    """Prove that `layout` computes what one device computes; the call starts workers on this machine.
 
     Args:
         job: what is computed; by default the default job.
@@ -125,7 +125,7 @@ def verify(
             raise WorkerError(f"layout {str(where)!r} could not be tried: {error}") from error
         verdict = dataclasses.replace(verdict, notes=(*notes, *verdict.notes), seconds=time.perf_counter() - began)
         given = (model, loss, optimizer, dataset)
-        if verdict.proven and all(one is None for one in given):  # else the job does not say what was proven
+        if verdict.proven and all(one is None for one in given):  # otherwise the job does not describe the proven run
             record.keep(record.record_of(job, verdict))
         return verdict
     finally:
@@ -135,7 +135,7 @@ def verify(
 def verify_all(
     job: Job, devices: int, *, steps: int = 3, precision: Precision = "job", device: str | None = None
 ) -> Iterator[Verdict]:
-    """Prove every legal split of a number of devices, and each switch by itself; yield each verdict once it is known.
+    """Prove every legal split of a number of devices, and each switch separately; yield each verdict once it is known.
 
     Raises:
         InputError: the job cannot run.
@@ -149,8 +149,8 @@ def verify_all(
 def _proving(job: Job, steps: int, precision: str = "float64") -> Job:
     """Return the job to compare: the first steps of the given one, in float64, at a constant learning rate.
 
-    Replicas that are trained apart exchange behind every second step at the latest, in two parts at most, so that there are
-    steps behind an exchange.
+    Independently trained replicas exchange at least after every second step, in two parts at most, so that some steps
+    follow an exchange.
     """
     return job.model_copy(
         update={
@@ -164,7 +164,7 @@ def _proving(job: Job, steps: int, precision: str = "float64") -> Job:
 
 
 def _proven_exchanges(job: Job) -> dict[str, int]:
-    """Return how replicas that are trained apart exchange their weights where that is proven."""
+    """Return the settings of exchanges between independently trained replicas in a proof."""
     most = {"exchange_every": 2, "exchange_parts": 2, "exchange_delay": 1}
     return {key: min(getattr(job.numerics, key), value) for key, value in most.items()}
 
@@ -239,7 +239,8 @@ def shrunk(subject: Subject) -> tuple[Subject, str] | None:
 
 
 def _proof_bytes(subject: Subject, index: int) -> int:
-    """Return the float64 bytes of a layer in a proof: all copies of its weights, and its activations of a whole batch."""
+    """Return the float64 bytes of a layer in a proof: all copies of its weights, and its activations of a whole
+    batch."""
     weights = sum(param.numel for param in subject.spec.params_of(index))
     ranks = subject.layout.dp_cp_size if subject.layout.zero == 0 else subject.layout.dp_replicate
     # Ranks on a CPU share its memory.
@@ -273,7 +274,7 @@ def _free_bytes(device: str) -> int:
 
 
 def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
-    """Run one device and the layout, in float64 and in the job's own precision, and return the verdict."""
+    """Run one device and the layout, in float64 and in the job's precision, and return the verdict."""
     layout, own = subject.layout, job.numerics.precision
     notes: list[str] = []
     exact = subject if subject.job.numerics.precision == "float64" else None
@@ -311,7 +312,7 @@ def _prove(subject: Subject, job: Job, precision: Precision) -> Verdict:
 
 
 def _in_precision(subject: Subject, own: str) -> Subject:
-    """Return the same subject in the job's own precision, with a copy of the traced model of its own."""
+    """Return the same subject in the job's precision, with a separate copy of the traced model."""
     numerics = subject.job.numerics.model_copy(update={"precision": own})
     job = subject.job.model_copy(update={"numerics": numerics})
     source = dataclasses.replace(subject.source, prepared=with_new_blueprint(subject.source, job))
@@ -319,7 +320,7 @@ def _in_precision(subject: Subject, own: str) -> Subject:
 
 
 def _on_one_device(exact: Subject | None, rounded: Subject | None) -> None:
-    """Run one device's side in workers that are each a world of one rank; they share the perturbed runs."""
+    """Run one device's side in several workers, each a world of one rank; they share the perturbed runs."""
     subject = exact or rounded
     assert subject is not None
     for left in subject.folder.iterdir():
@@ -329,7 +330,8 @@ def _on_one_device(exact: Subject | None, rounded: Subject | None) -> None:
 
 
 def _workers(run: RunTable) -> int:
-    """Return the number of workers that this machine has devices for, at most two: starting more takes longer than it saves."""
+    """Return the number of workers for which this machine has devices, at most two: starting more takes longer than
+    it saves."""
     devices = (os.cpu_count() or 1) // run.threads if _on_cpu(run.device) else torch.cuda.device_count()
     return min(2, max(1, devices))
 
