@@ -1,6 +1,6 @@
 """Random numbers of a forward as functions of their place: the distributions that torch's functions draw from.
 
-Each element has 32 hashed bits h, an int32, made as those of a dropout mask are (`masks.py`). A distribution is one
+Each element has 32 hashed bits h, an int32, computed like those of a dropout mask (`masks.py`). A distribution is one
 function of them, so a number is the same on one device, in every cut of the batch or of the tensor, on every stage, and
 when a forward is repeated. Distributions that are not uniform are the inverse of their cumulative distribution:
 
@@ -11,7 +11,7 @@ when a forward is repeated. Distributions that are not uniform are the inverse o
     integers       low + floor(n (h + 2^31) / 2^32)
     choices        the largest of p / exponential without replacement (Efraimidis and Spirakis 2006), else the inverse
                    of the cumulative sum at u
-    gamma, Dirichlet, Poisson    quantiles that are computed in turns (`gamma.py`)
+        gamma, Dirichlet, Poisson    quantiles that are computed by iteration (`gamma.py`)
 
 They are computed in at least float32 and then cast, so that bf16 has float32's numbers, rounded.
 """
@@ -236,7 +236,8 @@ def _rrelu(
 
 
 def _make_fill_handler(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the handler of a method that fills a tensor, whose parameters `draw` takes behind bits and dtype."""
+    """Return the handler of a method that fills a tensor; the method's parameters follow bits and dtype in a call of
+    `draw`."""
 
     def handler(mode: MaskSource, func: Any, /, self: Tensor, *args: Any, **named: Any) -> Tensor:
         if named.pop("generator", None) is not None:
@@ -286,11 +287,11 @@ def _fill_integers(bits: Tensor, dtype: torch.dtype, low: int = 0, to: int | Non
     return _integers(bits, low, min(to, low + 2**31))
 
 
-# -- what is not drawn -------------------------------------------------------------------------------------------------
+# -- draws that are refused --------------------------------------------------------------------------------------------
 
 
 def _check_others(mode: MaskSource, func: Any, named: dict[str, Any]) -> None:
-    """Refuse arguments that other code sees, such as a generator or a tensor to write to."""
+    """Refuse arguments with effects outside the call, such as a generator or a tensor to write to."""
     if named.pop("generator", None) is not None:
         raise _of_own_generator(mode, func)
     unclear = {name for name, value in named.items() if value is not None and value is not False} - _FORMS

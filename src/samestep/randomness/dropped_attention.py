@@ -1,18 +1,18 @@
-"""Attention with dropout, in blocks of queries: masks, like weights, are made again in the backward instead of being kept.
+"""Attention with dropout, in blocks of queries: the backward computes masks and weights again instead of keeping them.
 
-No fused kernel takes masks that are functions of their positions, so it is computed by the formula, in at least float32:
+No fused kernel takes masks that are functions of their positions, so attention is computed by the formula, in at least
+float32:
 
     P = softmax(scale Q K' + mask)      O = (P * D) V              D = 0 where dropped, else 1 / (1 - p)
     dV = (P * D)' dO                    dP = (dO V') * D           dS = P (dP - sum of dP P over keys)
     dQ = scale dS K                     dK = scale dS' Q
 
-A block of queries needs P and D of its own rows alone, so [B, H, queries of a block, S] is all that exists at a time, as in
-the tiles of FlashAttention (Dao et al. 2022, arXiv:2205.14135), and the backward keeps what the call was given. Of a causal
-attention a block computes the keys that its last query may look at.
+A block of queries needs P and D of its rows alone, so [B, H, queries of a block, S] is all that exists at a time, as in
+the tiles of FlashAttention (Dao et al. 2022, arXiv:2205.14135), and the backward keeps the arguments of the call. In a
+causal attention a block computes the keys that its last query may look at. Masks come from a `MaskSource`, the
+interface by which all replacements of torch's random functions get hashed bits and masks.
 
 Legend: B batch, H heads, L queries, S keys, D head width; b: of a block.
-
-What the replacements of torch's random functions draw from: hashed bits, and masks that are made of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from samestep.errors import ModelError
 BLOCK_ELEMENTS = 2**24
 """Elements of the weights of a block, of all samples and heads."""
 LEAST_QUERIES = 16
-"""Queries of a block, at least: fewer make products too thin."""
+"""The least number of queries in a block: fewer give products that are too narrow."""
 
 DropPart = Callable[[int, int, int], Tensor]
 """Returns which weights are dropped, bool [..., queries, keys], of the queries from the first to before the second number, and
@@ -41,7 +41,7 @@ of as many of the first keys as the third."""
 
 
 class _Dropped(NamedTuple):
-    """What a call does besides its tensors."""
+    """The settings of a call, without its tensors."""
 
     drop: DropPart
     p: float
@@ -52,11 +52,12 @@ class _Dropped(NamedTuple):
     block: int
     """Queries of a block."""
     documents: DocumentMask | None
-    """The mask of packed documents, of which each block makes its rows."""
+    """The mask of packed documents, from which each block computes its rows."""
 
 
 def attend_with_dropout(call: AttentionCall, drop: DropPart) -> Tensor:
-    """Return what `scaled_dot_product_attention` does with these arguments, with the weights dropped that `drop` says."""
+    """Return the result of `scaled_dot_product_attention` with these arguments, with the weights dropped that `drop`
+    selects."""
     query, key, value, mask, p, is_causal, scale, enable_gqa = call
     repeats = query.size(-3) // key.size(-3) if enable_gqa else 1
     documents = mask if isinstance(mask, DocumentMask) else None
@@ -176,12 +177,12 @@ def _sum_heads(gradient: Tensor, repeats: int, like: Tensor) -> Tensor:
 
 
 class MaskSource(TorchFunctionMode):
-    """A function mode that makes the masks and random numbers of one forward; `mode.DropoutMode` is the one that does."""
+    """A function mode that computes the masks and random numbers of one forward; `mode.DropoutMode` implements it."""
 
     sees_all = False
-    """Whether it must be shown every function of the model, those of compiled blocks too."""
+    """Whether it must see every function of the model, those of compiled blocks too."""
     allows_random = False
-    """Whether what it does not make is drawn from the process's generators instead of being refused."""
+    """Whether numbers that it does not compute are drawn from the process's generators instead of being refused."""
 
     def drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:
         """Return a mask for x of this shape, bool, True where an element is dropped."""
@@ -196,11 +197,11 @@ class MaskSource(TorchFunctionMode):
     ) -> Tensor:
         """Return hashed bits of random numbers, int32 [shape].
 
-        `like` is the tensor whose samples lie where those of the result do; without one its shape tells. Numbers that
-        are shared are refused where there are some for each sample.
+        `like` is the tensor whose samples are at the same places as those of the result; without one the shape decides.
+        Shared numbers are refused where there are some for each sample.
         """
         raise NotImplementedError
 
     def refuse(self, reason: str) -> ModelError:
-        """Return the error that refuses what the innermost module does."""
+        """Return the error that refuses an operation of the innermost module."""
         raise NotImplementedError

@@ -13,7 +13,7 @@ that holds a part of the tensor passes the rows and columns of its part, and get
 mix64 is the finalizer of splitmix64 (Steele, Lea, Flood 2014); f is the quadratic permutation of RC6 (Rivest et al.
 1998), one `addcmul` in torch.
 
-Dropout probabilities that a model's modules and configurations show.
+The last part of the file looks for dropout probabilities in a model's modules and configurations.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ class MaskSlice:
 
 
 def _cut_sizes(model: ModelSpec, owner: str) -> set[int]:
-    """Return the sizes of dimensions cut in one interval: numbers of heads, or features of a weight nearby.
+    """Return the sizes of dimensions cut in one interval: numbers of heads, or features of a neighbouring weight.
 
-    A dimension into which something else is folded, or which holds q, k and v side by side, is cut in several.
+    A dimension with another one folded into it, or that holds q, k and v one after another, is cut in several.
     """
     near: list[tuple[ParamSpec, Cut]] = []
     scope = f"{owner}."

@@ -4,18 +4,18 @@ An element is dropped or kept by a hash of (seed, step, module, entry, draw, glo
 number of a distribution is a function of such a hash (`distributions.py`). So it is
 the same on one device, in every cut of the batch or of the tensor, on every pipeline stage, in a recomputation,
 and on a CPU and a GPU. `module` is the full name of the innermost module whose forward runs, `entry` the number of its
-earlier calls in this micro-batch's forward, `draw` the index of the mask within that call. The hash of the first five, the
-draw's key, is made here, once a draw; the rest is in `masks.py`. Where a tensor has its samples, the trace has found
-(`recording.py`); by default dimension 0 is the batch. Numbers whose shape does not grow with the samples are the same for
-all samples of a step.
+earlier calls in this micro-batch's forward, `draw` the index of the mask within that call. The hash of the first five,
+the draw's key, is computed here, once a draw; the rest is in `masks.py`. The trace records which dimension of a tensor
+is that of samples (`examination/recording.py`); by default it is dimension 0. Numbers whose shape does not grow with
+the samples are the same for all samples of a step.
 
-A model cut over tp computes with its own code on fewer heads or neurons. The shape of a mask shows which ones it is
+A model cut over tp runs its code on fewer heads or neurons. The shape of a mask shows which ones it is
 for: the trace records the shape of each mask on one device, and the dimension that is smaller is cut.
 
 How to use it: enter a new `DropoutMode` around the forward of each micro-batch (on each stage, of each chunk).
 Recomputation takes `functools.partial(recompute_contexts, model)` as the `context_fn` of
 `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, which `recompute.in_our_modes` gives to every call of it,
-the model's own included. Backward needs no mode: the recomputation enters its own.
+those of the model's code included. Backward needs no mode: the recomputation enters one.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Dropout(enum.Enum):
 
 @dataclass(slots=True)
 class DropoutState:
-    """The dropout that steps have shown of a model so far: the part of an assembly that changes."""
+    """The dropout of a model as steps have shown it so far: the part of an assembly that changes."""
 
     dropout: Dropout
     rates: list[tuple[dict[str, Any], str]] = field(default_factory=list)
@@ -101,7 +101,7 @@ class DropoutState:
         return cls(Dropout.ACTIVE if spec.masks or has_dropout else Dropout.UNKNOWN)
 
     def begin_step(self, model: nn.Module) -> None:
-        """Look whether a probability has been raised since the model was found to have no dropout."""
+        """Test whether a probability has been raised since the model was found to have no dropout."""
         if self.dropout is Dropout.ABSENT and any(fields.get(name) for fields, name in self.rates):
             self.dropout = Dropout.UNKNOWN
             track_modules(model)
@@ -121,20 +121,20 @@ class DropoutState:
 
 @dataclass(frozen=True, slots=True)
 class _Bits:
-    """What makes the hashed bits of a draw, or of a part of it."""
+    """The inputs of the hashed bits of a draw, or of a part of it."""
 
     keys: Tensor
-    """Of each sample, int64 [B]."""
+    """Key of each sample, int64 [B]."""
     rows: Tensor
     columns: Tensor
     """Hashed positions in a sample's tensor, as `hash_positions` returns them."""
     shape: tuple[int, ...]
-    """Of all samples."""
+    """Shape for all samples."""
     each: tuple[int, ...]
-    """Of one sample."""
+    """Shape for one sample."""
     dim: int
     inner: int
-    """Where the samples are, as in `MaskSpec.rows`."""
+    """The position of the samples in a row, as in `MaskSpec.rows`."""
 
     def whole(self) -> Tensor:
         """Return the bits of the whole draw, int32."""
@@ -175,17 +175,18 @@ class _ModeTracker:
 
     modes: list[DropoutMode] = field(default_factory=list)
     rows: dict[DrawKey, tuple[int, int]] = field(default_factory=dict)
-    """Where each draw of the traced forward has its samples."""
+    """The dimension and stride of the samples of each draw of the traced forward."""
     in_graph: Set[nn.Module] = frozenset()
     """Modules that get no hooks, since a graph contains their calls; they draw nothing."""
     hooked: WeakKeyDictionary[nn.Module, RemovableHandle] = field(default_factory=WeakKeyDictionary)
     hooks: list[RemovableHandle] = field(default_factory=list)
     num_removed: int = 0
-    """How often the hooks were removed; a state of the model that is put back may bring removed ones back, which do nothing."""
+    """The number of times that the hooks were removed; a restored state of the model may bring removed ones back,
+    which do nothing."""
 
     @property
     def is_installed(self) -> bool:
-        """Whether the hooks are on the modules, judged by one of them: a state that is put back may lack all."""
+        """Whether the hooks are on the modules, judged by one of them: a restored state may lack all."""
         return any(
             handle.id in module._forward_pre_hooks for module, handle in itertools.islice(self.hooked.items(), 1)
         )
@@ -252,13 +253,13 @@ def _hook(module: nn.Module, name: str, tracker: _ModeTracker) -> RemovableHandl
 
 
 class DropoutMode(MaskSource):
-    """A function mode that makes every dropout mask and random number a function of its position and of `draw`.
+    """A function mode that computes every dropout mask and random number as a function of its position and of `draw`.
 
     One object serves one forward of one micro-batch (its counts of entries are never reset).
 
     Raises:
-        ModelError: inside, a forward needs random numbers of a kind that is not made, or a tensor has no samples where the
-            trace has found them.
+        ModelError: raised inside, where a forward needs random numbers of another kind, or a tensor has no samples
+        where the trace has found them.
     """
 
     def __init__(self, model: nn.Module, draw: Draw, part: MaskSlice | None = None) -> None:
@@ -303,7 +304,8 @@ class DropoutMode(MaskSource):
         return handler(self, func, *args, **(kwargs or {}))
 
     def settle(self) -> None:
-        """Take the present state of the process's generator as that before the forward, where numbers are drawn at all."""
+        """Record the present state of the process's generator as that before the forward, if there are random
+        numbers."""
         if any(draw < 0 for *_, draw in self._tracker.rows):
             self._generator = torch.default_generator.get_state()
 
@@ -313,7 +315,7 @@ class DropoutMode(MaskSource):
         self._frames.append(_Frame(name, entry))
 
     def count_entries(self, entries: Mapping[str, int]) -> None:
-        """Count earlier calls of modules, by name, that are made elsewhere."""
+        """Count earlier calls of modules, by name, that run elsewhere."""
         for name, count in entries.items():
             self._entries[name] = self._entries.get(name, 0) + count
 
@@ -325,7 +327,7 @@ class DropoutMode(MaskSource):
         return [dataclasses.replace(frame) for frame in self._frames], dict(self._entries)
 
     def refuse(self, reason: str) -> ModelError:
-        """Return the error that refuses what the innermost module does."""
+        """Return the error that refuses an operation of the innermost module."""
         return ModelError(f"{self._frames[-1].name or 'the model itself'}: {reason}")
 
     def _next_draw(self) -> DrawKey:
@@ -364,7 +366,7 @@ class DropoutMode(MaskSource):
         return lambda start, stop, num_keys: drop_mask(bits.part(start, stop, num_keys), p)
 
     def _mask_bits(self, x: Tensor, shape: torch.Size, p: float, what: str) -> _Bits:
-        """Count a mask of the innermost module; return what makes its hashed bits."""
+        """Count a mask of the innermost module; return the inputs of its hashed bits."""
         mask = self._next_draw()
         if not 0.0 <= p <= 1.0:
             raise self.refuse(f"{what} with probability {p}; it is between 0 and 1")
@@ -405,7 +407,7 @@ class DropoutMode(MaskSource):
     def _arranged(
         self, draw: DrawKey, rows: tuple[int, int], shape: Sequence[int], device: torch.device, what: str
     ) -> _Bits:
-        """Return what makes the hashed bits of a draw of this shape, with its samples at `rows`."""
+        """Return the inputs of the hashed bits of a draw of this shape, with its samples at `rows`."""
         dim, inner = rows
         num_samples = 1 if dim == OF_NO_SAMPLE else self._draw.samples.numel()
         if not shape or (dim != OF_NO_SAMPLE and (shape[dim] % (num_samples * max(inner, 1)) or not shape[dim])):
@@ -436,7 +438,7 @@ class DropoutMode(MaskSource):
 
 
 def begin_after(model: nn.Module, entries: Mapping[str, int]) -> None:
-    """Let the active mode of a model, if there is one, count calls of modules that earlier pipeline stages run."""
+    """Let the active mode of a model, if there is one, count the calls of modules by earlier pipeline stages."""
     tracker = _TRACKERS.get(model)
     if tracker is not None and tracker.modes:
         tracker.modes[-1].count_entries(entries)
@@ -450,13 +452,13 @@ def after_reading(model: nn.Module) -> None:
 
 
 def place_samples(model: nn.Module, masks: tuple[MaskSpec, ...]) -> None:
-    """Tell a model's modes where each draw has its samples, as a trace has found them."""
+    """Give a model's modes the place of the samples in each draw, as a trace has found it."""
     tracker = _TRACKERS.setdefault(model, _ModeTracker())
     tracker.rows = {(mask.owner, mask.entry, mask.draw): mask.rows or IN_ORDER for mask in masks}
 
 
 class _Recompute:
-    """A context that restores the counts that a mode had when this object was made."""
+    """A context that restores the counts that a mode had when this object was created."""
 
     def __init__(self, mode: DropoutMode) -> None:
         self._mode = mode

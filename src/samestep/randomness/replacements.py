@@ -1,5 +1,5 @@
-"""Replacements of torch's functions that draw: dropouts take masks from a `MaskSource`, distributions (`distributions.py`)
-hashed bits, and what is left is refused.
+"""Replacements of torch's random functions: dropouts take masks from a `MaskSource`, distributions (`distributions.py`)
+hashed bits, and other functions are refused.
 
 `HANDLERS` has the replacement of each function; it is called with the source of masks, the function, and its arguments.
 """
@@ -19,7 +19,7 @@ from samestep.building.attention import AttentionCall, multi_head_attention
 from samestep.randomness.distributions import DRAWS
 from samestep.randomness.dropped_attention import MaskSource, attend_with_dropout
 
-_SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU: what alpha_dropout puts in place of a dropped element
+_SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU, which alpha_dropout puts in place of a dropped element
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,8 @@ def _multi_head_attention(mode: MaskSource, func: Callable[..., Any], *args: Any
 
 
 def _recurrent(mode: MaskSource, func: Callable[..., Any], /, *args: Any) -> Any:
-    """Handle torch's recurrent layers: with dropout, run one layer at a time, and drop what one hands to the next."""
+    """Handle torch's recurrent layers: with dropout, run one layer at a time, and drop elements of the inputs of
+    later layers."""
     # (input, [batch_sizes,] hx, weights, has_biases, num_layers, dropout, train, ...): has_biases is the first bool.
     first = next(i for i, arg in enumerate(args) if isinstance(arg, bool))
     has_biases, num_layers, dropout, train, *form = args[first:]
