@@ -1,4 +1,4 @@
-"""Plain text as one stream of tokens: two corpora that come with every Python, and the user's own files.
+"""Plain text as one stream of tokens: two corpora that come with every Python, and files of the user.
 
 `topics` is the language reference behind Python's `help()`, 0.5 MB of English and code; `stdlib` is the source code
 of the standard library, about 10 MB. Both differ between versions of Python, so a result should name the version. Files

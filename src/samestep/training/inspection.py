@@ -1,4 +1,5 @@
-"""`samestep inspect`: the findings of a trace of a job's model, as tables; only the examinations of `train` are made.
+"""`samestep inspect`: the findings of a trace of a job's model, as tables; it makes the examinations of `train` and no
+others.
 
 layers      blocks and what stands between them: weights, work, and what a pipeline stage that begins there is sent
 weights     how tensor parallelism cuts each weight, or why every rank has it whole

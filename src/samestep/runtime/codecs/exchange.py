@@ -1,4 +1,5 @@
-"""The exchange of encoded contributions: what a rank sends, sums and gathers of some buffers, and what codes have lost.
+"""The exchange of encoded contributions: a rank encodes, sends, sums and gathers buffers, and keeps the losses of
+codes.
 
 With N ranks, each of them with a buffer of N chunks (`program/exchange_times.py` has the formula):
 
@@ -27,7 +28,8 @@ from samestep.runtime.processes.mesh import all_gather
 
 
 class PlainExchange:
-    """The sum of one buffer as it is, through all steps of a run: a rank's own contributions first, then all ranks'."""
+    """The uncompressed sum of one buffer, through all steps of a run: first of a rank's contributions, then of all
+    ranks'."""
 
     def __init__(self, made: Contributions, group: dist.ProcessGroup | None) -> None:
         """Make an exchange over `group`, None of a single rank."""
@@ -51,7 +53,7 @@ class PlainExchange:
 
     @torch.no_grad()
     def add(self, values: Sequence[Tensor]) -> None:
-        """Add this rank's next contribution, which may be written over then if it is not the last one."""
+        """Add this rank's next contribution; its buffer may be overwritten afterwards, unless it is the last one."""
         (value,) = values
         if self._total is not None:
             self._total += value
@@ -70,7 +72,7 @@ class PlainExchange:
 
     @torch.no_grad()
     def finish(self, values: Sequence[Tensor]) -> None:
-        """Leave the sum in the buffer; called when what it sends is there."""
+        """Leave the sum in the buffer; called when the messages of `send` have arrived."""
         if self._made.ranks == 1:
             self.add(values)
         (value,) = values
@@ -96,8 +98,8 @@ class CodedExchange:
     ) -> None:
         """Make an exchange over `group`, None of a single rank, of buffers in the dtype and on the device of `like`.
 
-        Unless it `gathers`, each rank is left its own chunk of the sum alone. A `backend` of `torch.compile` makes fused kernels.
-        Codes lie in `scratch`, uint8, which exchanges that follow each other have in common; None for memory of their own.
+        Unless it `gathers`, each rank gets only its chunk of the sum. A `backend` of `torch.compile` compiles fused
+        kernels. Codes are written to `scratch`, uint8, which successive exchanges share; None for separate memory.
         """
         spec = CODECS[name]
         self._like = like.new_empty(0)
@@ -126,7 +128,7 @@ class CodedExchange:
         return part.numel // self._made.ranks
 
     def rests(self, number: int) -> Iterator[Rest]:
-        """Yield what this rank is to give back of one of the parts: views, flat."""
+        """Yield the losses that this rank feeds back for one of the parts: views, flat."""
         for contribution, lost in enumerate(self._lost, self._index * self._made.each):
             yield Rest(str(contribution), 0, lost[number].view(-1))
         if self._lost_by_sum:
@@ -139,7 +141,7 @@ class CodedExchange:
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
-        """Multiply all that is to be given back, as the gradients will be from now on."""
+        """Multiply all losses that are fed back, as the gradients will be from now on."""
         lost = [*itertools.chain.from_iterable(self._lost), *self._lost_by_sum]
         if lost:
             torch._foreach_mul_(lost, factor)
@@ -150,7 +152,7 @@ class CodedExchange:
 
     @torch.no_grad()
     def add(self, values: Sequence[Tensor]) -> None:
-        """Encode this rank's next contribution: a flat buffer for each part, which may be written over then."""
+        """Encode this rank's next contribution: a flat buffer for each part, which may be overwritten afterwards."""
         for number, (part, value, window) in enumerate(zip(self._parts, values, self._windows, strict=True)):
             lost = self._lost[self._num_added][number] if self._lost else None
             sent = self._sent[:, self._num_added, window]
@@ -175,7 +177,8 @@ class CodedExchange:
 
     @torch.no_grad()
     def finish(self, values: Sequence[Tensor]) -> None:
-        """Leave the sums in the buffers, or of each this rank's own chunk; called when what it sends is there."""
+        """Leave the sums in the buffers, or this rank's chunk of each; called when the messages of `send` have
+        arrived."""
         if self._made.ranks == 1:
             self.add(values)
         if not self._is_summed:

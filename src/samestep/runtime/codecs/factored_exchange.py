@@ -1,4 +1,5 @@
-"""The exchange of matrices as two factors: what a rank sends and keeps of one buffer (`powersgd.py` has the formulas).
+"""The exchange of matrices as two factors: the messages and the state of one buffer on a rank (`powersgd.py` has the
+formulas).
 
 With N ranks, each of them with M_i and all with one Q:
 
@@ -6,7 +7,7 @@ With N ranks, each of them with M_i and all with one Q:
 rank i      G_i + e_i ─ times Q ─► P_i and what is sent as it is ─ all_reduce ─► P ─ orthonormal ─►
             M_i^T P ─ all_reduce ─► Q' ─► D = P Q'^T            (meanwhile e_i = M_i - P (M_i^T P)^T)
 ```
-A rank that makes several contributions sends the factors of their sum, of which it keeps what is left as one.
+A rank with several contributions sends the factors of their sum, and keeps one remainder of that.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from samestep.runtime.codecs.rests import Directions, Rest
 
 
 class _Alike(NamedTuple):
-    """Matrices of one shape, side by side, and their parts of the exchange's buffers: views."""
+    """Adjacent matrices of one shape, and their parts of the exchange's buffers: views."""
 
     matrices: tuple[Matrix, ...]
     left: Tensor
@@ -48,7 +49,7 @@ class FactoredExchange:
     ) -> None:
         """Make an exchange over `group`, None of a single rank, of a buffer in the dtype and on the device of `like`.
 
-        Unless it `gathers`, each rank is left its own chunk of the sum alone.
+        Unless it `gathers`, each rank gets only its chunk of the sum.
         """
         self._part, self._made, self._group = part, made, group
         self._index = dist.get_rank(group) if group is not None else 0
@@ -83,27 +84,28 @@ class FactoredExchange:
 
     @torch.no_grad()
     def _start(self) -> None:
-        """Set what is kept from step to step to what it is before the first one."""
+        """Set all values that are kept from step to step to those before the first one."""
         self._kept.zero_()
         for matrix, directions in self.directions():
             directions.copy_(first_directions(matrix, *directions.shape))
 
     def rests(self, number: int) -> Iterator[Rest]:
-        """Yield what this rank keeps of its contributions: views, flat."""
+        """Yield the remainders of contributions that this rank keeps: views, flat."""
         each = self._made.each
         for alike in self._factored:
             for matrix, rest in zip(alike.matrices, alike.rest, strict=True):
                 yield Rest(str(self._index * each), matrix.offset, rest.view(-1), each)
 
     def directions(self) -> Iterator[Directions]:
-        """Yield the directions along which each weight's next gradient is projected, which all ranks have alike."""
+        """Yield the directions along which each weight's next gradient is projected, which are equal on all ranks."""
         for alike in self._factored:
             for matrix, directions in zip(alike.matrices, alike.directions, strict=True):
                 yield Directions(matrix.name, directions)
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
-        """Multiply all that is kept of contributions, as the gradients will be from now on; by 0 all is as before a run."""
+        """Multiply all remainders of contributions, as the gradients will be from now on; by 0, restore the state
+        before a run."""
         if factor == 0.0:
             self._start()
         else:
@@ -140,7 +142,7 @@ class FactoredExchange:
 
     @torch.no_grad()
     def finish(self, values: Sequence[Tensor]) -> None:
-        """Leave the sums in the buffer, or this rank's own chunk; called when what it sends is there."""
+        """Leave the sums in the buffer, or this rank's chunk; called when the messages of `send` have arrived."""
         if self._made.ranks == 1:
             self.add(values)
             self._project()
@@ -158,7 +160,7 @@ class FactoredExchange:
         self.begin_step()
 
     def _decode(self, value: Tensor) -> None:
-        """Write the sums of matrices to the buffer, at least those rows that lie in the part that is left to this rank."""
+        """Write the sums of matrices to the buffer, at least the rows in the part that this rank gets."""
         size = value.numel() if self._gathers else value.numel() // self._made.ranks
         first = 0 if self._gathers else self._index * size
         for alike in self._factored:
@@ -175,7 +177,7 @@ class FactoredExchange:
 
     @torch.no_grad()
     def _project(self) -> None:
-        """Make this rank's left factors, and take what is sent as it is."""
+        """Compute this rank's left factors, and copy the elements that are sent uncompressed."""
         assert self._num_added == self._made.each, "a contribution is missing"
         for alike in self._factored:
             torch.bmm(alike.directions, alike.rest.mT, out=alike.left)
@@ -185,7 +187,7 @@ class FactoredExchange:
 
     @torch.no_grad()
     def _find(self) -> None:
-        """Make this rank's right factors from the sum of the left ones."""
+        """Compute this rank's right factors from the sum of the left ones."""
         if self._factored:
             orthonormalise([alike.left for alike in self._factored])
         for alike in self._factored:
@@ -194,17 +196,17 @@ class FactoredExchange:
 
     @torch.no_grad()
     def _keep_rest(self) -> None:
-        """Take from this rank's contributions what its factors say of them."""
+        """Subtract the product of the factors from this rank's contributions."""
         for alike in self._factored:
             alike.rest.baddbmm_(alike.left.mT, alike.own, alpha=-1.0)
 
     def _runs(self) -> Sequence[Tensor]:
-        """Return what is sent as it is, run by run."""
+        """Return the elements that are sent uncompressed, run by run."""
         return self._plain.split([run.stop - run.start for run in self._as_it_is])
 
 
 def _alike(matrices: Sequence[Matrix]) -> Iterator[tuple[Matrix, ...]]:
-    """Yield runs of matrices of one shape that lie side by side."""
+    """Yield runs of adjacent matrices of one shape."""
     found: list[Matrix] = []
     for matrix in matrices:
         if found and (found[-1][2:] != matrix[2:] or found[-1].offset + matrix.numel != matrix.offset):
@@ -216,7 +218,7 @@ def _alike(matrices: Sequence[Matrix]) -> Iterator[tuple[Matrix, ...]]:
 
 
 def _outside(part: CodedPart) -> Iterator[slice]:
-    """Yield the runs of a buffer that lie outside of its matrices."""
+    """Yield the runs of a buffer outside of its matrices."""
     stop = 0
     for matrix in part.matrices:
         if matrix.offset > stop:

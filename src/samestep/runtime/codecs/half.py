@@ -25,8 +25,8 @@ class Half:
         wire.view(self.dtype).copy_(values)
 
     def decode(self, wire: Tensor, block: int, values: Tensor) -> None:
-        """Add what `wire` stands for to values [rows, n]."""
+        """Add the decoded `wire` to values [rows, n]."""
         sent, size = wire.view(self.dtype), values.shape[1] if values.is_cuda else RUN_NUMEL
         for index, row in enumerate(values):
-            for first in range(0, len(row), max(size, 1)):  # a sum of two dtypes makes a copy of what it adds
+            for first in range(0, len(row), max(size, 1)):  # a sum of two dtypes copies the second operand
                 row[first : first + size].add_(sent[index, first : first + size])

@@ -4,9 +4,9 @@
 block of 256     x_0 x_1 ... x_255       m = max |x|, scale = 2^q (`scaled.py`)
 wire             c_0 + 8 | c_1 + 8       ...  4 bits each, the first in the lower half       q, int8 each block
 ```
-An element is off by at most m / 7: about a sixth of it is lost on average, so a run needs what codes have lost before: it is
-added to the gradient that is encoded next (Seide et al. 2014, doi:10.21437/Interspeech.2014-274; Karimireddy et al. 2019,
-arXiv:1901.09847, show that then any such code trains). A block of one element takes half a byte of its own besides its scale.
+An element is off by at most m / 7: about a sixth of it is lost on average, so a run needs feedback: the loss is added
+to the gradient that is encoded next (Seide et al. 2014, doi:10.21437/Interspeech.2014-274; Karimireddy et al. 2019,
+arXiv:1901.09847, show that then any such code trains). A block of one element takes half a byte besides its scale.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from samestep.runtime.codecs.codec import Codec
 from samestep.runtime.codecs.scaled import Kernels, fused_kernels, kernels, runs
 
 _ZERO = 8
-"""What stands for 0, so that codes are not negative."""
+"""The code of 0, so that codes are not negative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class Int4:
             for run in runs(rows):
                 codes = torch.empty(rows[run].shape, dtype=torch.int8, device=values.device)
                 self.kernels.quantise(rows[run], None if rest is None else rest[run], codes, exponents[run])
-                # What is not finite has no code, and must not touch that of its neighbour.
+                # Values that are not finite have no code, and must not change that of their neighbour.
                 halves = pad(codes.clamp_(-7, 7).add_(_ZERO).view(torch.uint8), (0, block % 2))
                 torch.bitwise_or(halves[:, 0::2], halves[:, 1::2] << 4, out=packed[run])
 
     def decode(self, wire: Tensor, block: int, values: Tensor) -> None:
-        """Add what `wire` stands for to values [rows, n]."""
+        """Add the decoded `wire` to values [rows, n]."""
         width = -(-block // 2)
         end = values.shape[1] // block * width
         for index, row in enumerate(values):
@@ -62,5 +62,5 @@ def codec() -> Codec:
 
 
 def fused(backend: str) -> Codec:
-    """Return the codec with kernels that a backend of `torch.compile` makes."""
+    """Return the codec with kernels compiled by a backend of `torch.compile`."""
     return Int4(fused_kernels(4, backend))

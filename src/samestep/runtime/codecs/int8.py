@@ -4,8 +4,8 @@
 block of 256     x_0 x_1 ... x_255       m = max |x|, scale = 2^q
 wire             round(x / scale), int8 each                      q, int8 each block
 ```
-An element is off by at most m / 127. What a code loses is added to the gradient that is encoded next (Seide et al. 2014,
-doi:10.21437/Interspeech.2014-274).
+An element is off by at most m / 127. The loss of a code is added to the gradient that is encoded next (Seide et al.
+2014, doi:10.21437/Interspeech.2014-274).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Int8:
             self.kernels.quantise(row.view(-1, block), rest, signed[index, :n].view(-1, block), signed[index, n:])
 
     def decode(self, wire: Tensor, block: int, values: Tensor) -> None:
-        """Add what `wire` stands for to values [rows, n]."""
+        """Add the decoded `wire` to values [rows, n]."""
         signed, n = wire.view(torch.int8), values.shape[1]
         for index, row in enumerate(values):
             self.kernels.add_scaled(row.view(-1, block), signed[index, :n].view(-1, block), signed[index, n:])
@@ -45,5 +45,5 @@ def codec() -> Codec:
 
 
 def fused(backend: str) -> Codec:
-    """Return the codec with kernels that a backend of `torch.compile` makes."""
+    """Return the codec with kernels compiled by a backend of `torch.compile`."""
     return Int8(fused_kernels(8, backend))

@@ -11,11 +11,12 @@ Q ← orthonormal columns of the span of Q'
 ```
 (Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727, algorithms 1 and 2.) D is a projection, so |M - D| <= |M|; over steps with
 one M the power iteration finds the largest r singular vectors, and M of rank r or less is exact in the first one. All of it is
-linear in M, so D depends on the sum of the contributions alone: not on their number, nor on where each was made.
+linear in M, so D depends on the sum of the contributions alone: not on their number, nor on their ranks.
 
-A column of P that lies in the span of the columns before it, as where M has a smaller rank than r, becomes zeros, which find
-nothing; its direction in Q stays as it was. What is not finite makes all of D so, and leaves nothing in e_i and Q. Factors are
-held transposed, as P^T and Q^T: libraries take a third of the time, or less, for products with them.
+A column of P that lies in the span of the columns before it, as where M has a smaller rank than r, becomes zeros, which
+find nothing; its direction in Q stays as it was. Values that are not finite spread to all of D, and leave nothing in
+e_i and Q. Factors are held transposed, as P^T and Q^T: libraries take a third of the time, or less, for products with
+them.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ import torch
 from torch import Tensor
 
 SMALLEST_SINE_SQUARED = 1e-10
-"""A column at a smaller angle to those before it has no direction of its own: in float32 it would be that of rounding errors."""
+"""A column at a smaller angle to those before it counts as dependent: in float32 its direction would be that of
+rounding errors."""
 _SHIFT = 1e-12
-"""What is added to the squared length of each column, of length 1, so that rounding errors leave all sines positive."""
+"""Added to the squared length of each column, of length 1, so that rounding errors leave all sines positive."""
 
 
 def first_directions(name: str, rank: int, columns: int) -> Tensor:
@@ -53,7 +55,7 @@ def orthonormalise(factors: Sequence[Tensor]) -> None:
     inverse = inverse.masked_fill(sines.square() <= SMALLEST_SINE_SQUARED, 0.0)
     lower = _cholesky(grams, inverse)
     mixing = torch.linalg.solve_triangular(lower, torch.diag_embed(inverse), upper=False)
-    mixing += 0.0 * lengths.sum(1)[:, None, None]  # what is not finite stays so
+    mixing += 0.0 * lengths.sum(1)[:, None, None]  # keeps values that are not finite
     for factor, one, mix in zip(factors, wide, mixing.split([len(one) for one in wide]), strict=True):
         factor.copy_(mix @ one)
 

@@ -1,4 +1,5 @@
-"""What an exchange keeps of gradients from one step to the next: what codes have lost, and directions of factors."""
+"""Remainders of gradients that an exchange keeps from one step to the next: losses of codes, and directions of
+factors."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class Directions(NamedTuple):
 
 
 def of_weights(rest: Rest, places: Iterable[tuple[str, int, int]]) -> Iterator[GivenBack]:
-    """Yield the runs of weights in a rest, of weights at (name, first element in the part's buffer, elements)."""
+    """Yield the parts of a remainder by weight; weights are at (name, first element in the part's buffer, elements)."""
     end = rest.start + rest.values.numel()
     for name, first, numel in places:
         start, stop = max(first, rest.start), min(first + numel, end)

@@ -1,4 +1,4 @@
-"""Whole numbers of few bits, and a power of two for each block as their scale; what int8 and int4 have in common.
+"""Whole numbers of few bits, with a power of two as the scale of each block; the common part of int8 and int4.
 
 With b bits, L = 2^(b-1) - 1, and of a block x_0 x_1 ... the largest m = max |x|:
 
@@ -7,11 +7,12 @@ With b bits, L = 2^(b-1) - 1, and of a block x_0 x_1 ... the largest m = max |x|
 
 An element is off by at most half a scale, and that by at most m / L: scale <= 2 m / L (Dettmers 2016, arXiv:1511.04561, for
 few bits; Dettmers et al. 2022, arXiv:2110.02861, for blocks). As scales are powers of two, products and quotients with them
-are exact, so every kernel that rounds to the nearest gives the same codes. Scales begin at 2^-126, and L times the largest one
-is a float32; what is smaller becomes 0, and a block with a larger number, an infinity or none at all is decoded as nan.
+are exact, so every kernel that rounds to the nearest gives the same codes. Scales begin at 2^-126, and L times the
+largest one is a float32; smaller values become 0, and a block with a larger number, an infinity or a nan is decoded as
+nan.
 
-There are two of each kernel with the same codes: the usual ones take a few operations for each run of blocks that a core's cache
-holds, and the fused ones are written for `torch.compile`, which makes one loop over blocks of them.
+There are two of each kernel with the same codes: the usual ones take a few operations for each run of blocks that fits
+a core's cache, and the fused ones are written for `torch.compile`, which fuses them into one loop over blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from samestep.runtime.codecs.codec import RUN_NUMEL
 _SMALLEST_SCALE = -126
 """Exponent of the smallest scale that float32 holds with its inverse."""
 _NOT_FINITE = 127
-"""What stands for the exponent of a block with a value that is not finite."""
+"""The exponent that marks a block with a value that is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +39,27 @@ class Kernels:
     """The two functions of a codec with scaled blocks: one encodes rows of a gradient, the other adds decoded rows."""
 
     quantise: Callable[[Tensor, Tensor | None, Tensor, Tensor], None]
-    """Writes codes [blocks, block] and the exponents of scales [blocks], int8, of rows [blocks, block] plus what was lost before,
-    of the same shape, and leaves there what is lost now."""
+    """Writes codes [blocks, block] and the exponents of scales [blocks], int8, of rows [blocks, block] plus the
+    earlier losses, of the same shape, and replaces these by the losses now."""
     add_scaled: Callable[[Tensor, Tensor, Tensor], None]
     """Adds to rows [blocks, block] codes times their scales."""
 
 
 def kernels(bits: int) -> Kernels:
-    """Return the usual kernels of codes with so many bits."""
+    """Return the usual kernels of codes with this number of bits."""
     return Kernels(functools.partial(_quantise, bits), _add_scaled)
 
 
 @functools.cache
 def fused_kernels(bits: int, backend: str) -> Kernels:
-    """Return the kernels as `torch.compile` makes them with a backend; inductor's are in C++, and on GPUs in Triton."""
+    """Return the kernels compiled by a backend of `torch.compile`; inductor's are in C++, and on GPUs in Triton."""
     quantise = {8: _quantise_8_at_once, 4: _quantise_4_at_once}[bits]
     usual = kernels(bits)
     return Kernels(_Fused(quantise, usual.quantise, backend), _Fused(_add_scaled_at_once, usual.add_scaled, backend))
 
 
 class _Fused:
-    """A kernel that is compiled, or the usual one where the backend fails, as it does without a compiler."""
+    """A compiled kernel, or the usual one where the backend fails, as it does without a compiler."""
 
     def __init__(self, kernel: Callable[..., None], usual: Callable[..., None], backend: str) -> None:
         self._kernel: Callable[..., None] = torch.compile(kernel, dynamic=True, backend=backend)
@@ -114,7 +115,7 @@ def _add_scaled_at_once(rows: Tensor, codes: Tensor, exponents: Tensor) -> None:
 
 
 def runs(rows: Tensor) -> Iterator[slice]:
-    """Yield runs of blocks [blocks, block] that are taken at once; on a GPU all."""
+    """Yield runs of blocks [blocks, block] that are processed at once; on a GPU all."""
     size = len(rows) if rows.is_cuda else max(1, RUN_NUMEL // rows.shape[1])
     for first in range(0, len(rows), max(size, 1)):
         yield slice(first, first + size)

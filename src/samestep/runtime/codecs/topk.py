@@ -1,13 +1,15 @@
-"""Gradients of which the largest elements are sent: k of a block of n, at least one in 16, as they are with their places.
+"""Gradients of which only the largest elements are sent: k of a block of n, at least one in 16, exactly and with their
+places.
 
 ```
 block of 256     x_0 x_1 ... x_255       the 16 largest |x|, of equal ones the first
 wire             x, float32 each         ...       the place of each in its block, uint8
 ```
-What is sent is exact in float32, and what is not is at most as large as the smallest that is: |x - Q(x)|^2 <= (1 - k/n) |x|^2
-(Stich et al. 2018, arXiv:1809.07599, who show that with what was lost added to the next gradient it trains as the whole does;
-Lin et al. 2018, arXiv:1712.01887, for its use). Choosing within blocks, not in the whole gradient, makes the choice the same in
-every layout, since no layout divides a block. What is not finite is among the largest, and sent.
+Sent elements are exact in float32, and the others are at most as large as the smallest of these: |x - Q(x)|^2 <= (1 -
+k/n) |x|^2 (Stich et al. 2018, arXiv:1809.07599, who show that with the loss added to the next gradient it trains as the
+whole does; Lin et al. 2018, arXiv:1712.01887, for its use). Choosing within blocks, not in the whole gradient, makes
+the choice the same in every layout, since no layout divides a block. Values that are not finite are among the largest,
+and sent.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class TopK:
             blocks.masked_fill_(~sent.isfinite().all(1, keepdim=True), 0.0)
 
     def decode(self, wire: Tensor, block: int, values: Tensor) -> None:
-        """Add what `wire` stands for to values [rows, n]."""
+        """Add the decoded `wire` to values [rows, n]."""
         blocks, k = values.view(-1, block), CODECS["topk"].num_sent(block)
         end = wire.shape[1] // 5 * 4
         sent = wire[:, :end].flatten().clone().view(torch.float32).view(-1, k)  # a clone begins at a whole float
