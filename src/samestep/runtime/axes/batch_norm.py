@@ -60,7 +60,11 @@ class _MicrobatchPart:
         return cls(groups, runs or (GroupPart(0, 1),), bool(runs), groups.slots(microbatch))
 
     def rows(self, x: Tensor, owner: str) -> list[tuple[int, Tensor]]:
-        """Return the group and the rows of each run, as views of x [B, C, ...]."""
+        """Return the group and the rows of each run, as views of x [B, C, ...].
+
+        Raises:
+            ModelError: the number of rows is no multiple of that of the samples.
+        """
         count = sum(run.num_samples for run in self.runs)
         if x.shape[0] % count:
             raise ModelError(
@@ -98,14 +102,14 @@ class BatchNorms:
     """The batch norms of a rank's model that take statistics of samples. Every data rank runs the same calls in one order."""
 
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh) -> None:
-        """Let the modules that call batch norm do so here."""
+        """Replace the forwards of the modules that call batch norm."""
         step = program.step
         self._groups, self._data_rank = step.sample_groups, mesh.index("dp") if step.layout.dp > 1 else 0
         self._group, self._layout = mesh.groups.get(AXIS), step.layout
         self._size = step.coupled_samples
         self._part: _MicrobatchPart | None = None
         self._repeats: Iterator[_Found] | None = None
-        """What is left of the statistics that the first of two forwards has found, in the second."""
+        """The remaining statistics of the first of two forwards, while the second one takes them."""
         self._records: list[list[_Found]] = []
         """Where the statistics of a checkpointed forward are recorded, outermost first."""
         for path in step.model.batch_norm_owners:
@@ -254,7 +258,7 @@ def _buffers_of_a_copy(module: nn.Module) -> Iterator[None]:
 
 
 class _BatchNormMode(TorchFunctionMode):
-    """The function mode of a module's forward, in which its own calls of batch norm are replaced."""
+    """The function mode of a module's forward, in which the calls of batch norm by the module's code are replaced."""
 
     def __init__(self, norms: BatchNorms, module: nn.Module, path: str) -> None:
         super().__init__()
@@ -279,7 +283,8 @@ class _BatchNormMode(TorchFunctionMode):
 
     @torch.no_grad()
     def _keep(self, found: _Statistics, mean: Tensor, variance: Tensor | None, momentum: float) -> None:
-        """Update running statistics with each group in turn, and a module's counter, which its code has raised by one."""
+        """Update running statistics with each group in turn, and correct a module's counter, which its code has
+        raised by one."""
         norm = self._module
         counter = norm.num_batches_tracked if isinstance(norm, _BatchNorm) and norm.running_mean is mean else None
         for index, (count, of_group, squared) in enumerate(zip(*found, strict=True)):

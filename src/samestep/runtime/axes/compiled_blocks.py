@@ -72,18 +72,18 @@ class _Compiler:
         self._codes: set[int | None] = set()
 
     def backend_for(self, structure: Structure) -> Callable[..., Any]:
-        """Return the backend for modules of a structure; torch uses a graph again for the same backend alone."""
+        """Return the backend for modules of a structure; torch reuses a graph for the same backend alone."""
         return self._backends.setdefault(structure, functools.partial(self._compile))
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        """Compile one graph; where the backend cannot, return what runs its operations one by one."""
+        """Compile one graph; where the backend cannot, return a function that runs its operations one by one."""
         backend = dynamo().lookup_backend(self.name)
         compilation = current_compile_id()
         code = None if compilation is None else compilation.frame_id
         self.num_again += code in self._codes
         self._codes.add(code)
         try:
-            with warnings.catch_warnings():  # of torch's own code, which inductor imports when it compiles
+            with warnings.catch_warnings():  # torch's code warns when inductor imports it to compile
                 warnings.simplefilter("ignore", DeprecationWarning)
                 made: Callable[..., Any] = backend(graph, inputs)
         except dynamo().exc.TorchDynamoException:
@@ -96,7 +96,7 @@ class _Compiler:
 
 
 class CompiledBlocks:
-    """The blocks of this rank that run as graphs, and what the compiler has made of them."""
+    """The blocks of this rank that run as graphs, and the results of their compilation."""
 
     def __init__(self, backend: str = "") -> None:
         self.in_graph: Set[nn.Module] = set()
@@ -123,7 +123,7 @@ class CompiledBlocks:
             self._is_off = before
 
     def news(self) -> list[str]:
-        """Return lines on what was compiled, or left uncompiled, since the last call."""
+        """Return lines on blocks that were compiled, or left uncompiled, since the last call."""
         made = self.compiler
         now = made.num_graphs, len(made.uncompiled)
         if now == self._num_reported:
@@ -132,7 +132,8 @@ class CompiledBlocks:
         return self.summary(*before)
 
     def summary(self, graphs: int = 0, left: int = 0) -> list[str]:
-        """Return lines on what was compiled, if that is more than some graphs, and what was left uncompiled after others."""
+        """Return lines on graphs, if there are more than `graphs`, and on modules that were left uncompiled after
+        the first `left`."""
         made, lines = self.compiler, []
         if made.num_graphs > graphs:
             again = f", {made.num_again} of them anew for other shapes or values" if made.num_again else ""
@@ -271,7 +272,8 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
         module.forward = blocks.compiled(path, module.forward, structure)
 
     def inside(path: str, module: nn.Module) -> Iterator[object]:
-        """Put the modules in a module into its graph, or make islands of them; yield what distinguishes them."""
+        """Add the modules in a module to its graph, or turn them into islands; yield the properties that distinguish
+        them."""
         for name, child in module.named_children():
             inner = f"{path}.{name}"
             _refuse_compiled(inner, child)
@@ -301,7 +303,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
 
 
 def _allow_more_graphs(number: int) -> None:
-    """Raise the limits of the compiler, which count what earlier runs of this process have compiled, too."""
+    """Raise the limits of the compiler, which also count the compilations of earlier runs of this process."""
     config = dynamo().config
     config.recompile_limit += number
     config.accumulated_recompile_limit += number

@@ -18,8 +18,8 @@ Move = Callable[[Tensor, dist.ProcessGroup, str], Tensor]
 
 
 Start = Callable[[Tensor, dist.ProcessGroup, str, bool], tuple[Tensor, Callable[[], object]]]
-"""Begins to compute such a tensor; returns it, and what waits until it is there. It may be made in the place of the given
-one where the last argument says so."""
+"""Begins to compute such a tensor; returns it, and a function that waits for it. It may overwrite the given one
+where the last argument says so."""
 
 
 def apply_move(x: Tensor, group: dist.ProcessGroup, owner: str, there: Move, back: Move) -> Tensor:
@@ -62,8 +62,8 @@ class _MovedBeside(torch.autograd.Function):
 
 
 def _holders_of(gradient: Tensor) -> tuple[int, int, int] | None:
-    """Return how often a gradient is held, as a tensor, as an object of Python and as memory; None where torch does not tell,
-    or the gradient takes part in a graph."""
+    """Return how often a gradient is held, as a tensor, as an object of Python and as memory; None where torch does
+    not say, or the gradient is part of a graph."""
     if (
         storage_use_count is None
         or not hasattr(gradient, "_use_count")
@@ -89,7 +89,7 @@ class _Counting(torch.autograd.Function):
 
 @functools.cache
 def _holders_of_one(device_type: str) -> tuple[int, int, int]:
-    """Return how often a gradient is held that nothing but its backward holds.
+    """Return how often a gradient is held that only its backward holds.
 
     Autograd itself adds a gradient to another one in place by such counts. What it still has to give to another backward, a
     hook has kept, or a view shares the memory of, is held once more.

@@ -1,9 +1,10 @@
 """Calls of modules that exchange something with the ranks of other samples, which each of these ranks must make.
 
-Experts exchange rows over `ep`, and batch norm its statistics over data ranks. A rank whose samples pass such a module by, at
-a branch on the data, would leave the others waiting, or answer them with what belongs to the next module. So a rank looks
-whether it has made every call that the program lists before it communicates again: in front of the next exchange, in front
-of the next gather of weights (`weights/unit_order.py`), and when its forward has ended. What it raises ends the whole run.
+Experts exchange rows over `ep`, and batch norm its statistics over data ranks. A rank whose samples skip such a module,
+at a branch on the data, would leave the others waiting, or answer them with values of the next module. So before each
+later communication a rank checks that it has run every call that the program lists up to there: before the next
+exchange, before the next gather of weights (`weights/unit_order.py`), and at the end of its forward. The error ends the
+whole run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from samestep.strategies import batch_norm, expert
 
 
 def watch(model: nn.Module, program: Program) -> None:
-    """Let every forward check that it calls the modules that exchange something; the model is cut, and its weights are held.
+    """Let every forward check that it calls the modules that exchange values; the model is cut, and its weights are
+    held.
 
     A pipeline refuses forwards that take another way than the traced one.
     """
@@ -52,7 +54,8 @@ def watch(model: nn.Module, program: Program) -> None:
 
 
 def _reasons(model: ModelSpec) -> Mapping[tuple[str, str], tuple[str, str]]:
-    """Return by owner and axis of a collective the module that must be called for it, and why and what works instead."""
+    """Return, by owner and axis of a collective, the module that every rank must call for it, and the reason with
+    what works."""
     found: dict[tuple[str, str], tuple[str, str]] = {}
     for layer in model.layers:
         for dispatch in layer.dispatches:
@@ -77,7 +80,7 @@ class _ListedCalls:
         self._made.clear()
 
     def enter(self, path: str | None, before: int, *_: object) -> None:
-        """Note the call of a module, and check that those of the modules `before` it have been made."""
+        """Note the call of a module, and check that those of the modules `before` it have run."""
         if current_backward_id() != -1:
             return  # repeated inside a backward
         self._check(before)
@@ -85,7 +88,7 @@ class _ListedCalls:
             self._made.add(path)
 
     def end(self, *_: object) -> None:
-        """Check that all calls have been made, once a forward has ended."""
+        """Check that all calls have run, once a forward has ended."""
         self._check(len(self._awaited))
 
     def _check(self, before: int) -> None:

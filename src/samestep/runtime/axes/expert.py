@@ -8,20 +8,17 @@ holds all its experts along dimension 0. transformers' modules of experts do so;
     runs on       x [M, D]   chosen [M, 1]   ones [M, 1]            rows of all ranks for this rank's experts
     returns       y [N, D] = sum over K of weights x combined rows
 
-The router's gradient comes from that sum, on the rank that has the token. A rank that receives no rows takes part in every
-exchange of the backward too, and its experts' weights have gradients of zeros. `tracing/experts.py` tries that a
-user's own module computes such a sum.
+The router's gradient comes from that sum, on the rank that has the token. A rank that receives no rows takes part in
+every exchange of the backward too, and its experts' weights have gradients of zeros. `tracing/experts.py` tests that a
+user's module computes such a sum. transformers computes experts by grouped matrix products, whose shapes do not depend
+on the choice. torch has none in float64: there each expert is computed in turn, on one device too.
 
-transformers computes experts by grouped matrix products, whose shapes do not depend on the choice. torch has none in
-float64: there each expert is computed in turn, on one device too.
-
-The experts chosen for each token, recorded in one forward and replayed in another.
-
-A router takes the k largest of its scores. Where two scores are nearly equal, one rounding sends a token to another expert,
-and everything after it differs by far more than a rounding; in bf16 every batch has such tokens. Nothing is wrong then, but
-nothing can be compared either. So a proof in the job's own precision replays the choices of one device, weighted by the
-layout's own scores; that a layout chooses right is proven in float64 before, where scores are not that close. So does a
-sample that is run again during training (`guards/canary.py`).
+A `RouteMode` records the experts chosen for each token in one forward, and replays them in another. A router takes the
+k largest of its scores. Where two scores are nearly equal, one rounding sends a token to another expert, and everything
+after it differs by far more than a rounding; in bf16 every batch has such tokens. That is no error, but it hides
+errors. So a proof in the job's precision replays the choices of one device, weighted by the layout's scores; that a
+layout chooses right is proven in float64 before, where scores are not that close. A sample that the canary runs again
+during training (`guards/canary.py`) replays choices too.
 """
 
 from __future__ import annotations

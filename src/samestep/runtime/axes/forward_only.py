@@ -1,4 +1,4 @@
-"""Forwards that no backward follows: held-out loss, outputs, and samples that are run once more.
+"""Forwards without a backward: held-out loss, outputs, and samples that are run once more.
 
 They run without gradients, unless the model takes gradients within its own forward (a gradient penalty, an energy), which
 then needs the graph of its operations. So whoever keeps something for a backward asks `has_backward`, and whoever must act
@@ -33,5 +33,6 @@ def is_forward_only() -> bool:
 
 
 def has_backward() -> bool:
-    """Return whether a backward follows the operations that run; none follows those of a model's own `torch.no_grad()`."""
+    """Return whether a backward follows the operations that run; none follows those under the model's
+    `torch.no_grad()`."""
     return torch.is_grad_enabled() and not is_forward_only()

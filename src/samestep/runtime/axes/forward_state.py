@@ -20,7 +20,7 @@ from samestep.program.program import Program
 
 
 def check(states: tuple[StateSpec, ...], program: Program, settings: RunTable) -> list[str]:
-    """Refuse state that the layout would keep otherwise than one device; return the reasons that are waived.
+    """Refuse state that differs between the layout and one device; return the reasons that are waived.
 
     Raises:
         UnprovenError: such state is not waived.
@@ -31,7 +31,7 @@ def check(states: tuple[StateSpec, ...], program: Program, settings: RunTable) -
 
 
 def _reason(state: StateSpec, model: ModelSpec, layout: Layout, num_microbatches: int, num_chunks: int) -> str:
-    """Return why the layout would keep something else, and what works; nothing if it would not."""
+    """Return why the layout would keep other state, and what works; nothing if it would not."""
     one = f"the whole batch in one forward works (dp=1 without microbatch){_and_no_recompute(state, model, layout)}"
     split = splits(layout, num_microbatches)
     if state.kind == "counts":

@@ -84,7 +84,7 @@ def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _compute_in(module: nn.Module, dtype: torch.dtype, *, cast_inputs: bool) -> None:
-    """Make `module` compute in `dtype`: its own weights are replaced by casts while its forward runs."""
+    """Make `module` compute in `dtype`: its weights are replaced by casts while its forward runs."""
     originals: dict[str, tuple[nn.Parameter, Tensor]] = {}
     """The module's own weights, each with its cast."""
     given: list[torch.dtype] = []
@@ -126,7 +126,7 @@ def _register(module: nn.Module, before: Callable[..., Any], after: Callable[...
 
 
 def fold_casts(module: nn.Module) -> tuple[object, ...]:
-    """Make the casts of a module a part of its forward, unless other hooks run around it too; return their code.
+    """Fold the casts of a module into its forward, unless other hooks run around it too; return the code of the casts.
 
     Hooks have numbers that differ from block to block, so a compiler would compile each block anew.
     """
@@ -176,7 +176,7 @@ def _floating_dtype(values: Iterable[Any], default: torch.dtype) -> torch.dtype:
 
 
 def raise_islands(program: Program) -> AbstractContextManager[Any]:
-    """Return the context of a forward, in which the model's own float32 islands are raised under float64."""
+    """Return the context of a forward, in which the model's float32 islands are raised under float64."""
     return RaiseIslands() if program.step.compute_dtype == "float64" else nullcontext()
 
 
@@ -196,7 +196,7 @@ def default_outside() -> Iterator[None]:
 
 
 class RaiseIslands(TorchFunctionMode):
-    """A function mode that raises a model's own float32 islands to float64, for training in float64 and for proofs.
+    """A function mode that raises a model's float32 islands to float64, for training in float64 and for proofs.
 
     A tensor that is made without a dtype is an island too: inside, torch's default dtype is float64.
     """

@@ -3,9 +3,9 @@
 A block's `forward` is replaced, its hooks are not: FSDP2 gathers the unit's weights before and frees them after, so the
 recomputed forward finds them in place. Non-reentrant; no random state is kept, since our dropout has none.
 
-A model may call `torch.utils.checkpoint` itself, which would repeat its forward outside of the modes that make dropout
-masks, raise float32 islands and slice sequences. So all calls of it within a step, the model's own and those made here,
-are given contexts that enter these modes (`in_our_modes`). Reentrant calls run as non-reentrant ones: the gradients are
+A model may call `torch.utils.checkpoint` itself, which would repeat its forward outside of the modes that compute
+dropout masks, raise float32 islands and slice sequences. So all calls of it within a step, by the model or by this
+file, get contexts that enter these modes (`in_our_modes`). Reentrant calls run as non-reentrant ones: the gradients are
 the same, and reentrant ones know no contexts. Where a model checkpoints whole blocks, the block's hooks would run twice
 (they cut, gather and receive), so these calls run plainly, and the layout's recompute is taken as "full".
 
@@ -42,7 +42,7 @@ TAKEN = "the model checkpoints its own blocks, which is taken as recompute=full"
 
 @dataclass(frozen=True, slots=True)
 class _Around:
-    """The contexts of a checkpoint that is made here, not by the model."""
+    """The contexts of a checkpoint that this file creates, not the model."""
 
     contexts: ContextFn | None
 
@@ -92,7 +92,7 @@ def apply(model: nn.Module, program: Program) -> None:
 def in_our_modes(contexts: ContextFn, *, plainly: bool, detached: bool) -> Iterator[None]:
     """Give every checkpointed forward inside the contexts of a forward and of its recomputation.
 
-    With `plainly`, what the model checkpoints itself keeps all that its backward needs, as if it were not checkpointed.
+    With `plainly`, the model's checkpointed code keeps all that its backward needs, as if it were not checkpointed.
     With `detached`, a reentrant call whose inputs take no gradient trains nothing. Where the trace has shown no such call,
     there is none: an input that takes no gradient is then a pipeline's stand-in.
     """

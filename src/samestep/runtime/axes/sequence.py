@@ -79,10 +79,10 @@ SharedMove = Callable[[Tensor, dist.ProcessGroup, str, Callable[[], object]], Te
 
 
 class Shared:
-    """A move made once for all modules that are given one tensor in turn, such as q, k and v.
+    """A move that runs once for all modules that get one tensor in turn, such as q, k and v.
 
-    In the backward they share one sum, beside which the gradients of their weights are computed. What is moved without
-    gradients, or before the tensor is written, is moved again.
+    In the backward they share one sum, which overlaps with the gradients of their weights. A tensor that was moved
+    without gradients, or before it was written, is moved again.
     """
 
     def __init__(self, move: SharedMove, group: dist.ProcessGroup) -> None:
@@ -103,11 +103,11 @@ class Shared:
         return moved
 
     def postponed_gradients_of(self, given: Tensor) -> Postponed | None:
-        """Return the weight gradients that are computed beside the sum of this tensor's gradient; None if it is not summed."""
+        """Return the weight gradients that overlap with the sum of this tensor's gradient; None if it is not summed."""
         return self._postponed if given is self._moved else None
 
     def _forget(self, given: weakref.ref[Tensor]) -> None:
-        """Free the moved tensor, and the graph behind it, together with the tensor it was made of."""
+        """Free the moved tensor, and its graph, together with the tensor that was moved."""
         if given is self._given:
             self._given = self._moved = None
 
@@ -171,7 +171,7 @@ def _reduce_scattered(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor
 def _reduce_scattering(
     x: Tensor, group: dist.ProcessGroup, owner: str, is_alone: bool
 ) -> tuple[Tensor, Callable[[], object]]:
-    """Begin to compute the same; return it, and what waits for it."""
+    """Begin to compute the same; return the result, and a function that waits for it."""
     degree = dist.get_world_size(group)
     parts = x.unflatten(1, (degree, -1)).transpose(0, 1).contiguous()
     mine = torch.empty_like(parts[0])

@@ -6,7 +6,7 @@ weights; `copy` and `reduce` are placed at the boundaries:
     column   input through `copy`                      output cut along its last dimension
     row      bias held back, output through `reduce`   then the bias is added, once
     vocab    tokens of other ranks give zeros          output through `reduce`; a head's logits stay cut
-    gather   a column cut whose output is gathered
+        gather   a column cut whose output is gathered
     sum      a whole weight used on a cut tensor       used as it is: its gradient is summed once a step
     shared   a column cut of fewer heads than ranks    the rows of one head of the whole weight
 """
@@ -161,7 +161,7 @@ def _around_row(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundarie
 
 
 def _around_vocab(module: nn.Module, path: str, mesh: Mesh, boundaries: _Boundaries, facts: FamilyFacts) -> None:
-    """Make an embedding look up this rank's own tokens, and a head give its own logits."""
+    """Make an embedding look up the tokens of this rank, and a head compute this rank's logits."""
     if isinstance(module, nn.Linear):
         _around_column(module, path, mesh, boundaries, facts)
         return
@@ -284,7 +284,8 @@ def _sum_over_ranks(x: Tensor, group: dist.ProcessGroup, owner: str, is_alone: b
 
 
 def _summing(x: Tensor, group: dist.ProcessGroup, owner: str, is_alone: bool) -> tuple[Tensor, Callable[[], object]]:
-    """Begin to sum x over the group; return the sum, and what waits for it. Where others may hold x, it is copied."""
+    """Begin to sum x over the group; return the sum, and a function that waits for it. Where others may hold x, it
+    is copied."""
     total = x if is_alone else x.clone(memory_format=torch.contiguous_format)
     with owned(owner):
         work = dist.all_reduce(total, group=group, async_op=True)
@@ -349,7 +350,8 @@ def cut_loss(mesh: Mesh, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def chunking_of(program: Program, mesh: Mesh, tokens: int) -> Chunking:
-    """Return how this rank makes logits in chunks of `tokens`, over the ranks of `tp` where these cut the vocabulary."""
+    """Return how this rank computes logits in chunks of `tokens`, over the ranks of `tp` where these cut the
+    vocabulary."""
     if not cuts_logits(program):
         return Chunking(tokens)
     group = mesh.groups["tp"]

@@ -86,8 +86,8 @@ class Deferred:
 def postpone_weights(
     module: nn.Module, until: Callable[[Tensor], Postponed | Deferred | None], facts: FamilyFacts
 ) -> None:
-    """Make a linear module's backward compute the gradient of its input alone, and leave that of its weight to what `until`
-    returns for the input; where that is None, the backward is autograd's own."""
+    """Make a linear module's backward compute the gradient of its input alone, and postpone that of its weight to
+    the list that `until` returns for the input; where that is None, the backward is autograd's."""
     forward, is_transposed = module.forward, facts.is_transposed(module)
 
     def call(*args: Tensor, **named: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class _SplitBackward(torch.autograd.Function):
         gradient = gradients[0]
         x, weight = ctx.saved_tensors
         ctx.deferred.postpone(ctx.boxed[0], x, gradient, ctx.is_transposed)
-        weight = weight.to(gradient.dtype)  # under the model's own autocast the output has another dtype
+        weight = weight.to(gradient.dtype)  # under the model's autocast the output has another dtype
         given = (gradient @ (weight.T if ctx.is_transposed else weight)).to(x.dtype)
         bias = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
         return given, bias, None, None, None, None

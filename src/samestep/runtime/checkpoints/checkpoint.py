@@ -71,7 +71,7 @@ def save(run: PreparedRun, folder: Path, keep: int = 2) -> Path:
 
 
 def save_pretrained(run: PreparedRun, form: PretrainedForm, folder: Path) -> None:
-    """Write the model as a new folder for transformers, from a checkpoint beside it that is removed then.
+    """Write the model as a new folder for transformers, by way of a temporary checkpoint next to it.
 
     Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
 
@@ -161,7 +161,8 @@ def copy_checkpoint(run: PreparedRun, source: Path, folder: Path) -> Path:
 
 
 def _make_draft(draft: Path) -> str:
-    """Make the folder of a draft, without what a run left that died while saving; return why it cannot be made."""
+    """Create the folder of a draft, without the files of a run that died while saving; return why it cannot be
+    created."""
     try:
         durable_files.make_folder(draft.parent)
         writer.remove_left_overs(draft.parent)
@@ -172,7 +173,7 @@ def _make_draft(draft: Path) -> str:
 
 
 def _agree(run: PreparedRun, final: Path, reason: str, number: int = 0) -> int:
-    """Raise on every rank the first reason for which one of them cannot save; return the number that rank 0 gives.
+    """If any rank has a reason not to save, raise the lowest rank's on all of them; otherwise return rank 0's `number`.
 
     Raises:
         SaveError: there is one.
@@ -221,7 +222,7 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
             lost.values.copy_(stored.read_lost(lost.key, lost.name, mine, lost.summed))
         for name, directions in run.assembly.weights.store.directions():
             directions.copy_(stored.read_directions(name))
-        updater.publish()  # else what was read looks like what somebody has written into the weights
+        updater.publish()  # otherwise the values that were read look like a write into the weights by other code
         for assembly in assemblies_of(run):
             _load_untrained(run, assembly, stored)
         other_state.give_back(run, manifest, lambda name: stored.kept[name].get_tensor(name).clone())
@@ -270,7 +271,7 @@ def set_weights(run: PreparedRun, value: Callable[[str], Tensor | None]) -> None
 
 
 def assemblies_of(run: PreparedRun) -> list[Assembly]:
-    """Return the assemblies of a rank: of each replica that it trains, where replicas are trained apart."""
+    """Return the assemblies of a rank: one for each replica where replicas are trained independently, otherwise one."""
     return [run.assembly] if run.replicas is None else run.replicas.assemblies
 
 
@@ -301,7 +302,7 @@ def step_of(folder: Path, job: Job) -> int:
 
 
 def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return everything this rank writes, by name: tensors, and plain values of the optimizer's state.
+    """Return all values that this rank writes, by name: tensors, and plain values of the optimizer's state.
 
     Runs of elements are flat; state of another shape is kept whole, with two leading dimensions of size 1.
 
@@ -375,7 +376,7 @@ def _states_of(run: PreparedRun, elsewhere: Collection[str]) -> Iterator[tuple[P
 
 
 def _head(run: PreparedRun) -> dict[str, Any]:
-    """Return what the manifest says beside the parts of the ranks."""
+    """Return the entries of the manifest other than the parts of the ranks."""
     scale = run.updater.loss_scale
     return {
         "format_version": FORMAT_VERSION,
@@ -466,7 +467,7 @@ def _load_state(updater: Updater, stored: OpenCheckpoint, piece: Piece, mine: Ru
                 stored.read(stored_key, piece.name, mine).view_as(piece.value).to(piece.value.device, copy=True)
             )
         else:
-            # torch's own rule: fused and capturable optimizers keep the count on the device, others on the host.
+            # The rule of torch: fused and capturable optimizers keep the count on the device, others on the host.
             group = next(g for g in optimizer.param_groups if any(p is piece.value for p in g["params"]))
             on_device = key != "step" or group.get("fused") or group.get("capturable")
             state[key] = file.get_tensor(name)[0, 0].to(piece.value.device if on_device else "cpu", copy=True)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, opened and indexed by their contents: any elements of any weight, whoever wrote them."""
+"""The files of a checkpoint, opened and indexed by their contents: any elements of any weight, from whatever rank."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class OpenCheckpoint:
         return self._assemble(stored, what, weight, mine, block)
 
     def read_lost(self, key: str, weight: str, mine: Runs, summed: int = 0) -> Tensor:
-        """Assemble what the codes of a contribution have lost of some elements of a weight's gradient.
+        """Assemble the losses of a contribution's codes for some elements of a weight's gradient.
 
         Of sums of contributions, of the `summed` ones from `key` on, it is the sum of those that begin with one of these.
 
@@ -165,6 +165,6 @@ class OpenCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class PlainValue:
-    """A value that stands in the manifest itself."""
+    """A value that is stored in the manifest itself."""
 
     value: Any

@@ -1,12 +1,10 @@
-"""The manifest of a checkpoint: what it says, what protects it, and whether a job may resume from it.
+"""The manifest of a checkpoint: its form, its protection, and whether a job may resume from it.
 
-`manifest.json` is written last, so a folder that has one was complete. It holds a digest of itself and of every file; its
-step is that in the folder's name; and its files are names in that folder, which no path can leave.
-
-The form of a checkpoint's manifest: which keys it has, and of which kinds their values are.
-
-A digest protects a manifest from accidents; who writes one on purpose signs it too. What does not have this form, or says two
-things of one weight, is refused before anything else looks at it.
+`manifest.json` is written last, so a folder that has one was complete. It holds a digest of itself and of every file;
+its step is that in the folder's name; and its files are names in that folder, which no path can leave. A digest
+protects a manifest from accidents, and not from an author with intent, who can compute one. So a manifest without the
+keys and kinds of values that are stated here, or with two statements about one weight that differ, is refused before
+anything else reads it.
 """
 
 from __future__ import annotations
@@ -112,7 +110,8 @@ class Manifest(_ManifestModel):
 
 
 def contradiction(manifest: Mapping[str, Any]) -> str:
-    """Return what a manifest says of a weight in two places that do not agree, as the end of a sentence; empty where all agree."""
+    """Return a contradiction between two statements of a manifest about a weight, as the end of a sentence; else an
+    empty text."""
     trained, frozen = manifest["shapes"], manifest.get("frozen", {})
     for name in trained.keys() & frozen.keys():
         if trained[name] != frozen[name]:
@@ -203,7 +202,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest of a checkpoint, with its own digest, and wait until it is on disk.
+    """Write the manifest of a checkpoint, including its digest, and wait until it is on disk.
 
     Raises:
         OSError: the file cannot be written.
@@ -213,7 +212,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    """Return the digest of a manifest without the key `digest`, whatever the order of its keys and its blanks."""
+    """Return the digest of a manifest without the key `digest`, independent of the order of keys and of blanks."""
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -271,7 +270,7 @@ def check_job(manifest: Mapping[str, Any], job: Job, folder: Path) -> tuple[str,
 
 
 def check_shapes(manifest: Mapping[str, Any], now: Mapping[str, list[int]], folder: Path) -> None:
-    """Refuse the weights of another model than one with these shapes: the user's own code may have changed.
+    """Refuse weights whose shapes differ from those of this model, as after a change of the user's code.
 
     Raises:
         CheckpointError: it names the first weight that differs.

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides trained weights and the optimizer's state of each weight.
+"""The parts of a checkpoint other than trained weights and the optimizer's state of each weight.
 
     frozen weights that have changed       in the files like trained weights: in coordinates of the whole, for any layout
     buffers                                persistent ones, and others that have changed; each from the stage that runs it
@@ -28,7 +28,7 @@ from samestep.runtime.processes.plain_data import NotPlainError, Packer, unpack_
 from samestep.runtime.weights.pieces import Piece
 from samestep.state.fingerprints import attributes_of, digest, fingerprint, optimizer_values
 
-# -- what changes ----------------------------------------------------------------------------------
+# -- values that change ----------------------------------------------------------------------------
 
 
 def changed_frozen_weights(run: PreparedRun) -> list[Piece]:
@@ -97,20 +97,22 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _writes(run: PreparedRun) -> bool:
-    """Return whether this rank is the first of its pipeline stage, which writes what all of them hold alike."""
+    """Return whether this rank is the first of its pipeline stage, which writes the values that are equal on all of
+    them."""
     mesh = run.assembly.parallel.mesh
     return not any(mesh.index(axis) for axis in ("dp", "cp", "tp"))
 
 
 def _is_mine(run: PreparedRun, name: str, changed: bool) -> bool:
-    """Return whether this rank's stage runs what a name stands for; of what belongs to no layer, the first stage's."""
+    """Return whether this rank's stage runs the module of a name; for names outside of all layers, whether it is the
+    first stage."""
     if runs_elsewhere(run.program, name):
         return False
     return changed or run.program.step.stage == 0 or not is_outside_layers(run.program, name)
 
 
 def runs_elsewhere(program: Program, name: str) -> bool:
-    """Return whether a module, or what is in it, belongs to a layer that another pipeline stage runs."""
+    """Return whether a module, or the one around a name, belongs to a layer that another pipeline stage runs."""
     layers = program.step.model.layers
     mine = {index for chunk in program.chunks for index in chunk} or set(range(len(layers)))
     here = {path for index in mine for path in layers[index].called}

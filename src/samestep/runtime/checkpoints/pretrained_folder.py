@@ -86,7 +86,8 @@ def _files(groups: Sequence[SavedGroup], most: int) -> list[list[SavedGroup]]:
 
 
 def values(plan: Blueprint, stored: OpenCheckpoint) -> Callable[[str], Tensor]:
-    """Return the function of a tensor's value: the checkpoint's, or the first one of what has not changed."""
+    """Return a function from a tensor's name to its value: the checkpoint's, or the first value if it has not
+    changed."""
     canonical = plan.canonical
     names_of: dict[str, list[str]] = {}
     for name, first in canonical.items():
@@ -111,7 +112,7 @@ def _make_tensors(group: SavedGroup, value: Callable[[str], Tensor]) -> Mapping[
 
 
 def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in memory of its own, in `dtype` if it has floating numbers."""
+    """Return a copy of a tensor in separate memory, in `dtype` if it has floating numbers."""
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to(kind, copy=True, memory_format=torch.contiguous_format)
 

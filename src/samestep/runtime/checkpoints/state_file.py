@@ -17,7 +17,7 @@ from samestep.runtime.checkpoints.pretrained_folder import cast_to
 
 
 def write(model: nn.Module, value: Callable[[str], Tensor], out: Path, dtype: torch.dtype | None) -> None:
-    """Write a model's state dict into a folder; tensors with floating numbers in `dtype`, or without one in their own.
+    """Write a model's state dict into a folder; tensors with floating numbers are cast to `dtype`, if one is given.
 
     A tied tensor is written under each of its names, as a state dict has it. The whole model is in memory meanwhile.
 

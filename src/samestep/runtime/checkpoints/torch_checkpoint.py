@@ -1,4 +1,4 @@
-"""A checkpoint of torch's own `torch.distributed.checkpoint`, read without running anything that is in it.
+"""A checkpoint of `torch.distributed.checkpoint`: read without running any code in it, and written tensor by tensor.
 
     .metadata        a pickle: the chunks of each tensor, and where each of them lies in the files
     __0_0.distcp     chunks, one after another, each as torch.save writes a tensor
@@ -9,8 +9,6 @@ in files of the folder, and cover each tensor exactly once.
 
 A pickle may also be small and make a value that is huge to print or to hash, such as a tuple that holds itself twice, fifty
 times over. So keys of dicts must be of the kinds that metadata has, and types are looked at before a text is made.
-
-Writing a model as a checkpoint of `torch.distributed.checkpoint`, one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from samestep.output import regular_files
 NAME = ".metadata"
 _LARGEST_BYTES = 1 << 30
 _PREFIXES = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put in front of the names of a model's tensors."""
+"""The prefixes of DistributedDataParallel and torch.compile in the names of a model's tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +202,7 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def _bare(name: str) -> str:
-    """Return a name without what wrappers put in front of it."""
+    """Return a name without the prefixes of wrappers."""
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return name
@@ -261,10 +259,12 @@ _KNOWN: dict[tuple[str, str], Any] = {
     **{("pathlib", kind): lambda *parts: "/".join(parts) for kind in ("PosixPath", "WindowsPath", "Path")},
     **{("pathlib._local", kind): lambda *parts: "/".join(parts) for kind in ("PosixPath", "WindowsPath", "Path")},
 }
-"""What the metadata may name, and what stands for it here."""
+"""The names that metadata may contain, each with its counterpart here."""
 
 
-_InPython: Any = pickle._Unpickler  # in which what a dict is given can be looked at (Python 3.11 to 3.13)
+_InPython: Any = (
+    pickle._Unpickler
+)  # the variant in Python, in which the keys of a dict can be checked (Python 3.11 to 3.13)
 
 
 class _Unpickler(_InPython):  # type: ignore[misc]
@@ -277,7 +277,7 @@ class _Unpickler(_InPython):  # type: ignore[misc]
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name.
+        """Return the counterpart of a name.
 
         Raises:
             UnpicklingError: it is none of torch's metadata.
@@ -306,7 +306,7 @@ class _Unpickler(_InPython):  # type: ignore[misc]
 
 
 def _check_key(key: Any) -> None:
-    """Refuse a key of a dict that is none of metadata; others may take for ever to hash."""
+    """Refuse a key of a dict that is none of metadata; others may take very long to hash."""
     if type(key) not in (str, int, _TorchObject):
         raise pickle.UnpicklingError(f"it has a {type(key).__name__} for a key")
 
@@ -323,7 +323,7 @@ def _metadata(folder: Path) -> Any:
 
 
 class _OneByOne(DefaultSavePlanner):
-    """Makes each tensor when it is written; what is planned with are tensors without storage."""
+    """Creates each tensor when it is written; planning uses tensors without storage."""
 
     def __init__(self, kinds: Mapping[str, Tensor], value: Callable[[str], Tensor]) -> None:
         super().__init__()

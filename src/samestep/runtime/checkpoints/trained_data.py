@@ -1,6 +1,6 @@
 """The data that a run is trained on: its stamp, which checkpoints hold, and whether a resume reads the same.
 
-A run of `samestep train` knows the source of its data from the start. A loop of one's own reads whatever data set its batches
+A run of `samestep train` knows the source of its data from the start. A user's loop reads whatever dataset its batches
 are of, which is known in its first step; so that is where a loop which has loaded a checkpoint is refused.
 """
 
@@ -74,7 +74,8 @@ class TrainedData:
         return self._stamp or []
 
     def resumes_from(self, folder: Path, step: int, stamp: stamps.Stamp) -> tuple[str, ...]:
-        """Hold the data against the stamp in a checkpoint, now or in the first step; return what is other about it and allowed.
+        """Compare the data with the stamp in a checkpoint, now or in the first step; return the differences that are
+        allowed.
 
         Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
 
@@ -85,7 +86,8 @@ class TrainedData:
         return self._compare_stamps() if self._take is not None else ()
 
     def begin_step(self, batch: StepBatch) -> tuple[str, ...]:
-        """Note the data set of a step; in the first one after a load hold it against the checkpoint, as `resumes_from` says.
+        """Note the dataset of a step; in the first one after a load compare it with the checkpoint, as `resumes_from`
+        says.
 
         Collective over the world in the first step after a load: every rank calls it with the same batch.
         """

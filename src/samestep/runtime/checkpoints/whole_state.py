@@ -1,4 +1,4 @@
-"""The whole model's weights and buffers, gathered from the ranks that hold parts of them: what a plain module loads.
+"""The whole model's weights and buffers, gathered from the ranks that hold parts of them, as a plain module loads them.
 
 Every rank lists the parts that it would write into a checkpoint; each part is then broadcast by its rank, and put in its
 place by those that want the whole. So at any time a rank holds one part besides what it keeps.
@@ -62,7 +62,7 @@ def state_dict(run: PreparedRun, *, on_every_rank: bool) -> dict[str, Tensor]:
 def stored_state_dict(
     plan: Blueprint, manifest: Mapping[str, Any], folder: Path, numerics: NumericsTable
 ) -> dict[str, Tensor]:
-    """Return what `state_dict` returns of a run with the values of a checkpoint, whose model is not built.
+    """Return the result of `state_dict` for a run with the values of a checkpoint, whose model is not built.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or holds another model's weights.

@@ -4,13 +4,12 @@
 every rank    copy ─> thread: rank-NNNN.safetensors, fsync ─> "written" ──┐ in the store where the ranks met
 rank 0                                                                    └─> manifest, fsync, rename, fsync; remove old ones
 ```
-The ranks tell each other by keys of the store, and call no collective, which a thread could not do beside a step. A
-rank that cannot write says so by the same key, and rank 0 removes the draft; one that dies is found by what started it.
+The ranks communicate by keys of the store, and call no collective, which a thread could not do during a step. A rank
+that cannot write says so by the same key, and rank 0 removes the draft; one that dies is found by its parent or
+launcher.
 
-The pieces of weights that a rank writes: their names in files, and which elements of the whole weights they are.
-
-Writing a file of tensors in the format of safetensors, piece by piece and hashed on the way.
-
+Each rank writes one file in the format of safetensors, piece by piece and hashed on the way; the functions at the top
+name the pieces.
     8 bytes: length of the head | head: JSON, padded with blanks to 8 bytes | the tensors' bytes, one after another
     head: {NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
 
@@ -46,7 +45,7 @@ from samestep.runtime.weights.placement import WeightSlice, part_index, part_of,
 
 
 def name_of(run: PreparedRun, piece: Piece) -> str:
-    """Return the name of a weight in the files; a part of a weight sharded over tp or ep has a name of its own."""
+    """Return the name of a weight in the files; a part of a weight sharded over tp or ep has a separate name."""
     return piece.name if piece.is_uncut else name_of_part(run, piece.name)
 
 
@@ -64,7 +63,7 @@ def spec_of(run: PreparedRun, name: str) -> ParamSpec:
 
 
 def slice_of(run: PreparedRun, piece: Piece) -> WeightSlice:
-    """Return the slice of a whole weight in which a piece lies."""
+    """Return the slice of a whole weight that contains a piece."""
     uncut = next(param for param in run.assembly.model.spec.params if param.name == piece.name)
     return whole(uncut.shape) if piece.is_uncut else slice_of_part(run, piece.name)
 
@@ -109,7 +108,7 @@ def index_of_contributions(run: PreparedRun) -> int:
 
 
 def copy_to_host(tensor: Tensor, *, is_new: bool = False) -> Tensor:
-    """Return a copy on the host, unless nobody else holds a tensor that is there already."""
+    """Return a copy on the host, or the tensor itself if it is there already and has no other holder."""
     found = tensor.detach().cpu()
     return (found if is_new else found.clone()).contiguous()
 
@@ -186,9 +185,9 @@ class Share:
     world_size: int
     tensors: Mapping[str, Tensor]
     part: Mapping[str, Any]
-    """What the manifest says of this rank's file."""
+    """The manifest's entry for this rank's file."""
     head: Mapping[str, Any]
-    """What it says beside the parts."""
+    """The manifest's entries other than the parts."""
     retention: Retention
     number: int
     """Rank 0's number of this checkpoint, of all that it has begun."""
@@ -233,7 +232,7 @@ class Writing:
         return writing
 
     def wait(self) -> str:
-        """Wait until this rank has done its share, and return why it could not; empty if it could."""
+        """Wait until this rank has written its share, and return why it could not; empty if it could."""
         if self.thread is not None:
             self.thread.join()
         return self.reason
@@ -268,7 +267,7 @@ class Writing:
             self._tell(word, None)
 
     def _write_pretrained(self, form: PretrainedForm) -> None:
-        """Write this rank's files for transformers, from what all ranks have written."""
+        """Write this rank's files for transformers, from the files of all ranks."""
         share = self.share
         manifest = share.manifest(self._all("written"))
         out = share.draft / pretrained_folder.NAME
@@ -296,7 +295,7 @@ class Writing:
         _store(self.share.world_size).set(self._key(word, self.share.rank), json.dumps(value))
 
     def _all(self, word: str) -> list[Any]:
-        """Return what every rank tells by a word, in the order of ranks.
+        """Return every rank's value under a word, in the order of ranks.
 
         Raises:
             _OthersError: one of them cannot write.
@@ -344,5 +343,5 @@ _alone = HashStore()
 
 
 def _store(world_size: int) -> Store:
-    """Return the store where the ranks of this run met."""
+    """Return the store that the ranks of this run share."""
     return _alone if world_size == 1 else default_store()

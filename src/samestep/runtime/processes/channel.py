@@ -62,16 +62,16 @@ class TokenError(Exception):
 
 
 class GreetingError(Exception):
-    """Raised where what has answered did not greet as a host of a run does; it may do so later."""
+    """Raised where the process at the address does not greet as a host of a run; it may do so later."""
 
 
 class Channel:
-    """One end of a connection whose sides know each other to have the token."""
+    """One end of an authenticated connection: both sides have proven that they have the token."""
 
     def __init__(self, connected: socket.socket, key: bytes, *, listens: bool) -> None:
         self.peer: str = connected.getpeername()[0]
         self.lost = ""
-        """Why nothing more will come, as the rest of a sentence; empty while the connection is good."""
+        """Why no more messages will arrive, as the rest of a sentence; empty while the connection is good."""
         self._socket, self._key = connected, key
         self._names = (b"listens", b"joins") if listens else (b"joins", b"listens")
         self._num_sent = self._num_heard = 0
@@ -86,7 +86,7 @@ class Channel:
         threading.Thread(target=self._stay_alive, daemon=True).start()
 
     def fileno(self) -> int:
-        """Return the descriptor, which can be waited for."""
+        """Return the number of the descriptor, for waiting."""
         return self._socket.fileno()
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ class Channel:
         return self._unread.pop(0)
 
     def receive_more(self) -> None:
-        """Take in what has come, and find out whether the other side is lost."""
+        """Receive the bytes that have arrived, and find out whether the other side is lost."""
         while not self.lost and self._socket.fileno() >= 0 and connection.wait([self._socket], timeout=0):
             try:
                 more = self._socket.recv(1 << 16)

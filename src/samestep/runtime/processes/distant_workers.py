@@ -1,4 +1,4 @@
-"""The workers of another host: the leading host sees them as its own, and the other one starts them and passes words on.
+"""Proxies of the workers on another host: the leading host uses them like local ones, and the other host starts them.
 
 ```
 leading host                       channel                             following host
@@ -42,7 +42,7 @@ _MOST_CHARACTERS_OF_LINES = 40 << 10
 
 @dataclass(frozen=True)
 class Order:
-    """The message with which the leading host has another one start workers."""
+    """The message by which the leading host has another one start workers."""
 
     hosts: tuple[str, ...]
     layout: str
@@ -68,7 +68,7 @@ _VALUES: Mapping[str, TypeAdapter[Any]] = {
     "done": TypeAdapter(tuple[None, dict[str, int]]),
 }
 _NONSENSE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
-"""The errors of a message that holds other words, ranks or types."""
+"""The errors of a message with wrong words, ranks or types."""
 
 
 class DistantWorkers:
@@ -84,11 +84,11 @@ class DistantWorkers:
         self._channel.send({"run": dict(self._order)})
 
     def sources(self) -> list[Any]:
-        """Return what can be waited for: the channel."""
+        """Return the channel, which can be waited for."""
         return [] if self._channel.lost else [self._channel]
 
     def hear(self) -> Iterator[tuple[int, str, Any]]:
-        """Yield the messages that have come, as rank, word and value; a host that is lost is a failure of all its ranks."""
+        """Yield the received messages, as rank, word and value; a host that is lost is a failure of all its ranks."""
         for message in self._channel.receive():
             try:
                 said = self._read(message)
@@ -145,13 +145,13 @@ class DistantWorkers:
 
 @dataclass(frozen=True)
 class Away:
-    """The other hosts of a run, the number of ranks of each, and what they are told to do."""
+    """The other hosts of a run, the number of ranks of each, and the order for them."""
 
     meeting: Meeting
     num_ranks: tuple[int, ...]
     """The number of ranks of this host, and of each of the others."""
     order: Mapping[str, Any]
-    """What a follower needs besides, to know its function and its arguments."""
+    """The further fields of the order that a follower needs to know its function and its arguments."""
 
     @property
     def interface(self) -> str:
@@ -185,7 +185,8 @@ class Away:
 
 
 class Follower:
-    """This host's part of a run that another host leads: it starts workers as it is told, until it is told why all is over."""
+    """This host's part of a run that another host leads: it starts workers on orders, until the order that ends the
+    run."""
 
     def __init__(self, leader: Channel, workers_of: Callable[[Order], LocalWorkers]) -> None:
         self._leader, self._workers_of = leader, workers_of
@@ -221,7 +222,7 @@ class Follower:
         self._signals.append(number)  # a handler may interrupt a message that is being sent
 
     def _pass_on(self) -> None:
-        """Pass on what the workers say, and the stop signals of this process."""
+        """Pass the workers' messages on, and the stop signals of this process."""
         while self._num_passed_on < len(self._signals):
             number, is_again = self._signals[self._num_passed_on], self._num_passed_on > 0
             self._say({"stop": int(number), "again": is_again})
@@ -230,7 +231,7 @@ class Follower:
             self._say({"rank": rank, "word": word, "value": _to_json_value(word, value)})
 
     def _obey(self, message: Mapping[str, Any]) -> None:
-        """Do what one message of the leading host says; one that says anything else makes it lost."""
+        """Carry out one message of the leading host; an unknown one makes that host lost."""
         try:
             if "run" in message:
                 order = _ORDERS.validate_python(message["run"])
@@ -287,7 +288,7 @@ def _to_json_value(word: str, value: Any) -> Any:
         failure["age_s"] = time.monotonic() - failure.pop("time_s")
         failure |= {"text": shorten(value.text), "what": shorten(value.what)}
         lines, half = "\n".join(value.lines), _MOST_CHARACTERS_OF_LINES // 2
-        if len(lines) > 2 * half:  # where it began, and what failed, are at the ends
+        if len(lines) > 2 * half:  # the beginning and the failure are at the ends
             lines = f"{lines[:half]} ...\n... {lines[-half:]}"
         return failure | {"lines": lines.split("\n")}
     if word == "at":

@@ -1,19 +1,21 @@
-"""Finding out that the ranks of a run stand still, which of them the others wait for, and what it was doing.
+"""The detection of ranks that stand still: which rank the others wait for, and what that rank was doing.
 
-A rank moves while it begins calls of collectives, or steps. Where no rank has moved for a while (10 s, or the time of 10
-steps) the one at fault is named: a rank that does not answer, else one that has made fewer calls than others of its group,
-else one that is in no call while others are. After `run.hang_s` the run is ended. A slow rank that is healthy moves again before.
-Apart from steps, as in a save, nobody need move, and who answers is never ended. A rank that does not even answer there was
-stopped, or its host is gone: it is named too, and ended after `run.hang_s`, but not before 30 s: a healthy rank may be silent so
-long in a call that holds Python's lock. Before the end of the first step such a call may be a long one (a library is
-loaded, a data set is read): ranks are ended there only where none answers, after the time limit of a collective.
+A rank moves while it begins calls of collectives, or steps. Where no rank has moved for a while (10 s, or the time of
+10 steps) the one at fault is named: a rank that does not answer, else one that has begun fewer calls than others of its
+group, else one that is in no call while others are. After `run.hang_s` the run is ended. A slow rank that is healthy
+moves again before.
 
-The hang watch of ranks that torchrun or srun started: without a parent of ours, they tell each other how far they have come.
+Outside of steps, as in a save, no rank need move, and one that answers is never ended. A rank that does not even answer
+there was stopped, or its host is gone: it is named too, and ended after `run.hang_s`, but not before 30 s: a healthy
+rank may be silent so long in a call that holds Python's lock. Before the end of the first step such a call may be a
+long one (a library is loaded, a dataset is read): ranks are ended there only where none answers, after the time limit
+of a collective.
 
-Every rank writes its whereabouts into the store where the ranks met, each second, as JSON. Rank 0 reads them all; the last
-rank does so too, and speaks where rank 0 does not answer. Who watches names a rank that stands still, and after `run.hang_s`
-ends its own process with that text, upon which the launcher ends, or restarts, all others. Where the store itself does not
-answer (its process stands still, or its host is gone), each rank that does not move ends itself after `run.hang_s`.
+Ranks that torchrun or srun started have no parent of ours, and watch each other. Every rank writes its whereabouts into
+the store where the ranks met, each second, as JSON. Rank 0 reads them all; the last rank does so too, and speaks where
+rank 0 does not answer. A watching rank names a rank that stands still, and after `run.hang_s` ends its process with
+that text, upon which the launcher ends, or restarts, all others. Where the store itself does not answer (its process
+stands still, or its host is gone), each rank that does not move ends itself after `run.hang_s`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ _STEPS = 10
 _SILENT_S = 4.0
 """Seconds without an answer after which a rank counts as one that does not answer; it is asked every second."""
 _SILENT_APART_S = 30.0
-"""Seconds for which a healthy rank may not answer apart from steps, as while it encodes the manifest of a large model."""
+"""Seconds for which a healthy rank may not answer outside of steps, as while it encodes the manifest of a large
+model."""
 
 
 class HangWatch:
@@ -104,7 +107,7 @@ class HangWatch:
         self._awake_s = now_s
 
     def _check_silent(self, working: Sequence[int], now_s: float, says: bool, *, is_all: bool) -> None:
-        """Warn of ranks that do not answer while others are apart from steps, and end the run after a limit of its own.
+        """Warn of ranks that do not answer outside of steps, and end the run after the limit of that.
 
         Before every rank has taken a step, the run is ended only where none answers (`is_all`).
 
@@ -180,7 +183,7 @@ def watching(place: RankInfo, hang_s: float, name: str) -> Iterator[None]:
         yield
         return
     watch = _Watch(place, hang_s, f"{info.host}:{info.port}")
-    # A connection of its own: a call of the process group may hold the other one for long.
+    # A separate connection: a call of the process group may hold the other one for long.
     limit = datetime.timedelta(seconds=hang_s)
     store = PrefixStore(f"watch/{name}", TCPStore(info.host, info.port, is_master=False, timeout=limit))
     telling = threading.Thread(target=watch.tell, args=(store,), daemon=True)
@@ -209,7 +212,7 @@ class _Watch:
         """When rank 0 and the store last answered."""
 
     def tell(self, store: Store) -> None:
-        """Write how far this rank has come, and where it watches read how far the others have, until the run is over."""
+        """Write the progress of this rank, and where it watches read that of the others, until the run is over."""
         number = 0
         with contextlib.suppress(RuntimeError):  # the store has ended, and with it the run
             while not self.is_over.wait(_EVERY_S):
@@ -222,9 +225,7 @@ class _Watch:
 
     def guard(self) -> None:
         """End this process where it does not move and the store does not answer."""
-        watch = HangWatch(
-            2, self._hang_s
-        )  # of this rank and of the store, which answers by a thread of its own in a save too
+        watch = HangWatch(2, self._hang_s)  # of this rank and of the store, whose thread answers in a save too
         while not self.is_over.wait(_EVERY_S):
             now, at = time.monotonic(), whereabouts_of(self._main_thread)
             watch.hear(0, at, now)

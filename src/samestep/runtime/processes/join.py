@@ -101,7 +101,7 @@ def join(
         where = _device_of(info, kind)
         if info.world_size > 1:
             bind_near(where)
-        if kind == "cpu" and info.launcher != "alone":  # a process of the user's own keeps its heap
+        if kind == "cpu" and info.launcher != "alone":  # a process of the user keeps its heap
             keep_freed_memory()
         if made_group:
             # A run of one rank opens no port to the network: gloo listens even then, on the interface of this variable.
@@ -110,7 +110,7 @@ def join(
     except BaseException:
         _return(borrowed)
         raise
-    # A process of the user's own keeps its signal handlers: its code may never ask stop_requested().
+    # A process of the user keeps its signal handlers: its code may never call stop_requested().
     handlers = _listen_for_stop() if info.launcher in ("torchrun", "srun") else {}
     local_rank = info.local_rank if per_node == info.ranks_per_node else info.rank % per_node
     place = RankInfo(info.rank, local_rank, info.world_size, per_node, where)
@@ -119,14 +119,15 @@ def join(
 
 
 def become_worker(info: LaunchInfo) -> None:
-    """Prepare this new worker to join as `info`: forget what its parent had joined, and listen for stop signals."""
+    """Prepare this new worker to join as `info`: forget the run that its parent had joined, and listen for stop
+    signals."""
     global _launch_info, _joined, _stop_signal, _is_save_wanted
     _launch_info, _joined, _stop_signal, _is_save_wanted = info, None, 0, False
     _listen_for_stop()
 
 
 def leave() -> None:
-    """Undo what `join` did; a process group that existed before stays.
+    """Undo `join`; a process group that existed before stays.
 
     Ranks that still communicate with this one then fail.
     """
@@ -183,7 +184,7 @@ def restore_signals(handlers: Mapping[int, Any]) -> None:
 
 
 def allocator_variables(device_type: str) -> dict[str, str]:
-    """Return the variable by which torch's allocator grows the memory that it has taken, so that less of it lies unused.
+    """Return the variable that lets torch's allocator grow its segments in place, so that less memory is unused.
 
     Torch reads it when a process first uses a GPU. It is left alone where the user has set it, under either name.
     """
@@ -192,7 +193,7 @@ def allocator_variables(device_type: str) -> dict[str, str]:
 
 
 def _interfaces_of(info: LaunchInfo) -> dict[str, str]:
-    """Return the variables of interfaces of a process that our own launcher did not start.
+    """Return the variables of interfaces for a process that samestep's launcher did not start.
 
     gloo would take the interface of this host's name, which is often its own loopback address; nccl finds its own.
     """
@@ -223,7 +224,7 @@ def _return(variables: tuple[str, ...]) -> None:
 
 
 def _info_in_existing_group(info: LaunchInfo) -> LaunchInfo:
-    """Return this process's position in a group that its user made, which knows no machines."""
+    """Return this process's position in a group that its user created, which knows no machines."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if (info.rank, info.world_size) == (rank, world):
         return info
@@ -257,7 +258,7 @@ def _device_of(info: LaunchInfo, device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    index = 0 if gpus == 1 else info.local_rank  # a launcher may show each task only its own GPU
+    index = 0 if gpus == 1 else info.local_rank  # a launcher may show each task only one GPU
     if index >= gpus:
         raise JobError(f"local rank {index} has no GPU: {gpus} on this machine; at most {gpus} ranks on it work")
     device = torch.device("cuda", index)
@@ -320,7 +321,7 @@ def _never_came(store: Store | None, world_size: int) -> str:
 
 
 def _store_of(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
-    """Open the store where the ranks of `info` meet."""
+    """Open the store that the ranks of `info` share."""
     if info.path:
         return FileStore(info.path, info.world_size)
     if info.world_size == 1:
@@ -342,14 +343,14 @@ def _store_of(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
 
 
 def _listen_on(host: str, port: int) -> int | None:
-    """Listen on the one address of `host`; torch's own store would listen on every interface."""
+    """Listen on the one address of `host`; torch's store would listen on every interface."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server((address[0], port), family=family).detach()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise WorkerError(f"port {port} of {host} is taken; another MASTER_PORT works") from None
-        return None  # a name that stands for this machine elsewhere (a Kubernetes service) is not its own address
+        return None  # a name that resolves here to another machine's address (a Kubernetes service)
 
 
 def check_ranks_per_node(ranks_per_node: int, world_size: int) -> int:

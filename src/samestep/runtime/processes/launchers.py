@@ -26,7 +26,7 @@ class LaunchInfo:
     host: str = ""
     port: int = 0
     path: str = ""
-    """File through which our own workers meet; others meet at host:port."""
+    """File through which samestep's workers find each other; others use host:port."""
     store_is_kept: bool = False
     """Whether the store at host:port is that of another process, and may hold what earlier starts wrote; else rank 0 holds it."""
 
@@ -96,7 +96,7 @@ def _srun_info(env: Mapping[str, str], resolves: Callable[[str], bool] = _resolv
         host = env["SLURM_LAUNCH_NODE_IPADDR"]
     if env.get("SLURM_DISTRIBUTION", "block").startswith(("cyclic", "plane", "arbitrary")) or world % per_node:
         per_node = 1  # neighbouring ranks are not on one machine
-    # Each step needs a port of its own that all its tasks can derive.
+    # Each step needs a different port that all its tasks can derive.
     port = 20000 + (_number(env, "SLURM_JOB_ID", 0) * 31 + _number(env, "SLURM_STEP_ID", 0)) % 10000
     return LaunchInfo(
         "srun",

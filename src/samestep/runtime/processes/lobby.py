@@ -1,9 +1,9 @@
 """The hosts that connect to the leading one before a run begins: greeted in parallel, and forgotten when they leave.
 
-Whoever can reach the address may connect to it: a port scanner, a probe of a cluster, a host that died and was started
-again. A connection is therefore greeted in a thread of its own, within the time limit of a greeting, and a host counts only
-while its connection is good. At most `_MOST_GREETED` connections are greeted at once. One more ends the oldest: an honest
-host needs two round trips and is seldom the oldest; it tries again where it is.
+Any process that can reach the address may connect to it: a port scanner, a probe of a cluster, a host that died and was
+started again. A connection is therefore greeted in a separate thread, within the time limit of a greeting, and a host
+counts only while its connection is good. At most `_MOST_GREETED` connections are greeted at once. One more ends the
+oldest: an honest host needs two round trips and is seldom the oldest; it tries again where it is.
 """
 
 from __future__ import annotations

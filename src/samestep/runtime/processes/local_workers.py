@@ -3,10 +3,9 @@
 Forking after torch is imported takes 0.03 s where a new process takes seconds. It is safe only without CUDA, without
 an OpenMP pool in use by both sides, and without autograd's device threads; otherwise workers are spawned.
 
-Whether the kernel killed a process because memory ran out: a SIGKILL alone does not say who sent it.
-
-The kernel names the process in its log, which not every user may read, and counts such kills for each control group and
-for the machine. Source: Documentation/admin-guide/cgroup-v2.rst (memory.events) and cgroup-v1/memory.rst of Linux.
+A SIGKILL alone does not say who sent it. Whether the kernel killed a process because memory ran out shows in its log,
+which not every user may read, and in its counts of such kills for each control group and for the machine. Source:
+Documentation/admin-guide/cgroup-v2.rst (memory.events) and cgroup-v1/memory.rst of Linux.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ _LONGEST_RECORD_BYTES = 8192
 
 
 def count() -> int:
-    """Return how many processes the kernel has killed for lack of memory, in this control group, or else on this machine."""
+    """Return the number of processes that the kernel has killed for lack of memory, in this control group, or else
+    on this machine."""
     for path in (*_group_files(), Path("/proc/vmstat")):
         with contextlib.suppress(OSError):
             if found := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
@@ -65,7 +65,8 @@ def evidence(pid: int, before: int) -> str:
 
 
 def _group_files() -> list[Path]:
-    """Return the files in which the control group of this process counts kills, from its own group up."""
+    """Return the files in which the kernel counts kills for the control group of this process, from the innermost
+    group up."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -103,7 +104,8 @@ def _kernel_log() -> str:
 _TAIL_LINES = 15  # lines of a dead worker's stderr and traceback that its parent shows
 _LEAVE_GRACE_S = 30.0  # a worker tears its process group down
 _IMPORTED_BY_STEPS = ("torch._dynamo", "samestep.runtime.run")
-"""What the first step of every rank imports (any optimizer of torch imports the first), in two seconds of processor time."""
+"""Modules that the first step of every rank imports (any optimizer of torch imports the first), in two seconds of
+processor time."""
 
 
 class LocalWorkers:
@@ -141,7 +143,7 @@ class LocalWorkers:
             # Python 3.12 warns of threads at a fork; those of an imported torch are idle.
             warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
             for name in _IMPORTED_BY_STEPS if method == "fork" else ():
-                importlib.import_module(name)  # once, since forked workers have what their parent has imported
+                importlib.import_module(name)  # once: forked workers inherit the imports of their parent
             for rank in self.ranks:
                 ours, theirs = context.Pipe()
                 process = context.Process(
@@ -162,12 +164,12 @@ class LocalWorkers:
                 self._processes.append(process)
 
     def sources(self) -> list[Any]:
-        """Return what can be waited for: the pipes of the workers."""
+        """Return the pipes of the workers, which can be waited for."""
         # Not the sentinels: a grandchild (a data loader's process) inherits them, and they outlast the worker.
         return [pipe for pipe in self._pipes if not pipe.closed]
 
     def hear(self) -> Iterator[tuple[int, str, Any]]:
-        """Yield the messages that have come, as rank, word and value; a death is a failure too."""
+        """Yield the received messages, as rank, word and value; a death is a failure too."""
         for rank, pipe, process in zip(self.ranks, self._pipes, self._processes, strict=False):
             exit_code = process.exitcode  # before the pipe is read: nothing comes after a death
             while not pipe.closed and pipe.poll():
@@ -216,7 +218,7 @@ class LocalWorkers:
         _kill_group(self._processes[rank - self.ranks.start])
 
     def end(self) -> None:
-        """Wait for the workers that may leave, kill all others, and remove what they wrote."""
+        """Wait for the workers that may leave, kill all others, and remove their files."""
         deadline = time.monotonic() + _LEAVE_GRACE_S
         for rank, process in zip(self.ranks, self._processes, strict=False):
             if rank in self._leaving:
@@ -285,7 +287,7 @@ def _tail_of(failure: Failure, folder: Path) -> tuple[str, ...]:
 
 
 def _death(exit_code: int) -> str:
-    """Return how a process ended that reported nothing itself."""
+    """Return the end of a process that reported nothing itself, as text."""
     if exit_code >= 0:
         return f"died: it exited with status {exit_code} before it was done"
     try:

@@ -1,9 +1,9 @@
-"""The hosts of a run meet at one address: one listens there, the others connect, and all find out whether they agree.
+"""The rendezvous of a run's hosts at one address: one listens, the others connect, and all compare their settings.
 
 The host to which the address belongs listens, on this address alone; it leads the run and has rank 0. The others follow,
-in the order of their addresses. A follower that has another version, another job or other flags ends the run by name. Who
-does not know the token is turned away, and the run waits on for those who do. What listens at the address and does not greet
-counts as not listening yet: only a false proof of the token is final.
+in the order of their addresses. A follower that has another version, another job or other flags ends the run by name. A
+host without the token is turned away, and the run waits on for those that have it. A process at the address that does
+not greet counts as not listening yet: only a false proof of the token is final.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LEAST_TOKEN_SYMBOLS = 8  # 32 random bytes, or 64 random hexadecimal digits, ha
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The address at which the hosts of a run meet, their number, and the secret that they share."""
+    """The address for the rendezvous of a run's hosts, their number, and the secret that they share."""
 
     host: str
     port: int
@@ -115,7 +115,7 @@ class Meeting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Tell the followers why the run is over, and end the connections."""
+        """Send the followers the reason why the run is over, and end the connections."""
         for follower in self.followers:
             if error is not None:
                 follower.send({"bye": _last_word(error)})
@@ -125,7 +125,7 @@ class Meeting:
 
 
 def _last_word(error: BaseException) -> dict[str, Any]:
-    """Return what a follower is told of the error that has ended a run."""
+    """Return the last message to followers about the error that has ended a run."""
     if isinstance(error, KeyboardInterrupt):
         return {"status": 128 + signal.SIGINT}
     if isinstance(error, SystemExit):
@@ -140,7 +140,7 @@ def meet(at: Rendezvous, mine: Mapping[str, str], timeout_s: float, least_hosts:
 
     Args:
         at: where, how many hosts, and the token.
-        mine: what must be equal on all hosts, by the words that name it in an error.
+        mine: the settings that must be equal on all hosts, by the words that name them in an error.
         timeout_s: seconds to wait for the others.
         least_hosts: the number of hosts that is enough where no more come in time; all, where it is not given.
 
@@ -235,7 +235,7 @@ def _drop_earlier(arrival: Arrival, came: Sequence[Arrival], lobby: Lobby) -> No
 def _follow(address: tuple[str, int], at: Rendezvous, mine: Mapping[str, str], timeout_s: float) -> Meeting | str:
     """Connect to the leading host, and wait for at most `timeout_s` until all hosts have come.
 
-    Returns what listens there in its place, as a sentence, or an empty text where nothing does.
+    Returns a description of another process that listens there, as a sentence, or an empty text where none does.
 
     Raises:
         JobError: it has another token, or refuses this host.

@@ -1,11 +1,12 @@
-"""Process groups of a layout: the only file that makes them.
+"""Process groups of a layout: the only file that creates them.
 
 `program/ranks.py` gives the order of ranks. Axes over the same ranks share one group, so that a communicator is never
-made twice. `cp` has a group of its own: compute waits for its exchanges, which must not wait for gradients or weights
-sent meanwhile; so have `dp`, over which batch norm takes statistics, the axes of exchanges that whole steps hide, and each link between two stages
-of a pipeline (`schedules.link_of`).
+created twice. `cp` has a separate group: compute waits for its exchanges, which must not wait for gradients or weights
+sent meanwhile; so have `dp`, over which batch norm takes statistics, the axes of exchanges that whole steps hide, and
+each link between two stages of a pipeline (`schedules.link_of`).
 
-On NCCL all groups of an axis are made by one split of the world, in which every rank takes part; gloo makes each by itself.
+On NCCL all groups of an axis are created by one split of the world, in which every rank takes part; gloo creates each
+by itself.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def group_among(
 
 
 def _can_be_split(world: dist.ProcessGroup) -> bool:
-    """Return whether groups are made by splitting: NCCL's that were made with a device, as a user's may not be."""
+    """Return whether groups are created by splitting, as NCCL's of a known device can be; a user's may have none."""
     return dist.get_backend(world) == "nccl" and world.bound_device_id is not None
 
 
@@ -160,7 +161,8 @@ _num_forgotten = 0
 
 
 def forget_groups() -> None:
-    """Forget all groups, so that the next run makes its own: after the world was destroyed, or a step failed among messages."""
+    """Forget all groups, so that the next run creates new ones: after the world was destroyed, or a step failed
+    among messages."""
     global _num_forgotten
     _made.clear()
     _num_forgotten += 1
@@ -172,7 +174,7 @@ def num_forgotten() -> int:
 
 
 def forget_as_often(most: int) -> None:
-    """Forget all groups, where another rank did so more often: a group is made by all of its ranks or by none."""
+    """Forget all groups if another rank did so more often: a group is created by all of its ranks or by none."""
     global _num_forgotten
     if _num_forgotten < most:
         _made.clear()

@@ -1,14 +1,13 @@
-"""Values that ranks send each other beside the tensors of a step: JSON in tensors of bytes, the lengths sent first.
+"""Plain values that ranks exchange outside of the tensors of a step: JSON in tensors of bytes, the lengths sent first.
 
-torch sends objects as pickles, and whoever can reach the sockets of a group could then run code in every rank. Here what
-arrives is parsed as plain data (`runtime/processes/plain_data.py`), which makes numbers, text, lists and dicts of them, and nothing else.
+torch sends objects as pickles, and whoever can reach the sockets of a group could then run code in every rank. Here
+received bytes are parsed as plain data (`runtime/processes/plain_data.py`): numbers, text, lists and dicts of them, and
+nothing else.
 
-Ranks that are given one job: before they make process groups, they compare what they would run.
-
-A rank whose model was traced otherwise (its code asks for the rank, or draws a number and branches on it), or that was
-started with another layout or job, would wait for messages that nobody sends. So would one that kept the groups of a run
-which has failed on another rank alone. Ranks of several hosts may have other files of code: those that two ranks have both
-imported must be equal.
+`check` compares the ranks' runs before process groups are created. A rank whose model was traced differently (its code
+asks for the rank, or draws a number and branches on it), or that was started with another layout or job, would wait for
+messages that nobody sends. So would one that kept the groups of a run which has failed on another rank alone. Ranks of
+several hosts may have different files of code: those that two ranks have both imported must be equal.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def broadcast_value(source: int, value: Any, group: dist.ProcessGroup | None = N
 
 
 def broadcast_from(source: int, value: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return on every rank of a group what the global rank `source` passes, with its tensors on `device`.
+    """Return on every rank of a group the value that the global rank `source` passes, with its tensors on `device`.
 
     Collective over `group`: every rank of it calls it; if one does not, the others wait until the time limit.
 
@@ -107,7 +106,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where tensors that a group sends must lie."""
+    """Return the device of the tensors that a group sends."""
     is_nccl = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 

@@ -1,4 +1,5 @@
-"""Values as plain data: JSON, beside the tensors that it names. What a rank reads from a socket or a file is data, never code.
+"""Values as plain data: JSON, with the tensors that it names stored separately. Data from a socket or a file is never
+code.
 
     {"step": (3, nan)}          {"dict": [["step", {"tuple": [3, NaN]}]]}
     a tensor                    {"tensor": NAME}, and the tensor by itself

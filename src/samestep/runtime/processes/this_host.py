@@ -1,27 +1,24 @@
-"""The cores near a GPU, to which its rank is bound: transfers then cross no link between processors.
+"""Settings of a rank for its host: cores near its GPU, host memory that is kept, network interfaces, the name of the
+attempt.
 
-Linux lists, for each PCI device, the cores of the same NUMA node. Memory follows: a page belongs to the node of the core
-that writes it first.
+Cores: Linux lists, for each PCI device, the cores of the same NUMA node. A rank is bound to those near its GPU, so that
+transfers cross no link between processors. Memory follows: a page belongs to the node of the core that writes it first.
 
-Which attempt of a run this is, where the store outlives attempts: the addresses of dead ranks must not be found in it.
+Attempt: torchrun's agents keep one store over all restarts (torch 2.13), and each agent counts restarts by itself, so
+that on several machines no variable names the attempt, and the addresses of dead ranks must not be found in the store.
+The ranks agree on a name through it:
 
-torchrun's agents keep one store over all restarts (torch 2.13), and each agent counts restarts by itself, so that on several
-machines no variable names the attempt. The ranks agree on a name through the store, which may hold what dead ranks wrote:
+    rank r    writes a new random word under r
+    rank 0    publishes the words that it finds, with a new name, until every rank has taken the name
+    rank r    takes the name that is published with its word, and says so under the name
 
-    rank r    writes a new word of its own, under r
-    rank 0    publishes the words that it finds, with a name that it has made up, until every rank has taken the name
-    rank r    takes the name that is published with its own word, and says so under the name
+Memory: tensors on a CPU are in the heap of the C library. glibc returns free memory at the heap's end to the system
+once it exceeds twice the largest tensor freed so far, and every 4 KiB page of it costs a fault when the next step
+writes it again: up to 36,000 faults, 0.15 s of a step of 0.87 s. A rank therefore has glibc return nothing. Its peak
+stays the same; between two steps it holds that peak. Source: mallopt(3). Other C libraries and allocators keep their
+rules.
 
-Host memory that a step frees stays with its rank, for the next step takes as much again.
-
-Tensors on a CPU lie in the heap of the C library. glibc gives what is free at the heap's end back to the system once it
-exceeds twice the largest tensor freed so far, and every 4 KiB page of it costs a fault when the next step writes it again:
-up to 36,000 faults, 0.15 s of a step of 0.87 s. A rank therefore tells glibc to give nothing back. Its peak stays what it
-was; what it holds between two steps is that peak.
-
-Source: mallopt(3). Other C libraries and allocators keep their own rules.
-
-The network interfaces of this host: by name, as gloo and nccl take them, from the addresses that are bound or reached.
+Interfaces: by name, as gloo and nccl take them, from the addresses that are bound or reached.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ _PCI = Path("/sys/bus/pci/devices")
 
 
 def bind_near(device: torch.device, devices: Path = _PCI) -> None:
-    """Bind this process to those of its cores that are near a GPU, where the system tells which these are."""
+    """Bind this process to those of its cores that are near a GPU, where the system lists these."""
     if device.type != "cuda" or not hasattr(os, "sched_setaffinity"):
         return
     allowed = os.sched_getaffinity(0)
@@ -55,7 +52,8 @@ def bind_near(device: torch.device, devices: Path = _PCI) -> None:
 
 
 def cores_near(properties: object, devices: Path = _PCI) -> set[int]:
-    """Return the cores of the node at which a GPU hangs, by its properties; empty where the system does not tell."""
+    """Return the cores of the node to which a GPU is connected, by its properties; empty where the system does not
+    list them."""
     domain, bus, slot = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
     path = devices / f"{domain:04x}:{bus:02x}:{slot:02x}.0" / "local_cpulist"
     try:

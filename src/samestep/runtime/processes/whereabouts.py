@@ -1,14 +1,13 @@
-"""How far a worker has come: what its parent asks, to tell a rank that works from one that waits for ever.
+"""The progress of a worker, by which its parent distinguishes a rank that works from one that waits for ever.
 
-A rank that returns from the function early leaves the others in a collective that it will never call. Each worker counts the
-calls that it begins in every process group, as torch does, and tells its parent on request, from a thread of its own,
-these counts and the line that its main thread is at.
+A rank that returns from the function early leaves the others in a collective that it will never call. Each worker
+counts the calls that it begins in every process group, as torch does, and on request a thread of it sends its parent
+these counts and the line that its main thread is at, with the step that it takes.
 
-How far this rank has come in its run, for the process that watches it: the step it takes, or that it takes none.
+Between the first step and the last a rank that stands still hangs. Other long tasks have a name (`apart`): a save, an
+evaluation; there a rank need not move, but it answers. Preparing the model and the first step, in which kernels are
+compiled and chosen, are not watched: the time limit of collectives ends them.
 
-Between the first step and the last a rank that stands still hangs. What else may take long has a name of its own (`apart`): a
-save, an evaluation; there a rank need not move, but it answers who asks it. Preparing the model and the first step, in which
-kernels are compiled and chosen, are not watched: the time limit of collectives ends them.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from samestep.program.bodies import Task
 class _Progress:
     step: int = 0
     apart: list[str] = field(default_factory=list)
-    """The names of what it does apart from steps, the innermost last."""
+    """The names of its tasks outside of steps, the innermost last."""
 
 
 _NUM_STEPS = 20
@@ -49,7 +48,7 @@ _took_s: deque[float] = deque(maxlen=_NUM_STEPS)
 
 
 def begin() -> None:
-    """Forget what a process that this one was forked from has done."""
+    """Forget the progress of the process from which this one was forked."""
     _progress.step = 0
     _progress.apart.clear()
     _took_s.clear()
@@ -67,7 +66,8 @@ def taking(step: int, *, is_first: bool) -> Iterator[None]:
 
 @contextmanager
 def apart(name: str) -> Iterator[None]:
-    """Do between steps what may take long on a healthy rank, and what a message calls so: `a save`."""
+    """Run a task between steps that may take long on a healthy rank; `name` is its name in messages, such as `a
+    save`."""
     _progress.apart.append(name)
     try:
         yield
@@ -81,7 +81,7 @@ def watched_step() -> int:
 
 
 def task_outside_steps() -> str:
-    """Return the name of what this rank does apart from steps, after its first one; empty where it does nothing apart."""
+    """Return the name of this rank's task outside of steps, after its first step; empty where it has none."""
     return next(reversed(_progress.apart), "") if _progress.step else ""
 
 
@@ -121,7 +121,7 @@ class ParentLink:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """The point that a worker has come to: two equal points, some seconds apart, show that it waits."""
+    """The point that a worker has reached: two equal points, with some seconds between them, show that it waits."""
 
     calls: Mapping[str, int]
     """Calls of collectives, and of sends and receives, that it has begun, by process group."""
@@ -132,14 +132,14 @@ class Whereabouts:
     task: str = ""
     """The task of the program that it carries out, such as "backward of micro-batch 0"."""
     step: int = 0
-    """The step that it takes; 0 where it does what may take long."""
+    """The step that it takes; 0 in a task that may take long."""
     median_step_s: float = 0.0
     apart: str = ""
-    """The name of what it does apart from steps, as "a save"; empty in a step, and before the first one is over."""
+    """The name of its task outside of steps, such as "a save"; empty in a step, and before the first one is over."""
 
 
 def whereabouts_of(main_thread: int | None) -> Whereabouts:
-    """Return how far this process has come, by its main thread; another thread may ask."""
+    """Return the progress of this process, by its main thread; another thread may ask."""
     frame = sys._current_frames().get(main_thread) if main_thread else None
     task, step, median_s = _task_in(frame), watched_step(), median_step_s()
     return Whereabouts(calls_made(), *_waiting_at(frame), task, step, median_s, task_outside_steps())
@@ -178,5 +178,5 @@ def _task_in(frame: FrameType | None) -> str:
 
 
 def lacks(calls: Mapping[str, int], others: Mapping[str, int]) -> bool:
-    """Return whether a rank has made fewer calls than another one in a group of both."""
+    """Return whether a rank has begun fewer calls than another one in a group of both."""
     return any(count < others.get(group, 0) for group, count in calls.items())

@@ -74,7 +74,7 @@ class LaunchOptions:
     store: tuple[str, int] | None = None
     """Host and port of the store where the ranks of several hosts meet; those of one host meet through a file."""
     folder: str = ""
-    """The folder of what workers write, and of their store."""
+    """The folder of the workers' files, and of their store."""
     parent_pid: int = 0
 
 
@@ -91,7 +91,7 @@ class Failure:
     mistake: str = ""
     """Name of the class in samestep.errors, for an error of ours."""
     is_echo: bool = False
-    """Whether it is a consequence: what the peers of a dead or hung worker report."""
+    """Whether it is a consequence, such as the error of a dead or hung worker's peers."""
 
 
 # Messages of gloo, nccl and the stores about a peer that is gone or does not answer.

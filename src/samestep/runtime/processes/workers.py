@@ -121,7 +121,7 @@ def launch(
 
 
 def _print_without_our_frames(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught error; of a mistake that we report, only the user's own lines and the text."""
+    """Print an uncaught error; of a mistake that samestep reports, only the user's lines and the text."""
     if not isinstance(error, SamestepError):
         sys.__excepthook__(kind, error, trace)
         return
@@ -214,7 +214,7 @@ _last_stop_signal = 0
 
 
 def last_stop_signal() -> int:
-    """Return the first stop signal that came during the last `run_workers` of this process; 0 where none came."""
+    """Return the number of the first stop signal during the last `run_workers` of this process; 0 without one."""
     return _last_stop_signal
 
 
@@ -250,7 +250,7 @@ class _WorkerPool:
         self.hang_watch = HangWatch(options.ranks, options.hang_s, start_s=options.timeout_s)
         self.signals: list[int] = []
         self.num_obeyed = 0
-        """The number of signals that the workers were told of."""
+        """The number of signals that were forwarded to the workers."""
         self.stop_signal = 0
         self.killed_by = 0
 
@@ -290,7 +290,8 @@ class _WorkerPool:
         return self.value
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Note a signal, which may interrupt a message to another host; the second one to stop kills our own workers."""
+        """Note a signal, which may interrupt a message to another host; the second one to stop kills the workers of
+        this host."""
         self.signals.append(number)
         if len([one for one in self.signals if one != SAVE_SIGNAL]) > 1:
             for rank in self.hosts[0].ranks:
@@ -307,7 +308,7 @@ class _WorkerPool:
             self.num_obeyed += 1
 
     def end(self) -> None:
-        """Wait for the workers that were told to leave, and kill those that still run."""
+        """Wait for the workers that may leave, and kill those that still run."""
         for host in self.hosts:
             host.end()
 
@@ -345,7 +346,7 @@ class _WorkerPool:
                 self._host_of(rank).signal(rank, signal.SIGTERM)
 
     def _ask(self) -> None:
-        """Ask every second the ranks that work how far they have come."""
+        """Ask the working ranks for their progress every second."""
         if time.monotonic() - self.asked_at < _ASK_EVERY_S:
             return
         self.asked_at = time.monotonic()

@@ -1,1 +1,1 @@
-"""What a rank of a pipeline does: its stage, what it passes on, its messages."""
+"""One rank of a pipeline: its stage, the tensors that it passes on, and its messages."""

@@ -1,9 +1,9 @@
 """One pipeline stage of any model, without changes to its code (twin of `strategies/pipeline.py`).
 
-Every stage runs the model's own forward, in which stand-ins replace the layers of other stages. So the model's own code
-makes masks, positions and rotary angles on each stage. Where each block passes one tensor to the next, a stand-in block
-returns its input, and an embedding zeros of the right shape; in front of the first block of a chunk the stage replaces
-that tensor by the received activation, after whatever the model does to embeddings; behind the last block of the chunk
+Every stage runs the model's forward, in which stand-ins replace the layers of other stages. So the model's code
+computes masks, positions and rotary angles on each stage. Where each block passes one tensor to the next, a stand-in
+block returns its input, and an embedding zeros of the right shape; before the first block of a chunk the stage replaces
+that tensor by the received activation, after whatever the model does to embeddings; after the last block of the chunk
 it takes the result out.
 
 ```
@@ -213,7 +213,7 @@ class Stage:
         awaited = self._crossing(flow, layers.start)
 
         def receive() -> list[Tensor]:
-            """Return what crosses the boundary before the chunk."""
+            """Return the tensors that cross the boundary before the chunk."""
             found = self._received(action, awaited)
             dropout.begin_after(self._model, self._entered[action.chunk])
             is_differentiated = torch.is_grad_enabled() or not is_forward_only()
@@ -222,7 +222,7 @@ class Stage:
             return found
 
         def send(tensors: Sequence[Tensor]) -> None:
-            """Send what crosses the boundary behind the chunk."""
+            """Send the tensors that cross the boundary after the chunk."""
             self._outputs[key] = list(tensors)
             self._messages.send(action, [tensor.detach() for tensor in tensors], self._crossing(flow, layers.stop))
 
@@ -253,7 +253,7 @@ class Stage:
     # -- one tensor --------------------------------------------------------------------------------
 
     def _pass_on(self, action: Action, samples: Any) -> Any:
-        """Run the model's forward with the layers of one chunk, and stand-ins that pass on what they are given."""
+        """Run the model's forward with the layers of one chunk, and stand-ins that return their input."""
         layers = self._program.chunks[action.chunk]
         handles = []
         if layers.start > 0:
@@ -303,7 +303,7 @@ class Stage:
         return hook
 
     def _passed_shape(self, whole: torch.Size) -> tuple[int, ...]:
-        """Return the shape of what blocks pass on in this layout, given that on one device."""
+        """Return the shape of the blocks' output in this layout, given that on one device."""
         layout = self._program.step.layout
         shape = self._slicing.shape_of(whole)
         return (shape[0], shape[1] // layout.tp, *shape[2:]) if layout.sequence_parallel else tuple(shape)
@@ -311,7 +311,7 @@ class Stage:
     def _one_awaited(self, boundary: int, shape: tuple[int, ...]) -> list[Awaited]:
         return [Awaited(self._layers[boundary - 1].name, shape, DTYPES[self._program.step.compute_dtype])]
 
-    # -- what is awaited ---------------------------------------------------------------------------
+    # -- expected messages -------------------------------------------------------------------------
 
     def _received(self, action: Action, awaited: Sequence[Awaited]) -> list[Tensor]:
         received = self._messages.receive(action, awaited)
@@ -344,7 +344,7 @@ class Stage:
         return [tensor for tensor, one in zip(tensors, crossings, strict=True) if one.takes_gradient]
 
     def _check_idle(self, boundary: int, tensors: Sequence[Tensor]) -> None:
-        """Check that the loss has no gradient for what it did not depend on in the trace."""
+        """Check that the loss has no gradient for tensors on which it did not depend in the trace."""
         crossings = crossings_at(self._program.step.model, boundary)
         for tensor, one in zip(tensors, crossings, strict=True):
             # FSDP2 fills in gradients of zeros.
@@ -390,13 +390,13 @@ def boundary_at(layers: Sequence[LayerSpec], index: int, flow: Flow) -> int | No
         raise LayoutError(f"no stage can begin with {layers[index].name}: {reason}: pp=1 works") from None
 
 
-# -- what passes in the run's dtypes ---------------------------------------------------------------
+# -- tensors between stages in the run's dtypes ----------------------------------------------------
 
 
 def with_flows(
     traced: TracedModel, layout: Layout, job: Job, example: Any, loss: Callable[[Any, Any], Any]
 ) -> tuple[TracedModel, Flows | None]:
-    """Return the model with what passes between stages in the job's precision, and the flows that stages follow.
+    """Return the model with the tensors between stages in the job's precision, and the flows that stages follow.
 
     There are no flows where each block passes one tensor in the compute dtype to the next.
 

@@ -1,8 +1,8 @@
 """A forward in which one stage computes its part of a recorded flow (`tracing/flow.py`), and nothing else.
 
-The model's own code runs whole on every stage. Outside of the events of this stage, a module call or a function of
-values is not carried out: it returns tensors of the recorded shapes that take no memory and that nothing reads. Where
-the stage begins, the tensors that cross its boundary are received *into these objects*, wherever the model's code holds
+The model's code runs whole on every stage. Outside of the events of this stage, a module call or a function of values
+is not carried out: it returns tensors of the recorded shapes that take no memory and that nothing reads. Where the
+stage begins, the tensors that cross its boundary are received *into these objects*, wherever the model's code holds
 them: in variables, lists or data classes. Where it ends, the tensors that cross the next boundary are sent.
 
 ```
@@ -102,7 +102,7 @@ class StageForward(TorchFunctionMode):
         reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
         if not reads or reads_shape_alone(func) or not self._is_next(name_of(func), reads, is_call=False):
             outcome = func(*args, **kwargs)
-            # Behind the last event come hooks of the run's own, such as those of FSDP2.
+            # After the last event come hooks of the run, such as those of FSDP2.
             ends = self._next == len(self._flow.events)
             if reads and not ends and not reads_shape_alone(func) and tensors_of(outcome):
                 raise self._differs(name_of(func))
@@ -152,7 +152,7 @@ class StageForward(TorchFunctionMode):
     def _follow(
         self, name: str, func: Callable[..., Any], given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Carry out the next event, or return stand-ins of its results; what runs meanwhile is no event."""
+        """Carry out the next event, or return stand-ins of its results; calls within it are no events."""
         self._depth += 1
         # Off the stack, where it is on top: torch.compile would trace it.
         is_active = current_function_mode() is self
@@ -215,7 +215,8 @@ class StageForward(TorchFunctionMode):
         )
 
     def _apart(self, event: Event, given: list[Tensor], outcome: Any) -> Any:
-        """Return an outcome in which a new value is no argument: `x.contiguous()` may return x itself, or not."""
+        """Return an outcome in which a new value differs from every argument: `x.contiguous()` may return x itself,
+        or not."""
         values = iter(event.makes)
         ours = {id(tensor) for tensor in given}
 
@@ -229,7 +230,7 @@ class StageForward(TorchFunctionMode):
         return outcome if is_apart else map_tensors(outcome, apart)
 
     def _number(self, event: Event, given: list[Tensor], made: Sequence[Tensor], name: str) -> None:
-        """Note which values the tensors that an event has made are, and the arguments that it has written into."""
+        """Note which values an event's results are, and the arguments that it has written into."""
         for place, value in event.writes:
             self._is(given[place], value)
         if len(made) != len(event.makes):
@@ -257,7 +258,7 @@ class StageForward(TorchFunctionMode):
                 self.received.append(tensor)
             elif value in self._written:  # a leaf of autograd cannot be written into, a copy of it can
                 stands.data = torch.empty_like(tensor)
-                with torch.enable_grad():  # the boundary may lie in the model's own `torch.no_grad()`
+                with torch.enable_grad():  # the boundary may be within the model's `torch.no_grad()`
                     stands.copy_(tensor)
                 self.received.append(tensor)
             else:
@@ -300,7 +301,7 @@ class Flows:
         return module
 
     def hold(self) -> nn.Module:
-        """Return the copy, which is made now: after this a run may cut and fill the model, and ask for more flows."""
+        """Return the copy, creating it now: after this a run may cut and fill the model, and ask for more flows."""
         return self._module
 
     def follow(self, model: nn.Module) -> None:
@@ -319,11 +320,16 @@ class Flows:
         return self._dtypes, self._parts, self._is_training, with_loss, shapes
 
     def of(self, samples: Any, shapes: Hashable, loss: Callable[[Any, Any], Any] | None = None) -> Flow:
-        """Return the flow of samples of these shapes; with `loss`, what that does not depend on takes no gradient."""
+        """Return the flow of samples of these shapes; with `loss`, tensors on which it does not depend take no
+        gradient.
+
+        Raises:
+            LayoutError: the forward cannot be followed.
+        """
         key = self._key(shapes, with_loss=loss is not None)
         if key not in self._recorded:
             tracer = ForwardTracer(self._module, lambda block: None, {})
-            if self._program.step.model.varies_at:  # within blocks, so that any values show what passes between them
+            if self._program.step.model.varies_at:  # within blocks, so that any values show the tensors between them
                 tracer.values = KnownValues(keeps_all=False, draws=True)
             try:
                 checkpointed = record_checkpointed(self._module)  # reentrant ones would hide gradients

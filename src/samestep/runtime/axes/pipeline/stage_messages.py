@@ -71,7 +71,7 @@ class Messages:
                 self._links.setdefault(self._link_of(action), _MessageQueue()).due.append(action)
 
     def send(self, action: Action, tensors: Sequence[Tensor], awaited: Sequence[Awaited]) -> None:
-        """Send tensors that an action has made, which the other end awaits in these shapes and dtypes.
+        """Send the tensors of an action, which the other end expects in these shapes and dtypes.
 
         Raises:
             LayoutError: they have others, so that the other end would take their bits for other numbers.
@@ -93,7 +93,7 @@ class Messages:
         self._sent[action] = pending
 
     def receive(self, action: Action, awaited: Sequence[Awaited]) -> list[Tensor]:
-        """Wait for the message of an action, and release what its sender has received by then."""
+        """Wait for the message of an action, and release the tensors that its sender has received by then."""
         link = _MessageQueue() if is_forward_only() else self._links.get(self._link_of(action), _MessageQueue())
         if link.due and link.due[-1] == action:
             link.due.pop()
@@ -173,7 +173,7 @@ def _describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 def _arrivals_of(program: Program) -> dict[Action, list[Action]]:
-    """Return this stage's actions that need a message, with those whose sends must have arrived by then.
+    """Return this stage's actions that need a message, with the sends that must have arrived by then.
 
     The sender of the message has executed its own order up to it, and so has received everything this needed.
 

@@ -1,9 +1,7 @@
-"""Modules in place of the layers that other stages run, in the model's own forward.
+"""Stand-ins in the model's forward: for layers that other stages run, and for weights that the model's code reads.
 
-Weights that the model's own code reads, in the forward of one chunk of a pipeline.
-
-Such a weight is a value of the recorded flow (`tracing/flow.py`), which every stage that reads it holds. While a forward
-runs, the modules hold in place of these weights:
+A weight that the model's code itself reads in a forward is a value of the recorded flow (`tracing/flow.py`), which
+every stage that reads it holds. While a forward of one chunk runs, the modules hold in place of these weights:
 
     read in this chunk     the weight itself; under zero=2|3 a copy, because the gathered weight is freed too soon
     read in others alone   a tensor that nothing reads
@@ -116,7 +114,7 @@ _Slots = list[tuple[nn.Module, str]]
 
 
 class ReadWeights:
-    """Puts what a chunk reads in place of the weights that the model's own code reads."""
+    """Puts the weights or stand-ins of a chunk in place of the weights that the model's code reads."""
 
     def __init__(self, traced: TracedModel, program: Program, device: torch.device) -> None:
         self._model, self._device = traced.module, device
@@ -159,7 +157,7 @@ class ReadWeights:
                 handle.remove()
 
     def _stands(self, name: str, flow: Flow, mode: StageForward, *, is_value: bool) -> Tensor:
-        """Return what the modules hold in place of a weight."""
+        """Return the tensor that the modules hold in place of a weight."""
         module, leaf = self._slots[name][0]
         weight = module._parameters[leaf]
         assert weight is not None
