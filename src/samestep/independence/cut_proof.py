@@ -1,4 +1,5 @@
-"""Proof that a plan of tensor parallelism cuts a model between units that are computed apart, and what a rank needs.
+"""Proof that a plan of tensor parallelism cuts a model between units that are computed independently, and a rank's
+settings.
 
 `features.follow` reads the operations of the whole model's forward; `rank_trial` runs the forward of a rank. Where a
 plan leaves a choice, it is tried: the number of weights that are fused in one, and whether the loss gets cut logits.
@@ -151,7 +152,7 @@ class _CutSearch:
             self._open.append((storage, op))
 
     def check_copied(self, path: str) -> None:
-        """Check that every use of the input of a module behind its `copy` has a partial gradient.
+        """Check that every use of the input of a module after its `copy` has a partial gradient.
 
         Raises:
             MixesError: one has not, or is summed by a `copy` of its own.
@@ -177,7 +178,7 @@ class _CutSearch:
                 self._read_by(index, meeting)
 
     def _made_by(self, index: int, storage: int, meeting: Operation) -> None:
-        """Follow a tensor back to what it is made of; `meeting` is the operation that makes its gradient partial."""
+        """Follow a tensor back to its operands; `meeting` is the operation that makes its gradient partial."""
         op = self.operations[index]
         self.found.operations.add(index)
         for view in op.given:
@@ -196,7 +197,7 @@ class _CutSearch:
                 self.add(view.storage, meeting)
 
     def _read_by(self, index: int, meeting: Operation) -> None:
-        """Follow a tensor to what is made of it."""
+        """Follow a tensor to the results of operations on it."""
         op = self.operations[index]
         if self.meets(index):
             return
@@ -403,7 +404,8 @@ def _follow_cuts(
     recorder: Recorder,
     looking: tuple[str, ...],
 ) -> tuple[dict[str, WeightCut], UnitFlow]:
-    """Return the cut of each weight, and where its units are; weights whose output code takes apart are fused ones.
+    """Return the cut of each weight, and where its units are; a weight whose output the code splits in parts is a fused
+    one.
 
     Raises:
         MixesError: an operation does not compute each unit by itself.

@@ -80,7 +80,7 @@ def _look_up(call: Computation) -> Iterator[list[Operand]]:
 
 
 def _of_a_triangle(call: Computation) -> Iterator[list[Operand]]:
-    """Map of tril and triu, which tell positions along the last two dimensions apart."""
+    """Map of tril and triu, which treat positions along the last two dimensions differently."""
     (x,), size = call.given, len(call.results[0].shape)
     yield [(x, [*range(size - 2), MOVED, MOVED])]
 
@@ -229,7 +229,7 @@ def _move_dims(x: Any, dims: Iterable[int]) -> list[Operand]:
 
 
 def cat(call: Computation) -> Iterator[list[Operand]]:
-    """Map of cat: positions along its dimension stand beside those of other pieces."""
+    """Map of cat: positions along its dimension are joined with those of other pieces."""
     size, dim = len(call.results[0].shape), bind_arguments(call)["dim"]
     yield [operand for piece in call.args[0] if len(piece.shape) == size for operand in _move_dims(piece, [dim])]
 
@@ -254,7 +254,7 @@ def roll_or_flip(call: Computation) -> Iterator[list[Operand]]:
 
 
 def repeat(call: Computation) -> Iterator[list[Operand]]:
-    """Map of repeat: the positions of each repetition stand beside those of others."""
+    """Map of repeat: the positions of each repetition follow those of others."""
     x, times = call.args[0], bind_arguments(call)["repeats"]
     lead = len(times) - len(x.shape)
     yield [(x, [lead + dim if times[lead + dim] == 1 else MOVED for dim in range(len(x.shape))])]
@@ -462,7 +462,7 @@ def is_elementwise(func: Any) -> bool:
 
 
 def map_of(func: Any) -> Map | None:
-    """Return the map of an operation: its own, that of its kind, or none."""
+    """Return the map of an operation: that of the operation, that of its kind, or none."""
     packet = func.overloadpacket
     if packet in MAPS:
         return MAPS[packet]

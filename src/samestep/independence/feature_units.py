@@ -1,4 +1,4 @@
-"""The units (heads, neurons, tokens of a vocabulary) that tensors of a forward hold, told by their storages.
+"""The units (heads, neurons, tokens of a vocabulary) that tensors of a forward hold, identified by their storages.
 
     UnitRows(stride=1, units=D)      the element at offset o of the storage belongs to unit (o // stride) % units
 
@@ -21,7 +21,7 @@ class MixesError(Exception):
     """An operation that does not compute each unit by itself."""
 
     def __init__(self, reason: str, sources: Collection[str] = (), parts: int = 1) -> None:
-        """Keep the weights whose output is taken apart, and the number of equal parts."""
+        """Keep the weights whose output is split, and the number of equal parts."""
         super().__init__(reason)
         self.sources, self.parts = sources, parts
         self.where = ""
@@ -77,7 +77,8 @@ class UnitDim:
 
 
 def along(view: View, rows: UnitRows) -> UnitDim | None:
-    """Return the dimension of a view that has the units of its storage; None where they are not apart in one."""
+    """Return the dimension of a view that has the units of its storage; None where one dimension does not separate
+    them."""
     period, best = rows.period, -1
     for dim, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
         if (
@@ -180,7 +181,7 @@ class UnitFlow:
         return found
 
     def check_whole(self, view: View, dim: int, found: UnitDim, op: Operation) -> None:
-        """Check that a tensor without units does not tell the units along its dimension `dim` apart.
+        """Check that a tensor without units does not distinguish the units along its dimension `dim`.
 
         Raises:
             MixesError: it does.

@@ -126,7 +126,7 @@ def _try_cached(
 
 
 def _in_a_thread(trial: Callable[..., Any], *args: Any) -> Any:
-    """Run a trial in a thread of its own: outside of the modes of the trace, and with autograd."""
+    """Run a trial in a separate thread: outside of the modes of the trace, and with autograd."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(trial, *args).result()
 
@@ -167,7 +167,7 @@ def _runnable(
 
 
 def _in_any_precision(given: list[Given], trial: Callable[[bool], Outcome]) -> Outcome:
-    """Try in double precision where the operation takes that, or else in its own."""
+    """Try in double precision where the operation takes that, or else in the precision of its operands."""
     if max((math.prod(one.shape) for one in given), default=0) > 2 * LARGEST:
         return "fails"
     for wide in (True, False):

@@ -100,7 +100,11 @@ class _Compared(Recorder):
             self._compare(whole, mine, states)
 
     def check_end(self) -> None:
-        """Raise an error if the rank's forward has fewer operations."""
+        """Check that the rank's forward has run all operations of the whole model's.
+
+        Raises:
+            DiffersError: it has fewer.
+        """
         if len(self.operations) < len(self.whole):
             missing, _ = self.whole[len(self.operations)]
             raise DiffersError(
@@ -201,7 +205,8 @@ def _shrink_repeats(whole: View, mine: View, degree: int, state: State) -> View 
 
 
 def _places(shape: tuple[int, ...]) -> Iterator[list[int]]:
-    """Yield indices that tell apart two views of a storage: the first, the next along each dimension, the last, others."""
+    """Yield indices that distinguish two views of a storage: the first, the next along each dimension, the last,
+    others."""
     yield [0] * len(shape)
     yield [size - 1 for size in shape]
     for dim, size in enumerate(shape):

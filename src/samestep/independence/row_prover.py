@@ -70,7 +70,7 @@ class Prover(ForwardTracer):
         """Receive the text of a custom Function whose backward does not compute each row by itself."""
 
     def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
-        """Receive a constant with several positions along the dimension of rows that it meets."""
+        """Receive a constant with several positions along the dimension of rows of the other operands."""
 
     def learn(self, tensor: Tensor, dependence: Dependence) -> None:
         """Set the dependence of a tensor."""
@@ -241,7 +241,7 @@ class Prover(ForwardTracer):
         return found
 
     def _moved(self, constant: Tensor) -> Tensor:
-        """Return a constant that the forward made on the CPU on the meta device."""
+        """Return a constant that the forward created on the CPU, moved to the meta device."""
         moved = self.to_meta(constant)
         if (found := self.known.of(constant)) is not None:  # random numbers that belong to samples
             self.learn(moved, found)

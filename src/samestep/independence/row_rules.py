@@ -103,7 +103,7 @@ def _beside(call: Call, operands: Sequence[Operand], at: int, rows: Along) -> Al
 
 
 def pick_rows(call: Call) -> Iterator[Dependence]:
-    """Rule of x[i, j, ...], x[mask] and index_select: the rows that an index picks are in an order of its own."""
+    """Rule of x[i, j, ...], x[mask] and index_select: the order of picked rows is that of the index."""
     ((x, dims), *indices), place, covers = *MAPS[call.func.overloadpacket](call), *_index_coverage(call)
     found = call.known.of(x)
     given: list[Operand] = [(x, dims)]

@@ -138,19 +138,21 @@ class _SampleProver(Prover):
         return (found.dim, 0 if is_whole else found.inner)
 
     def place(self, numbers: Any, rows: tuple[int, int] | None) -> None:
-        """Set the dependence of random numbers that are drawn for each sample: its own, which no other sample may meet."""
+        """Set the dependence of random numbers that are drawn for each sample: each depends on its sample alone."""
         if not isinstance(numbers, Tensor) or rows is None or rows[0] == NO_DIM or self.known.of(numbers) is not None:
             return
         dim, inner = rows
         self.learn(numbers, Along(dim, inner or numbers.shape[dim] // NUM_SAMPLES, 0))
 
     def untried(self, call: Call) -> list[Dependence]:
-        """Return the dependences of the results of an operation that is assumed to keep samples apart, and listed."""
+        """Return the dependences of the results of an operation that is listed and assumed to keep samples
+        independent."""
         self.tried.append(call.text)
         return list(assume_rows_stay(call))
 
     def _follow(self, call: Call) -> None:
-        """Take batch norm to keep samples apart: a layout computes its statistics over the same groups of samples."""
+        """Assume that batch norm keeps samples independent: a layout computes its statistics over the same groups of
+        samples."""
         is_one = self.calls_of_batch_norm.is_inside and call.func.overloadpacket in OPERATIONS
         if not is_one or not bind_arguments(call).get("training", True):
             super()._follow(call)

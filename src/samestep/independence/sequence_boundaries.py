@@ -160,7 +160,7 @@ class _Seen:
                 yield from self.children_of(path)
 
     def has_weights(self, path: str) -> bool:
-        """Return whether a module has weights of its own."""
+        """Return whether a module itself holds weights."""
         return any(True for _ in self.model.get_submodule(path).parameters(recurse=False))
 
 
@@ -277,7 +277,7 @@ def _whole_parts(block: str, ran: list[str], seen: _Seen) -> set[str]:
 
 
 def _has_partial_gradients(part: str, seen: _Seen) -> bool:
-    """Return whether all that a part is made of is cut, and reads what the part is given: its gradients are partial then."""
+    """Return whether all weights of a part are cut and read the part's input: its gradients are partial then."""
     given = seen.calls.entered[part][0]
     for path, _ in seen.model.get_submodule(part).named_modules(prefix=part):
         style = seen.styles.get(path)

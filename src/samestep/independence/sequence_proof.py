@@ -142,7 +142,8 @@ class _TokenProver(SliceProver):
                 self.refuse(f"{self.where} uses a tensor that takes a gradient, and is not made of a rank's own tokens")
 
     def _check_whole(self, given: list[Tensor]) -> None:
-        """Refuse an operation of a part on a rank's own tokens, or on a weight of which it has a part of the gradient."""
+        """Refuse an operation of a part on one rank's tokens alone, or on a weight of which a rank has a part of the
+        gradient."""
         if any(self.known.of(tensor) is not None for tensor in given):
             self.refuse(f"{self.where} uses a rank's own tokens beside the whole sequence")
         if any(tensor.requires_grad and self.key(tensor) in self._between for tensor in given):

@@ -80,7 +80,8 @@ def structural_plan(
 
 
 def _adds_nothing_else(part: nn.Module) -> bool:
-    """Return whether a module is a linear layer with torch's own forward, or one without a bias, which a cut by rows holds back."""
+    """Return whether a module is a linear layer with torch's forward, or one without a bias, which a row cut could
+    postpone."""
     return isinstance(part, nn.Linear) and (type(part).forward is nn.Linear.forward or part.bias is None)
 
 

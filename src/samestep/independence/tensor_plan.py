@@ -54,14 +54,15 @@ class Cuts:
     """Whether neither the model nor transformers has a plan, so that one is looked for in the forward."""
 
     def gather(self, paths: Collection[str], reason: str) -> None:
-        """Gather the outputs of modules, since the code behind them needs them whole; or leave gathered ones whole."""
+        """Gather the outputs of modules, since the code after them needs them whole; or leave gathered modules
+        whole."""
         styles = {path: style for path, style in self.styles.items() if path not in paths or style != "gather"}
         self.styles = styles | dict.fromkeys((path for path in paths if path in styles), "gather")
         self.gathered |= dict.fromkeys(sorted(paths), reason)
 
 
 def cuts_of(model: nn.Module, experts: Collection[str]) -> Cuts:
-    """Return how a model may be cut: by its own `tensor_plan`, or by the plan of transformers for its family.
+    """Return how a model may be cut: by the model's `tensor_plan`, or by the plan of transformers for its family.
 
     `experts` are the paths of modules of experts, which a family's plan may name and which are not cut. Where there is no
     plan, or it leaves the blocks whole, the cuts are open.
@@ -297,7 +298,7 @@ def with_cuts(
 
 
 def _separable(spec: ModelSpec, model: nn.Module, cuts: Cuts) -> set[str]:
-    """Return the linear modules cut by columns whose weight has one use, so that its gradient may come apart from the input's.
+    """Return the column-cut linear modules whose weight has one use: its gradient may be computed after the input's.
 
     A head is none of them: it would hold the gradient of the logits for longer.
     """

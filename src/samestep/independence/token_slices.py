@@ -350,7 +350,8 @@ class SliceProver(Prover):
         return [sequence_dim(gradient.shape, self.whole) for gradient in gradients]
 
     def on_constant(self, constant: Tensor, dim: int, inner: int, where: str) -> None:
-        """Refuse a constant with a row for each token of a slice; one of the whole sequence is sliced before it meets any."""
+        """Refuse a constant with a row for each token of a slice; one of the whole sequence is sliced before its
+        first use."""
         if self.size < self.whole and not self.is_uniform(constant) and constant.stride(dim):
             self.refuse(f"{where} counts the tokens of a slice itself; positions made before the blocks work")
 

@@ -235,7 +235,7 @@ def _embedding(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
 
 
 def _glu(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
-    """Rule of a gated unit, whose halves along a dimension must be weights of their own, cut each by itself."""
+    """Rule of a gated unit, whose halves along a dimension must be separate weights, each with its cut."""
     tensor = op.args[0]
     found, dim = flow.along(tensor, op), (op.args[1] if len(op.args) > 1 else -1) % len(tensor.shape)
     assert found is not None
@@ -335,7 +335,7 @@ def try_units(flow: UnitFlow, op: Operation) -> Iterator[UnitDim | None]:
 def _most_separate_units(
     flow: UnitFlow, op: Operation, compute: Any, args: tuple[Any, ...], total: UnitDim, num_results: int
 ) -> int:
-    """Return the largest number of units that a trial shows to be computed apart, forward and backward.
+    """Return the largest number of units that a trial shows to be computed independently, forward and backward.
 
     Raises:
         MixesError: there is none.
@@ -400,7 +400,7 @@ _RULES: dict[Any, _Rule] = {
 
 
 def rule_of(func: Any) -> _Rule:
-    """Return the rule of an operation that meets units or partial sums."""
+    """Return the rule of an operation on units or partial sums."""
     return pointwise if dimension_maps.is_elementwise(func) else _RULES.get(func.overloadpacket, by_map)
 
 
@@ -456,7 +456,7 @@ def _owner(name: str) -> str:
 
 
 def _owners(model: nn.Module) -> dict[int, frozenset[str]]:
-    """Return the paths of the modules that own each trained weight, by its storage."""
+    """Return the paths of the modules that hold each trained weight, by its storage."""
     owners: dict[int, frozenset[str]] = {}
     for path, part in model.named_modules():
         for param in part.parameters(recurse=False):
@@ -467,14 +467,14 @@ def _owners(model: nn.Module) -> dict[int, frozenset[str]]:
 
 
 def _follow_weights(flow: UnitFlow, op: Operation) -> None:
-    """Record tensors that are made of nothing but weights, with the modules that own those."""
+    """Record tensors that are computed from nothing but weights, with the modules that hold those."""
     owners = owners_in(flow, op)
     if owners and not data_in(flow, op):
         flow.from_weights |= {view.storage: owners for view in op.results if view.storage not in flow.weights}
 
 
 def owners_in(flow: UnitFlow, op: Operation) -> frozenset[str]:
-    """Return the modules that own the trained weights among an operation's operands, or what is made of them."""
+    """Return the modules that hold the trained weights from which an operation's operands are computed."""
     storages = {view.storage for view in op.given if view.values is None}
     return frozenset(
         path for key in storages for table in (flow.owners, flow.from_weights) for path in table.get(key, ())
@@ -517,7 +517,7 @@ def _compute(flow: UnitFlow, op: Operation) -> None:
 
 
 def _without_units(flow: UnitFlow, op: Operation, packet: Any, is_pointwise: bool) -> None:
-    """Follow tensors that every rank has whole: equal elements, elements that repeat, tensors made of one weight."""
+    """Follow tensors that every rank has whole: equal elements, elements that repeat, functions of one weight."""
     uniform = all(flow.states.get(v.storage) == "uniform" or v.numel == 1 for v in op.given if v.values is None)
     for view in op.results:
         if packet in FILLS or (is_pointwise and uniform and op.given and not _is_random(op)):

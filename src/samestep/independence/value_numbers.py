@@ -197,7 +197,7 @@ def _align_constants(
 
 
 def _joins_rows(func: Any, args: Any, kwargs: Any, along: int | None) -> bool:
-    """Return whether cat or stack puts its tensors one behind the other along the rows."""
+    """Return whether cat or stack joins its tensors along the rows."""
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     size = args[0][0].dim() + (func.overloadpacket is _aten.stack)
     return along is not None and dim % size == along

@@ -51,7 +51,7 @@ class Layer:
 def arrange(
     module: nn.Module, name: str, containers: tuple[str, ...], watch: ForwardTracer, stages: Sequence[str] = ()
 ) -> list[Layer]:
-    """Return the layers, made of the calls of the top-most modules in their order, and where pipeline stages may begin.
+    """Return the layers, which are runs of calls of the top-most modules in order, and where pipeline stages may begin.
 
     Stages begin with blocks, where the model has several; with any call in a model without such a list; and with the modules
     that `stages` names, if it names some.
@@ -177,7 +177,7 @@ def _name(layers: list[Layer], watch: ForwardTracer) -> None:
 
 
 def modules_entered_again(layers: Sequence[Layer], watch: ForwardTracer) -> list[tuple[tuple[str, int], ...]]:
-    """Return for each layer the modules that the modules of other layers enter too, and how often its own enter each."""
+    """Return for each layer the modules that other layers enter too, and how often this layer enters each."""
     layer_of = {region: index for index, layer in enumerate(layers) for region in layer.regions}
     found: list[dict[str, int]] = [{} for _ in layers]
     for path, visits in watch.visits.items():
@@ -188,7 +188,7 @@ def modules_entered_again(layers: Sequence[Layer], watch: ForwardTracer) -> list
 
 
 class UsesOfWeights:
-    """Finds the layers that use each weight: called with the name of a weight and the modules that own it."""
+    """Finds the layers that use each weight: called with the name of a weight and the modules that hold it."""
 
     def __init__(self, layers: Sequence[Layer], specs: Sequence[LayerSpec], watch: ForwardTracer) -> None:
         assert watch.flow is not None

@@ -1,4 +1,4 @@
-"""Working memory of each layer's backward, beside what its forward kept, from one backward on the meta device.
+"""Working memory of each layer's backward, in addition to the tensors that its forward kept, from one backward on meta.
 
 The forward must have run under `forward.ForwardTracer`. A storage of the backward is alive from the operation that
 makes it to the last one that reads it; one that the forward kept is freed after the last operation of the backward
@@ -34,7 +34,7 @@ from samestep.trees import tree_map_only
 
 
 class WorkingSet(NamedTuple):
-    """Peak of a layer's backward beside what its forward kept, in elements of all samples traced."""
+    """Peak of a layer's backward, without the tensors that its forward kept, in elements of all samples traced."""
 
     elements: int = 0
     cut_elements: int = 0
@@ -122,7 +122,7 @@ def _weights_of(roots: Iterable[Tensor]) -> set[int]:
 
 
 def nodes_of(roots: Iterable[Tensor]) -> set[Node]:
-    """Return all nodes of the graph that made some tensors."""
+    """Return all nodes of the graph of some tensors."""
     seen: set[Node] = set()
     todo = [root.grad_fn for root in roots if root.grad_fn is not None]
     while todo:
@@ -191,7 +191,8 @@ def _record_weights(
 def working_sets(
     backward: Backward, layer_of: Mapping[str, int], watch: ForwardTracer, without: int = 0
 ) -> dict[int, WorkingSet]:
-    """Return by layer the peak of its backward, beside what its forward kept; tensors of `without` elements count for none."""
+    """Return by layer the peak of its backward, without tensors that its forward kept and tensors of `without`
+    elements."""
     kept = {key: layer_of[region] for key, region in (watch.norm_savers | watch.savers).items()}
     # A gradient is as large as the tensor it belongs to; where a whole tensor has that size too, it counts as whole.
     cut_sizes = {watch.sizes[key] for key in watch.cut} - {watch.sizes[key] for key in kept.keys() - watch.cut}

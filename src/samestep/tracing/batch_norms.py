@@ -107,7 +107,8 @@ class OfAnySize(TorchFunctionMode):
 
 
 def with_groups(spec: ModelSpec, owners: frozenset[str]) -> ModelSpec:
-    """Return the spec with the calls alone whose samples are known to lie along the first dimension: those of `owners`."""
+    """Return the spec with only the calls whose samples are known to be along the first dimension: those of
+    `owners`."""
 
     def layer_with(layer: LayerSpec) -> LayerSpec:
         return replace(layer, batch_norms=tuple(call for call in layer.batch_norms if call.owner in owners))

@@ -64,7 +64,7 @@ def _takes_gradient(args: tuple[Any, ...]) -> bool:
 
 @dataclass(slots=True)
 class Checkpointed:
-    """The model's own checkpoints, as a trace has shown them."""
+    """The checkpoints of the model's code, as a trace has shown them."""
 
     entered: set[str] = field(default_factory=set)
     """Paths of the modules that ran inside of one."""
@@ -74,7 +74,7 @@ class Checkpointed:
 
 @contextmanager
 def record_checkpointed(model: nn.Module) -> Iterator[Checkpointed]:
-    """Record the model's own checkpoints, which run plainly inside."""
+    """Record the checkpoints of the model's code, which run plainly inside."""
     depth = [0]
     seen = Checkpointed()
 

@@ -32,7 +32,8 @@ def with_crossings(
 def with_exact_crossings(
     layers: Sequence[LayerSpec], one: Sized, more: Sized, compute: torch.dtype
 ) -> tuple[LayerSpec, ...]:
-    """Return layers with what crosses each boundary, from flows of two numbers of samples in a run's own dtypes."""
+    """Return layers with the tensors that cross each boundary, from flows of two numbers of samples in a run's
+    dtypes."""
     return _add_crossings(layers, one, more, compute)
 
 
@@ -114,7 +115,7 @@ def boundary_before(layers: Sequence[LayerSpec], index: int, flow: Flow) -> int:
 
 
 def beginnings(layers: Sequence[LayerSpec], flow: Flow) -> tuple[int | None, ...]:
-    """Return the event at which each layer begins; None behind a call that is another than in the trace."""
+    """Return the event at which each layer begins; None after a call that differs from the trace."""
     calls = flow.calls
     found: list[int | None] = []
     count, is_known = 0, True
@@ -168,7 +169,7 @@ def _numel(value: Value) -> int:
 def passes_one_tensor(
     layers: Sequence[LayerSpec], flow: Flow, model: nn.Module, dtype: torch.dtype | None = None
 ) -> bool:
-    """Return whether embeddings come first, and each block makes one tensor of the one that the layer before has made.
+    """Return whether embeddings come first, and each block turns the one tensor of the layer before into one tensor.
 
     Then a stage can let the layers of others return what they are given, if no code but that of modules reads weights, and
     none looks at the shape of what a layer behind the blocks makes. With `dtype`, that tensor must be of it. Where stages
@@ -206,7 +207,8 @@ def _keeps_shape(event: Event, flow: Flow) -> bool:
 
 
 def _can_be_left_out(event: Event, flow: Flow) -> bool:
-    """Return whether the code behind a call would run on the call's first argument too: it makes one tensor, of that shape,
+    """Return whether the code after a call would run on the call's first argument too: it returns one tensor, of that
+    shape,
     or of another one, such as logits, of which code makes tensors of that other shape alone, element by element."""
     given = event.reads[0] if event.first is None and len(event.reads) == 1 else event.first  # a cast copy of it, say
     if not isinstance(event.outcome, Tensor) or given is None:

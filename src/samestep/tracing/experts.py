@@ -32,7 +32,7 @@ from samestep.models.spec import ModelSpec, is_below
 
 
 def experts_of(model: nn.Module) -> ExpertModules:
-    """Return the modules of experts: those of transformers, or those that the model's own `expert_plan` names.
+    """Return the modules of experts: those of transformers, or those that the model's `expert_plan` names.
 
     Raises:
         ModelError: the model's own `expert_plan` names none, or one that holds something else.

@@ -47,7 +47,7 @@ Container = dict[Any, Any] | list[Any]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change that a module has made to one container among its arguments."""
+    """The change of one container among a module's arguments."""
 
     place: int
     """Number of the container, in the order of `containers_in`."""
@@ -124,7 +124,7 @@ _SHAPE_ALONE = (
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that depends on weights, as one forward made it."""
+    """A tensor of one forward that depends on weights."""
 
     event: int
     """Number of the event that made it."""
@@ -191,7 +191,8 @@ class Flow:
         return {number: value for number, value in enumerate(self.values) if number not in weights}
 
     def crossing(self, boundary: int) -> tuple[int, ...]:
-        """Return the values that are made before an event and read by it or later; a weight is held where it is read."""
+        """Return the values that are computed before an event and read by it or later; a weight is held where it is
+        read."""
         return tuple(
             number for number, value in self._passed.items() if value.event < boundary <= self.last_reads[number]
         )

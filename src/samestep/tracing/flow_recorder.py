@@ -182,7 +182,7 @@ class FlowRecorder(TorchFunctionMode):
         return frozenset(number for number, storage in self._storages.items() if storage in storages)
 
     def _end_weight(self, weight: _Weight) -> None:
-        """Let a weight that is a value be made where it is used first; note the uses that are not seen to be of a stage."""
+        """Set the first use of a weight that is a value as its event; note uses that no stage is seen to make."""
         first, last = min(weight.uses), max(weight.uses)
         number = self._numbers.get(weight.param)
         if number is not None:
@@ -254,7 +254,7 @@ class FlowRecorder(TorchFunctionMode):
         return outcome
 
     def _note_gradient(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
-        """Note that the forward takes gradients; in the model's own code they lead back to where their inputs were made."""
+        """Note that the forward takes gradients; in the model's code these reach back to the events of their inputs."""
         self.differentiates_at = self.differentiates_at or (self._running.name if self._running else "the model itself")
         if self._depth == 0 and self._running is None:
             numbers = [self._numbers.get(tensor) for tensor in tensors_of(inputs)]
@@ -355,7 +355,7 @@ class FlowRecorder(TorchFunctionMode):
         )  # fmt: skip
 
     def _new_value(self, tensor: Tensor, event: int, maker: str, views: Collection[int] = ()) -> int:
-        """Number a new value; one in a storage of `views` views a tensor that no weight has made."""
+        """Number a new value; one in a storage of `views` views a tensor that depends on no weight."""
         number = len(self._values)
         self._values.append(Value(event, maker, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
         self._last_reads.append(-1)
@@ -378,7 +378,8 @@ class FlowRecorder(TorchFunctionMode):
 
 
 def _without_data(outcome: Any) -> Any:
-    """Return an outcome whose tensors keep no autograd graph alive; a trace of costs does not see them made."""
+    """Return an outcome whose tensors keep no autograd graph alive; it is created outside of the modes of a trace of
+    costs."""
 
     def empty(tensor: Tensor) -> Tensor:
         is_on_host = not tensor.is_meta and not tensor.is_floating_point()  # as the sizes of packed sequences must be

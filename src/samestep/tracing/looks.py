@@ -56,7 +56,8 @@ class Looks:
         return (*(self.modules | self.unseen),) if self.modules else ()
 
     def follow(self, func: Any, read: Iterable[int], made: Iterable[int]) -> None:
-        """Note of what an operation makes some storages; a tensor of equal elements is made of nothing that it is like."""
+        """Record the sources of an operation's results; a tensor of equal elements has none in the tensor that it is
+        like."""
         if func.overloadpacket in _EQUAL_ELEMENTS:
             return
         given, results = {*read}, {*made}
@@ -89,7 +90,7 @@ class Looks:
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    """Return a tensor of a storage of its own in the place of one of the meta device, which has no values."""
+    """Return a tensor with a new storage in place of one of the meta device, which has no values."""
     if not tensor.is_meta:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

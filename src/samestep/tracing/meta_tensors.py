@@ -1,4 +1,4 @@
-"""Tensors of the meta device: what tells them apart, operations on them, and the values of those that are known.
+"""Tensors of the meta device: their identity, operations on them, and the values of those that are known.
 
 Operations on meta tensors, whose results' shapes are found once: a model repeats its blocks, and is run several times.
 
@@ -84,7 +84,7 @@ def _flat(value: Any) -> Sequence[Any]:
 
 
 def _are_apart(results: Sequence[Any], given: Sequence[Any]) -> bool:
-    """Return whether each result is a plain tensor that fills a storage of its own."""
+    """Return whether each result is a plain tensor that fills a separate storage."""
     if not all(type(one) is Tensor and one.is_meta and one.layout is torch.strided for one in results):
         return False
     storages = [one.untyped_storage() for one in (*results, *(one for one in given if isinstance(one, Tensor)))]
@@ -158,7 +158,7 @@ class KnownValues:
         return (is_kept or is_whole(tensor)) and storage_elements(tensor) <= self.limit
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
-        """Store the value of a tensor that has a storage of its own."""
+        """Store the value of a tensor that alone has its storage."""
         if self.follows(tensor):
             twin = torch.zeros(storage_elements(tensor), dtype=tensor.dtype)
             twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(value)

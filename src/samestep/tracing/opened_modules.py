@@ -1,4 +1,4 @@
-"""The modules into which a trace looks: the calls of their children are the calls that layers, and stages, are made of.
+"""The modules into which a trace looks: the calls of their children form the layers and the stages.
 
 In a model that repeats itself these are the containers of its blocks and what holds them. In another one, such as two linear
 layers with an activation between them, they are the model itself and, where it has few children, the largest of these:
@@ -54,7 +54,7 @@ def _open_by_size(module: nn.Module) -> Iterator[str]:
 
 
 def _can_be_opened(part: nn.Module) -> bool:
-    """Return whether a module's own code is seen to call its children: it is no leaf, and not code of a library."""
+    """Return whether a module's code is seen to call its children: it is no leaf, and not code of a library."""
     if not any(makes_event(child) for child in part.children()):
         return False
     return type(part) in _CONTAINERS or type(part).__module__.partition(".")[0] not in _CLOSED

@@ -1,4 +1,5 @@
-"""Logits that are not made: what a model and its loss do with them is written down, and done in chunks of tokens.
+"""Logits that are never computed whole: a model's and a loss's operations on them are recorded, and run in chunks of
+tokens.
 
 While `PendingHead.pending` is active the module that makes the logits returns `PendingLogits` instead: a tensor of their
 shape and dtype without elements, which knows the hidden states and the weight that they are the product of. The code
@@ -35,7 +36,7 @@ WORKS = (
 
 
 class _Made(NamedTuple):
-    """The operands from which logits are made."""
+    """The operands of logits."""
 
     hidden: Tensor
     """[..., D]; its D stands where the logits have their classes."""
@@ -48,7 +49,7 @@ class _Made(NamedTuple):
 
 
 class PendingLogits(Tensor):
-    """Logits that are not made: shape, dtype and device alone."""
+    """Logits without elements: shape, dtype and device alone."""
 
     made: _Made
 
@@ -316,7 +317,7 @@ def _on_meta(value: Any) -> Any:
 
 
 class PendingHead:
-    """The linear module that makes the logits, which need not be made while `pending` is active."""
+    """The linear module that computes the logits, which need not exist while `pending` is active."""
 
     def __init__(self, module: nn.Linear, chunking: Chunking) -> None:
         self._module, self._forward, self._chunking = module, module.forward, chunking
@@ -332,7 +333,7 @@ class PendingHead:
 
     @contextmanager
     def pending(self) -> Iterator[None]:
-        """Let forwards inside return logits that are not made."""
+        """Let forwards inside return logits without elements."""
         before, self._is_pending = self._is_pending, True
         try:
             yield
@@ -340,7 +341,7 @@ class PendingHead:
             self._is_pending = before
 
     def remove(self) -> None:
-        """Give the module its own forward back."""
+        """Restore the module's forward."""
         del self._module.forward
 
 

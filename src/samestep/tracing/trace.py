@@ -206,7 +206,8 @@ def _never_read(module: nn.Module, watch: ForwardTracer) -> frozenset[int]:
 
 
 def _unsure(module: nn.Module, watch: ForwardTracer, outputs: Sequence[Tensor]) -> frozenset[int]:
-    """Return the ids of weights that other values may leave unused: those read behind a look at values, where shapes or branches
+    """Return the ids of weights that other values may leave unused: those read after a look at values, where shapes or
+    branches
     follow from them, and of a loss that no trace shows those on which not all of the model's `outputs` depend."""
     behind = {
         id(param)

@@ -10,6 +10,7 @@ launcher.
 
 Each rank writes one file in the format of safetensors, piece by piece and hashed on the way; the functions at the top
 name the pieces.
+
     8 bytes: length of the head | head: JSON, padded with blanks to 8 bytes | the tensors' bytes, one after another
     head: {NAME: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
 

@@ -7,7 +7,6 @@ these counts and the line that its main thread is at, with the step that it take
 Between the first step and the last a rank that stands still hangs. Other long tasks have a name (`apart`): a save, an
 evaluation; there a rank need not move, but it answers. Preparing the model and the first step, in which kernels are
 compiled and chosen, are not watched: the time limit of collectives ends them.
-
 """
 
 from __future__ import annotations

@@ -324,7 +324,7 @@ class Flows:
         gradient.
 
         Raises:
-            LayoutError: the forward cannot be followed.
+            ModelError: the forward cannot be followed.
         """
         key = self._key(shapes, with_loss=loss is not None)
         if key not in self._recorded:
