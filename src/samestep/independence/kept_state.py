@@ -36,9 +36,9 @@ from samestep.models.spec import ModelSpec
 from samestep.state.reachable import Variable
 from samestep.state.snapshot import OUTSIDE, Content, Slot, Snapshot
 from samestep.tracing.forward import ForwardTracer, ValueOf
-from samestep.tracing.meta_tensors import NeedsValuesError, operands, run_on_meta, tensors_in
+from samestep.tracing.meta_tensors import NeedsValuesError, run_on_meta
 from samestep.tracing.watched_forward import watch_forward
-from samestep.trees import tree_leaves
+from samestep.trees import operands, tensors_in, tree_leaves
 
 _FEW = 16
 _MOST_JUMPS, _LARGEST_JUMP = 8, 10_000

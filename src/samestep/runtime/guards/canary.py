@@ -69,8 +69,7 @@ from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, Step
 from samestep.runtime.step_report import StepReport
 from samestep.schedules import TaskKind
 from samestep.state.snapshot import ModelState, preserve_function, preserve_generators, weight_versions
-from samestep.tracing.meta_tensors import tensors_in
-from samestep.trees import tree_leaves, tree_map_only
+from samestep.trees import tensors_in, tree_leaves, tree_map_only
 
 LossOf = Callable[[Indices, tuple[float, int] | None], Tensor | None]
 """Returns the sum and the count of the loss of samples that are read together, and None where there is none: on a stage that does

@@ -28,6 +28,7 @@ from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.update_rule import has_hooks
 from samestep.runtime.weights.pieces import Piece
 from samestep.state.snapshot import preserve_generators
+from samestep.trees import tree_leaves, tree_map
 
 ROUNDINGS = 8
 """Roundings by which two updates may differ, in units of the largest weight: kernels for many tensors and for one."""
@@ -126,21 +127,19 @@ def _twin_of(updater: Updater, piece: Piece, copied: Tensor, half: _FirstHalf) -
 
 def _is_plain(value: Any) -> bool:
     """Return whether a value can be copied without copying what else the optimizer holds."""
-    if isinstance(value, Tensor):
-        return not value.requires_grad
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return isinstance(value, (*_PLAIN, *_GENERATORS)) or (
-        isinstance(value, (list, tuple)) and all(map(_is_plain, value))
-    )
+
+    def leaf(one: Any) -> bool:
+        return not one.requires_grad if isinstance(one, Tensor) else isinstance(one, (*_PLAIN, *_GENERATORS))
+
+    return all(map(leaf, tree_leaves(value)))
 
 
 def _copy_state(value: Any) -> Any:
     """Return a copy; a generator is shared, so that numbers that are drawn differ from those that were drawn."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {name: _copy_state(kept) for name, kept in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(map(_copy_state, value))
-    return value if isinstance(value, _GENERATORS) else copy.copy(value)
+
+    def leaf(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            return one.detach().clone()
+        return one if isinstance(one, _GENERATORS) else copy.copy(one)
+
+    return tree_map(leaf, value)

@@ -33,6 +33,7 @@ from samestep.runtime.optimizers.stacked_labels import (
     within,
 )
 from samestep.state.reachable import Place, StepCode, read, write
+from samestep.trees import operands
 
 
 class UpdateLabel(NamedTuple):
@@ -173,7 +174,7 @@ def _shortcut(facts: _Facts, func: Any, args: Any, kwargs: Any, tensors: list[Te
     if not facts.pointwise or not args:
         return func(*args, **kwargs)
     if facts.name.endswith("_") and facts.writes == (0,):
-        targets = _tensors_in(args[0])
+        targets = operands(args[0])
         if targets and all(target.is_meta for target in targets):
             return args[0] if isinstance(args[0], Tensor) else None
     if facts.name in _ARITHMETIC and not kwargs.keys() - {"alpha", "value"}:
@@ -182,12 +183,6 @@ def _shortcut(facts: _Facts, func: Any, args: Any, kwargs: Any, tensors: list[Te
         if alike and large[0].is_floating_point() and large[0].is_contiguous():
             return torch.empty_like(large[0])
     return func(*args, **kwargs)
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [leaf for leaf in value if isinstance(leaf, Tensor)] if isinstance(value, list | tuple) else []
 
 
 def _is_masked(args: Any) -> bool:
@@ -249,7 +244,7 @@ class FollowedStep(DispatchMode):
         kwargs = kwargs or {}
         facts = _facts_of(func)
         values = [*args, *kwargs.values()]
-        tensors = [leaf for value in values for leaf in _tensors_in(value)]
+        tensors = operands(*values)
         before = {id(tensor): self.label(tensor) for tensor in tensors}
         if facts.name == "_local_scalar_dense" and (before[id(args[0])].weights or args[0].is_meta):
             raise ReadsNumbersError("it reads numbers of weights and gradients")
@@ -267,7 +262,7 @@ class FollowedStep(DispatchMode):
         written = [args[i] for i in facts.writes if i < len(args)] + [
             kwargs[k] for k in facts.writes_named if k in kwargs
         ]
-        made = [t for t in _tensors_in(result) if t.untyped_storage()._cdata not in known]
+        made = [t for t in operands(result) if t.untyped_storage()._cdata not in known]
         if not written and not made:
             return result  # a view: its memory is labelled
         self._note(facts.name, values, tensors, before)
@@ -308,8 +303,8 @@ class FollowedStep(DispatchMode):
             entered = frozenset[str]().union(*(label.weights for _, label in inputs))
             return UpdateLabel(None, entered, not entered and math.prod(shape) == 1)
 
-        operands = [(tensor, label, stacked.get(id(tensor))) for tensor, label in read]
-        parts = parts_of_result(target, operands, label_of) if covers else None
+        given = [(tensor, label, stacked.get(id(tensor))) for tensor, label in read]
+        parts = parts_of_result(target, given, label_of) if covers else None
         if parts is not None:
             for part in parts:
                 self._enter(part.label, name)
@@ -378,9 +373,7 @@ def _rows_of(values: list[Any], written: list[Any], result: Any, made: list[Tens
         for index in range(len(lists[0])):
             yield _JoinedRow([value[index] for value in lists] + shared, [value[index] for value in outputs])
         return
-    yield _JoinedRow(
-        [t for value in values for t in _tensors_in(value)], [t for value in written for t in _tensors_in(value)] + made
-    )
+    yield _JoinedRow(operands(*values), [*operands(*written), *made])
 
 
 def _beside(inputs: list[tuple[Tensor, UpdateLabel]], shape: Sequence[int]) -> UpdateLabel:
