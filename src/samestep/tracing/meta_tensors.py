@@ -329,7 +329,9 @@ def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def mutated_operands(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the operands into which an operation that returns nothing writes."""
+    """Return the operands into which an operation writes."""
+    if not func._schema.is_mutable:
+        return []
     given = zip(func._schema.arguments, args, strict=False)
     pairs = [*given, *((one, kwargs[one.name]) for one in func._schema.arguments if one.name in kwargs)]
     return operands(*(value for one, value in pairs if one.alias_info is not None and one.alias_info.is_write))

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.torch_seams import DispatchMode
+from samestep.independence.dimension_maps import FILLS, is_elementwise
 from samestep.runtime.optimizers.stacked_labels import (
     StackedPart,
     keeps_parts,
@@ -53,58 +54,19 @@ class UpdateLabel(NamedTuple):
 
 
 Entry = tuple[str, tuple[Any, ...], tuple[UpdateLabel, ...]]
-_POINTWISE = frozenset(
-    [
-        "copy",
-        "copy_",
-        "clone",
-        "_to_copy",
-        "masked_fill",
-        "masked_fill_",
-        "lerp",
-        "lerp_",
-        "contiguous",
-        "detach",
-        "lift_fresh",
-        "lift_fresh_copy",
-        "alias",
-        "positive",
-    ]
-)
-_FILLED = frozenset(
-    [
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "empty_strided",
-        "new_empty_strided",
-        "scalar_tensor",
-        "zero_",
-        "fill_",
-        "zero",
-        "fill",
-        "_foreach_zero_",
-    ]
-)
+_FILLS_IN_OTHER_FORMS = ("zero", "fill", "_foreach_zero_")
 _OVERWRITING = ("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_")
 _NOT_BY_ELEMENT = ("_foreach_norm", "_foreach_max")
 
 
 class _Facts(NamedTuple):
-    """The facts that an operation's schema states."""
+    """The facts about an operation that its schema and the table of operations (`dimension_maps.py`) state."""
 
     name: str
     pointwise: bool
     draws: bool
+    fills: bool
+    """Whether it gives its result equal elements, or uninitialised ones."""
     writes: tuple[int, ...]
     """Positions of the arguments that it writes."""
     writes_named: tuple[str, ...]
@@ -113,10 +75,9 @@ class _Facts(NamedTuple):
 @functools.cache
 def _facts_of(func: Any) -> _Facts:
     name = func._schema.name.split("::")[1]
-    pointwise = (
-        name in _POINTWISE
-        or torch.Tag.pointwise in func.tags
-        or (name.startswith(("_foreach_", "_fused_")) and not name.startswith(_NOT_BY_ELEMENT))
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    pointwise = (is_elementwise(func) and not draws) or (
+        name.startswith(("_foreach_", "_fused_")) and not name.startswith(_NOT_BY_ELEMENT)
     )
     written = [
         (i, a) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
@@ -124,7 +85,8 @@ def _facts_of(func: Any) -> _Facts:
     return _Facts(
         name,
         pointwise,
-        torch.Tag.nondeterministic_seeded in func.tags,
+        draws,
+        func.overloadpacket in FILLS or name in _FILLS_IN_OTHER_FORMS,
         tuple(i for i, argument in written if not argument.kwarg_only),
         tuple(argument.name for _, argument in written),
     )
@@ -256,7 +218,7 @@ class FollowedStep(DispatchMode):
                 self._write(facts._replace(pointwise=True), target, [(t, before[id(t)]) for t in tensors])
                 return target
         known = {tensor.untyped_storage()._cdata for tensor in tensors}
-        keeps = keeps_parts(facts.name, args, kwargs, pointwise=facts.pointwise or facts.name in _FILLED)
+        keeps = keeps_parts(facts.name, args, kwargs, pointwise=facts.pointwise or facts.fills)
         stacked = {id(t): parts for t in tensors if (parts := self._parts(t)) is not None} if keeps else {}
         result = _shortcut(facts, func, args, kwargs, tensors)
         written = [args[i] for i in facts.writes if i < len(args)] + [
@@ -291,14 +253,14 @@ class FollowedStep(DispatchMode):
         name = facts.name
         if name in _OVERWRITING:
             read = [(t, label) for t, label in read if t is not target]
-        if name in _FILLED:
+        if facts.fills:
             read = [(t, label) for t, label in read if t.numel() == 1 and name.startswith("fill")]
         storage = target.untyped_storage()
         kept = self._labels.get(storage._cdata)
         covers = target.numel() * target.element_size() == storage.nbytes() and target.is_contiguous()
 
         def label_of(inputs: list[tuple[Tensor, UpdateLabel]], shape: Sequence[int]) -> UpdateLabel:
-            if facts.pointwise or name in _FILLED:
+            if facts.pointwise or facts.fills:
                 return _beside(inputs, shape)
             entered = frozenset[str]().union(*(label.weights for _, label in inputs))
             return UpdateLabel(None, entered, not entered and math.prod(shape) == 1)
