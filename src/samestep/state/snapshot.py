@@ -279,10 +279,17 @@ def state_of_generator(value: Any) -> tuple[Any, Callable[[], Any]]:
         return kept, partial(value.setstate, kept)
     if isinstance(value, np.random.RandomState):
         held: Any = value.get_state(legacy=False)
-        words = {name: one.tobytes() if isinstance(one, np.ndarray) else one for name, one in held["state"].items()}
-        return {**held, "state": words}, partial(value.set_state, held)
+        return _words_of(held), partial(value.set_state, held)
     own = value.bit_generator.state
-    return repr(own), partial(setattr, value.bit_generator, "state", own)
+    return _words_of(own), partial(setattr, value.bit_generator, "state", own)
+
+
+def _words_of(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of one of numpy's generators with bytes in the place of arrays, so that two can be compared."""
+    return {
+        name: one.tobytes() if isinstance(one, np.ndarray) else _words_of(one) if isinstance(one, dict) else one
+        for name, one in state.items()
+    }
 
 
 def _kind_of(held: dict[Any, Any]) -> type[dict[Any, Any]]:
