@@ -1,10 +1,22 @@
-"""Nested containers of tensors: batches, outputs and arguments, walked by torch's pytree and by nothing else.
+"""Nested containers of tensors: batches, outputs and arguments, walked here and nowhere else.
+
+    tensors_in, map_tensors     what users nest: whatever torch's pytree knows, and mappings, dataclasses, tuples and lists of
+                                other classes; with `records` also objects that hold a tensor as a plain attribute
+    operands                    what torch's operators nest: one list at most
+    fold                        nested lists and tuples, made into a text or something that can be compared
+    replace_tensors             the attributes of a module, whose lists and dicts stay the same objects
 
 `torch.utils._pytree` was seen in torch 2.11 and 2.13; `torch.utils.pytree` of 2.13 is its public successor.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
 from torch.utils._pytree import (
     keystr,
     tree_flatten,
@@ -16,7 +28,12 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "fold",
     "keystr",
+    "map_tensors",
+    "operands",
+    "replace_tensors",
+    "tensors_in",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
@@ -24,3 +41,88 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
 ]
+
+
+def tensors_in(value: Any, *, records: bool = False) -> list[Tensor]:
+    """Return the tensors in a nested value, in the order in which `map_tensors` changes them."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        else:
+            for _, item in _items_of(leaf, records):
+                found += tensors_in(item, records=records)
+    return found
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any], *, records: bool = False) -> Any:
+    """Return a copy of a nested value with `change` applied to its tensors; what holds none is the same object."""
+
+    def leaf(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return change(item)
+        items = _items_of(item, records)
+        if not any(tensors_in(held, records=records) for _, held in items):
+            return item
+        changed = [(key, map_tensors(held, change, records=records)) for key, held in items]
+        if isinstance(item, tuple):
+            return tuple.__new__(type(item), [held for _, held in changed])
+        twin = copy.copy(item)
+        for key, held in changed:
+            if isinstance(item, Mapping | list):
+                twin[key] = held
+            else:
+                object.__setattr__(twin, key, held)  # a dataclass may be frozen
+        return twin
+
+    return tree_map(leaf, value)
+
+
+def _items_of(leaf: Any, records: bool) -> list[tuple[Any, Any]]:
+    """Return what a leaf of torch's pytree holds by its keys, places or names: an object of a class unknown to it."""
+    if isinstance(leaf, Mapping):
+        return list(leaf.items())
+    if isinstance(leaf, tuple | list):
+        return list(enumerate(leaf))
+    if isinstance(leaf, type | nn.Module):
+        return []
+    if dataclasses.is_dataclass(leaf):
+        return [
+            (field.name, getattr(leaf, field.name)) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)
+        ]
+    held = getattr(leaf, "__dict__", {}) if records else {}
+    return list(held.items()) if any(isinstance(item, Tensor) for item in held.values()) else []
+
+
+def operands(*values: Any) -> list[Tensor]:
+    """Return the tensors among an operator's arguments or results, which are nested in one list at most."""
+    flat = (item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,)))
+    return [item for item in flat if isinstance(item, Tensor)]
+
+
+def fold(value: Any, leaf: Callable[[Any], Any], join: Callable[[Iterable[Any]], Any] = tuple) -> Any:
+    """Return what `join` makes of the items of nested lists and tuples, and `leaf` of everything else."""
+    if isinstance(value, list | tuple):
+        return join(fold(item, leaf, join) for item in value)
+    return leaf(value)
+
+
+def replace_tensors(name: str, value: Any, change: Callable[[str, Tensor], Tensor], depth: int) -> Any:
+    """Return a value with `change(path, tensor)` for its tensors: in a list or a dict in place, in a tuple as a new tuple."""
+    if isinstance(value, Tensor):
+        return change(name, value)
+    if depth == 0:
+        return value
+    items: Iterable[tuple[Any, Any]]
+    if type(value) is dict or type(value) is list:
+        items = list(value.items() if isinstance(value, dict) else enumerate(value))
+        for key, item in items:
+            after = replace_tensors(f"{name}.{key}", item, change, depth - 1)
+            if after is not item:
+                value[key] = after
+    elif type(value) is tuple:
+        after = tuple(replace_tensors(f"{name}.{key}", item, change, depth - 1) for key, item in enumerate(value))
+        return after if any(a is not b for a, b in zip(after, value, strict=True)) else value
+    return value

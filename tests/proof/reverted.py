@@ -380,11 +380,12 @@ def a_split_backward_takes_the_weight_as_it_is(patch: Patch) -> None:
 
 @broken("D8", "linear called by keyword", ZERO_BUBBLE, "keyword argument")
 def a_split_backward_takes_inputs_by_position(patch: Patch) -> None:
-    def positional(original: Any, *args: Any) -> Any:
-        call = original(*args)
-        return lambda x: call(x)
+    def positional(original: Any, module: nn.Module, *args: Any) -> None:
+        original(module, *args)
+        call = module.forward
+        module.forward = lambda x: call(x)
 
-    around(patch, weight_gradients.Deferred, "_around", positional)
+    around(patch, weight_gradients, "postpone_weights", positional)
 
 
 @broken("D9", "arguments in another order", "dp=2 ep=2", "int|index|dtype|shape")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import enum
 import importlib
+import random
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from samestep.state.reachable import is_users
-from samestep.state.snapshot import preserve_modules
+from samestep.state.snapshot import preserve_modules, state_of_generator
 
 
 class Mode(enum.Enum):
@@ -71,3 +73,31 @@ def test_installed_packages_are_no_code_of_the_user(tmp_path: Path, monkeypatch:
         for module in (name, f"{name}.inner", f"{name}.inner.part"):
             importlib.import_module(module)
             assert is_users(module) is is_own
+
+
+KINDS = (np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64)
+DRAWS = {
+    "torch's": (torch.Generator, lambda own: float(torch.rand(1, generator=own))),
+    "Python's": (lambda: random.Random(1), lambda own: own.random()),
+    **{
+        f"numpy's {kind.__name__}": (lambda kind=kind: np.random.Generator(kind(3)), lambda own: own.random())
+        for kind in KINDS
+    },
+    **{
+        f"numpy's old {kind.__name__}": (lambda kind=kind: np.random.RandomState(kind(3)), lambda own: own.rand())
+        for kind in KINDS
+    },
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_state_of_a_generator_shows_a_draw_and_is_put_back(name: str) -> None:
+    make, draw = DRAWS[name]
+    own = make()
+    before, put_back = state_of_generator(own)
+    assert state_of_generator(own)[0] == before
+    drawn = draw(own)
+    assert state_of_generator(own)[0] != before
+    put_back()
+    assert state_of_generator(own)[0] == before
+    assert draw(own) == drawn

@@ -49,6 +49,8 @@ SEAMS = {
     "runtime/weights/": r"torch\.distributed\.fsdp\..*",
 }
 """The file, or the folder, that alone may name a private part of torch."""
+WALKERS = ("trees.py", "runtime/processes/plain_data.py")
+"""The files that may look for tensors in nested containers: the walker, and the form in which values are written."""
 
 
 @pytest.mark.parametrize("where", PRIVATE)
@@ -79,6 +81,47 @@ def test_private_parts_of_torch_are_named_in_one_place_each():
         if not any(str(path.relative_to(root)).startswith(home) and re.match(of, name) for home, of in SEAMS.items())
     ]
     assert elsewhere == []
+
+
+def test_nested_tensors_are_walked_in_one_file():
+    root = Path(samestep.__file__).parent
+    elsewhere = [
+        f"{path.relative_to(root)}:{node.lineno} {node.name}"
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and _walks_tensors(node) and str(path.relative_to(root)) not in WALKERS
+    ]
+    assert not elsewhere, "; ".join(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("code", "walks"),
+    [
+        (
+            "def f(x):\n if isinstance(x, Tensor): return [x]\n return [y for z in x for y in f(z)] if isinstance(x, list) else []",
+            1,
+        ),
+        ("def f(x):\n if torch.is_tensor(x): return 1\n return is_dataclass(x) and all(map(f, vars(x).values()))", 1),
+        ("def f(x):\n return [x] if isinstance(x, Tensor) else isinstance(x, list) and len(x)", 0),
+        ("def f(x):\n return [f(y) for y in x] if isinstance(x, list | tuple) else x", 0),
+    ],
+)
+def test_a_walker_of_tensors_is_known_by_its_code(code, walks):
+    assert _walks_tensors(ast.parse(code).body[0]) == bool(walks)
+
+
+def _walks_tensors(function: ast.AST) -> bool:
+    """Return whether a function calls itself, and looks for both tensors and containers."""
+    names, asked = set(), set()
+    for node in ast.walk(function):
+        names |= {getattr(node, "id", getattr(node, "attr", ""))}
+        if isinstance(node, ast.Call):
+            called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            asked |= {called} & {"is_tensor", "is_dataclass"}
+            if called == "isinstance":
+                asked |= {getattr(one, "id", getattr(one, "attr", "")) for one in ast.walk(node.args[1])}
+    containers = {"tuple", "list", "dict", "Mapping", "Sequence", "is_dataclass"}
+    return bool(function.name in names and asked & {"Tensor", "is_tensor"} and asked & containers)
 
 
 def _private_parts(node: ast.AST) -> list[str]:

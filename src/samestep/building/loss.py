@@ -14,7 +14,7 @@ from torch import Tensor
 from samestep.building.imported import import_function
 from samestep.errors import JobError, ModelError, did_you_mean, failures_of
 from samestep.job import Job
-from samestep.trees import tree_leaves
+from samestep.trees import fold, tree_leaves
 
 IGNORED_LABEL = -100
 """The label value that losses do not count."""
@@ -90,11 +90,13 @@ def _is_number(value: Any) -> bool:
 
 def _describe_form(value: Any) -> str:
     """Return a text that describes the form of a value."""
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_describe_form, value))})"
-    if isinstance(value, Tensor):
-        return f"a tensor {list(value.shape)}{' of complex numbers' * value.is_complex()}"
-    return "None" if value is None else f"a {type(value).__name__}"
+
+    def leaf(one: Any) -> str:
+        if isinstance(one, Tensor):
+            return f"a tensor {list(one.shape)}{' of complex numbers' * one.is_complex()}"
+        return "None" if one is None else f"a {type(one).__name__}"
+
+    return str(fold(value, leaf, lambda items: f"({', '.join(items)})"))
 
 
 def with_graph(total: Tensor, count: Tensor | int, outputs: Any) -> Tensor:

@@ -7,7 +7,7 @@ such as a first value, takes the name without it, so that a wrapped module compu
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.torch_seams import get_unwrapped, is_functorch_wrapped_tensor
-from samestep.trees import tree_map_only
+from samestep.trees import replace_tensors, tree_map_only
 
 _RESERVED = frozenset({"_parameters", "_buffers", "_modules"})
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -72,28 +72,9 @@ def map_attributes(prefix: str, module: nn.Module, change: Callable[[str, Tensor
     attributes = vars(module)
     for key in [key for key in attributes if key not in _RESERVED]:
         before = attributes[key]
-        after = _map_within(join_name(prefix, key), before, change, depth=3)
+        after = replace_tensors(join_name(prefix, key), before, change, depth=3)
         if after is not before:
             attributes[key] = after
-
-
-def _map_within(name: str, value: Any, change: Callable[[str, Tensor], Tensor], depth: int) -> Any:
-    """Return a value with its tensors changed: in a list or a dict in place, in a tuple as a new tuple."""
-    if isinstance(value, Tensor):
-        return change(name, value)
-    if depth == 0:
-        return value
-    items: Iterable[tuple[Any, Any]]
-    if type(value) is dict or type(value) is list:
-        items = list(value.items() if isinstance(value, dict) else enumerate(value))
-        for key, item in items:
-            after = _map_within(f"{name}.{key}", item, change, depth - 1)
-            if after is not item:
-                value[key] = after
-    elif type(value) is tuple:
-        after = tuple(_map_within(f"{name}.{key}", item, change, depth - 1) for key, item in enumerate(value))
-        return after if any(a is not b for a, b in zip(after, value, strict=True)) else value
-    return value
 
 
 def join_name(prefix: str, key: str) -> str:

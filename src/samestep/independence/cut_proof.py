@@ -40,10 +40,11 @@ from samestep.independence.unit_rules import data_in, follow, owners_in
 from samestep.models.spec import is_below
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.looks import Looks, tensors_seen_by
-from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
+from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.operations import LOOKED, Operation, Recorder, View, view_of
 from samestep.tracing.trace import containers_of, samples_traced
 from samestep.tracing.watched_forward import watch_forward
+from samestep.trees import tensors_in
 
 COPYING = ("column", "qkv", "gather", "vocab")
 """Styles of modules whose input is copied; an embedding, cut by vocabulary too, is given tokens without gradients."""

@@ -45,7 +45,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from samestep.independence.dimension_maps import MOVED, SUMMED, Blocks, Operand, Target, place_of
-from samestep.tracing.meta_tensors import operands
+from samestep.trees import operands
 
 NO_DIM = -1
 """The dimension of rows of a tensor that depends on one row alone."""

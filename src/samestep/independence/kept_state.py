@@ -36,9 +36,9 @@ from samestep.models.spec import ModelSpec
 from samestep.state.reachable import Variable
 from samestep.state.snapshot import OUTSIDE, Content, Slot, Snapshot
 from samestep.tracing.forward import ForwardTracer, ValueOf
-from samestep.tracing.meta_tensors import NeedsValuesError, operands, run_on_meta, tensors_in
+from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands, run_on_meta
 from samestep.tracing.watched_forward import watch_forward
-from samestep.trees import tree_leaves
+from samestep.trees import operands, tensors_in, tree_leaves
 
 _FEW = 16
 _MOST_JUMPS, _LARGEST_JUMP = 8, 10_000
@@ -47,18 +47,6 @@ SAMPLES = -1
 
 
 # -- operations that write -------------------------------------------------------------------------
-
-
-def _mutated_operands(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors into which an operation writes."""
-    if not func._schema.is_mutable:
-        return []
-    found = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += operands(given)
-    return found
 
 
 def _counts_tokens(func: Any, args: tuple[Any, ...]) -> bool:
@@ -77,7 +65,7 @@ class _WriteRecorder(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.written.update(map(address, _mutated_operands(func, args, kwargs or {})))
+        self.written.update(map(address, mutated_operands(func, args, kwargs or {})))
         self.counts_tokens |= _counts_tokens(func, args)
         return run_on_meta(func, args, kwargs or {})
 
@@ -176,7 +164,7 @@ class _StateTracer(ForwardTracer):
         if _counts_tokens(func, args):
             self.counting = self.innermost
         given = operands(*args, *(kwargs or {}).values())
-        written = _mutated_operands(func, args, kwargs or {})
+        written = mutated_operands(func, args, kwargs or {})
         keys = {self.key(tensor) for tensor in given}
         for tensor in written:
             is_whole = tensor.numel() == tensor.untyped_storage().nbytes() // max(1, tensor.element_size())

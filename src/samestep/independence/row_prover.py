@@ -27,10 +27,10 @@ from samestep.independence.row_rules import assume_rows_stay, by_map, rule_of
 from samestep.models.analysis import ExpertModules
 from samestep.tracing import experts as experts_module
 from samestep.tracing.forward import ForwardTracer
-from samestep.tracing.meta_tensors import mutated_operands, operands
+from samestep.tracing.meta_tensors import mutated_operands
 from samestep.tracing.operations import FEW_ELEMENTS
 from samestep.tracing.picked_rows import PACKS
-from samestep.trees import tree_flatten, tree_map_only
+from samestep.trees import operands, tree_flatten, tree_map_only
 
 
 class Prover(ForwardTracer):

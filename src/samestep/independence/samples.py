@@ -32,10 +32,10 @@ from samestep.models.analysis import ExpertModules
 from samestep.state.snapshot import preserve_function
 from samestep.tracing.batch_norms import OPERATIONS, InsideCalls
 from samestep.tracing.forward import ValueOf
-from samestep.tracing.meta_tensors import NeedsValuesError, operands, tensors_in
+from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.trace import containers_of
 from samestep.tracing.watched_forward import watch_forward
-from samestep.trees import tree_leaves
+from samestep.trees import operands, tensors_in, tree_leaves
 
 NUM_SAMPLES = 4
 """Samples that are traced: code that pairs samples, or looks at groups of two or four, runs on so many."""

@@ -29,9 +29,10 @@ from samestep.models.analysis import ExpertModules, ModelAnalysis
 from samestep.models.spec import is_below
 from samestep.state import snapshot
 from samestep.tracing.forward import ValueOf
-from samestep.tracing.meta_tensors import NeedsValuesError, operands, tensors_in
+from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.trace import containers_of
 from samestep.tracing.watched_forward import answer_alike, watch_forward
+from samestep.trees import operands, tensors_in
 
 
 def refuse_slices(

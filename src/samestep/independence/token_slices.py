@@ -43,10 +43,10 @@ from samestep.tracing.experts import routing_arguments
 from samestep.tracing.flow import CannotPassError, reads_shape_alone
 from samestep.tracing.forward import ValueOf
 from samestep.tracing.looks import tensors_seen_by
-from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands, operands
+from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands
 from samestep.tracing.trace import containers_of
 from samestep.tracing.watched_forward import answer_alike, watch_forward
-from samestep.trees import keystr, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
+from samestep.trees import keystr, operands, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
 WHOLE = -1
 """The dimension of tokens of an argument that has none."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from samestep.independence.dependence import Along, Dependence, Dependences, Form, Mixed
 from samestep.independence.dimension_maps import FILLS, is_elementwise, operands_of, place_of
-from samestep.tracing.meta_tensors import operands
+from samestep.trees import fold, operands
 
 _aten = torch.ops.aten
 
@@ -209,11 +209,7 @@ def _name_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _describe_value(value: Any, keys: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return next(keys)
-    if isinstance(value, list | tuple):
-        return tuple(_describe_value(one, keys) for one in value)
-    return repr(value)
+    return fold(value, lambda leaf: next(keys) if isinstance(leaf, Tensor) else repr(leaf))
 
 
 _LONG = 256

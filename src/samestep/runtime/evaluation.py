@@ -24,8 +24,7 @@ from samestep.runtime.held_assembly import PreparedRun
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.step_observer import Indices
 from samestep.runtime.weights.pieces import Piece, WeightAverages
-from samestep.tracing.flow import map_tensors
-from samestep.trees import tree_leaves, tree_map_only
+from samestep.trees import map_tensors, tree_leaves, tree_map_only
 
 
 def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | None = None) -> tuple[float, float]:

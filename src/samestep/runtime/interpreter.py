@@ -87,7 +87,7 @@ class Interpreter:
         samples, weight = microbatches.samples(task.microbatch)
         if task.chunk == parallel.stage.num_chunks - 1:
             microbatches.forget(task.microbatch)
-        self.trials.settle(whole=task.microbatch == 0)
+        self.trials.settle()
         with self._forward_modes(microbatches, task.microbatch):
             own = self.trials.communication("the forward")
             with parallel.slicing.of(samples), parallel.pending(), parallel.batch_norms.of(task.microbatch), own:

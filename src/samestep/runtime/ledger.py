@@ -19,6 +19,7 @@ import torch.distributed as dist
 from samestep.building.torch_seams import DispatchMode, RecordFunctionFast
 from samestep.program.program import LedgerRow, ledger_key
 from samestep.program.ranks import BESIDE
+from samestep.trees import operands
 
 _KINDS = {
     "allreduce_": "all_reduce",
@@ -115,7 +116,7 @@ class Ledger(DispatchMode):
 
     def _record_collective(self, func: Any, args: tuple[Any, ...]) -> None:
         name = func._schema.name.split("::")[1]
-        tensors = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else [arg]) if torch.is_tensor(t)]
+        tensors = operands(*args)
         group = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))
         # An all_to_all is sized by its second tensor, what is sent: over a group that sums to what is received.
         sized = tensors[1:] if name == "alltoall_base_" else tensors

@@ -497,7 +497,7 @@ class Stepper:
         """Update this rank's weights, and make them visible to the next forward."""
         weights = self.held.weights
         with self._observer.running(self.held.parallel.program.tasks[-1], _NO_SAMPLES):
-            self._trials.settle(whole=True)
+            self._trials.settle()
             update()
             self._trials.check_generators(self.held, self.steps_taken + 1, "the optimizer")
             self.refusals.raise_own()

@@ -93,6 +93,14 @@ def _attributes_of_any_optimizer() -> frozenset[str]:
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) | {"_step_count", "_opt_called", "step"}
 
 
+def versions_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Return each tensor's count of writes and its address, which a write through `.data` leaves as they are."""
+    return {
+        name: (0 if tensor.is_inference() else tensor._version, 0 if tensor.is_meta else tensor.data_ptr())
+        for name, tensor in tensors.items()
+    }
+
+
 def fingerprint(tensor: Tensor) -> int:
     """Return a number that changes when a tensor's bytes do, but for chance."""
     flat = tensor.detach().contiguous().flatten()

@@ -48,7 +48,8 @@ _ABSENT: Any = object()
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OWN_PACKAGE = __name__.partition(".")[0]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple, list, dict, set, Tensor, np.ndarray)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+"""Generators of random numbers, as a module or a variable may hold one."""
 _SINGLE = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -242,7 +243,7 @@ class _CodeFollower:
 
     def _variable(self, name: str, holder: Any, key: str, value: Any) -> None:
         """Note a variable, if its value can be kept or replaced, and follow the value."""
-        if isinstance(value, (*_PLAIN, *_GENERATORS)) or _is_object(value):
+        if isinstance(value, (*_PLAIN, *GENERATORS)) or _is_object(value):
             at = (id(holder), key) if holder is not None else (id(value), "")
             if at not in self._noted:
                 self._noted.add(at)

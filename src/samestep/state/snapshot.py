@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.named_tensors import address
-from samestep.state.reachable import Variable, reachable_from
+from samestep.state.reachable import GENERATORS, Variable, reachable_from
 
 _DEPTH = 5
 _LARGEST_COPY = 2**24
@@ -269,10 +269,6 @@ def preserve_function(function: Callable[..., Any]) -> Iterator[None]:
         before.restore()
 
 
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-"""Generators of random numbers, as a module or a variable may hold one."""
-
-
 def state_of_generator(value: Any) -> tuple[Any, Callable[[], Any]]:
     """Return the state of a generator in a form that can be compared, and a function that puts it back."""
     if isinstance(value, torch.Generator):
@@ -282,10 +278,18 @@ def state_of_generator(value: Any) -> tuple[Any, Callable[[], Any]]:
         kept = value.getstate()
         return kept, partial(value.setstate, kept)
     if isinstance(value, np.random.RandomState):
-        legacy: Any = value.get_state()
-        return (legacy[1].tobytes(), *legacy[2:]), partial(value.set_state, legacy)
+        held: Any = value.get_state(legacy=False)
+        return _words_of(held), partial(value.set_state, held)
     own = value.bit_generator.state
-    return repr(own), partial(setattr, value.bit_generator, "state", own)
+    return _words_of(own), partial(setattr, value.bit_generator, "state", own)
+
+
+def _words_of(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of one of numpy's generators with bytes in the place of arrays, so that two can be compared."""
+    return {
+        name: one.tobytes() if isinstance(one, np.ndarray) else _words_of(one) if isinstance(one, dict) else one
+        for name, one in state.items()
+    }
 
 
 def _kind_of(held: dict[Any, Any]) -> type[dict[Any, Any]]:

@@ -29,8 +29,8 @@ from torch.autograd.graph import Node
 from samestep.building.torch_seams import DispatchMode, current_autograd_node
 from samestep.state.snapshot import preserve_function
 from samestep.tracing.forward import ForwardTracer
-from samestep.tracing.meta_tensors import operands, run_on_meta, tensors_in
-from samestep.trees import tree_map_only
+from samestep.tracing.meta_tensors import run_on_meta
+from samestep.trees import operands, tensors_in, tree_map_only
 
 
 class WorkingSet(NamedTuple):

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.trees import operands
+
 Applied = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
 """Receives the `apply` of a Function, the arguments of a call, and its outcome."""
 
@@ -49,7 +51,7 @@ def _tensor_hooks(hooked: Hooked) -> Iterator[None]:
 def report_module_hooks(part: nn.Module, given: tuple[Any, ...], output: Any, hooked: Hooked) -> None:
     """Report the hooks that a module has on the gradients of its inputs and outputs."""
     inputs = [one for one in given if isinstance(one, Tensor) and one.requires_grad]
-    outputs = [one for one in (output if isinstance(output, tuple | list) else (output,)) if isinstance(one, Tensor)]
+    outputs = operands(output)
     for hook in part._backward_pre_hooks.values():
         hooked("a backward hook", lambda *above, hook=hook: _or_given(hook(part, above), above), outputs, outputs)
     for hook in part._backward_hooks.values():

@@ -28,9 +28,7 @@ A change is written down as plain data, so that it can be made again where the m
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -40,7 +38,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from samestep.trees import tree_flatten, tree_map
+from samestep.trees import tensors_in
 
 Container = dict[Any, Any] | list[Any]
 
@@ -233,40 +231,9 @@ def takes_statistics(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) or (isinstance(module, _InstanceNorm) and module.running_mean is not None)
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a value with `change` applied to the tensors in its nested tuples, lists, mappings and dataclasses."""
-
-    def leaf(item: Any) -> Any:
-        if isinstance(item, Tensor):
-            return change(item)
-        if dataclasses.is_dataclass(item) and not isinstance(item, type):
-            found = copy.copy(item)
-            for one in dataclasses.fields(item):
-                if hasattr(item, one.name):
-                    object.__setattr__(found, one.name, map_tensors(getattr(item, one.name), change))
-            return found
-        return item
-
-    return tree_map(leaf, value)
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors that `map_tensors` would change, in its order."""
-    if isinstance(value, Tensor):
-        return [value]
-    found: list[Tensor] = []
-    for item in tree_flatten(value)[0]:
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            for one in dataclasses.fields(item):
-                found += tensors_of(getattr(item, one.name, None))
-    return found
-
-
 def tensors_made_by(outcome: Any, changes: Sequence[Change]) -> list[Tensor]:
     """Return the tensors that a call returns, and those that it puts into its arguments."""
-    return [*tensors_of(outcome), *(tensor for change in changes for tensor in tensors_of(change.items))]
+    return [*tensors_in(outcome), *(tensor for change in changes for tensor in tensors_in(change.items))]
 
 
 def name_of(function: Any) -> str:

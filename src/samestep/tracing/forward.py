@@ -38,15 +38,13 @@ from samestep.tracing.meta_tensors import (
     KnownValues,
     NeedsValuesError,
     is_whole,
-    operands,
     run_on_meta,
     storage_elements,
-    tensors_in,
     values_of,
 )
 from samestep.tracing.operations import LOOKED, Recorder, Region, Visit
 from samestep.tracing.picked_rows import PACKS, PickedRows
-from samestep.trees import tree_leaves, tree_map_only
+from samestep.trees import operands, tensors_in, tree_leaves, tree_map_only
 
 _META = torch.device("meta")
 

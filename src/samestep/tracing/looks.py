@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
-from samestep.trees import tree_map_only
+from samestep.tracing.meta_tensors import NeedsValuesError
+from samestep.trees import tensors_in, tree_map_only
 
 _aten = torch.ops.aten
 _EQUAL_ELEMENTS = frozenset(

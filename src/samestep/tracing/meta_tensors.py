@@ -9,8 +9,7 @@ results are tensors that share no storage with anything; views and operations th
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.building.named_tensors import address, inner_tensor
 from samestep.building.torch_seams import current_transform_level, num_dispatch_modes
-from samestep.trees import tree_leaves, tree_map_only
+from samestep.trees import fold, operands, tree_leaves, tree_map_only
 
 _LIMIT = 2**16
 _META = torch.device("meta")
@@ -61,22 +60,27 @@ def _describe_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
         return None
     values = (*args, *kwargs.values())
-    described = tuple(_describe_value(value) for value in values)
-    if None in described or not any(isinstance(part, Tensor) for value in values for part in _flat(value)):
+    if not operands(*values):
+        return None
+    try:
+        described = fold(values, _describe_value)
+    except _NotKnownError:
         return None
     return func, len(args), tuple(kwargs), torch.get_default_dtype(), described
+
+
+class _NotKnownError(Exception):
+    """A value, or a kind of tensor, on which a result may depend in other ways than by its shape."""
 
 
 def _describe_value(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         is_plain = type(value) in (Tensor, nn.Parameter) and value.is_meta and value.layout is torch.strided
-        if not is_plain or not value.dim() or value.dtype.is_complex or value.is_neg():
-            return None
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, list | tuple):
-        parts = tuple(_describe_value(item) for item in value)
-        return None if None in parts else parts
-    return (type(value), value) if isinstance(value, _VALUES) else None
+        if is_plain and value.dim() and not value.dtype.is_complex and not value.is_neg():
+            return value.shape, value.stride(), value.dtype
+    elif isinstance(value, _VALUES):
+        return type(value), value
+    raise _NotKnownError
 
 
 def _flat(value: Any) -> Sequence[Any]:
@@ -324,14 +328,10 @@ def run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     raise NotImplementedError(f"a grouped product of {list(left.shape)} with {list(right.shape)}")
 
 
-def operands(*values: Any) -> list[Tensor]:
-    """Return the tensors among an operator's arguments or results, which are nested in one list at most."""
-    flat = (item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,)))
-    return [item for item in flat if isinstance(item, Tensor)]
-
-
 def mutated_operands(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the operands into which an operation that returns nothing writes."""
+    """Return the operands into which an operation writes."""
+    if not func._schema.is_mutable:
+        return []
     given = zip(func._schema.arguments, args, strict=False)
     pairs = [*given, *((one, kwargs[one.name]) for one in func._schema.arguments if one.name in kwargs)]
     return operands(*(value for one, value in pairs if one.alias_info is not None and one.alias_info.is_write))
@@ -345,18 +345,3 @@ def storage_elements(tensor: Tensor) -> int:
 def is_whole(tensor: Tensor) -> bool:
     """Return whether a tensor of the meta device holds whole numbers."""
     return tensor.is_meta and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))

@@ -17,6 +17,7 @@ from torch import Tensor
 from samestep.building.named_tensors import inner_tensor
 from samestep.models.layer_spec import Product
 from samestep.tracing.meta_tensors import mutated_operands
+from samestep.trees import fold
 
 FEW_ELEMENTS = 64
 """Constants of at most so many elements are recorded with their values."""
@@ -134,9 +135,7 @@ class Recorder:
 
 def with_views(value: Any) -> Any:
     """Return an argument with views in the place of its tensors."""
-    if isinstance(value, Tensor):
-        return view_of(value)
-    return tuple(with_views(item) for item in value) if isinstance(value, list | tuple) else value
+    return fold(value, lambda leaf: view_of(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def view_of(tensor: Tensor) -> View:

@@ -27,8 +27,8 @@ from samestep.building.torch_seams import DisableTorchFunction, DispatchMode, di
 from samestep.errors import ModelError
 from samestep.models.spec import ModelSpec
 from samestep.state.snapshot import preserve_function
-from samestep.tracing.meta_tensors import NeedsValuesError, tensors_in
-from samestep.trees import tree_leaves, tree_map
+from samestep.tracing.meta_tensors import NeedsValuesError
+from samestep.trees import tensors_in, tree_leaves, tree_map
 
 WORKS = (
     "F.cross_entropy, torch.logsumexp and elementwise functions of logits work, and so does a layout without loss_chunk"

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.tracing.meta_tensors import operands
-from samestep.trees import tree_leaves
+from samestep.trees import operands, tree_leaves
 
 _aten = torch.ops.aten
 

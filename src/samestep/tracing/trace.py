@@ -55,10 +55,11 @@ from samestep.tracing.crossings import with_crossings, with_cut_crossings
 from samestep.tracing.flow import takes_statistics
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.looks import paths_within
-from samestep.tracing.meta_tensors import DRAWN_ELEMENTS, KNOWN_WEIGHTS, NeedsValuesError, tensors_in
+from samestep.tracing.meta_tensors import DRAWN_ELEMENTS, KNOWN_WEIGHTS, NeedsValuesError
 from samestep.tracing.opened_modules import opened_modules
 from samestep.tracing.operations import Recorder
 from samestep.tracing.watched_forward import is_outside, watch_forward
+from samestep.trees import tensors_in
 
 
 def model_spec(job: Job, sample: Any) -> ModelSpec:

@@ -35,12 +35,8 @@ from samestep.state import snapshot
 from samestep.tracing.custom_functions import report_functions
 from samestep.tracing.forward import ForwardTracer, ValueOf
 from samestep.tracing.meta_autocast import autocast_on_meta
-from samestep.tracing.meta_tensors import (
-    KnownConstants,
-    NeedsValuesError,
-    tensors_in,
-)
-from samestep.trees import tree_leaves
+from samestep.tracing.meta_tensors import KnownConstants, NeedsValuesError
+from samestep.trees import tensors_in, tree_leaves
 
 
 class _Attention(torch.autograd.Function):

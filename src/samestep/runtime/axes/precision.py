@@ -9,8 +9,6 @@ use, so that its gradients are added in float32. The loss gets float32. Under fl
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -23,7 +21,7 @@ from samestep.building.named_tensors import cast_floating
 from samestep.errors import ModelError
 from samestep.examination.traced_model import TracedModel
 from samestep.program.program import Program
-from samestep.trees import tree_flatten, tree_map_only
+from samestep.trees import map_tensors
 
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -66,12 +64,7 @@ def apply(traced: TracedModel, program: Program) -> None:
 def for_loss(outputs: Any) -> Any:
     """Return outputs with half-precision tensors raised to float32, in which losses are computed."""
     half = (torch.float16, torch.bfloat16)
-    if dataclasses.is_dataclass(outputs) and tree_flatten(outputs)[1].is_leaf():  # a class unknown to torch's pytree
-        raised = copy.copy(outputs)
-        for field in dataclasses.fields(outputs):
-            object.__setattr__(raised, field.name, for_loss(getattr(outputs, field.name)))
-        return raised
-    return tree_map_only(Tensor, lambda t: t.float() if t.dtype in half else t, outputs)
+    return map_tensors(outputs, lambda t: t.float() if t.dtype in half else t)
 
 
 def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:

@@ -1,1 +1,22 @@
-"""Checks during a run: ranks that drift apart, steps that cannot be repeated, and values that are not finite."""
+"""Checks during a run: each question has one mechanism, and what it finds is refused on all ranks by one path (`refusals.py`).
+
+*watched*: steps 1, 2, 4, 8, ... of a split batch and every `train.watch_every`-th (`step_trials.py` says which).
+
+| question | mechanism | when | what it costs |
+| --- | --- | --- | --- |
+| does a sample run again give the same? | `canary.py`, by `repeat.py` | watched steps | a forward of one sample, its loss twice, about 5 all_reduces of 8 bytes; 9 forwards more after a deviation |
+| does padding count? | `canary.py`, by `repeat.py` | watched steps, samples of two sizes | 3 forwards of one or two samples |
+| is an update repeated alike? | `update_replay.py` | every `watch_every`-th step | the update of one weight of at most 4 Mi elements, copied |
+| how far may roundings go? | `deviation.py` | after a deviation | 8 forwards, whenever it exceeds what was measured before |
+| is the loss a sum over samples, over tokens? | `loss_trial.py` | until a micro-batch shows it, and in regular watched steps | some calls of the loss on at most 4 Mi elements |
+| does it reach weights by the outputs alone? | `loss_paths.py` | when the loss is tried | a walk along the graph of one loss |
+| is a sample the same whenever it is read? | `step_trials.py` | the first step | 8 samples read twice, 4 of them once more, two digests from each rank |
+| does the user's code communicate by itself? | `step_trials.py` | until the loss is tried | a look at the caller for each call of torch.distributed |
+| who draws random numbers? | `randomness.py` | every forward, loss, backward, update | 41 us each; another forward under hooks to name the module |
+| what has the loop changed outside of the run? | `outside_changes.py` | before every step | a comparison of the attributes of all modules; 16 elements of each tensor in steps 1, 2, 4, 8, ... |
+| are two runs given the same weights? | `shared_weights.py` | before every step | a comparison of ids, once there is another run |
+| do ranks hold equal values? | `drift.py` | every `watch_every`-th step, several ranks | every weight read once, an all_reduce of a few hundred bytes a tensor |
+| which module made a value that is not finite? | `nonfinite.py` | after such a step | its forwards and backwards once more under hooks |
+| is a bad step skipped, and how often? | `skipped_steps.py` | after such a step | nothing |
+| do kernels give the same bits? | `deterministic.py` | with `numerics.deterministic` | slower kernels |
+"""

@@ -9,10 +9,8 @@ step computed for it:
     step      begin ─► forward of the micro-batch ─► ... ─► last backward ─► scalars ─► update
     canary    state      keeps the sample's outputs             the sample alone ─┘    └─ one weight again
 
-The sample runs as a recomputation does: without gradients, with the dropout masks and experts that the step gave it,
-from the buffers and attributes that the modules had when the step began, which is how one device that takes the whole
-batch at once meets every sample. Afterwards buffers, attributes and generators are put back. Where the batch is not
-split, samples may depend on one another; if this one does, the whole micro-batch is run again instead.
+The sample runs from the state with which the step began (`repeat.py`), as in one device's forward of the whole batch.
+Where the batch is not split, samples may depend on one another; if this one does, the whole micro-batch is run again instead.
 
 The outputs of a sample alone differ from those in a batch by roundings. How much that may be is measured as `verify`
 does: 8 times the largest deviation of 8 forwards of this sample, in each of which the output of every module with weights is
@@ -30,37 +28,34 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.building.loss import as_number
-from samestep.errors import RepeatError, SamestepError, UnprovenError
+from samestep.errors import RepeatError, UnprovenError
 from samestep.examination.examine import Loss
 from samestep.job import Job
 from samestep.job_tables import Waiver
 from samestep.program.bodies import Task
 from samestep.randomness import mode as dropout
-from samestep.runtime import evaluation, microbatches
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
-from samestep.runtime.axes.expert import RouteMode, Routes
+from samestep.runtime.axes.expert import RouteMode
 from samestep.runtime.guards.deviation import (
     ALLOWANCE_FACTOR,
     PERTURBED_FORWARDS,
     floating,
     is_equal,
     largest_deviation,
-    nudge_outputs,
     relative_deviation,
     rows_of,
     samples_dim,
 )
+from samestep.runtime.guards.repeat import FAILURES, Nudge, Repeat
 from samestep.runtime.guards.update_replay import UpdateReplay
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import Microbatches, StepBatch
@@ -68,11 +63,10 @@ from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport
 from samestep.schedules import TaskKind
-from samestep.state.snapshot import ModelState, preserve_function, preserve_generators, weight_versions
-from samestep.tracing.meta_tensors import tensors_in
-from samestep.trees import tree_leaves, tree_map_only
+from samestep.state.snapshot import preserve_generators, weight_versions
+from samestep.trees import tensors_in, tree_leaves, tree_map_only
 
-LossOf = Callable[[Indices, tuple[float, int] | None], Tensor | None]
+LossOf = Callable[[Indices, Nudge | None], Tensor | None]
 """Returns the sum and the count of the loss of samples that are read together, and None where there is none: on a stage that does
 not end the model, or where the model fails. A relative rounding shakes every module, with a seed of its signs."""
 _TRIED = 4
@@ -131,134 +125,114 @@ class Finding:
     text: str
 
 
-@dataclass(slots=True)
-class _WatchedStep:
-    """One step under watch."""
-
-    batch: StepBatch
-    microbatch: int
-    indices: Indices
-    """The samples of the micro-batch."""
-    row: int
-    """The sample that is run again."""
-    turn: int
-    is_first: bool
-    """Whether it is the first step of this process."""
-    state: ModelState
-    written: list[Any]
-    """Versions and norms of the weights, which a forward may write."""
-    routes: Routes = field(default_factory=dict)
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[tuple[torch.Size, list[Tensor]]] = field(default_factory=list)
-    """Each output's shape, and this sample's part of it, in each way in which its rows may lie."""
-    losses: list[Tensor] = field(default_factory=list)
-    """The loss of the sample run again, and once more on the same outputs."""
-    task: Task | None = None
-    replay: UpdateReplay | None = None
-    is_measured: bool = False
-    findings: list[Finding] = field(default_factory=list)
-    allowed: list[str] = field(default_factory=list)
-    """Findings that `run.allow` waives, as text."""
-
-
-class Canary(StepObserver):
-    """Repeats a part of the steps under watch. Every rank makes one, and all ranks call its methods alike."""
+class Canary:
+    """The repetitions of a run's steps under watch, and what they have shown. Every rank makes one."""
 
     def __init__(self, assembly: Assembly, job: Job, loss: Loss) -> None:
-        self._assembly, self._job, self._loss_of_user = assembly, job, loss
+        self.assembly, self.job, self.loss = assembly, job, loss
         step, spec = assembly.parallel.program.step, assembly.model.spec
-        self._is_split = step.layout.dp > 1 or step.num_microbatches > 1
-        self._alone = not spec.couples_samples
+        self.is_split = step.layout.dp > 1 or step.num_microbatches > 1
+        self.alone = not spec.couples_samples
         """Whether a sample is run by itself; otherwise with the rest of its micro-batch."""
-        self._routed = any(layer.dispatches for layer in spec.layers)
-        self._allowance = 0.0
-        self._dims: dict[int, int] = {}
+        self.routed = any(layer.dispatches for layer in spec.layers)
+        self.allowance = 0.0
+        self.dims: dict[int, int] = {}
         """The dimension that holds the samples, by output; 0 unless the first sample alone has shown another."""
-        self._waived: set[Waiver] = set()
+        self.waived: set[Waiver] = set()
         self._num_watched = 0
-        self._replays = True
-        self._inner = StepObserver()
-        self._watched: _WatchedStep | None = None
-        self._model = assembly.model.module
-
-    # -- one step ----------------------------------------------------------------------------------
 
     @contextmanager
     def watching(
         self, batch: StepBatch, inner: StepObserver, *, is_first: bool, replays: bool = True
-    ) -> Iterator[Canary]:
-        """Return the context of a step under watch, in which this observes it in place of `inner`.
+    ) -> Iterator[WatchedStep]:
+        """Return the context of a step under watch, in which the step's own observer stands in place of `inner`.
 
         `replays` makes a weight's update again too. What is found in the first step of a process refuses the layout.
         """
-        share = Microbatches(self._assembly, batch)
-        self._assembly.model.dropout.begin_step(self._model)  # its hooks are part of the state that is kept below
-        turn, self._num_watched, self._replays = self._num_watched, self._num_watched + 1, replays
-        chosen = -(turn + 1) % self._assembly.parallel.program.step.num_microbatches  # the last one first, too
-        indices = share.drawn(chosen)
-        versions = weight_versions(self._model)
-        self._assembly.weights.store.watch.compare_values(True)
-        row = -(turn // self._assembly.parallel.program.step.num_microbatches + 1) % len(indices)  # the last one first
-        self._watched = _WatchedStep(batch, chosen, indices, row, turn, is_first, ModelState(self._model), versions)
-        self._inner = inner
-        handle = self._model.register_forward_hook(self._see, with_kwargs=True)
+        model, store = self.assembly.model, self.assembly.weights.store
+        model.dropout.begin_step(model.module)  # its hooks are part of the state that is kept below
+        turn, self._num_watched = self._num_watched, self._num_watched + 1
+        watched = WatchedStep(self, batch, inner, turn, is_first=is_first, replays=replays)
+        store.watch.compare_values(True)
+        handle = model.module.register_forward_hook(watched.see, with_kwargs=True)
         try:
-            yield self
+            yield watched
         finally:
             handle.remove()
-            self._watched = None
-            self._assembly.weights.store.watch.compare_values(False)
-            if self._assembly.model.dropout.dropout is dropout.Dropout.ABSENT:
-                dropout.untrack_modules(self._model)
+            store.watch.compare_values(False)
+            if model.dropout.dropout is dropout.Dropout.ABSENT:
+                dropout.untrack_modules(model.module)
+
+
+class WatchedStep(StepObserver):
+    """One step under watch: what it has computed of one sample, and that sample run again. All ranks call it alike."""
+
+    def __init__(
+        self, canary: Canary, batch: StepBatch, inner: StepObserver, turn: int, *, is_first: bool, replays: bool
+    ) -> None:
+        assembly = canary.assembly
+        num_microbatches = assembly.parallel.program.step.num_microbatches
+        self._canary, self._assembly, self._batch, self._inner = canary, assembly, batch, inner
+        self._turn, self._is_first, self._replays = turn, is_first, replays
+        self._microbatch = -(turn + 1) % num_microbatches  # the last one first, too
+        self._indices = Microbatches(assembly, batch).drawn(self._microbatch)
+        """The samples of the micro-batch."""
+        self._row = -(turn // num_microbatches + 1) % len(self._indices)  # the last one first
+        """The sample that is run again."""
+        self._written = weight_versions(assembly.model.module)
+        """Versions and norms of the weights, which a forward may write."""
+        self._again = Repeat(assembly, batch, canary.loss, canary.job.train.seed, inner.dropout_mode)
+        self._inputs: list[Tensor] = []
+        self._outputs: list[tuple[torch.Size, list[Tensor]]] = []
+        """Each output's shape, and this sample's part of it, in each way in which its rows may lie."""
+        self._losses: list[Tensor] = []
+        """The loss of the sample run again, and once more on the same outputs."""
+        self._task: Task | None = None
+        self._is_measured = False
+        self._findings: list[Finding] = []
+        self._allowed: list[str] = []
+        """Findings that `run.allow` waives, as text."""
 
     @contextmanager
     def running(self, task: Task, samples: Indices) -> Iterator[None]:
         """Note which task runs; before the update copy a weight, and make its update again afterwards."""
-        watched = self._watched
-        assert watched is not None
+        replay = None
         with self._inner.running(task, samples):
-            watched.task = task
-            if (
-                task.kind is TaskKind.UPDATE
-                and self._replays
-                and "optimizer" not in self._waived
-                and not self._assembly.weights.updater.couples_weights
-            ):
-                watched.replay = UpdateReplay.before(self._assembly.weights.updater, watched.turn)
+            self._task = task
+            if task.kind is TaskKind.UPDATE and self._replays and "optimizer" not in self._canary.waived:
+                updater = self._assembly.weights.updater
+                replay = None if updater.couples_weights else UpdateReplay.before(updater, self._turn)
             yield
-            watched.task = None
-        if watched.replay is not None and (misfit := watched.replay.misfit()):
+            self._task = None
+        if replay is not None and (misfit := replay.misfit()):
             text = (
-                f"the update of {watched.replay.piece.name}, made again from the same value, gradient and state, differs "
-                f"by {misfit:.1e} of the largest weight: {watched.replay.optimizer} draws random numbers, looks at more than one element of a "
+                f"the update of {replay.piece.name}, made again from the same value, gradient and state, differs "
+                f"by {misfit:.1e} of the largest weight: {replay.optimizer} draws random numbers, looks at more than one element of a "
                 "weight that the layout divides, or something else writes weights"
             )
-            watched.findings.append(Finding("optimizer", text))
+            self._findings.append(Finding("optimizer", text))
 
     def dropout_mode(self) -> MakeMode | None:
         """Return the mode that notes the experts of the micro-batch whose sample is run again."""
         make = self._inner.dropout_mode()
-        if make is not None or not (self._routed and self._is_chosen()):
+        if make is not None or not (self._canary.routed and self._is_chosen()):
             return make
-        assert self._watched is not None
-        return functools.partial(RouteMode, routes=self._watched.routes, slice_index=0, replays=False)
+        return functools.partial(RouteMode, routes=self._again.routes, slice_index=0, replays=False)
 
     def agreed(self, scalars: StepScalars) -> None:
         """Run the sample again, before the weights change, unless the step is not finite."""
         self._inner.agreed(scalars)
-        watched = self._watched
-        assert watched is not None
-        if watched.is_measured or not math.isfinite(scalars.loss_sum + scalars.norm_squared):
+        if self._is_measured or not math.isfinite(scalars.loss_sum + scalars.norm_squared):
             return
-        watched.is_measured = True
-        if {"samples", "random", "state", "data", "loss"} & self._waived:
+        self._is_measured = True
+        if {"samples", "random", "state", "data", "loss"} & self._canary.waived:
             return
         checkpoints = self._assembly.parallel.checkpoints
-        with outside_step(), torch.no_grad(), preserve_generators(watched.state.generators), checkpoints():
+        with outside_step(), torch.no_grad(), preserve_generators(self._again.state.generators), checkpoints():
             finding = self._repeat()
             self._assembly.weights.store.end_forward_only()
         if finding is not None:
-            watched.findings.append(finding)
+            self._findings.append(finding)
         self._judge()
 
     def checked(self, report: StepReport) -> StepReport:
@@ -269,9 +243,8 @@ class Canary(StepObserver):
         Raises:
             RepeatError: the repeated update gave something else on some rank.
         """
-        assert self._watched is not None
         self._judge()
-        return replace(report, note="; ".join(filter(None, [report.note, *self._watched.allowed])))
+        return replace(report, note="; ".join(filter(None, [report.note, *self._allowed])))
 
     def _judge(self) -> None:
         """Raise the first finding of any rank, or note it if `run.allow` waives it; every rank calls it.
@@ -280,20 +253,18 @@ class Canary(StepObserver):
             RepeatError: a repetition gave something else on some rank.
             UnprovenError: it did in the first step of this process, or between the steps of regular checks.
         """
-        watched = self._watched
-        assert watched is not None
         with outside_step():
-            if not self._largest(float(len(watched.findings))):
+            if not self._again.largest(float(len(self._findings))):
                 return
-            mine = [(one.waiver, one.text) for one in watched.findings]
+            mine = [(one.waiver, one.text) for one in self._findings]
             found = gather_values(mine, self._assembly.parallel.mesh.size("world"))
-        watched.findings.clear()
+        self._findings.clear()
         rank, finding = next((rank, Finding(*one)) for rank, findings in enumerate(found) for one in findings)
-        text = f"step {watched.batch.step + 1}, rank {rank}: {finding.text}"
-        if finding.waiver in self._job.run.allow:
-            self._waived.add(finding.waiver)
-            watched.allowed.append(f"{text} (allowed)")
-        elif watched.is_first or not self._replays:
+        text = f"step {self._batch.step + 1}, rank {rank}: {finding.text}"
+        if finding.waiver in self._canary.job.run.allow:
+            self._canary.waived.add(finding.waiver)
+            self._allowed.append(f"{text} (allowed)")
+        elif self._is_first or not self._replays:
             raise UnprovenError(text, finding.waiver)
         else:
             raise RepeatError(f'{text}; run.allow = ["{finding.waiver}"] lets it run unproven')
@@ -302,243 +273,162 @@ class Canary(StepObserver):
 
     def _padding(self, allowed: float) -> Finding | None:
         """Hold the loss of two samples of different sizes, padded to one, against the sum of theirs alone."""
-        if not (self._is_split and self._alone) or self._routed:
+        if not (self._canary.is_split and self._canary.alone) or self._canary.routed:
             return None
-        watched = self._watched
-        assert watched is not None
-        everything = watched.batch.shares(0, 1, 1)[0]
-        pair = of_two_sizes((watched.indices, everything), self._shapes)
-        if not self._largest(float(pair is not None)):
+        everything = self._batch.shares(0, 1, 1)[0]
+        pair = of_two_sizes((self._indices, everything), self._again.shapes)
+        if not self._again.largest(float(pair is not None)):
             return None
-        sizes = watched.indices[:1].repeat(2) if pair is None else pair  # a rank without runs as many forwards
-        why = misfit(sizes, self._loss_of, self._largest, allowed, is_idle=pair is None)
+        sizes = self._indices[:1].repeat(2) if pair is None else pair  # a rank without runs as many forwards
+        why = misfit(sizes, self._loss_of, self._again.largest, allowed, is_idle=pair is None)
         return Finding("samples", why) if why else None
 
-    def _shapes(self, indices: list[int] | Indices) -> list[torch.Size]:
-        """Return the shapes of samples that are read together, without the dimension of the samples."""
-        assert self._watched is not None
-        read, _ = microbatches.read(self._assembly, self._watched.batch, np.array(indices, dtype=np.int64))
-        return [leaf.shape[1:] for leaf in tree_leaves(read) if isinstance(leaf, Tensor)]
-
-    def _loss_of(self, indices: Indices, nudge: tuple[float, int] | None) -> Tensor | None:
+    def _loss_of(self, indices: Indices, nudge: Nudge | None) -> Tensor | None:
         """Return the sum and count of the loss of samples that are read together; None on other stages, or if it fails."""
-        assembly, watched = self._assembly, self._watched
-        assert watched is not None
-        samples, _ = microbatches.read(assembly, watched.batch, indices)
-        around = functools.partial(self._around, indices, samples, alone=True)
-        shaken = nudge_outputs(self._model, *nudge) if nudge else nullcontext()
+        samples = self._again.read(indices)
         try:
-            with watched.state.restored(), precision.raise_islands(assembly.parallel.program), shaken:
-                outputs = evaluation.forward(assembly, samples, around)
-                with preserve_function(self._loss_of_user):
-                    return None if outputs is None else self._loss(outputs, samples, around)
-        except (SamestepError, RuntimeError, ValueError, IndexError, TypeError, AssertionError):
-            return None  # code that takes no samples of this size
+            return next(iter(self._again.run(indices, samples, nudge=nudge, num_losses=1)[1]), None)
+        except FAILURES:
+            return None
 
     # -- what the step computes --------------------------------------------------------------------
 
     def _is_chosen(self) -> bool:
-        watched = self._watched
-        task = watched.task if watched is not None else None
-        return task is not None and task.kind is TaskKind.FORWARD and task.microbatch == watched.microbatch  # type: ignore[union-attr]
+        task = self._task
+        return task is not None and task.kind is TaskKind.FORWARD and task.microbatch == self._microbatch
 
-    def _see(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def see(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Keep the sample's rows of what the model is given and gives, in the step's own forward."""
-        watched = self._watched
-        if watched is None or not self._is_chosen() or watched.is_measured:
+        if not self._is_chosen() or self._is_measured:
             return
-        count = len(watched.indices)
-        watched.inputs = [rows_of(given, 0, watched.row, count) for given in _inputs_with_rows(args, kwargs, count)]
-        task, stage = watched.task, self._assembly.parallel.stage
+        count = len(self._indices)
+        self._inputs = [rows_of(given, 0, self._row, count) for given in _inputs_with_rows(args, kwargs, count)]
+        task, stage = self._task, self._assembly.parallel.stage
         if task is not None and stage.is_last(task.chunk):
-            watched.outputs = [(leaf.shape, self._parts(index, leaf)) for index, leaf in enumerate(floating(output))]
+            self._outputs = [(leaf.shape, self._parts(index, leaf)) for index, leaf in enumerate(floating(output))]
 
     def _parts(self, index: int, leaf: Tensor) -> list[Tensor]:
         """Return copies of this sample's rows of an output of the micro-batch: side by side, and as those of stacked views."""
-        assert self._watched is not None
-        dim, count = self._dims.get(index, 0), len(self._watched.indices)
+        dim, count = self._canary.dims.get(index, 0), len(self._indices)
         if leaf.dim() <= dim or leaf.shape[dim] % count:
             return []
-        beside = rows_of(leaf.detach(), dim, self._watched.row, count)
+        beside = rows_of(leaf.detach(), dim, self._row, count)
         if leaf.shape[dim] == count:
             return [beside]
-        return [beside, leaf.detach().unflatten(dim, (-1, count)).select(dim + 1, self._watched.row).clone()]
+        return [beside, leaf.detach().unflatten(dim, (-1, count)).select(dim + 1, self._row).clone()]
 
     # -- once more ---------------------------------------------------------------------------------
 
     def _repeat(self) -> Finding | None:
         """Run the sample again; return what that shows, which is the same on all ranks but for its text."""
-        watched = self._watched
-        assert watched is not None
-        if self._largest(float(weight_versions(self._model) != watched.written)):  # which could not be put back
+        is_written = weight_versions(self._assembly.model.module) != self._written
+        if self._again.largest(float(is_written)):  # which could not be put back
             return Finding("state", _WRITES) if self._assembly.parallel.program.step.num_microbatches > 1 else None
         rounding = torch.finfo(precision.DTYPES[self._assembly.parallel.program.step.compute_dtype]).eps
         if finding := self._padding(ALLOWANCE_FACTOR * rounding):
             return finding
-        first = self._forward(self._alone)
-        deviation = self._largest(self._deviation(first))
-        if math.isinf(deviation) and self._alone:
-            self._alone = False  # a forward that takes no sample by itself
+        first = self._forward(self._canary.alone)
+        deviation = self._again.largest(self._deviation(first))
+        if math.isinf(deviation) and self._canary.alone:
+            self._canary.alone = False  # a forward that takes no sample by itself
             first = self._forward(False)
-            deviation = self._largest(self._deviation(first))
+            deviation = self._again.largest(self._deviation(first))
         # Kernels of a GPU may add up in another order each time; those of a CPU do not.
         repeatable = 0.0 if self._assembly.parallel.mesh.device.type == "cpu" else ALLOWANCE_FACTOR * rounding
-        if self._largest(relative_deviation(*watched.losses) if watched.losses else 0.0) > repeatable:
+        if self._again.largest(relative_deviation(*self._losses) if self._losses else 0.0) > repeatable:
             why = "it draws random numbers, or keeps something from one call to the next"
             return Finding("loss", f"the loss of the same outputs is another the second time: {why}")
-        if math.isinf(deviation) or deviation <= max(self._allowance, ALLOWANCE_FACTOR * rounding):
+        if math.isinf(deviation) or deviation <= max(self._canary.allowance, ALLOWANCE_FACTOR * rounding):
             return None
-        if self._largest(largest_deviation(self._forward(self._alone), first)) > repeatable:
+        if self._again.largest(largest_deviation(self._forward(self._canary.alone), first)) > repeatable:
             return self._finding(deviation, is_random=True)
-        perturbed = [self._forward(self._alone, (rounding, seed)) for seed in range(PERTURBED_FORWARDS)]
-        measured = self._largest(max(largest_deviation(one, first) for one in perturbed))
-        self._allowance = ALLOWANCE_FACTOR * max(measured, rounding)
-        if deviation <= self._allowance:
+        perturbed = [self._forward(self._canary.alone, (rounding, seed)) for seed in range(PERTURBED_FORWARDS)]
+        measured = self._again.largest(max(largest_deviation(one, first) for one in perturbed))
+        self._canary.allowance = ALLOWANCE_FACTOR * max(measured, rounding)
+        if deviation <= self._canary.allowance:
             return None
         return self._finding(deviation, is_random=False)
 
     def _finding(self, deviation: float, *, is_random: bool) -> Finding | None:
         """Find out by further forwards why a sample deviates; None if it may."""
-        assert self._watched is not None
-        sample = int(self._watched.indices[self._watched.row])
+        sample = int(self._indices[self._row])
         text = f"sample {sample}, run again, deviates by {deviation:.1e} of its largest output"
-        if self._largest(float(self._has_other_inputs())):
+        if self._again.largest(float(self._has_other_inputs())):
             return Finding("data", f"{text}: it reads other values the second time; a data set that draws none works")
         if is_random:
             why = "two forwards of it differ, so the model draws random numbers from a generator of its own"
             return Finding("random", f"{text}: {why}; nn.Dropout and torch.nn.functional.dropout work")
-        if self._alone and self._largest(self._deviation(self._forward(False))) <= self._allowance:
-            if not self._is_split:
-                self._alone = False
+        if self._canary.alone and self._again.largest(self._deviation(self._forward(False))) <= self._canary.allowance:
+            if not self._canary.is_split:
+                self._canary.alone = False
                 return None
             why = "with the rest of its micro-batch it does not, so samples influence each other"
             return Finding("samples", f"{text}: {why}; one device with the whole batch at once works")
         why = "and so does its whole micro-batch: the forward reads what an earlier forward of this step has written"
         return Finding("state", f"{text}, {why}; a forward that keeps nothing from one micro-batch to the next works")
 
-    def _forward(self, alone: bool, nudge: tuple[float, int] | None = None) -> list[Tensor] | None:
-        """Run the sample again, or its whole micro-batch; return the floating outputs, None where there are none.
-
-        `nudge` is a relative rounding by which every module's output is off, and a seed of its signs.
-        """
-        assembly, watched = self._assembly, self._watched
-        assert watched is not None
-        indices = self._with_companion() if alone else watched.indices
-        samples, _ = microbatches.read(assembly, watched.batch, indices)
-        if alone and len(watched.indices) > 1:
+    def _forward(self, alone: bool, nudge: Nudge | None = None) -> list[Tensor] | None:
+        """Run the sample again, or its whole micro-batch; return the floating outputs, None where there are none."""
+        count = len(self._indices)
+        indices = self._with_companion() if alone else self._indices
+        samples = self._again.read(indices)
+        if alone and count > 1:
             leaves = [leaf for leaf in tree_leaves(samples) if isinstance(leaf, Tensor)]
             if any(leaf.shape[:1] != (len(indices),) for leaf in leaves):
                 return []
-            samples = tree_map_only(Tensor, lambda leaf: leaf[watched.row : watched.row + 1], samples)
-            indices = indices[watched.row : watched.row + 1]
-        modes = functools.partial(self._modes, indices)
-        around = functools.partial(self._around, indices, samples, alone=alone)
-        shaken = nudge_outputs(self._model, *nudge) if nudge else nullcontext()
+            samples = tree_map_only(Tensor, lambda leaf: leaf[self._row : self._row + 1], samples)
+            indices = indices[self._row : self._row + 1]
+        microbatch, num_losses = None if alone else self._microbatch, 2 if nudge is None else 0
         try:
-            with watched.state.restored(), precision.raise_islands(assembly.parallel.program), shaken:
-                outputs = evaluation.forward(assembly, samples, around)
-                if outputs is not None and nudge is None:
-                    with preserve_function(self._loss_of_user):
-                        watched.losses = [self._loss(outputs, samples, modes) for _ in range(2)]
-        except (SamestepError, RuntimeError, ValueError, IndexError, TypeError, AssertionError):
-            if not alone or len(watched.indices) == 1:
+            outputs, losses = self._again.run(
+                indices, samples, microbatch=microbatch, nudge=nudge, num_losses=num_losses
+            )
+        except FAILURES:
+            if not alone or count == 1:
                 raise
             return []  # code that takes no sample by itself
-        if outputs is None or len(indices) == len(watched.indices) or not alone or len(watched.indices) > 1:
+        self._losses = losses or self._losses
+        if outputs is None or len(indices) == count or not alone or count > 1:
             return None if outputs is None else list(floating(outputs))
         return [self._of_second(index, leaf) for index, leaf in enumerate(floating(outputs))]
 
     def _with_companion(self) -> Indices:
         """Return the samples of the micro-batch; if it is one alone, with another sample of the step before it."""
-        watched = self._watched
-        assert watched is not None
-        others = [index for index in watched.batch.shares(0, 1, 1)[0].tolist() if index not in watched.indices]
-        if len(watched.indices) > 1 or not others or self._routed:
-            return watched.indices
-        pair = np.array([others[0], *watched.indices.tolist()], dtype=np.int64)
+        others = [index for index in self._batch.shares(0, 1, 1)[0].tolist() if index not in self._indices]
+        if len(self._indices) > 1 or not others or self._canary.routed:
+            return self._indices
+        pair = np.array([others[0], *self._indices.tolist()], dtype=np.int64)
         try:
-            is_alike = self._shapes(pair) == self._shapes(watched.indices)
+            is_alike = self._again.shapes(pair) == self._again.shapes(self._indices)
         except (RuntimeError, ValueError, TypeError):  # samples of different sizes, which no batch holds
-            return watched.indices
-        return pair if is_alike else watched.indices
+            return self._indices
+        return pair if is_alike else self._indices
 
     def _of_second(self, index: int, leaf: Tensor) -> Tensor:
         """Return the rows of the second of two samples."""
-        dim = self._dims.get(index, 0)
+        dim = self._canary.dims.get(index, 0)
         return leaf if leaf.dim() <= dim or leaf.shape[dim] % 2 else rows_of(leaf, dim, 1, 2)
-
-    def _loss(self, outputs: Any, samples: Any, around: Callable[[], AbstractContextManager[None]]) -> Tensor:
-        """Return the sum and the count of the loss on outputs of samples, float64 [2]."""
-        like = torch.zeros((), dtype=torch.float64, device=self._assembly.parallel.mesh.device)
-        with around():
-            found = self._assembly.objective.loss(outputs, self._assembly.parallel.slicing.part(samples))
-        return torch.stack([as_number(value, like) for value in found])
-
-    @contextmanager
-    def _around(self, indices: Indices, samples: Any, *, alone: bool) -> Iterator[None]:
-        """Return the context of one forward of samples, or with `alone` unset of the whole micro-batch."""
-        parallel, watched = self._assembly.parallel, self._watched
-        assert watched is not None
-        batch_norms: AbstractContextManager[Any] = (
-            nullcontext() if alone else parallel.batch_norms.of(watched.microbatch)
-        )
-        with (
-            self._modes(indices),
-            parallel.slicing.of(samples),
-            parallel.pending(),
-            batch_norms,
-        ):  # masks: of exchanged heads
-            yield
-
-    @contextmanager
-    def _modes(self, indices: Indices) -> Iterator[None]:
-        """Return the context of one forward: the masks and experts that the step had for these samples."""
-        model, watched = self._assembly.model, self._watched
-        assert watched is not None
-        make: Callable[..., dropout.DropoutMode] | None = self._inner.dropout_mode()
-        if make is None and self._routed and watched.routes:
-            make = functools.partial(RouteMode, routes=watched.routes, slice_index=0, replays=True)
-        if make is None and model.dropout.dropout is dropout.Dropout.ABSENT:
-            yield
-            return
-        samples = torch.as_tensor(indices, device=self._assembly.parallel.mesh.device)
-        draw = dropout.Draw(self._job.train.seed, watched.batch.step, samples)
-        with (make or dropout.DropoutMode)(model.module, draw, model.mask_part):
-            yield
 
     def _has_other_inputs(self) -> bool:
         """Return whether the sample, read again, is not what the step has read."""
-        watched = self._watched
-        assert watched is not None
-        samples, _ = microbatches.read(self._assembly, watched.batch, watched.indices)
-        read = [leaf[watched.row : watched.row + 1] for leaf in tree_leaves(samples) if isinstance(leaf, Tensor)]
-        return not all(any(is_equal(given, one) for one in read) for given in watched.inputs)
+        samples = self._again.read(self._indices)
+        read = [leaf[self._row : self._row + 1] for leaf in tree_leaves(samples) if isinstance(leaf, Tensor)]
+        return not all(any(is_equal(given, one) for one in read) for given in self._inputs)
 
     def _deviation(self, outputs: list[Tensor] | None) -> float:
         """Return the largest relative deviation from the step's outputs; infinity if none can be compared."""
-        watched = self._watched
-        assert watched is not None
-        if outputs is None or not watched.outputs:
+        if outputs is None or not self._outputs:
             return 0.0
         found: list[float] = []
-        for index, ((shape, kept), leaf) in enumerate(zip(watched.outputs, outputs, strict=False)):
+        for index, ((shape, kept), leaf) in enumerate(zip(self._outputs, outputs, strict=False)):
             ours = self._parts(index, leaf) if leaf.shape == shape else [leaf] * len(kept)
             pairs = [(one, other) for one, other in zip(kept, ours, strict=True) if one.shape == other.shape]
-            if pairs and (self._alone or leaf.shape == shape):
+            if pairs and (self._canary.alone or leaf.shape == shape):
                 found.append(min(relative_deviation(one, other) for one, other in pairs))
-            elif (dim := samples_dim(shape, leaf.shape, len(watched.indices))) is not None:
-                self._dims[index] = dim  # the next step under watch keeps these rows
+            elif (dim := samples_dim(shape, leaf.shape, len(self._indices))) is not None:
+                self._canary.dims[index] = dim  # the next step under watch keeps these rows
                 found.append(0.0)
         return max(found, default=math.inf)
-
-    def _largest(self, value: float) -> float:
-        """Return the largest of all ranks' values."""
-        mesh = self._assembly.parallel.mesh
-        if mesh.size("world") == 1:
-            return value
-        number = torch.tensor(value, dtype=torch.float64, device=mesh.device)
-        dist.all_reduce(number, op=dist.ReduceOp.MAX)
-        return float(number)
 
 
 def _inputs_with_rows(args: Any, kwargs: Any, count: int) -> list[Tensor]:

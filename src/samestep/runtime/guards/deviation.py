@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.tracing.meta_tensors import tensors_in
 from samestep.tracing.pending_logits import PendingLogits
-from samestep.trees import tree_map_only
+from samestep.trees import tensors_in, tree_map_only
 
 PERTURBED_FORWARDS = 8
 """The number of forwards that measure what one rounding of every module's output does."""

@@ -22,17 +22,15 @@ Words in a batch: lists with a text for each sample, such as names of files, bes
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.loss import IGNORED_LABEL
@@ -41,6 +39,7 @@ from samestep.building.torch_seams import disable_current_modes
 from samestep.runtime.axes.precision import RaiseIslands
 from samestep.state.snapshot import preserve_function
 from samestep.tracing import pending_logits
+from samestep.trees import map_tensors
 
 Trees = tuple[Any, Any, Any]
 """Outputs and batch of the whole, of its first and of its second half."""
@@ -454,37 +453,13 @@ def with_tensors(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, pending_logits.PendingLogits):
-        return pending_logits.detach_logits(value).with_hidden(change(value.made.hidden))
-    if isinstance(value, Tensor):
-        twin: Any = change(value)
-        for name, item in vars(value).items():  # of the user: `logits.aux = ...`
+    def leaf(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, pending_logits.PendingLogits):
+            return pending_logits.detach_logits(tensor).with_hidden(change(tensor.made.hidden))
+        twin = change(tensor)
+        for name, item in vars(tensor).items():  # of the user: `logits.aux = ...`
             if isinstance(item, Tensor):
-                setattr(twin, name, _map_tensors(item, change))
+                setattr(twin, name, leaf(item))
         return twin
-    if isinstance(value, (tuple, list)):
-        items = [_map_tensors(item, change) for item in value]
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return tuple(items) if isinstance(value, tuple) else items
-    if type(value) is dict:
-        return {key: _map_tensors(item, change) for key, item in value.items()}
-    if isinstance(value, Mapping):
-        twin = copy.copy(value)
-        for key in list(value):
-            twin[key] = _map_tensors(value[key], change)
-        return twin
-    if isinstance(value, (type, nn.Module)) or not (dataclasses.is_dataclass(value) or _is_plain(value)):
-        return value
-    twin = copy.copy(value)
-    names = (
-        [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else list(vars(value))
-    )
-    for name in names:
-        object.__setattr__(twin, name, _map_tensors(getattr(value, name, None), change))
-    return twin
 
-
-def _is_plain(value: Any) -> bool:
-    """Return whether an object is a record of tensors: some attribute of it is one."""
-    return any(isinstance(item, Tensor) for item in getattr(value, "__dict__", {}).values())
+    return map_tensors(value, leaf, records=True)

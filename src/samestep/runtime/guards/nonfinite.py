@@ -31,8 +31,8 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.optimizer_step import LARGEST_SUM
 from samestep.runtime.processes.messages import gather_values
-from samestep.tracing.meta_tensors import tensors_in
 from samestep.tracing.pending_logits import PendingLogits
+from samestep.trees import tensors_in
 
 LARGEST_FLOAT16 = 65504
 

@@ -24,6 +24,7 @@ from samestep.errors import ModelError
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.optimizers import given_optimizer
 from samestep.runtime.weights import parameter_hooks
+from samestep.state.fingerprints import versions_of
 
 _TRAINED = "trained"
 _SINGLE = (bool, int, float, str)
@@ -71,7 +72,7 @@ class OutsideChanges:
         ]
         module = given if isinstance(given, nn.Module) else nn.Module()
         self._tensors = dict([*module.named_parameters(), *module.named_buffers()])
-        self._versions = self._present_versions()
+        self._versions = versions_of(self._tensors)
         self._some = self._some_elements()
         self._num_steps = 0
         self._facts = [*_facts_of(module)]
@@ -119,7 +120,7 @@ class OutsideChanges:
 
     def _written(self, held: Assembly) -> str:
         """Return which tensor of the instance was written since the last call, and not with the run's own values or averages."""
-        now, some = self._present_versions(), self._some
+        now, some = versions_of(self._tensors), self._some
         self._num_steps += 1
         if not self._num_steps & (self._num_steps - 1):  # steps 1, 2, 4, 8, ...
             some = self._some_elements()
@@ -137,22 +138,11 @@ class OutsideChanges:
     @property
     def is_stale(self) -> bool:
         """Whether the instance has no values of the last step."""
-        return not self._is_copy and self._present_versions() == self._versions
+        return not self._is_copy and versions_of(self._tensors) == self._versions
 
     def _some_elements(self) -> dict[str, list[float]]:
         """Return a few elements of each tensor, in which writes through `.data` show, that no version counts."""
-        return {
-            name: []
-            if tensor.is_meta
-            else tensor.detach().flatten()[:: max(1, tensor.numel() // _SOME)].double().tolist()
-            for name, tensor in self._tensors.items()
-        }
-
-    def _present_versions(self) -> dict[str, tuple[int, int]]:
-        return {
-            name: (0 if tensor.is_inference() else tensor._version, tensor.data_ptr() if not tensor.is_meta else 0)
-            for name, tensor in self._tensors.items()
-        }
+        return {name: _some_of(tensor) for name, tensor in self._tensors.items()}
 
 
 class LoopChanges:

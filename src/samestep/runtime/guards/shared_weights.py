@@ -18,6 +18,7 @@ from torch import Tensor
 from samestep.errors import ModelError
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.step_report import StepReport
+from samestep.state.fingerprints import versions_of
 
 _RUNS: weakref.WeakSet[SharedWeights] = weakref.WeakSet()
 """The runs of this process that were made by `parallelize` and are prepared."""
@@ -95,5 +96,7 @@ class SharedWeights:
         return self._last is not None and self._versions == self._present_versions()
 
     def _present_versions(self) -> dict[str, int]:
-        weights = {name: ref() for name, ref in self._given.items()}
-        return {name: 0 if one is None or one.is_inference() else one._version for name, one in weights.items()}
+        given = {name: one for name, ref in self._given.items() if (one := ref()) is not None}
+        return {
+            name: version for name, (version, _) in versions_of(given).items()
+        }  # a weight that moves is not written

@@ -232,9 +232,9 @@ class StepTrials:
         is_watched = self._layout.world_size > 1 and not self.loss_is_tried
         return refuse_collectives(what) if is_watched else nullcontext()
 
-    def settle(self, *, whole: bool = False) -> None:
+    def settle(self) -> None:
         """Take the present states of the generators as those before the next call."""
-        self._generators.settle(whole=whole)
+        self._generators.settle()
 
     def check_generators(self, held: Assembly, step: int, who: str, samples: Any = None) -> None:
         """Refuse a step, counted from 1, if a generator of the process has moved since they settled, naming who drew."""

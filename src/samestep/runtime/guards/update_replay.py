@@ -11,13 +11,11 @@ holds one half. So a rule that comes to look at whole weights, in a step that no
 from __future__ import annotations
 
 import copy
-import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,13 +25,14 @@ from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.optimizers.update_rule import has_hooks
 from samestep.runtime.weights.pieces import Piece
+from samestep.state.reachable import GENERATORS
 from samestep.state.snapshot import preserve_generators
+from samestep.trees import tree_leaves, tree_map
 
 ROUNDINGS = 8
 """Roundings by which two updates may differ, in units of the largest weight: kernels for many tensors and for one."""
 LARGEST_PIECE = 2**22
 """Elements of the largest piece that is copied."""
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -126,21 +125,19 @@ def _twin_of(updater: Updater, piece: Piece, copied: Tensor, half: _FirstHalf) -
 
 def _is_plain(value: Any) -> bool:
     """Return whether a value can be copied without copying what else the optimizer holds."""
-    if isinstance(value, Tensor):
-        return not value.requires_grad
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return isinstance(value, (*_PLAIN, *_GENERATORS)) or (
-        isinstance(value, (list, tuple)) and all(map(_is_plain, value))
-    )
+
+    def leaf(one: Any) -> bool:
+        return not one.requires_grad if isinstance(one, Tensor) else isinstance(one, (*_PLAIN, *GENERATORS))
+
+    return all(map(leaf, tree_leaves(value)))
 
 
 def _copy_state(value: Any) -> Any:
     """Return a copy; a generator is shared, so that numbers that are drawn differ from those that were drawn."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {name: _copy_state(kept) for name, kept in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(map(_copy_state, value))
-    return value if isinstance(value, _GENERATORS) else copy.copy(value)
+
+    def leaf(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            return one.detach().clone()
+        return one if isinstance(one, GENERATORS) else copy.copy(one)
+
+    return tree_map(leaf, value)

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.torch_seams import DispatchMode
+from samestep.independence.dimension_maps import FILLS, is_elementwise
 from samestep.runtime.optimizers.stacked_labels import (
     StackedPart,
     keeps_parts,
@@ -33,6 +34,7 @@ from samestep.runtime.optimizers.stacked_labels import (
     within,
 )
 from samestep.state.reachable import Place, StepCode, read, write
+from samestep.trees import operands
 
 
 class UpdateLabel(NamedTuple):
@@ -52,58 +54,19 @@ class UpdateLabel(NamedTuple):
 
 
 Entry = tuple[str, tuple[Any, ...], tuple[UpdateLabel, ...]]
-_POINTWISE = frozenset(
-    [
-        "copy",
-        "copy_",
-        "clone",
-        "_to_copy",
-        "masked_fill",
-        "masked_fill_",
-        "lerp",
-        "lerp_",
-        "contiguous",
-        "detach",
-        "lift_fresh",
-        "lift_fresh_copy",
-        "alias",
-        "positive",
-    ]
-)
-_FILLED = frozenset(
-    [
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "empty_strided",
-        "new_empty_strided",
-        "scalar_tensor",
-        "zero_",
-        "fill_",
-        "zero",
-        "fill",
-        "_foreach_zero_",
-    ]
-)
+_FILLS_IN_OTHER_FORMS = ("zero", "fill", "_foreach_zero_")
 _OVERWRITING = ("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_")
 _NOT_BY_ELEMENT = ("_foreach_norm", "_foreach_max")
 
 
 class _Facts(NamedTuple):
-    """The facts that an operation's schema states."""
+    """The facts about an operation that its schema and the table of operations (`dimension_maps.py`) state."""
 
     name: str
     pointwise: bool
     draws: bool
+    fills: bool
+    """Whether it gives its result equal elements, or uninitialised ones."""
     writes: tuple[int, ...]
     """Positions of the arguments that it writes."""
     writes_named: tuple[str, ...]
@@ -112,10 +75,9 @@ class _Facts(NamedTuple):
 @functools.cache
 def _facts_of(func: Any) -> _Facts:
     name = func._schema.name.split("::")[1]
-    pointwise = (
-        name in _POINTWISE
-        or torch.Tag.pointwise in func.tags
-        or (name.startswith(("_foreach_", "_fused_")) and not name.startswith(_NOT_BY_ELEMENT))
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    pointwise = (is_elementwise(func) and not draws) or (
+        name.startswith(("_foreach_", "_fused_")) and not name.startswith(_NOT_BY_ELEMENT)
     )
     written = [
         (i, a) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
@@ -123,7 +85,8 @@ def _facts_of(func: Any) -> _Facts:
     return _Facts(
         name,
         pointwise,
-        torch.Tag.nondeterministic_seeded in func.tags,
+        draws,
+        func.overloadpacket in FILLS or name in _FILLS_IN_OTHER_FORMS,
         tuple(i for i, argument in written if not argument.kwarg_only),
         tuple(argument.name for _, argument in written),
     )
@@ -173,7 +136,7 @@ def _shortcut(facts: _Facts, func: Any, args: Any, kwargs: Any, tensors: list[Te
     if not facts.pointwise or not args:
         return func(*args, **kwargs)
     if facts.name.endswith("_") and facts.writes == (0,):
-        targets = _tensors_in(args[0])
+        targets = operands(args[0])
         if targets and all(target.is_meta for target in targets):
             return args[0] if isinstance(args[0], Tensor) else None
     if facts.name in _ARITHMETIC and not kwargs.keys() - {"alpha", "value"}:
@@ -182,12 +145,6 @@ def _shortcut(facts: _Facts, func: Any, args: Any, kwargs: Any, tensors: list[Te
         if alike and large[0].is_floating_point() and large[0].is_contiguous():
             return torch.empty_like(large[0])
     return func(*args, **kwargs)
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [leaf for leaf in value if isinstance(leaf, Tensor)] if isinstance(value, list | tuple) else []
 
 
 def _is_masked(args: Any) -> bool:
@@ -249,7 +206,7 @@ class FollowedStep(DispatchMode):
         kwargs = kwargs or {}
         facts = _facts_of(func)
         values = [*args, *kwargs.values()]
-        tensors = [leaf for value in values for leaf in _tensors_in(value)]
+        tensors = operands(*values)
         before = {id(tensor): self.label(tensor) for tensor in tensors}
         if facts.name == "_local_scalar_dense" and (before[id(args[0])].weights or args[0].is_meta):
             raise ReadsNumbersError("it reads numbers of weights and gradients")
@@ -261,13 +218,13 @@ class FollowedStep(DispatchMode):
                 self._write(facts._replace(pointwise=True), target, [(t, before[id(t)]) for t in tensors])
                 return target
         known = {tensor.untyped_storage()._cdata for tensor in tensors}
-        keeps = keeps_parts(facts.name, args, kwargs, pointwise=facts.pointwise or facts.name in _FILLED)
+        keeps = keeps_parts(facts.name, args, kwargs, pointwise=facts.pointwise or facts.fills)
         stacked = {id(t): parts for t in tensors if (parts := self._parts(t)) is not None} if keeps else {}
         result = _shortcut(facts, func, args, kwargs, tensors)
         written = [args[i] for i in facts.writes if i < len(args)] + [
             kwargs[k] for k in facts.writes_named if k in kwargs
         ]
-        made = [t for t in _tensors_in(result) if t.untyped_storage()._cdata not in known]
+        made = [t for t in operands(result) if t.untyped_storage()._cdata not in known]
         if not written and not made:
             return result  # a view: its memory is labelled
         self._note(facts.name, values, tensors, before)
@@ -296,20 +253,20 @@ class FollowedStep(DispatchMode):
         name = facts.name
         if name in _OVERWRITING:
             read = [(t, label) for t, label in read if t is not target]
-        if name in _FILLED:
+        if facts.fills:
             read = [(t, label) for t, label in read if t.numel() == 1 and name.startswith("fill")]
         storage = target.untyped_storage()
         kept = self._labels.get(storage._cdata)
         covers = target.numel() * target.element_size() == storage.nbytes() and target.is_contiguous()
 
         def label_of(inputs: list[tuple[Tensor, UpdateLabel]], shape: Sequence[int]) -> UpdateLabel:
-            if facts.pointwise or name in _FILLED:
+            if facts.pointwise or facts.fills:
                 return _beside(inputs, shape)
             entered = frozenset[str]().union(*(label.weights for _, label in inputs))
             return UpdateLabel(None, entered, not entered and math.prod(shape) == 1)
 
-        operands = [(tensor, label, stacked.get(id(tensor))) for tensor, label in read]
-        parts = parts_of_result(target, operands, label_of) if covers else None
+        given = [(tensor, label, stacked.get(id(tensor))) for tensor, label in read]
+        parts = parts_of_result(target, given, label_of) if covers else None
         if parts is not None:
             for part in parts:
                 self._enter(part.label, name)
@@ -378,9 +335,7 @@ def _rows_of(values: list[Any], written: list[Any], result: Any, made: list[Tens
         for index in range(len(lists[0])):
             yield _JoinedRow([value[index] for value in lists] + shared, [value[index] for value in outputs])
         return
-    yield _JoinedRow(
-        [t for value in values for t in _tensors_in(value)], [t for value in written for t in _tensors_in(value)] + made
-    )
+    yield _JoinedRow(operands(*values), [*operands(*written), *made])
 
 
 def _beside(inputs: list[tuple[Tensor, UpdateLabel]], shape: Sequence[int]) -> UpdateLabel:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from samestep.building.torch_seams import DispatchMode
 from samestep.errors import ModelError
+from samestep.trees import operands
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
 
@@ -112,8 +113,6 @@ class _FirstRead(DispatchMode):
         self.name = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in (*args, *(kwargs or {}).values()):
-            for leaf in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(leaf, Tensor) and not self.name:
-                    self.name = self._stale.get(leaf.untyped_storage()._cdata, "")
+        for tensor in operands(*args, *(kwargs or {}).values()):
+            self.name = self.name or self._stale.get(tensor.untyped_storage()._cdata, "")
         return func(*args, **(kwargs or {}))

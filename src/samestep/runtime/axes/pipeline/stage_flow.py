@@ -44,18 +44,16 @@ from samestep.tracing.flow import (
     changes_of,
     containers_in,
     contents_of,
-    map_tensors,
     name_of,
     reads_shape_alone,
     tensors_made_by,
-    tensors_of,
 )
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import KnownValues, NeedsValuesError
 from samestep.tracing.opened_modules import opened_modules
 from samestep.tracing.trace import containers_of
 from samestep.tracing.watched_forward import watch_forward
-from samestep.trees import tree_map_only
+from samestep.trees import map_tensors, tensors_in, tree_map_only
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -98,13 +96,13 @@ class StageForward(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._depth or is_transformed():
             return func(*args, **kwargs)
-        given = tensors_of((args, kwargs))
+        given = tensors_in((args, kwargs))
         reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
         if not reads or reads_shape_alone(func) or not self._is_next(name_of(func), reads, is_call=False):
             outcome = func(*args, **kwargs)
             # After the last event come hooks of the run, such as those of FSDP2.
             ends = self._next == len(self._flow.events)
-            if reads and not ends and not reads_shape_alone(func) and tensors_of(outcome):
+            if reads and not ends and not reads_shape_alone(func) and tensors_in(outcome):
                 raise self._differs(name_of(func))
             return outcome
         return self._follow(name_of(func), func, given, args, kwargs)
@@ -113,7 +111,7 @@ class StageForward(TorchFunctionMode):
         """Call a module with weights, if that is one of this stage's events; if not, return stand-ins of its results."""
         if self._depth:
             return module(*args, **kwargs)
-        given = tensors_of((args, kwargs))
+        given = tensors_in((args, kwargs))
         reads = tuple(self._numbers[tensor] for tensor in given if tensor in self._numbers)
         if not self._is_next(path, reads, is_call=True):
             raise self._differs(path)
@@ -225,7 +223,7 @@ class StageForward(TorchFunctionMode):
 
         is_apart = all(
             value is None or id(tensor) not in ours
-            for value, tensor in zip(event.makes, tensors_of(outcome), strict=False)
+            for value, tensor in zip(event.makes, tensors_in(outcome), strict=False)
         )
         return outcome if is_apart else map_tensors(outcome, apart)
 

@@ -1,0 +1,131 @@
+"""Named samples of a step run again, from the state with which the step began.
+
+The samples are read anew and run as a recomputation does: without gradients, with the dropout masks and experts that the
+step gave them, from the buffers and attributes that the modules had when the step began. Which samples, whether alone, in
+pairs or as a whole micro-batch, and how often, are arguments. Afterwards buffers and attributes are put back.
+
+    forward of one sample alone, or of its micro-batch              against the step's own (`canary.py`)
+    the loss twice on the same outputs                              against each other (`canary.py`)
+    two samples padded to one size, and each of them alone          the sums (`canary.py`)
+    any of these with every module's output off by one rounding     how far roundings go (`deviation.py`)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.building.loss import as_number
+from samestep.errors import SamestepError
+from samestep.examination.examine import Loss
+from samestep.randomness import mode as dropout
+from samestep.runtime import evaluation, microbatches
+from samestep.runtime.assembly import Assembly
+from samestep.runtime.axes import precision
+from samestep.runtime.axes.expert import RouteMode, Routes
+from samestep.runtime.guards.deviation import nudge_outputs
+from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.step_observer import Indices, MakeMode
+from samestep.state.snapshot import ModelState, preserve_function
+from samestep.trees import tree_leaves
+
+FAILURES = (SamestepError, RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+"""Errors of code that takes no samples of this number or size."""
+Nudge = tuple[float, int]
+"""A relative rounding by which the output of every module with weights is off, and a seed of its signs."""
+
+
+class Repeat:
+    """Forwards of named samples of one step, made when the step begins."""
+
+    def __init__(
+        self, assembly: Assembly, batch: StepBatch, loss: Loss, seed: int, make_mode: Callable[[], MakeMode | None]
+    ) -> None:
+        self.state = ModelState(assembly.model.module)
+        self.routes: Routes = {}
+        """The experts that the step chose, if they are to be chosen again."""
+        self._assembly, self._batch, self._loss_of_user, self._seed = assembly, batch, loss, seed
+        self._make_mode = make_mode
+
+    def read(self, indices: list[int] | Indices) -> Any:
+        """Return samples, read together."""
+        return microbatches.read(self._assembly, self._batch, np.asarray(indices, dtype=np.int64))[0]
+
+    def shapes(self, indices: list[int] | Indices) -> list[torch.Size]:
+        """Return the shapes of samples that are read together, without the dimension of the samples."""
+        return [leaf.shape[1:] for leaf in tree_leaves(self.read(indices)) if isinstance(leaf, Tensor)]
+
+    def run(
+        self,
+        indices: Indices,
+        samples: Any,
+        *,
+        microbatch: int | None = None,
+        nudge: Nudge | None = None,
+        num_losses: int = 0,
+    ) -> tuple[Any, list[Tensor]]:
+        """Return the outputs of samples, None on a stage that does not end the model, and their loss, computed so many times.
+
+        `microbatch` is the number of the step's micro-batch that the samples are, whose batch norms share their statistics.
+        Collective over the ranks that share the model: if one does not call it, the others wait until the time limit.
+
+        Raises:
+            Exception: one of `FAILURES`, the model takes no such samples.
+        """
+        modes = functools.partial(self._modes, indices)
+        around = functools.partial(self._around, indices, samples, microbatch)
+        shaken = nudge_outputs(self._assembly.model.module, *nudge) if nudge else nullcontext()
+        with self.state.restored(), precision.raise_islands(self._assembly.parallel.program), shaken:
+            outputs = evaluation.forward(self._assembly, samples, around)
+            if outputs is None or not num_losses:
+                return outputs, []
+            with preserve_function(self._loss_of_user):
+                return outputs, [self._loss(outputs, samples, modes) for _ in range(num_losses)]
+
+    def largest(self, value: float) -> float:
+        """Return the largest of all ranks' values."""
+        mesh = self._assembly.parallel.mesh
+        if mesh.size("world") == 1:
+            return value
+        number = torch.tensor(value, dtype=torch.float64, device=mesh.device)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return float(number)
+
+    def _loss(self, outputs: Any, samples: Any, modes: Callable[[], AbstractContextManager[None]]) -> Tensor:
+        """Return the sum and the count of the loss on outputs of samples, float64 [2]."""
+        like = torch.zeros((), dtype=torch.float64, device=self._assembly.parallel.mesh.device)
+        with modes():
+            found = self._assembly.objective.loss(outputs, self._assembly.parallel.slicing.part(samples))
+        return torch.stack([as_number(value, like) for value in found])
+
+    @contextmanager
+    def _around(self, indices: Indices, samples: Any, microbatch: int | None) -> Iterator[None]:
+        """Return the context of one forward of samples."""
+        parallel = self._assembly.parallel
+        norms: AbstractContextManager[Any] = (
+            nullcontext() if microbatch is None else parallel.batch_norms.of(microbatch)
+        )
+        with self._modes(indices), parallel.slicing.of(samples), parallel.pending(), norms:  # masks: of exchanged heads
+            yield
+
+    @contextmanager
+    def _modes(self, indices: Indices) -> Iterator[None]:
+        """Return the context of one forward: the masks and experts that the step had for these samples."""
+        model = self._assembly.model
+        make: Callable[..., dropout.DropoutMode] | None = self._make_mode()
+        if make is None and self.routes:
+            make = functools.partial(RouteMode, routes=self.routes, slice_index=0, replays=True)
+        if make is None and model.dropout.dropout is dropout.Dropout.ABSENT:
+            yield
+            return
+        samples = torch.as_tensor(indices, device=self._assembly.parallel.mesh.device)
+        draw = dropout.Draw(self._seed, self._batch.step, samples)
+        with (make or dropout.DropoutMode)(model.module, draw, model.mask_part):
+            yield

@@ -1,0 +1,83 @@
+"""Tensors in nested values: found, and changed in a copy, whatever class nests them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict, deque, namedtuple
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from samestep.trees import fold, map_tensors, operands, tensors_in
+
+ONE, TWO = torch.ones(1), torch.full((1,), 2.0)
+
+
+class Rows(list[Any]):
+    """A list of a class of its own."""
+
+
+class Pair(tuple[Any, ...]):
+    """A tuple of a class of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What a model returns."""
+
+    logits: Any
+    loss: Any = None
+
+
+NESTED = {
+    "a tensor": ONE,
+    "a list": [ONE, 3, TWO],
+    "a dict in a tuple": ({"x": ONE, "name": "a"}, TWO),
+    "an ordered dict": OrderedDict(x=ONE, y=[TWO]),
+    "a deque": deque([ONE, TWO]),
+    "a named tuple": namedtuple("Named", "x y")(ONE, TWO),
+    "what torch returns": torch.stack([ONE, TWO]).max(0),
+    "a mapping of its own": UserDict(x=ONE, y=TWO),
+    "a list of its own": Rows([ONE, TWO]),
+    "a tuple of its own": Pair([ONE, TWO]),
+    "a frozen dataclass": Output(ONE, [TWO]),
+    "a dataclass in a mapping of its own": UserDict(x=Output((ONE, TWO)), y=None),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_tensors_are_found_and_changed_in_one_order(name):
+    value = NESTED[name]
+    found = tensors_in(value)
+    seen: list[Tensor] = []
+    twin = map_tensors(value, lambda tensor: seen.append(tensor) or tensor + 1)
+    assert found
+    assert [*map(id, seen)] == [*map(id, found)]
+    assert type(twin) is type(value)
+    assert torch.equal(torch.stack(tensors_in(twin)), torch.stack(found) + 1)
+    assert [*map(id, tensors_in(value))] == [*map(id, found)], "the original is as it was"
+
+
+@pytest.mark.parametrize("value", [Rows([1]), Output(3), nn.Linear(1, 1), Output, SimpleNamespace(x=ONE), "text", None])
+def test_what_holds_no_tensor_stays_the_same_object(value):
+    assert map_tensors(value, lambda tensor: tensor + 1) is value
+    assert not tensors_in(value)
+
+
+def test_objects_that_hold_a_tensor_are_records_where_that_is_asked_for():
+    value = SimpleNamespace(x=ONE, rest=[TWO], k=3)
+    twin = map_tensors(value, lambda tensor: tensor + 1, records=True)
+    assert (float(twin.x), float(twin.rest[0]), twin.k, float(value.x)) == (2.0, 3.0, 3, 1.0)
+    assert tensors_in(value, records=True) == [ONE, TWO]
+
+
+def test_operands_are_nested_in_one_list_at_most():
+    assert operands(ONE, [TWO, None], 3, (ONE,), [[TWO]]) == [ONE, TWO, ONE]
+
+
+def test_nested_lists_are_folded():
+    assert fold([1, (2, [3])], str) == ("1", ("2", ("3",)))
+    assert fold([1, (2,)], str, lambda items: f"<{' '.join(items)}>") == "<1 <2>>"
