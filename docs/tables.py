@@ -137,10 +137,11 @@ def faults() -> str:
 def reverted() -> str:
     """The mends of tests/proof that are taken away, with the name that `verify` must give to what comes of it."""
     sys.path.insert(0, str(ROOT))
-    module = importlib.import_module("tests.proof.reverted")
+    importlib.import_module("tests.proof.reverted")
+    rows = importlib.import_module("tests.proof.planting").of_kind("reverted", "resumed")
     lines = ["| without this | code | layout | called |", "| --- | --- | --- | --- |"]
-    for name, row in {**module.REVERTED, **module.RESUMED}.items():
-        lines.append(f"| {name.replace('_', ' ')} | {row.case} | `{row.layout}` | {row.found} |")
+    for name, row in rows.items():
+        lines.append(f"| {name.replace('_', ' ')} | {row.code} | `{row.layout}` | {row.cause} |")
     return "\n".join(lines)
 
 

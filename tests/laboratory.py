@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Dataset, batches
+from samestep.errors import InputError, LayoutError, UnprovenError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
@@ -53,6 +56,8 @@ class Observed:
     gradients: list[Runs] = field(default_factory=list)
     weights: Runs = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    """What would have been refused, and is allowed or has no effect."""
     ledger: dict[str, list[LedgerRow]] = field(default_factory=dict)
     predicted: dict[str, list[LedgerRow]] = field(default_factory=dict)
     cuts: Cuts = field(default_factory=dict)
@@ -84,12 +89,45 @@ def combinations(layouts: Sequence[str], models: Sequence[str]) -> list[Any]:
     ]
 
 
-def source_of(model: str, layout: Layout, job: Job, dataset: type[Dataset] = Tokens) -> Source:
-    """Return a model of `tests/models.py`, traced on a sample."""
-    source = Source(perturbed(MODELS[model]), loss_of(job), optimizer_of(job), model)
+@dataclass(frozen=True)
+class Code:
+    """A model in `MODELS` that a user trains in a way of its own; what is not given is that of the job."""
+
+    build: Callable[[], nn.Module]
+    data: Callable[[], Any] = Tokens
+    loss: Callable[..., Any] | None = None
+    optimizer: Callable[[list[tuple[str, Tensor]]], torch.optim.Optimizer] | None = None
+    each: Callable[[Run], None] | None = None
+    """What the user's loop does after every step."""
+    job: Job | None = None
+    like: str = ""
+    """The model whose result on one device it must have, if that is another."""
+    is_cut: bool = False
+    """Whether its plan of tensor parallelism is proven with the first trace, for any layout."""
+
+    def __call__(self) -> nn.Module:
+        return self.build()
+
+
+def code_of(model: str) -> Code:
+    """Return a model of `MODELS` with what it is trained by."""
+    known = MODELS[model]
+    return known if isinstance(known, Code) else Code(known, is_cut=True)
+
+
+def job_for(model: str) -> Job:
+    """Return the job in which a model is held against one device."""
+    return code_of(model).job or clipped()
+
+
+def source_of(model: str, layout: Layout, job: Job, dataset: Callable[[], Any] | None = None) -> Source:
+    """Return a model of `MODELS`, traced on a sample."""
+    code = code_of(model)
+    dataset = dataset or code.data
+    source = Source(perturbed(code.build), code.loss or loss_of(job), code.optimizer or optimizer_of(job), model)
     example = next(batches(dataset(), job)).samples([0])
-    known = traced.prepared((model, dataset), source, job, example, layout, for_any=True)
-    return replace(source, prepared=known)
+    key = (model if code.is_cut else code.build, dataset, code.loss)
+    return replace(source, prepared=traced.prepared(key, source, job, example, layout, for_any=code.is_cut))
 
 
 _ahead: dict[tuple[str, str], None] = {}
@@ -110,10 +148,12 @@ def trace_ahead() -> None:
     while _ahead:
         (model, layout), _ = _ahead.popitem()
         with contextlib.suppress(Exception):  # the test that asks for it finds it out itself
-            source_of(model, Layout.parse(layout), clipped())
+            source_of(model, Layout.parse(layout), job_for(model))
 
 
-def make_run(rank: int, world: int, model: str, layout: str | Layout, job: Job, dataset: type[Dataset] = Tokens) -> Run:
+def make_run(
+    rank: int, world: int, model: str, layout: str | Layout, job: Job, dataset: Callable[[], Any] | None = None
+) -> Run:
     per_node = job.run.ranks_per_node or world
     place = RankInfo(rank, rank % per_node, world, per_node, device_of_ranks())
     where = Layout.parse(layout) if isinstance(layout, str) else layout
@@ -123,7 +163,7 @@ def make_run(rank: int, world: int, model: str, layout: str | Layout, job: Job, 
 def prepared_run(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
     """A run that has its weights, before its first step."""
     run = make_run(rank, world, model, layout, job)
-    run.prepare(next(batches(Tokens(), job)).samples([0]))
+    run.prepare(next(batches(code_of(model).data(), job)).samples([0]))
     return run
 
 
@@ -181,12 +221,29 @@ def perturbed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 def observe(rank: int, world: int, model: str, layout: str, job: Job, record: bool = False) -> Observed:
     """Take the job's steps; with `record`, keep the ledger of the last one."""
-    return follow(make_run(rank, world, model, layout, job), Tokens(), job, record)
+    code = code_of(model)
+    with seeded(rank) if isinstance(MODELS[model], Code) else contextlib.nullcontext():
+        return follow(make_run(rank, world, model, layout, job), code.data(), job, record, code.each)
+
+
+@contextlib.contextmanager
+def seeded(rank: int) -> Iterator[None]:
+    """Give each rank random numbers of its own, as processes that are started apart have."""
+    kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    torch.manual_seed(1000 + rank)
+    random.seed(1000 + rank)
+    np.random.seed(1000 + rank)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+        np.random.set_state(kept[2])
 
 
 def reference(model: str, job: Job | None = None) -> Observed:
     """What one device computes."""
-    return _reference(model, (job or clipped()).model_dump_json())
+    return _reference(model, (job or job_for(model)).model_dump_json())
 
 
 @functools.cache
@@ -196,10 +253,19 @@ def _reference(model: str, job: str) -> Observed:
 
 def prove(layout: str, model: str, job: Job | None = None, device: str = "cpu") -> None:
     """Hold the ranks of a layout against one CPU in float64, and what they sent against the program."""
-    job = job or clipped()
+    job = job or job_for(model)
     ranks = on_ranks(layout, observe, model, job, True, device=device)
-    assert_same(ranks, reference(model, job), TOLERANCE)
+    assert_same(ranks, reference(code_of(model).like or model, job), TOLERANCE)
     assert_ledger(ranks, layout)
+
+
+def prove_refused(layout: str, model: str, words: str, error: type[InputError] = LayoutError, waiver: str = "") -> None:
+    """Hold a layout to a refusal of a model, by these words and, if one is given, with this waiver."""
+    with pytest.raises(error, match=words) as refusal:
+        on_ranks(layout, observe, model, job_for(model))
+    if waiver:
+        assert isinstance(refusal.value, UnprovenError)
+        assert refusal.value.waiver == waiver
 
 
 def prove_ledger(layout: str, model: str, precision: str = "bf16") -> list[Observed]:
@@ -231,6 +297,7 @@ def follow(
         if each is not None:
             each(run)
     seen.weights = [(p.name, *_place(run, p), p.master().cpu().clone()) for p in run.updater.pieces]
+    seen.remarks = run._stepper.refusals.remarks
     seen.picks = bool(run.program.step.model.picks_at)
     seen.cuts, seen.index = cuts_of(run)
     return seen

@@ -12,7 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-PARTS = (("tests/parity",), ("tests", "--ignore=tests/parity"))
+PARTS = (("tests/parity", "tests/code"), ("tests", "--ignore=tests/parity", "--ignore=tests/code"))
 """What the sessions run: each takes about half of the processor time, and they trace few models twice."""
 _printing = threading.Lock()
 

@@ -33,7 +33,7 @@ def verdicts() -> dict[str, Any]:
     found = {f"{model}, {layout}": prove(model, layout).to_record() for model, layout in CLEAN}
     for name in PLANTED:
         fault = FAULTS[name]
-        found[name] = prove(fault.model, fault.layout, name, fault.own_precision, **fault.job).to_record()
+        found[name] = prove(fault.code, fault.layout, name, fault.own_precision, **fault.job).to_record()
     with tempfile.TemporaryDirectory() as folder:
         for layout in COMMANDS:
             file = Path(folder, "verdict.json")

@@ -21,10 +21,10 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
+from tests.code import pipeline_models as models
 from tests.covering import daily
 from tests.laboratory import clipped, combinations, job_of, make_run, observe, on_ranks, prove, prove_ledger
 from tests.models import Tokens
-from tests.parity import pipeline_models as models
 from tests.pool import pool
 
 MODELS = [

@@ -10,9 +10,9 @@ from samestep.datasets import batches
 from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.strategies import program_of
+from tests.code.own_models import OWN
 from tests.laboratory import clipped, make_run, prove, source_of
 from tests.models import MODELS, Tokens, hf
-from tests.parity.own_models import OWN
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 PLAIN = {"dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 32, "pad_token_id": 1}

@@ -25,42 +25,28 @@ from samestep.runtime.axes.precision import for_loss
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import rounding, traced
+from tests.code import odd_models  # noqa: F401, which enters its models into MODELS
 from tests.covering import daily
-from tests.laboratory import Observed, follow, job_of, largest_error, make_run, perturbed, whole
-from tests.models import MODELS, VOCABULARY, Tokens
-from tests.parity.test_odd_models import ODD, Odd, Pairs
+from tests.laboratory import Observed, code_of, follow, job_of, largest_error, make_run, whole
+from tests.models import VOCABULARY, Tokens
 from tests.pool import pool
-
-REGRESSORS: dict[str, Odd] = {"flat": ODD["flat"], "flat_with_root": ODD["flat_with_root"]}
 
 
 def job_for(model: str, precision: str) -> Job:
-    loss = REGRESSORS[model].loss if model in REGRESSORS else "cross_entropy"
+    loss = (code_of(model).job or job_of()).train.loss
     numerics = {"loss_scale": 1024.0} if precision == "fp16" else {}
     return job_of(precision, 2, train={"loss": loss}, numerics=numerics, optimizer={"clip_norm": 0.5})
 
 
-def run_of(rank: int, world: int, model: str, layout: str, job: Job) -> Run:
-    if model in MODELS:
-        return make_run(rank, world, model, layout, job)
-    place = RankInfo(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
-    source = Source(perturbed(REGRESSORS[model].build), loss_of(job), optimizer_of(job), model)
-    return Run(source, Layout.parse(layout), job, place)
-
-
-def dataset_of(model: str) -> Any:
-    return Pairs() if model in REGRESSORS else Tokens()
-
-
 def watch(rank: int, world: int, model: str, layout: str, precision: str, record: bool = False) -> Observed:
     job = job_for(model, precision)
-    return follow(run_of(rank, world, model, layout, job), dataset_of(model), job, record)
+    return follow(make_run(rank, world, model, layout, job), code_of(model).data(), job, record)
 
 
 @functools.cache
 def bound(model: str, precision: str) -> tuple[Observed, rounding.Limits]:
     job = job_for(model, precision)
-    return rounding.allowed(functools.partial(run_of, 0, 1, model, "dp=1", job), dataset_of(model), job)
+    return rounding.allowed(functools.partial(make_run, 0, 1, model, "dp=1", job), code_of(model).data(), job)
 
 
 EVERY = [
@@ -83,7 +69,7 @@ SOME = [
 ]
 FEW = ["dp=2", "dp=2 zero=1 microbatch=1", "dp=2 zero=3 microbatch=2"]
 CASES = [("plain", "bf16", EVERY), ("gpt2", "bf16", SOME), ("llama", "bf16", FEW), ("gpt2", "fp16", SOME)]
-CASES += [("flat_with_root", "bf16", FEW), ("flat", "fp16", FEW)]
+CASES += [("odd flat_with_root", "bf16", FEW), ("odd flat", "fp16", FEW)]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +243,7 @@ def skips(rank: int, world: int, layout: str) -> list[bool]:
     """Take steps near the edge of float16, which a loss scale that doubles every second step keeps coming back to."""
     numerics = {"loss_scale": 2.0**21, "loss_scale_growth_steps": 2}
     job = job_of("fp16", 8, numerics=numerics, optimizer={"name": "adam", "lr": 1e-3, "options": {}})
-    run = run_of(rank, world, "gpt2_even", layout, job)
+    run = make_run(rank, world, "gpt2_even", layout, job)
     return [run.step(batch).skipped for batch in batches(Tokens(), job)]
 
 

@@ -6,6 +6,7 @@ choices), held in float64 to 1e-9 against one device: losses, norms, gradients a
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -19,20 +20,8 @@ from samestep.building.loss import cross_entropy
 from samestep.datasets import Batch
 from samestep.errors import InputError, ModelError
 from samestep.layout import Layout
-from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.run import Run
-from tests.parity.test_state_and_randomness import (
-    JOB,
-    VOCABULARY,
-    WIDTH,
-    Blocks,
-    Net,
-    Pairs,
-    assert_equal,
-    data_of,
-    in_layout,
-    source,
-)
+from tests.code.vectors import JOB, VOCABULARY, WIDTH, Blocks, Net, Pairs, code
+from tests.laboratory import make_run, prove, prove_refused, source_of
 from tests.pool import pool
 
 SPLIT = ("dp=2", "dp=1 microbatch=4", "dp=2 zero=3 microbatch=2")
@@ -259,72 +248,61 @@ EQUAL = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _traced() -> None:
-    """Trace the models before ranks are forked, which inherit the traces."""
-    for build in (*EQUAL, Recurrent, OtherRows, OwnGenerator, Seeded, Binomial, Net):
-        source(build, Layout(), data_of(build))
-    for words in ON_AXES:
-        source(NoisyBlocks, Layout.parse(words), Even(True), loss=cross_entropy)
-
-
-@pytest.mark.parametrize("build", EQUAL)
-def test_numbers_are_those_of_one_device(build: type[nn.Module]) -> None:
-    assert_equal(build, *SPLIT)
+EVEN = code(NoisyBlocks, "of even sequences", data=functools.partial(Even, tokens=True), loss=cross_entropy)
+SEEDING = code(NoisyBlocks, "of samples that seed", data=functools.partial(Seeding, tokens=True), loss=cross_entropy)
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-@pytest.mark.parametrize("build", [SequenceFirst, Recurrent])
-def test_torchs_layers_drop_the_elements_of_their_samples(build: type[nn.Module]) -> None:
-    assert_equal(build, *SPLIT)
+@pytest.mark.parametrize("layout", SPLIT)
+@pytest.mark.parametrize("model", [code(build, "that draws") for build in (*EQUAL, SequenceFirst, Recurrent)])
+def test_numbers_are_those_of_one_device(model: str, layout: str) -> None:
+    prove(layout, model)
 
 
-@pytest.mark.parametrize("layout", ON_AXES)
-def test_blocks_draw_the_same_on_every_axis(layout: str) -> None:
-    assert_equal(NoisyBlocks, layout, loss=cross_entropy, dataset=Even(True))
+@pytest.mark.parametrize(("layout", "model"), [(layout, EVEN) for layout in ON_AXES])
+def test_blocks_draw_the_same_on_every_axis(layout: str, model: str) -> None:
+    prove(layout, model)
 
 
 def test_numbers_of_hidden_neurons_are_cut_as_they_are() -> None:
     """Nothing is gathered for them."""
-    prepared = source(NoisyBlocks, Layout.parse("tp=2"), data_of(NoisyBlocks)).prepared
+    prepared = source_of(code(NoisyBlocks, "that draws"), Layout.parse("tp=2"), JOB).prepared
     assert prepared is not None
     assert prepared.analysis.gathered == {}
 
 
 def test_a_data_set_that_seeds_the_generator_of_the_process_disturbs_no_numbers() -> None:
     """A pipeline's stage reads samples inside a forward."""
-    assert_equal(NoisyBlocks, "pp=2 microbatch=4", loss=cross_entropy, dataset=Seeding(True))
+    prove("pp=2 microbatch=4", SEEDING)
 
 
 @pytest.mark.parametrize(
-    ("build", "words"),
+    ("model", "words", "layout"),
     [
-        (Mixup, "influence each other|dimension 0 must|an order of samples"),
-        (OtherRows, "samples influence each other"),
-        (OwnGenerator, "randn draws from a generator of its own"),
-        (Seeded, "randn: the forward seeds the generator itself, .* as a buffer, work"),
-        (Binomial, "binomial: its random numbers would differ between layouts"),
+        (code(build, "that draws"), words, "dp=2")
+        for build, words in [
+            (Mixup, "influence each other|dimension 0 must|an order of samples"),
+            (OtherRows, "samples influence each other"),
+            (OwnGenerator, "randn draws from a generator of its own"),
+            (Seeded, "randn: the forward seeds the generator itself, .* as a buffer, work"),
+            (Binomial, "binomial: its random numbers would differ between layouts"),
+        ]
     ],
 )
-def test_what_would_differ_is_refused_by_name(build: type[nn.Module], words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        in_layout(build, "dp=2")
+def test_what_would_differ_is_refused_by_name(model: str, words: str, layout: str) -> None:
+    prove_refused(layout, model, words, InputError)
 
 
 def test_a_loss_that_draws_is_refused_with_what_works() -> None:
-    with pytest.raises(
-        ModelError, match=r"random numbers in the loss; numbers that the model's forward draws and returns work"
-    ):
-        in_layout(Net, "dp=1", loss=noisy_loss)
+    words = r"random numbers in the loss; numbers that the model's forward draws and returns work"
+    prove_refused("dp=1", code(Net, "with torch's noise in the loss", loss=noisy_loss), words, ModelError)
 
 
 def evaluated(rank: int, world: int, layout: str) -> list[float]:
     """Return the loss of held-out samples, twice, of code that draws in evaluation too."""
     torch.manual_seed(rank)
-    where, dataset = Layout.parse(layout), data_of(Behind)
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    run = Run(source(Behind, where, dataset), where, JOB, place)
-    held_out = Batch(0, np.arange(16, 24), dataset)
+    run = make_run(rank, world, code(Behind, "that draws"), layout, JOB)
+    held_out = Batch(0, np.arange(16, 24), Pairs(tokens=False))
     return [run.evaluate(held_out)[0] for _ in range(2)]
 
 

@@ -20,7 +20,7 @@ from tests.proof.silent import PARITY, SILENT
 NIGHTLY = pytest.mark.nightly
 ROOT = Path(__file__).parents[2]
 CASES = sorted(
-    {(FAULTS[name].model, FAULTS[name].layout) for row in SILENT for name in row.faults if PARITY in row.tests}
+    {(FAULTS[name].code, FAULTS[name].layout) for row in SILENT for name in row.faults if PARITY in row.tests}
 )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,8 +28,21 @@ from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.optimizers.optimizer_source import check_optimizer, optimizer_source
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from tests import traced
-from tests.laboratory import TOLERANCE, Observed, assert_ledger, assert_same, follow, job_of, perturbed
+from tests.code.rows import entered
+from tests.laboratory import (
+    TOLERANCE,
+    Code,
+    Observed,
+    assert_ledger,
+    assert_same,
+    follow,
+    job_of,
+    perturbed,
+    prepared_run,
+    prove,
+    reference,
+    source_of,
+)
 from tests.models import VOCABULARY, Tokens
 from tests.pool import pool
 
@@ -314,98 +326,64 @@ TOGETHER = ("ByAllNorms", "ByAllNumbers")
 JOB = job_of("float64", 3, train={"global_batch": 4})
 
 
-def source_with(name: str, job: Job, layout: str = "dp=1") -> Source:
-    source = Source(perturbed(Small), loss_of(job), optimizer_source(OPTIMIZERS[name]), "small")
-    example = next(batches(Tokens(), job)).samples([0])
-    return replace(source, prepared=traced.prepared(("small", Tokens), source, job, example, Layout.parse(layout)))
-
-
-def stepped(rank: int, world: int, names: tuple[str, ...], layout: str, job: Job) -> dict[str, Observed]:
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    return {
-        name: follow(Run(source_with(name, job, layout), Layout.parse(layout), job, place), Tokens(), job, record=True)
-        for name in names
-    }
-
-
-@functools.cache
-def alone(name: str) -> Observed:
-    return stepped(0, 1, (name,), "dp=1", JOB)[name]
-
-
-def assert_equal(names: tuple[str, ...], layout: str) -> None:
-    """Every one of these optimizers gives in the layout what it gives on one device."""
-    expected = {name: alone(name) for name in names}
-    source_with(names[0], JOB, layout)  # which the ranks inherit
-    ranks = pool(Layout.parse(layout).world_size).run(stepped, names, layout, JOB)
-    for name in names:
-        try:
-            assert_same([seen[name] for seen in ranks], expected[name], TOLERANCE)
-            assert_ledger([seen[name] for seen in ranks], layout)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
+RULES = {
+    name: entered(f"rule {name}", Code(Small, optimizer=optimizer_source(rule), job=JOB))
+    for name, rule in OPTIMIZERS.items()
+}
 
 
 SOME = tuple(BY_ELEMENTS[turn::3] + WHOLE[turn::3] for turn in range(3))
 
 
-@pytest.mark.parametrize(
-    ("layout", "names"),
-    [
-        pytest.param(layout, names, marks=() if is_daily else pytest.mark.nightly)
+NIGHTLY = pytest.mark.nightly
+ROWS = [
+    *(
+        pytest.param(layout, RULES[name], marks=() if index == turn else NIGHTLY)
         for layout, turn in {"dp=2 zero=1": 0, "dp=2 zero=2": 3, "dp=2 zero=3": 1, "pp=2 microbatch=2": 2}.items()
         for index, names in enumerate(SOME)
-        for is_daily in [index == turn]
-    ],
-)
-def test_rules_by_elements_and_by_whole_weights_run_equal(names: tuple[str, ...], layout: str) -> None:
-    assert_equal(names, layout)
+        for name in names
+    ),
+    # Whole weights that tp cuts come to one owner.
+    ("tp=2", RULES["muon beside adam"]),
+    *(pytest.param("dp=2 tp=2 zero=3", RULES[name], marks=NIGHTLY) for name in ("muon beside adam", "Lion")),
+    *(pytest.param("pp=2 tp=2 microbatch=2", RULES[name], marks=NIGHTLY) for name in ("Shampoo", "adafactor")),
+    *(
+        pytest.param(layout, RULES[name], marks=NIGHTLY)
+        for layout in ("tp=2", "dp=2 tp=2", "dp=2 tp=2 zero=1", "dp=2 tp=2 zero=2", "dp=2 tp=2 zero=3")
+        for name in WHOLE
+    ),
+    # Optimizers that hold others, stack weights or ask for ranks.
+    *(
+        pytest.param(layout, RULES[name], marks=() if layout == "dp=2 zero=3" else NIGHTLY)
+        for layout in ("dp=2 zero=3", "tp=2", "dp=2", "dp=2 zero=1")
+        for name in ("Wrapping", "Batched", "Joined")
+    ),
+    # Rules that couple weights run where every rank has all.
+    *(("dp=2", RULES[name]) for name in TOGETHER),
+]
 
 
-@pytest.mark.parametrize(
-    ("layout", "names"),
-    [
-        ("tp=2", ("muon beside adam",)),
-        pytest.param("dp=2 tp=2 zero=3", ("muon beside adam", "Lion"), marks=pytest.mark.nightly),
-        pytest.param("pp=2 tp=2 microbatch=2", ("Shampoo", "adafactor"), marks=pytest.mark.nightly),
-        *(
-            pytest.param(layout, WHOLE, marks=pytest.mark.nightly)
-            for layout in ("tp=2", "dp=2 tp=2", "dp=2 tp=2 zero=1", "dp=2 tp=2 zero=2", "dp=2 tp=2 zero=3")
-        ),
-    ],
-)
-def test_whole_weights_that_tp_cuts_come_to_one_owner(names: tuple[str, ...], layout: str) -> None:
-    assert_equal(names, layout)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    ["dp=2 zero=3", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("tp=2", "dp=2", "dp=2 zero=1"))],
-)
-def test_optimizers_that_hold_others_stack_weights_or_ask_for_ranks_run_equal(layout: str) -> None:
-    assert_equal(("Wrapping", "Batched", "Joined"), layout)
+@pytest.mark.parametrize(("layout", "model"), ROWS)
+def test_rules_run_equal(layout: str, model: str) -> None:
+    prove(layout, model)
 
 
 @pytest.mark.parametrize("name", [*TOGETHER, "Noisy"])
 def test_rules_that_couple_weights_or_draw_are_refused_where_these_are_spread(name: str) -> None:
-    spec = source_with(name, JOB).prepared.spec  # type: ignore[union-attr]
+    spec = source_of(RULES[name], Layout(), JOB).prepared.spec  # type: ignore[union-attr]
     source = optimizer_source(OPTIMIZERS[name])
     for layout in ("dp=2 zero=1", "dp=2 zero=3", "pp=2"):
         with pytest.raises(LayoutError, match=r"(another update: (zero=0|pp=1)|one rank) works$"):
             check_optimizer(source, spec, Layout.parse(layout))
 
 
-def test_rules_that_couple_weights_run_where_every_rank_has_all() -> None:
-    assert_equal(TOGETHER, "dp=2")
-
-
 @pytest.mark.parametrize("name", [pytest.param("muon beside adam", marks=pytest.mark.nightly), "Factored"])
 def test_an_owner_of_whole_weights_and_any_other_layout_read_its_checkpoint(name: str, tmp_path: Path) -> None:
     """Saved under zero=3 or tp after two steps, resumed in the other kinds and on one device: the third step is equal."""
     before, after = ("tp=2", "dp=2 zero=1") if name == "Factored" else ("dp=2 zero=3", "tp=2")
-    source_with(name, JOB, "tp=2")  # which the ranks inherit
+    source_of(RULES[name], Layout.parse("tp=2"), JOB)  # which the ranks inherit
     pool(2).run(saved, name, before, str(tmp_path))
-    expected = alone(name)
+    expected = reference(RULES[name])
     assert abs(resumed(0, 1, name, "dp=1", str(tmp_path)) - expected.losses[2]) < TOLERANCE
     for loss in pool(2).run(resumed, name, after, str(tmp_path)):
         assert abs(loss - expected.losses[2]) < TOLERANCE
@@ -413,7 +391,7 @@ def test_an_owner_of_whole_weights_and_any_other_layout_read_its_checkpoint(name
 
 def written_between(rank: int, world: int, layout: str) -> float:
     """Return the third loss after all weights were halved by hand behind the first step."""
-    run = run_with(rank, world, "muon beside adam", layout)
+    run = prepared_run(rank, world, RULES["muon beside adam"], layout, JOB)
     for batch in itertools.islice(batches(Tokens(), JOB), 3):
         report = run.step(batch)
         with torch.no_grad():
@@ -425,26 +403,19 @@ def written_between(rank: int, world: int, layout: str) -> float:
 @pytest.mark.parametrize("layout", ["dp=2 zero=3", pytest.param("tp=2", marks=pytest.mark.nightly)])
 def test_what_a_user_writes_into_a_weight_reaches_its_owner(layout: str) -> None:
     expected = written_between(0, 1, "dp=1")
-    source_with("muon beside adam", JOB, layout)  # which the ranks inherit
+    source_of(RULES["muon beside adam"], Layout.parse(layout), JOB)  # which the ranks inherit
     assert all(abs(loss - expected) < TOLERANCE for loss in pool(2).run(written_between, layout))
 
 
-def run_with(rank: int, world: int, name: str, layout: str) -> Run:
-    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
-    run = Run(source_with(name, JOB, layout), Layout.parse(layout), JOB, place)
-    run.prepare(next(batches(Tokens(), JOB)).samples([0]))
-    return run
-
-
 def saved(rank: int, world: int, name: str, layout: str, folder: str) -> None:
-    run = run_with(rank, world, name, layout)
+    run = prepared_run(rank, world, RULES[name], layout, JOB)
     for batch in itertools.islice(batches(Tokens(), JOB), 2):
         run.step(batch)
     checkpoint.save(run, Path(folder), keep=1)
 
 
 def resumed(rank: int, world: int, name: str, layout: str, folder: str) -> float:
-    run = run_with(rank, world, name, layout)
+    run = prepared_run(rank, world, RULES[name], layout, JOB)
     found = manifests.latest(Path(folder))
     assert found is not None
     checkpoint.load(run, found)

@@ -24,9 +24,10 @@ from samestep.runtime.processes.join import RankInfo
 from tests.laboratory import job_of, on_ranks, source_of
 from tests.models import Tokens
 from tests.proof import batch_faults, cut_faults, part_faults
-from tests.proof.planting import FAULTS
+from tests.proof.planting import of_kind
 
 __all__ = ["FAULTS", "batch_faults", "cut_faults", "part_faults", "prove", "subject"]
+FAULTS = of_kind("fault")
 
 
 # -- carrying it out -------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""How a deliberate fault is entered into the list: where it shows, what it is, and what `verify` must call it."""
+"""How a deliberate wrong is entered into the list: its kind, where it shows, and what `verify` must call it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch.distributed as dist
@@ -15,30 +15,64 @@ from samestep.proof.verdict import Cause
 Patch = pytest.MonkeyPatch
 
 
-@dataclass(frozen=True)
-class Fault:
-    """One fault: where it shows, what it is, what `verify` must call it."""
+Kind = Literal["fault", "reverted", "resumed", "broken", "missed"]
+"""A mistake in a right run, or a mend of the reviews that is taken away: `verify` names what comes of it, a resumed run has other
+losses, the run ends in an error that is no refusal, or what was refused is accepted."""
 
-    cause: Cause
+
+@dataclass(frozen=True)
+class Planted:
+    """One wrong that is put into the runtime for the length of a run."""
+
+    kind: Kind
+    code: str
+    """A model of `tests/models.py`, or the case of `reproductions.py` that shows a mend."""
     layout: str
     install: Callable[[Patch], None]
-    model: str = "plain"
+    cause: Cause | None = None
+    """What `verify` must call it."""
     job: dict[str, Any] = field(default_factory=dict)
     own_precision: bool = False
     """It shows in the job's own precision alone."""
+    mends: tuple[str, ...] = ()
+    """The causes in the reviews that it mends."""
+    text: str = ""
+    """Words of the error or of the refusal."""
+    one_device: bool = False
+    """Whether it is taken away on the one device too, so that only the plain torch loop shows it."""
+    is_refused: bool = False
+    """Whether the layout is refused while the mend stands."""
+    steps: int = 2
+    allow: tuple[str, ...] = ()
 
 
-FAULTS: dict[str, Fault] = {}
+PLANTED: dict[str, Planted] = {}
 
 
-def fault(cause: Cause, layout: str, model: str = "plain", *, own_precision: bool = False, **job: Any) -> Any:
+def planted(kind: Kind, code: str, layout: str, cause: Cause | None = None, **fields: Any) -> Any:
     """Enter a function into the list under its own name."""
 
     def enter(install: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        FAULTS[install.__name__] = Fault(cause, layout, install, model, job, own_precision)
+        assert install.__name__ not in PLANTED, f"two faults are called {install.__name__}"
+        PLANTED[install.__name__] = Planted(kind, code, layout, install, cause, **fields)
         return install
 
     return enter
+
+
+def of_kind(*kinds: Kind) -> dict[str, Planted]:
+    """Return what is entered of some kinds so far, by name."""
+    return {name: row for name, row in PLANTED.items() if row.kind in kinds}
+
+
+def fault(cause: Cause, layout: str, model: str = "plain", *, own_precision: bool = False, **job: Any) -> Any:
+    """Enter a mistake in a right run."""
+    return planted("fault", model, layout, cause, job=job, own_precision=own_precision)
+
+
+def mend(kind: Kind, mends: str, case: str, layout: str, cause: Cause | None = None, **fields: Any) -> Any:
+    """Enter a mend of causes in the reviews, without which a case is wrong."""
+    return planted(kind, case, layout, cause, mends=tuple(mends.split()), **fields)
 
 
 def around(patch: Patch, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:

@@ -7,18 +7,15 @@ or either. `outcome` runs one of them, and `table` lists all for the documents.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import random
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +31,7 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.run import Run
 from tests import traced
-from tests.laboratory import TOLERANCE, Observed, assert_same, follow, largest_error, whole
+from tests.laboratory import TOLERANCE, Observed, assert_same, follow, largest_error, seeded, whole
 from tests.pool import pool
 from tests.proof import later_code as later
 from tests.proof import odd_code as odd
@@ -274,21 +271,6 @@ def _source(case: Reproduction, layout: Layout) -> Source:
         return source
     example = next(batches(case.data(), case.job)).samples([0])
     return replace(source, prepared=traced.prepared(("reproduction", case.name), source, case.job, example, layout))
-
-
-@contextlib.contextmanager
-def seeded(rank: int) -> Iterator[None]:
-    """Give each rank random numbers of its own, as processes that are started apart have."""
-    kept = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    torch.manual_seed(1000 + rank)
-    random.seed(1000 + rank)
-    np.random.seed(1000 + rank)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(kept[0])
-        random.setstate(kept[1])
-        np.random.set_state(kept[2])
 
 
 @functools.cache

@@ -7,12 +7,13 @@ of it and name the cause; `test_reverted.py` proves every row, and that nothing 
 
 from __future__ import annotations
 
+import functools
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,45 +40,21 @@ from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weights import fsdp_units, replicated
 from samestep.schedules import Action, TaskKind
 from samestep.tracing import watched_forward
+from tests.laboratory import seeded
 from tests.pool import pool
-from tests.proof.planting import around
-from tests.proof.reproductions import CASES, carry_out, seeded
+from tests.proof.planting import PLANTED, Kind, around, mend
+from tests.proof.reproductions import CASES, carry_out
 
 Patch = pytest.MonkeyPatch
 
 
-@dataclass(frozen=True)
-class Reverted:
-    """One mend that is taken away."""
-
-    causes: tuple[str, ...]
-    """The causes in the reviews that it mends."""
-    case: str
-    """The code that shows it, by its name in `reproductions.py`."""
-    layout: str
-    found: Cause
-    install: Callable[[Patch], None]
-    one_device: bool = False
-    """Whether it is taken away on the one device too, so that only the plain torch loop shows it."""
-    is_refused: bool = False
-    """Whether the layout is refused while the mend stands."""
-    steps: int = 2
-    allow: tuple[str, ...] = ()
+def _with_text(kind: Kind, mends: str, case: str, layout: str, text: str) -> Any:
+    return mend(kind, mends, case, layout, text=text)
 
 
-REVERTED: dict[str, Reverted] = {}
-
-
-def reverted(causes: str, case: str, layout: str, found: Cause, **fields: Any) -> Any:
-    """Enter a function into the list under its own name."""
-
-    def enter(install: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        REVERTED[install.__name__] = Reverted(tuple(causes.split()), case, layout, found, install, **fields)
-        return install
-
-    return enter
-
-
+reverted = functools.partial(mend, "reverted")
+resumed = functools.partial(mend, "resumed", cause=Cause.CHECKPOINT)
+broken, missed = (functools.partial(_with_text, kind) for kind in ("broken", "missed"))
 PP = "dp=1 pp=2 microbatch=4"
 
 
@@ -276,19 +253,6 @@ def experts_are_taken_to_weigh_as_others_do(patch: Patch) -> None:
 
 # -- what a resume restores --------------------------------------------------------------------------
 
-RESUMED: dict[str, Reverted] = {}
-"""Mends of checkpoints: without them a resumed run has other losses than one that was not interrupted."""
-
-
-def resumed(causes: str, case: str, layout: str) -> Any:
-    """Enter a function into the list under its own name."""
-
-    def enter(install: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        RESUMED[install.__name__] = Reverted(tuple(causes.split()), case, layout, Cause.CHECKPOINT, install)
-        return install
-
-    return enter
-
 
 def _forgets(patch: Patch, key: str) -> None:
     def read(original: Any, folder: Path) -> dict[str, Any]:
@@ -319,39 +283,14 @@ def the_loss_scale_is_that_of_the_first_sample_read(patch: Patch) -> None:
 
 def resume(rank: int, world: int, name: str, is_mended: bool) -> float:
     """Return by how much the losses of a resumed run differ from those of one that was not interrupted."""
-    row = RESUMED[name]
+    row = PLANTED[name]
     with pytest.MonkeyPatch.context() as patch:
         if not is_mended:
             row.install(patch)
-        return max(map(abs, carry_out(rank, world, row.case, row.layout).losses))
+        return max(map(abs, carry_out(rank, world, row.code, row.layout).losses))
 
 
 # -- what ends in an error ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A mend without which the run ends in an error that is no refusal."""
-
-    cause: str
-    case: str
-    layout: str
-    text: str
-    """Of the error, as a regular expression."""
-    install: Callable[[Patch], None]
-
-
-BROKEN: dict[str, Broken] = {}
-
-
-def broken(cause: str, case: str, layout: str, text: str) -> Any:
-    """Enter a function into the list under its own name."""
-
-    def enter(install: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        BROKEN[install.__name__] = Broken(cause, case, layout, text, install)
-        return install
-
-    return enter
 
 
 ZERO_BUBBLE = "dp=1 pp=2 microbatch=2 schedule=zero-bubble"
@@ -395,10 +334,10 @@ def arguments_of_experts_are_taken_in_the_order_of_the_call(patch: Patch) -> Non
 
 def end(rank: int, world: int, name: str) -> None:
     """Run one rank of a row's layout without the mend, until it ends in an error."""
-    row = BROKEN[name]
+    row = PLANTED[name]
     with pytest.MonkeyPatch.context() as patch:
         row.install(patch)
-        carry_out(rank, world, row.case, row.layout)
+        carry_out(rank, world, row.code, row.layout)
 
 
 @broken("D5", "unused layer in bf16", "dp=2 zero=3", "uniform gradient dtype")
@@ -411,20 +350,6 @@ def unused_weights_have_zeros_in_their_own_dtype(patch: Patch) -> None:
 
     around(patch, fsdp_units.RunningUnit, "complete", complete)
     unused_weights_have_gradients_of_zeros(patch)
-
-
-MISSED: dict[str, Broken] = {}
-"""Refusals without which a case is accepted, though one device and a plain loop do what it does: they train nothing either."""
-
-
-def missed(cause: str, case: str, layout: str, text: str) -> Any:
-    """Enter a function into the list under its own name; `text` is of the refusal that it takes back."""
-
-    def enter(install: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MISSED[install.__name__] = Broken(cause, case, layout, text, install)
-        return install
-
-    return enter
 
 
 @missed("A23", "optimizer over other weights", "dp=1", "was not given")
@@ -446,8 +371,8 @@ ONE = RankInfo(0, 0, 1, 1, torch.device("cpu"))
 
 def subject(name: str, folder: Path) -> sides.Subject:
     """Return what is proven: the code of a row under its layout, traced as the patches of this process let it be."""
-    row = REVERTED[name]
-    case, where = CASES[row.case], Layout.parse(row.layout)
+    row = PLANTED[name]
+    case, where = CASES[row.code], Layout.parse(row.layout)
     job = verify._proving(
         case.job.model_copy(update={"run": Job(run={"device": "cpu", "allow": row.allow}).run}), row.steps
     )
@@ -460,14 +385,14 @@ def on_a_rank(rank: int, world: int, name: str, folder: Path, is_mended: bool) -
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch, seeded(rank), warnings.catch_warnings():
         if not is_mended:
-            REVERTED[name].install(patch)
+            PLANTED[name].install(patch)
             warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
         sides.in_layout(place, subject(name, folder))
 
 
 def prove(name: str, is_mended: bool = False) -> Verdict:
     """Hold a row's layout against one device and a plain torch loop."""
-    row = REVERTED[name]
+    row = PLANTED[name]
     folder = Path(tempfile.mkdtemp(prefix="samestep-reverted-"))
     try:
         with pytest.MonkeyPatch.context() as patch, seeded(0):
@@ -484,7 +409,7 @@ def prove(name: str, is_mended: bool = False) -> Verdict:
         shutil.rmtree(folder, ignore_errors=True)
     return Verdict(
         layout=row.layout,
-        job=row.case,
+        job=row.code,
         steps=row.steps,
         precision="float64",
         checks=checks,

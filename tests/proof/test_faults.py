@@ -19,7 +19,7 @@ NAMES = [*MEASURED, *(pytest.param(name, marks=kind.marks) for name, kind in zip
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fault_is_caught_and_called_by_its_name(name):
     fault = FAULTS[name]
-    verdict = prove(fault.model, fault.layout, name, fault.own_precision, **fault.job)
+    verdict = prove(fault.code, fault.layout, name, fault.own_precision, **fault.job)
     assert not verdict.proven, verdict.to_text()
     assert verdict.cause is fault.cause, verdict.to_text()
     assert verdict.explanation

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samestep.errors import LayoutError, UnprovenError
-from samestep.layout import Layout
+from samestep.errors import UnprovenError
+from tests.code.rows import Equal, Refused, of_cases
 from tests.covering import daily
-from tests.laboratory import job_of, prove, source_of
+from tests.laboratory import Code
 from tests.models import MODELS, VOCABULARY
 
 WIDTH = 8
@@ -171,7 +171,7 @@ def the_first_sample_is_cleared(net: Language, x: Tensor) -> Tensor:
     return x
 
 
-EQUAL = [
+APART = [
     samples_second, two_views, all_tokens_as_rows, tokens_before_samples_as_rows, dropped_weights, one_after_the_other,
     written_one_by_one, experts_by_masks, experts_by_order, its_own_last_token, statistics_of_each_sample, repeated_samples,
     weights_of_each_sample, samples_in_chunks, the_first_sample_is_kept, values_of_a_table,
@@ -181,37 +181,6 @@ COUPLED = {
     attention_between_samples: "attention", a_capacity: "cumsum", best_of_the_batch: "topk", normalised_over_all: "norm",
     ranked_over_the_batch: "sort", chosen_over_the_batch: "gather|argmax", other_code_for_the_second_half: "tanh|addmm", the_first_sample_is_cleared: "copy_|fill_",
 }  # fmt: skip
-MODELS |= {f"between {part.__name__}": lambda part=part: Language(part) for part in (*EQUAL, *COUPLED)}
-LAYOUTS = ["dp=2", "dp=1 microbatch=1", "dp=2 zero=3 microbatch=2"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _traced(request: pytest.FixtureRequest) -> None:
-    """Trace every model before ranks are forked, which inherit the traces."""
-    for item in request.session.items:
-        given = item.callspec.params if hasattr(item, "callspec") else {}
-        if item.path == request.path and "part" in given:
-            source_of(f"between {given['part'].__name__}", Layout.parse(given.get("layout", "dp=1")), job_of())
-
-
-@pytest.mark.parametrize(("layout", "part"), daily(itertools.product(LAYOUTS, EQUAL)))
-def test_what_keeps_samples_apart_is_equal(part: Callable[..., Tensor], layout: str) -> None:
-    prove(layout, f"between {part.__name__}")
-
-
-@pytest.mark.parametrize("part", COUPLED)
-def test_what_mixes_samples_is_refused_by_name(part: Callable[..., Tensor]) -> None:
-    words = (
-        rf"lets the samples of a batch influence each other by \w*({COUPLED[part]}).*only one rank with microbatch=8"
-    )
-    with pytest.raises(LayoutError, match=words):
-        prove("dp=2", f"between {part.__name__}")
-
-
-def test_what_mixes_samples_runs_on_one_device_and_with_a_waiver() -> None:
-    prove("dp=1 microbatch=8", "between minus_the_batch")
-    with pytest.raises(AssertionError):
-        prove("dp=2", "between minus_the_batch", job_of(steps=2, run={"allow": ["samples"]}))
 
 
 # -- what no rule shows, but real values do ----------------------------------------------------------
@@ -311,21 +280,31 @@ MIXING = {
     a_weight_with_a_normed_gradient: "Function",
     a_weight_with_a_clamped_gradient: "a hook on a gradient",
 }
-MODELS |= {f"between {part.__name__}": lambda part=part: Language(part) for part in (*TRIED, *FOUND, *MIXING)}
+PARTS = (*APART, *COUPLED, *TRIED, *FOUND, *MIXING)
+MODELS |= {f"between {part.__name__}": Code(functools.partial(Language, part)) for part in PARTS}
+LAYOUTS = ["dp=2", "dp=1 microbatch=1", "dp=2 zero=3 microbatch=2"]
 
 
-@pytest.mark.parametrize(("layout", "part"), daily(itertools.product(LAYOUTS, TRIED)))
-def test_what_passes_a_trial_is_equal(part: Callable[..., Tensor], layout: str) -> None:
-    prove(layout, f"between {part.__name__}")
+def _in_turn(parts: list[Callable[..., Tensor]]) -> list[Any]:
+    return daily((layout, part.__name__) for layout, part in itertools.product(LAYOUTS, parts))
 
 
-@pytest.mark.parametrize("part", MIXING)
-def test_what_mixes_samples_in_a_trial_of_its_own_is_refused_before_the_first_step(part: Callable[..., Tensor]) -> None:
-    with pytest.raises(LayoutError, match=rf"lets the samples of a batch influence each other by .*{MIXING[part]}"):
-        prove("dp=2", f"between {part.__name__}")
-
-
-@pytest.mark.parametrize(("layout", "part"), daily(itertools.product(LAYOUTS, FOUND)))
-def test_what_fails_a_trial_refuses_the_first_step(part: Callable[..., Tensor], layout: str) -> None:
-    with pytest.raises(UnprovenError, match=r"samples influence each other|deviates"):
-        prove(layout, f"between {part.__name__}")
+EQUAL = [
+    *of_cases("between ", _in_turn(APART)),
+    *of_cases("between ", _in_turn(TRIED)),
+    Equal("dp=1 microbatch=8", "between minus_the_batch"),
+]
+INFLUENCE = "lets the samples of a batch influence each other by"
+REFUSED = [
+    *(
+        Refused("dp=2", f"between {part.__name__}", rf"{INFLUENCE} \w*({words}).*only one rank with microbatch=8")
+        for part, words in COUPLED.items()
+    ),
+    *(Refused("dp=2", f"between {part.__name__}", rf"{INFLUENCE} .*{words}") for part, words in MIXING.items()),
+    *(
+        Refused(
+            row.layout, row.code, r"samples influence each other|deviates", UnprovenError, is_nightly=row.is_nightly
+        )
+        for row in of_cases("between ", _in_turn(FOUND))
+    ),
+]

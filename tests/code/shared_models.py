@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.code.pipeline_models import WIDTH, Block, Language
 from tests.models import VOCABULARY
-from tests.parity.pipeline_models import WIDTH, Block, Language
 
 
 class Dropping(Block):

@@ -1,37 +1,20 @@
 """Models that no textbook has: frozen, tied, shared, unused and tiny weights, branches, other architectures.
 
-Each gives in every layout what one device gives, in float64 to 1e-9, and sends what its program lists; or it is refused
-with the reason and what would work.
+Each gives in every layout what one device gives, or is refused with the reason and what would work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
-
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import samestep
-from samestep.building.loss import loss_of
-from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
-from samestep.errors import LayoutError, ModelError
-from samestep.examination.examine import Source
-from samestep.job import Job
-from samestep.layout import Layout
-from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.run import Run
-from tests import traced
-from tests.laboratory import Observed, Runs, assert_same, follow, job_of, largest_error, perturbed, whole
-from tests.models import LENGTH, VOCABULARY, Plain, Tokens
-from tests.pool import pool
+from samestep.errors import ModelError
+from tests.code.rows import Equal, Refused, learned
+from tests.laboratory import Code, job_of
+from tests.models import LENGTH, MODELS, VOCABULARY, Plain, Tokens
 
-TOLERANCE = 1e-9
-LAYOUTS = ["dp=2", "dp=2 zero=1", "dp=2 zero=2 microbatch=1", "dp=2 zero=3"]
 WIDTH = 10
 
 
@@ -586,266 +569,75 @@ class Pairs:
         return self.features[index], self.targets[index]
 
 
-@dataclass(frozen=True)
-class Odd:
-    build: Callable[[], nn.Module]
-    dataset: Callable[[], Any] = Tokens
-    loss: str = "cross_entropy"
-
-
-ODD: dict[str, Odd] = {
-    "frozen_embedding": Odd(frozen_embedding),
-    "frozen_start": Odd(frozen_start),
-    "frozen_middle": Odd(frozen_middle),
-    "frozen_biases": Odd(frozen_biases),
-    "branching": Odd(Branching),
-    "unused": Odd(Unused),
-    "repeated": Odd(Repeated),
-    "twice_listed": Odd(twice_listed),
-    "echoing": Odd(echoing),
-    "read_outside": Odd(ReadOutside),
-    "empty": Odd(Empty),
-    "tied": Odd(Tied),
-    "named_at_root": Odd(NamedAtRoot),
-    "tied_and_read": Odd(TiedAndRead),
-    "tied_within": Odd(TiedWithin),
-    "owned_by_root": Odd(OwnedByRoot),
-    "narrow": Odd(narrow),
-    "recurrent": Odd(Recurrent),
-    "recurrent_blocks": Odd(recurrent_blocks),
-    "convolutional": Odd(convolutional, lambda: Pairs((3, 12), 4, classes=True)),
-    "nested": Odd(Nested),
-    "flat": Odd(Flat, Pairs, "mse"),
-    "flat_with_root": Odd(FlatWithRoot, Pairs, "mse"),
-    "encoder_decoder": Odd(EncoderDecoder),
-    "biased": Odd(Biased),
-    "buffered": Odd(Buffered),
-    "frozen_batch_norm": Odd(frozen_batch_norm, Pairs, "mse"),
-    "instance_norm_in_evaluation": Odd(instance_norm_in_evaluation, lambda: Pairs((3, 12), 4), "mse"),
-    "picking": Odd(picking),
-    "scaled": Odd(Scaled),
+ODD: dict[str, Code] = {
+    "frozen_embedding": learned(frozen_embedding),
+    "frozen_start": learned(frozen_start),
+    "frozen_middle": learned(frozen_middle),
+    "frozen_biases": learned(frozen_biases),
+    "branching": learned(Branching),
+    "unused": learned(Unused),
+    "repeated": learned(Repeated),
+    "twice_listed": learned(twice_listed),
+    "echoing": learned(echoing),
+    "read_outside": learned(ReadOutside),
+    "empty": learned(Empty),
+    "tied": learned(Tied),
+    "named_at_root": learned(NamedAtRoot),
+    "tied_and_read": learned(TiedAndRead),
+    "tied_within": learned(TiedWithin),
+    "owned_by_root": learned(OwnedByRoot),
+    "narrow": learned(narrow),
+    "recurrent": learned(Recurrent),
+    "recurrent_blocks": learned(recurrent_blocks),
+    "convolutional": learned(convolutional, lambda: Pairs((3, 12), 4, classes=True)),
+    "nested": learned(Nested),
+    "flat": learned(Flat, Pairs, "mse"),
+    "flat_with_root": learned(FlatWithRoot, Pairs, "mse"),
+    "encoder_decoder": learned(EncoderDecoder),
+    "biased": learned(Biased),
+    "buffered": learned(Buffered),
+    "frozen_batch_norm": learned(frozen_batch_norm, Pairs, "mse"),
+    "instance_norm_in_evaluation": learned(instance_norm_in_evaluation, lambda: Pairs((3, 12), 4), "mse"),
+    "picking": learned(picking),
+    "scaled": learned(Scaled),
 }
-REFUSED: dict[str, Odd] = {
-    "batch_norm": Odd(WithBatchNorm, Pairs, "mse"),
-    "instance_norm": Odd(WithInstanceNorm, lambda: Pairs((3, 12), 4), "mse"),
-    "in_place": Odd(in_place),
-    "skipping": Odd(Skipping, Halves),
+ODD |= {
+    "batch_norm": learned(WithBatchNorm, Pairs, "mse"),
+    "instance_norm": learned(WithInstanceNorm, lambda: Pairs((3, 12), 4), "mse"),
+    "in_place": learned(in_place),
+    "skipping": learned(Skipping, Halves),
 }
-
-
-def job_for(name: str, precision: str = "float64", **tables: Any) -> Job:
-    return job_of(precision, 3, train={"loss": (ODD | REFUSED)[name].loss}, **tables)
-
-
-def run_of(rank: int, world: int, name: str, layout: str, job: Job) -> Run:
-    place = RankInfo(rank=rank, local_rank=rank, world_size=world, ranks_per_node=world, device=torch.device("cpu"))
-    odd, where = (ODD | REFUSED)[name], Layout.parse(layout)
-    source = Source(perturbed(odd.build), loss_of(job), optimizer_of(job), name)
-    example = next(batches(odd.dataset(), job)).samples([0])
-    return Run(replace(source, prepared=traced.prepared(f"odd {name}", source, job, example, where)), where, job, place)
-
-
-def observe_odd(rank: int, world: int, name: str, layout: str, job: Job, record: bool = False) -> Observed:
-    return follow(run_of(rank, world, name, layout, job), (ODD | REFUSED)[name].dataset(), job, record)
-
-
-def observe_layouts(rank: int, world: int, name: str, layouts: list[str]) -> list[Observed]:
-    return [observe_odd(rank, world, name, layout, job_for(name), True) for layout in layouts]
-
-
-def _models_with_layouts() -> Iterator[Any]:
-    """Every model with one layout, in turn; the others nightly."""
-    for index, name in enumerate(ODD):
-        turn = index % len(LAYOUTS)
-        yield pytest.param(name, LAYOUTS[turn : turn + 1], id=name)
-        others = [*LAYOUTS[:turn], *LAYOUTS[turn + 1 :]]
-        yield pytest.param(name, others, id=f"{name}-others", marks=pytest.mark.nightly)
-
-
-@pytest.fixture(scope="module")
-def _traced(request: pytest.FixtureRequest) -> None:
-    """Trace the models of the tests that run before the first rank is forked: each that came later would fork them again."""
-    for item in request.session.items:
-        if item.path == request.path and "_traced" in getattr(item, "fixturenames", ()):
-            name = item.callspec.params["name"]  # type: ignore[attr-defined]
-            run_of(0, 1, name, "dp=1", job_for(name))
-
-
-@pytest.mark.usefixtures("_traced")
-@pytest.mark.parametrize(("name", "layouts"), list(_models_with_layouts()))
-def test_every_layout_computes_what_one_device_computes(name: str, layouts: list[str]) -> None:
-    reference = observe_odd(0, 1, name, "dp=1", job_for(name))
-    ranks = pool(2).run(observe_layouts, name, layouts)
-    for index, layout in enumerate(layouts):
-        seen = [rank[index] for rank in ranks]
-        assert_same(seen, reference, TOLERANCE)
-        assert all(one.ledger == one.predicted for one in seen), layout
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["encoder_decoder", "tied_within"]
-    + [
-        pytest.param(name, marks=pytest.mark.nightly)
+MODELS |= {f"odd {name}": code for name, code in ODD.items()}
+LAYOUTS = ["dp=2", "dp=2 zero=1", "dp=2 zero=2 microbatch=1", "dp=2 zero=3"]
+HELD = [name for name in ODD if name not in ("batch_norm", "instance_norm", "in_place", "skipping")]
+REPEATED = ["dp=2 zero=3 recompute=full", "dp=2 zero=2 microbatch=1 accumulate=full recompute=selective"]
+EQUAL = [
+    # Every model with one layout, in turn; the others nightly.
+    *(
+        Equal(layout, f"odd {name}", is_nightly=index % len(LAYOUTS) != turn)
+        for index, name in enumerate(HELD)
+        for turn, layout in enumerate(LAYOUTS)
+    ),
+    *(Equal(layout, f"odd {name}") for name in ("encoder_decoder", "tied_within") for layout in REPEATED),
+    *(
+        Equal(layout, f"odd {name}", is_nightly=True)
         for name in ("branching", "buffered", "recurrent_blocks", "repeated", "tied_and_read")
-    ],
-)
-def test_blocks_of_any_kind_can_be_repeated_for_their_backward(name: str) -> None:
-    layouts = ["dp=2 zero=3 recompute=full", "dp=2 zero=2 microbatch=1 accumulate=full recompute=selective"]
-    reference = observe_odd(0, 1, name, "dp=1", job_for(name))
-    ranks = pool(2).run(observe_layouts, name, layouts)
-    for index in range(len(layouts)):
-        assert_same([rank[index] for rank in ranks], reference, TOLERANCE)
-
-
-# -- what is refused, and what works instead -----------------------------------------------------------------------------
-
-
-def prepare_alone(name: str, layout: str) -> None:
-    """Come as far as a layout can be refused before there are other ranks."""
-    place = RankInfo(0, 0, Layout.parse(layout).world_size, 2, torch.device("cpu"))
-    job, odd = job_for(name), (ODD | REFUSED)[name]
-    run = Run(Source(odd.build, loss_of(job), optimizer_of(job)), Layout.parse(layout), job, place)
-    run.prepare(next(batches(odd.dataset(), job)).samples([0]))
-
-
-def test_a_branch_around_a_whole_block_is_computed_where_blocks_are_gathered() -> None:
-    """Rank 1's samples pass the block by, and it takes part in the gather all the same."""
-    reference = observe_odd(0, 1, "skipping", "dp=1", job_for("skipping"))
-    for layout in ("dp=2 zero=1", "dp=2 zero=3"):
-        assert_same(pool(2).run(observe_odd, "skipping", layout, job_for("skipping")), reference, TOLERANCE)
-
-
-def test_a_block_that_writes_into_its_input_cannot_be_repeated() -> None:
-    reference = observe_odd(0, 1, "in_place", "dp=1", job_for("in_place"))
-    assert_same(pool(2).run(observe_odd, "in_place", "dp=2 zero=1", job_for("in_place")), reference, TOLERANCE)
-    for recompute in ("full", "selective"):
-        with pytest.raises(ModelError, match=r"parts.0 writes into its own input.*recompute=none works"):
-            observe_odd(0, 1, "in_place", f"dp=1 recompute={recompute}", job_for("in_place"))
-
-
-def test_running_statistics_of_instances_are_refused_where_the_batch_is_split() -> None:
-    for layout in ("dp=1 microbatch=4", *LAYOUTS):
-        with pytest.raises(LayoutError, match=r"norm lets samples influence each other.*microbatch=8 computes it"):
-            prepare_alone("instance_norm", layout)
-
-
-def test_shapes_that_depend_on_values_are_refused_where_they_must_be_known() -> None:
-    with pytest.raises(LayoutError, match=r"at parts.0 depend on values.*a module of its own works.*tp=1 works"):
-        prepare_alone("picking", "tp=2")
-
-
-def test_shapes_that_depend_on_values_within_blocks_close_no_stage() -> None:
-    reference = observe_odd(0, 1, "picking", "dp=1", job_for("picking"))
-    for layout in ("pp=2", "pp=2 microbatch=2"):
-        seen = pool(2).run(observe_odd, "picking", layout, job_for("picking"), True)
-        assert_same(seen, reference, TOLERANCE)
-
-
-def test_running_statistics_are_updated_once_a_step() -> None:
-    """As in a plain loop: neither a repeated forward counts, nor one without gradients."""
-    job, dataset = job_of("float64", 3, train={"loss": "mse"}, optimizer={"lr": 0.0}), Pairs()
-    for layout in ("dp=1", "dp=1 recompute=full", "dp=1 recompute=selective"):
-        run = run_of(0, 1, "batch_norm", layout, job)
-        run.prepare(next(batches(dataset, job)).samples([0]))
-        plain = WithBatchNorm().double()
-        plain.load_state_dict(run.model.state_dict())
-        for batch in batches(dataset, job):
-            run.step(batch)
-            run.evaluate(batch)
-            plain(batch.samples(batch.indices)[0])
-        for name, buffer in plain.named_buffers():
-            assert torch.allclose(dict(run.model.named_buffers())[name], buffer, rtol=1e-12), (layout, name)
-
-
-# -- the Python way ----------------------------------------------------------------------------------------------------
-
-
-def regressor() -> nn.Module:
-    torch.manual_seed(11)
-    return FlatWithRoot()
-
-
-def grouped(model: nn.Module) -> torch.optim.Optimizer:
-    """Weights and biases in groups of their own, the first layer frozen by leaving it out."""
-    named = [(name, param) for name, param in model.named_parameters() if not name.startswith("first")]
-    return torch.optim.SGD(
-        [
-            {"params": [param for name, param in named if name.endswith("weight")], "lr": 0.05, "weight_decay": 0.1},
-            {"params": [param for name, param in named if not name.endswith("weight")], "momentum": 0.9},
-        ],
-        lr=0.2,
-    )
-
-
-def own_loss(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return (outputs - batch[1]).square().sum(), outputs.numel()
-
-
-def parallel(rank: int, world: int, layout: str, clip: float) -> tuple[list[float], Runs]:
-    """A user's loop around an instance of a model and an instance of an optimizer."""
-    model = regressor()
-    job = Job(
-        train={"global_batch": 8, "steps": 4},
-        numerics={"precision": "float64"},
-        optimizer={"clip_norm": clip},
-        run={"device": "cpu"},
-    )
-    run = samestep.parallelize(model, own_loss, grouped(model), layout=layout, job=job)
-    losses = [run.step(batch).loss for batch in samestep.batches(Pairs(), job)]
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), regressor().parameters(), strict=True))
-    return losses, [(p.name, p.start, p.stop, p.master().clone()) for p in run.updater.pieces]
-
-
-@pytest.mark.parametrize("layout", ["", "dp=2 zero=1 microbatch=1", "dp=2 zero=2 microbatch=2", "dp=2 zero=3"])
-def test_an_instance_trains_as_in_a_plain_loop(layout: str) -> None:
-    clip = 0.5
-    model = regressor().double()
-    optimizer = grouped(model)
-    losses = []
-    for batch in samestep.batches(Pairs(), Job(train={"global_batch": 8, "steps": 4})):
-        samples = batch.samples(batch.indices)
-        total, count = own_loss(model(samples[0]), samples)
-        model.zero_grad()
-        (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        losses.append(float(total.detach()) / count)
-    ranks = pool(2).run(parallel, layout, clip)
-    assert ranks[0][0] == ranks[1][0]
-    assert ranks[0][0] == pytest.approx(losses, rel=1e-9)
-    expected = {name: param.detach().flatten() for name, param in model.named_parameters()}
-    error, name = largest_error(whole([runs for _, runs in ranks]), expected)
-    assert error <= TOLERANCE, f"{name}: {error:.1e}"
-
-
-def main(place: RankInfo, layout: str) -> list[float]:
-    """What a user's script does on every rank."""
-    job = samestep.Job(train={"global_batch": 8, "steps": 4}, numerics={"precision": "float64"}, run={"device": "cpu"})
-    run = samestep.parallelize(
-        regressor, own_loss, lambda params: torch.optim.Adam(params, lr=0.01), layout=layout, job=job
-    )
-    assert run.place == place
-    return [run.step(batch).loss for batch in samestep.batches(Pairs(), job)]
-
-
-def test_a_script_of_ones_own_gives_the_same_losses_in_every_layout() -> None:
-    alone = samestep.launch(main, ("dp=1",), ranks=1, device="cpu")
-    for layout in ("dp=2", "dp=2 zero=3 microbatch=1"):
-        assert samestep.launch(main, (layout,), ranks=2, device="cpu") == pytest.approx(alone, rel=1e-6)
-
-
-def test_a_model_that_was_built_for_inference_trains() -> None:
-    """As `from_pretrained` gives it: evaluation mode of the whole is none of the user's wishes."""
-
-    def losses(is_built_in_training: bool) -> list[float]:
-        def build() -> nn.Module:
-            return Plain(dropout=0.5).train(is_built_in_training)
-
-        job = job_of("float64", 2)
-        run = Run(
-            Source(build, loss_of(job), optimizer_of(job)), Layout(), job, RankInfo(0, 0, 1, 1, torch.device("cpu"))
-        )
-        return [run.step(batch).loss for batch in batches(Tokens(), job)]
-
-    assert losses(False) == losses(True)
+        for layout in REPEATED
+    ),
+    # Rank 1's samples pass the block by, and it takes part in the gather all the same.
+    *(Equal(layout, "odd skipping") for layout in ("dp=2 zero=1", "dp=2 zero=3")),
+    Equal("dp=2 zero=1", "odd in_place"),
+    # Shapes that depend on values within blocks close no stage.
+    *(Equal(layout, "odd picking") for layout in ("pp=2", "pp=2 microbatch=2")),
+]
+REFUSED = [
+    *(
+        Refused(f"dp=1 recompute={recompute}", "odd in_place", r"parts.0 writes into its own input.*recompute=none works", ModelError)
+        for recompute in ("full", "selective")
+    ),
+    *(
+        Refused(layout, "odd instance_norm", r"norm lets samples influence each other.*microbatch=8 computes it")
+        for layout in ("dp=1 microbatch=4", *LAYOUTS)
+    ),
+    Refused("tp=2", "odd picking", r"at parts.0 depend on values.*a module of its own works.*tp=1 works"),
+]  # fmt: skip

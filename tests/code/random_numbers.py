@@ -1,0 +1,228 @@
+"""What draws random numbers, in the forward, the backward, the loss, the optimizer or the data: equal to one device, or refused."""
+
+from __future__ import annotations
+
+import functools
+import random
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from samestep.runtime.run import Run
+from tests.code.rows import Remarked, equal, refused, unproven
+from tests.code.vectors import (
+    DATA,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Net,
+    Pairs,
+    allowing,
+    code,
+    loss,
+)
+
+
+class LateDropout(Net):
+    """A probability that is raised after the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.0)
+
+    def between(self, h: Tensor) -> Tensor:
+        return self.drop(h)
+
+
+class LateRate(Net):
+    """The same with a number of the module's own."""
+
+    drop_rate = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop_rate = 0.0
+
+    def between(self, h: Tensor) -> Tensor:
+        return F.dropout(h, self.drop_rate, self.training)
+
+
+def raised(run: Run) -> None:
+    for module in run.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+        if isinstance(module, LateRate):
+            module.drop_rate = 0.3
+
+
+class OwnGenerator(Net):
+    """Noise that is no random number: a function of the features."""
+
+    def between(self, h: Tensor) -> Tensor:
+        noise = torch.sin(h.detach() * 1e4)
+        return h + 0.1 * noise
+
+
+class Reseeded(Net):
+    """A constant that is drawn in the first forward, and puts the generator back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.basis: np.ndarray | None = None
+
+    def between(self, h: Tensor) -> Tensor:
+        if self.basis is None:
+            self.basis = np.random.default_rng(3).standard_normal((8, 8))
+        return h @ torch.from_numpy(self.basis).to(h)
+
+
+class Aten(Net):
+    def between(self, h: Tensor) -> Tensor:
+        return torch.ops.aten.dropout(h, 0.3, self.training)
+
+
+def _drop(h: Tensor) -> Tensor:
+    return F.dropout(h, 0.3, True)
+
+
+class Scripted(Net):
+    """Dropout in a scripted function, which no function mode sees."""
+
+    def between(self, h: Tensor) -> Tensor:
+        return _SCRIPTED(h)
+
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # of one class or another, by version
+    _SCRIPTED = torch.jit.script(_drop)
+
+
+class NumpyNoise(Net):
+    def between(self, h: Tensor) -> Tensor:
+        return h * float(np.random.uniform(0.5, 1.5))
+
+
+class PythonNoise(Net):
+    def between(self, h: Tensor) -> Tensor:
+        return h if random.random() < 0.5 else 2 * h
+
+
+class NoisyGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad + 0.1 * torch.empty_like(grad).normal_()
+
+
+class BackwardNoise(Net):
+    def between(self, h: Tensor) -> Tensor:
+        return NoisyGradient.apply(h)
+
+
+class NoiseAfterWarmUp(Net):
+    """Noise in later steps alone, as exploration has it."""
+
+    scale = 0.0
+
+    def between(self, h: Tensor) -> Tensor:
+        return h + self.scale * torch.randn_like(h) if self.scale else h
+
+
+def noisy(run: Run) -> None:
+    run.model.scale = 0.1
+
+
+class MultipleOf624(Net):
+    """So many numbers that the generator's position is what it was."""
+
+    def between(self, h: Tensor) -> Tensor:
+        random.getrandbits(32 * 624)
+        return h
+
+
+def noisy_loss(outputs: Any, batch: Any) -> Any:
+    total, count = loss(outputs, batch)
+    return total * (1 + 0.1 * np.random.rand()), count
+
+
+class NoisySGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad.add_(0.01 * torch.randn_like(param))
+        return super().step()
+
+
+class Augmented(Pairs):
+    """Features with noise that is drawn when they are read."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn(WIDTH, dtype=x.dtype), y
+
+
+class SometimesFlipped(Pairs):
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return (x.flip(0) if random.random() < 0.5 else x), y
+
+
+class SeededByIndex(Pairs):
+    """Noise as a function of the index: from its own generator, and from the process's, which it seeds."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        random.seed(index)
+        noise = np.random.default_rng(index).standard_normal(WIDTH)
+        return x + 0.1 * torch.from_numpy(noise) * random.random(), y
+
+
+class TokensSeededByIndex(Pairs):
+    """Tokens of which some are replaced, drawn by the process's generators after these are seeded by the index."""
+
+    def __getitem__(self, index: int) -> Any:
+        random.seed(index)
+        np.random.seed(index)
+        sample = super().__getitem__(index)
+        replaced = torch.from_numpy(np.random.rand(LENGTH) < 0.3)
+        return {**sample, "input_ids": sample["input_ids"].masked_fill(replaced, random.randrange(VOCABULARY))}
+
+
+def noisy_sgd(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    return NoisySGD([tensor for _, tensor in named], lr=0.3)
+
+
+_AUGMENTED, _FLIPPED = functools.partial(Augmented, tokens=False), functools.partial(SometimesFlipped, tokens=False)
+_WARM = code(NoiseAfterWarmUp, "warmed up", each=noisy)
+_NOISY_SGD = code(Net, "with noise in the optimizer", optimizer=noisy_sgd)
+EQUAL = [
+    *equal(code(LateDropout, "raised", each=raised), *DATA),
+    *equal(code(LateRate, "raised", each=raised), *DATA),
+    *(row for build in (OwnGenerator, Reseeded) for row in equal(code(build), *DATA, "dp=2 zero=3 microbatch=1")),
+    *equal(code(Net, "of samples seeded by the index", data=functools.partial(SeededByIndex, tokens=False)), *DATA),
+]
+REFUSED = [
+    *unproven("step 1: .*the forward draws .* torch", "random", code(Aten), "dp=1", "dp=2"),
+    *unproven("step 1: .*the forward draws .* torch", "random", code(Scripted), "dp=1", "dp=2"),
+    *unproven("step 1: .*the forward draws .* numpy", "random", code(NumpyNoise), "dp=1", "dp=2"),
+    *unproven("step 1: .*the forward draws .* Python", "random", code(PythonNoise), "dp=1", "dp=2"),
+    *unproven("step 1: .*the forward draws .* Python", "random", code(MultipleOf624), "dp=1", "dp=2"),
+    *unproven("step 1: .*the backward draws .* torch", "random", code(BackwardNoise), "dp=1"),
+    *refused(r"by the gradient of NoisyGradient.*run\.allow = \[\"samples\"\]", code(BackwardNoise), "dp=2"),
+    *unproven("step 2: .*the forward draws", "random", _WARM, "dp=1", "dp=2"),
+    *unproven("the loss draws", "random", code(Net, "with noise in the loss", loss=noisy_loss), "dp=1", "dp=2"),
+    *refused("NoisySGD draws random numbers", _NOISY_SGD, "dp=2"),
+    *unproven("of the data set is another one", "data", code(Net, "of noisy samples", data=_AUGMENTED), "dp=1", "dp=2"),
+    *unproven("of the data set is another one", "data", code(Net, "of flipped samples", data=_FLIPPED), "dp=1", "dp=2"),
+]
+REMARKED = [
+    Remarked("dp=1", _NOISY_SGD, "the optimizer draws"),
+    Remarked("dp=1", code(NoiseAfterWarmUp, "allowed", each=noisy, job=allowing("random")), "draws random numbers"),
+]

@@ -1,0 +1,200 @@
+"""Stages of code that passes more than one tensor between its layers, or has no list of blocks, in every schedule.
+
+What crosses each boundary is read off the trace (`tracing/crossings.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from tests.code import pipeline_models as models
+from tests.code import shared_models, stage_models
+from tests.code.odd_models import Pairs
+from tests.code.rows import Equal, Refused, learned, of_cases
+from tests.covering import daily
+from tests.laboratory import Code
+from tests.models import MODELS, Tokens
+from tests.unit.test_known_values import Mixture
+
+
+def _stages(build: Callable[[], nn.Module], data: Callable[[], Any] = Tokens, loss: str = "cross_entropy") -> Code:
+    return learned(build, data, loss, steps=2, optimizer={"clip_norm": 0.5})
+
+
+def _images() -> Pairs:
+    return Pairs((3, 12, 12), 4, classes=True)
+
+
+PASSING = {
+    "gains": _stages(models.Gains),
+    "weighted": _stages(models.Weighted),
+    "soft_tokens": _stages(models.SoftTokens),
+    "first_values": _stages(models.FirstValues),
+    "given_weights": _stages(models.GivenWeights),
+    "called_twice": _stages(models.CalledTwice),
+    "vision": _stages(models.Vision, _images),
+    "plain": _stages(models.Language),
+    "without_gradients": _stages(models.WithoutGradients),
+    "fixed_point": _stages(models.FixedPoint),
+    "mixture_of_softmaxes": _stages(models.MixtureOfSoftmaxes),
+    "capped": _stages(models.Capped),
+    "first_residual": _stages(models.FirstResidual),
+    "skips": _stages(models.Skips),
+    "between": _stages(models.Between),
+    "all_states": _stages(models.AllStates),
+    "conditioned": _stages(models.Conditioned),
+    "two_lists": _stages(models.TwoLists),
+    "two_embeddings": _stages(models.TwoEmbeddings),
+    "positions_by_shape": _stages(models.PositionsByShape),
+    "pairs": _stages(models.Pairs),
+    "lists": _stages(models.Lists),
+    "states": _stages(models.States),
+    "recurrent": _stages(models.Recurrent),
+    "shared_bias": _stages(models.SharedBias),
+    "widths": _stages(models.widths, lambda: Pairs((6,), 4), "mse"),
+    "images": _stages(models.images, _images),
+    "last_layers_only": _stages(models.last_layers_only),
+    "head_only": _stages(models.head_only),
+    "frozen_condition": _stages(models.frozen_condition),
+    "low_stream": _stages(models.LowStream),
+    "high_stream": _stages(models.HighStream),
+    "in_place": _stages(models.InPlace),
+    "asking": _stages(models.Asking),
+    "dropped": _stages(models.Dropped),
+    "routed": _stages(models.Routed),
+    "own_function": _stages(models.OwnFunction),
+    "parts": _stages(models.Parts),
+    "views": _stages(models.Views),
+    "flattened": _stages(models.Flattened),
+    "two_uses": _stages(models.TwoUses),
+    "behind_back": _stages(models.BehindBack),
+    "one_norm": _stages(models.OneNorm),
+    "twice": _stages(models.Twice),
+    "repeated": _stages(shared_models.Repeated),
+    "adapted": _stages(shared_models.Adapted),
+    "tied_blocks": _stages(shared_models.TiedBlocks),
+    "three_stages": _stages(shared_models.ThreeStages),
+    "noting": _stages(shared_models.Noting),
+    "caching": _stages(shared_models.Caching),
+}
+
+
+def _vectors() -> Pairs:
+    return Pairs((6,), 4, classes=True)
+
+
+CALLS = {
+    "two_linear": _stages(stage_models.TwoLinear, _vectors),
+    "two_sequences": _stages(stage_models.TwoSequences, _vectors),
+    "convnet": _stages(stage_models.ConvNet, _images),
+    "normed": _stages(stage_models.Normed, _images),
+    "convolved": _stages(stage_models.Convolved, _images),
+    "unet": _stages(stage_models.UNet, _images),
+    "coder": _stages(stage_models.Coder, _vectors),
+    "lstm": _stages(stage_models.Recurrent),
+    "steps": _stages(stage_models.Steps),
+    "named": _stages(stage_models.Named, _vectors),
+    "wrapped": _stages(stage_models.Wrapped, _images),
+    "structured": _stages(stage_models.Structured, _vectors),
+    "attending": _stages(stage_models.Attending),
+    "checkpointed": _stages(stage_models.Checkpointed, _vectors),
+    "one_block": _stages(stage_models.OneBlock),
+    "spare_head": _stages(stage_models.Frozen, _vectors),
+    "sequential": _stages(stage_models.sequential, _images),
+}
+"""Models without a list of blocks, whose stages begin with any call."""
+VARYING = {how: _stages(functools.partial(Mixture, how)) for how in ("nonzero", "counts", "mask")}
+PASSING |= VARYING
+IN_FLOAT32 = {"automatic": _stages(models.Automatic), "high_stream": PASSING["high_stream"]}
+_REFUSED = {
+    "hidden": (_stages(models.Hidden), "blocks.1 reads a tensor of blocks.0 that is not passed on"),
+    "carried": (_stages(models.Carried), "reads a tensor of blocks.0 that is not passed on"),
+    "written_through_view": (_stages(models.WrittenThroughView), "add reads a tensor of add_ that is not passed on"),
+    "single": (
+        _stages(stage_models.Single, _vectors),
+        "pp=2 cuts the 1 call of a module of stages single into 2 stages: pp=1 works",
+    ),
+    "kept": (_stages(stage_models.Kept, _vectors), "last: last reads a tensor of first that is not passed on"),
+}
+
+MODELS |= {f"stages {name}": code for name, code in (PASSING | IN_FLOAT32 | CALLS).items()}
+MODELS |= {f"stages {name}": code for name, (code, _) in _REFUSED.items()}
+
+LAYOUTS = ("pp=2 microbatch=4", "pp=2 microbatch=2 schedule=zero-bubble recompute=full")
+OF_CALLS = [
+    ("two_linear", "pp=2 microbatch=2"),
+    ("two_sequences", "pp=2 microbatch=4 schedule=zero-bubble"),
+    ("convnet", "pp=2 microbatch=4 schedule=gpipe"),
+    ("normed", "pp=2"),
+    ("unet", "pp=2 schedule=interleaved virtual_stages=3 microbatch=2"),
+    ("coder", "pp=2 microbatch=4"),
+    ("lstm", "pp=2 microbatch=2"),
+    ("steps", "pp=2 microbatch=4"),
+    ("named", "pp=2 microbatch=4 schedule=zero-bubble"),
+    ("structured", "pp=2 microbatch=4"),
+    ("attending", "pp=2 microbatch=4 schedule=zero-bubble"),
+    ("checkpointed", "pp=2 microbatch=4"),
+    ("one_block", "pp=2 microbatch=4"),
+    ("spare_head", "pp=2 microbatch=4"),
+]
+COMPOSED = [
+    ("convnet", "pp=4 microbatch=2"),
+    ("convolved", "pp=4 microbatch=2 schedule=zero-bubble"),
+    ("wrapped", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("unet", "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble"),
+    ("normed", "dp=2 pp=2 zero=3"),
+    ("sequential", "dp=2 pp=2 zero=2"),
+    ("spare_head", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("steps", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("coder", "dp=2 pp=2 zero=2 microbatch=2"),
+    ("checkpointed", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("first_residual", "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble"),
+    ("two_uses", "dp=2 pp=2 zero=1 microbatch=1 schedule=zero-bubble"),
+    ("two_uses", "dp=2 pp=2 microbatch=2 schedule=zero-bubble"),
+    ("skips", "pp=4 microbatch=2"),
+    ("states", "pp=4 microbatch=1 schedule=gpipe"),
+    ("conditioned", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("last_layers_only", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("head_only", "dp=2 pp=2 zero=2 microbatch=2"),
+    ("all_states", "dp=2 pp=2 microbatch=1 schedule=interleaved virtual_stages=2"),
+    ("images", "dp=2 pp=2 microbatch=2"),
+    ("gains", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("soft_tokens", "dp=2 pp=2 zero=2 microbatch=2"),
+    ("gains", "dp=2 pp=2 zero=1 microbatch=1 schedule=interleaved virtual_stages=2"),
+    ("first_values", "cp=2 pp=2 microbatch=2"),
+    ("conditioned", "cp=2 pp=2 microbatch=2 schedule=zero-bubble recompute=full"),
+    ("repeated", "pp=4 microbatch=2"),
+    ("repeated", "dp=2 pp=2 microbatch=1 schedule=interleaved virtual_stages=2"),
+    ("repeated", "dp=2 pp=2 zero=1 microbatch=1 schedule=interleaved virtual_stages=2"),
+    ("repeated", "dp=2 pp=2 zero=2 microbatch=2"),
+    ("repeated", "dp=2 pp=2 zero=3 microbatch=2 recompute=full"),
+    ("adapted", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("adapted", "dp=2 pp=2 zero=1 microbatch=2 schedule=zero-bubble"),
+    ("tied_blocks", "pp=4 microbatch=2 schedule=zero-bubble"),
+    ("tied_blocks", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("twice", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("behind_back", "dp=2 pp=2 zero=3 microbatch=2"),
+    ("three_stages", "pp=4 microbatch=2"),
+    ("caching", "pp=4 microbatch=2"),
+    ("three_stages", "dp=2 pp=2 zero=1 microbatch=1 schedule=interleaved virtual_stages=3"),
+    ("three_stages", "dp=2 pp=2 zero=2 microbatch=2"),
+]
+EQUAL = [
+    *of_cases("stages ", daily((layout, name) for name in PASSING if name not in VARYING for layout in LAYOUTS)),
+    *(Equal(layout, f"stages {name}", is_nightly=index % 2 == 1) for index, (name, layout) in enumerate(OF_CALLS)),
+    # Rows that scores pick within blocks close no stage.
+    *(
+        Equal(layout, f"stages {name}")
+        for name, layout in (("nonzero", LAYOUTS[1]), ("counts", LAYOUTS[0]), ("mask", LAYOUTS[0]))
+    ),
+    # Each setting of the other axes once, the others nightly: that stages pass on what a model needs is held above.
+    *(
+        Equal(layout, f"stages {name}", is_nightly=bool(chosen.marks))
+        for (name, layout), chosen in zip(COMPOSED, daily(layout for _, layout in COMPOSED), strict=True)
+    ),
+]
+REFUSED = [Refused("pp=2 microbatch=4", f"stages {name}", words) for name, (_, words) in _REFUSED.items()]

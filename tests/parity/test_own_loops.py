@@ -1,0 +1,127 @@
+"""Instances of models and optimizers, and scripts of a user's own, train as in a plain loop in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import samestep
+from samestep.building.loss import loss_of
+from samestep.building.optimizer import optimizer_of
+from samestep.datasets import batches
+from samestep.examination.examine import Source
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from tests.code.odd_models import FlatWithRoot, Pairs, WithBatchNorm
+from tests.laboratory import TOLERANCE, Runs, job_of, largest_error, make_run, whole
+from tests.models import Plain, Tokens
+from tests.pool import pool
+
+
+def test_running_statistics_are_updated_once_a_step() -> None:
+    """As in a plain loop: neither a repeated forward counts, nor one without gradients."""
+    job, dataset = job_of("float64", 3, train={"loss": "mse"}, optimizer={"lr": 0.0}), Pairs()
+    for layout in ("dp=1", "dp=1 recompute=full", "dp=1 recompute=selective"):
+        run = make_run(0, 1, "odd batch_norm", layout, job)
+        run.prepare(next(batches(dataset, job)).samples([0]))
+        plain = WithBatchNorm().double()
+        plain.load_state_dict(run.model.state_dict())
+        for batch in batches(dataset, job):
+            run.step(batch)
+            run.evaluate(batch)
+            plain(batch.samples(batch.indices)[0])
+        for name, buffer in plain.named_buffers():
+            assert torch.allclose(dict(run.model.named_buffers())[name], buffer, rtol=1e-12), (layout, name)
+
+
+def regressor() -> nn.Module:
+    torch.manual_seed(11)
+    return FlatWithRoot()
+
+
+def grouped(model: nn.Module) -> torch.optim.Optimizer:
+    """Weights and biases in groups of their own, the first layer frozen by leaving it out."""
+    named = [(name, param) for name, param in model.named_parameters() if not name.startswith("first")]
+    return torch.optim.SGD(
+        [
+            {"params": [param for name, param in named if name.endswith("weight")], "lr": 0.05, "weight_decay": 0.1},
+            {"params": [param for name, param in named if not name.endswith("weight")], "momentum": 0.9},
+        ],
+        lr=0.2,
+    )
+
+
+def own_loss(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return (outputs - batch[1]).square().sum(), outputs.numel()
+
+
+def parallel(rank: int, world: int, layout: str, clip: float) -> tuple[list[float], Runs]:
+    """A user's loop around an instance of a model and an instance of an optimizer."""
+    model = regressor()
+    job = Job(
+        train={"global_batch": 8, "steps": 4},
+        numerics={"precision": "float64"},
+        optimizer={"clip_norm": clip},
+        run={"device": "cpu"},
+    )
+    run = samestep.parallelize(model, own_loss, grouped(model), layout=layout, job=job)
+    losses = [run.step(batch).loss for batch in samestep.batches(Pairs(), job)]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), regressor().parameters(), strict=True))
+    return losses, [(p.name, p.start, p.stop, p.master().clone()) for p in run.updater.pieces]
+
+
+@pytest.mark.parametrize("layout", ["", "dp=2 zero=1 microbatch=1", "dp=2 zero=2 microbatch=2", "dp=2 zero=3"])
+def test_an_instance_trains_as_in_a_plain_loop(layout: str) -> None:
+    clip = 0.5
+    model = regressor().double()
+    optimizer = grouped(model)
+    losses = []
+    for batch in samestep.batches(Pairs(), Job(train={"global_batch": 8, "steps": 4})):
+        samples = batch.samples(batch.indices)
+        total, count = own_loss(model(samples[0]), samples)
+        model.zero_grad()
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(float(total.detach()) / count)
+    ranks = pool(2).run(parallel, layout, clip)
+    assert ranks[0][0] == ranks[1][0]
+    assert ranks[0][0] == pytest.approx(losses, rel=1e-9)
+    expected = {name: param.detach().flatten() for name, param in model.named_parameters()}
+    error, name = largest_error(whole([runs for _, runs in ranks]), expected)
+    assert error <= TOLERANCE, f"{name}: {error:.1e}"
+
+
+def main(place: RankInfo, layout: str) -> list[float]:
+    """What a user's script does on every rank."""
+    job = samestep.Job(train={"global_batch": 8, "steps": 4}, numerics={"precision": "float64"}, run={"device": "cpu"})
+    run = samestep.parallelize(
+        regressor, own_loss, lambda params: torch.optim.Adam(params, lr=0.01), layout=layout, job=job
+    )
+    assert run.place == place
+    return [run.step(batch).loss for batch in samestep.batches(Pairs(), job)]
+
+
+def test_a_script_of_ones_own_gives_the_same_losses_in_every_layout() -> None:
+    alone = samestep.launch(main, ("dp=1",), ranks=1, device="cpu")
+    for layout in ("dp=2", "dp=2 zero=3 microbatch=1"):
+        assert samestep.launch(main, (layout,), ranks=2, device="cpu") == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_model_that_was_built_for_inference_trains() -> None:
+    """As `from_pretrained` gives it: evaluation mode of the whole is none of the user's wishes."""
+
+    def losses(is_built_in_training: bool) -> list[float]:
+        def build() -> nn.Module:
+            return Plain(dropout=0.5).train(is_built_in_training)
+
+        job = job_of("float64", 2)
+        run = Run(
+            Source(build, loss_of(job), optimizer_of(job)), Layout(), job, RankInfo(0, 0, 1, 1, torch.device("cpu"))
+        )
+        return [run.step(batch).loss for batch in batches(Tokens(), job)]
+
+    assert losses(False) == losses(True)
