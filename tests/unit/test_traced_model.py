@@ -12,7 +12,7 @@ from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import LayoutError
-from samestep.examination import traced_forward
+from samestep.examination import examine as examination
 from samestep.examination.examine import Source, examine, with_new_blueprint
 from samestep.independence import sequence_boundaries, tensor_plan, token_slices
 from samestep.layout import Layout
@@ -34,7 +34,7 @@ EXAMINATIONS = [
     (sequence_boundaries, "_parts"),
     (token_slices, "prove"),
     (masks, "has_dropout"),
-    (traced_forward, "trace"),
+    (examination, "trace"),
 ]
 """Functions that find something out about a model."""
 

@@ -28,7 +28,7 @@ from samestep.errors import LayoutError, ModelError, failures_of
 from samestep.examination import plan_search
 from samestep.examination.plan_search import ProvenPlan
 from samestep.examination.recording import Placing, record_masks
-from samestep.examination.traced_forward import BuiltModel, TracedForward, trace_cuts, trace_forward
+from samestep.examination.traced_forward import BuiltModel, TracedForward, trace_forward
 from samestep.examination.traced_model import TracedModel
 from samestep.independence import kept_state, samples, sequence_boundaries, sequence_proof, tensor_plan, token_slices
 from samestep.job import Job
@@ -42,7 +42,7 @@ from samestep.tracing.arranged_layers import spread_over_calls
 from samestep.tracing.batch_norms import with_groups, without_own_groups
 from samestep.tracing.checkpointed import record_checkpointed
 from samestep.tracing.experts import with_experts
-from samestep.tracing.trace import containers_of
+from samestep.tracing.trace import containers_of, trace
 from samestep.tracing.watched_forward import outputs_on_meta
 
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
@@ -82,7 +82,6 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool) -> Tra
     `cuts` is whether a plan of tensor parallelism is looked for and proven.
     """
     built, forward, plan = _trace(source, job, example, cuts=cuts)
-    states = _states_of(built, forward.spec) if forward.changes.found else ()
     found = _examine_further(built, forward, source.loss)
     spec, parts = build_spec(built.module, forward, plan, found, has_own_loss=source.loss is not cross_entropy)
     entered = forward.checkpointed.entered
@@ -97,37 +96,38 @@ def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool) -> Tra
         experts=built.experts,
         expert_calls=forward.expert_calls,
         has_dropout=masks.has_dropout(built.module),
-        states=states,
+        states=found.states,
         stages=job.model.stages,
         detached_checkpoints=forward.checkpointed.detached,
         recomputes_calls=any(entered & {*layer.called} for layer in spec.layers if layer.begins_stage),
         recomputes_blocks=any(entered.intersection(layer.modules) for layer in spec.layers if layer.is_block),
     )
-    return TracedModel(built.blueprint, analysis, facts_of(built.module), plan and plan.proof)
+    return TracedModel(built.blueprint, analysis, facts_of(built.module), plan.proof if plan else None)
 
 
 def _trace(
     source: Source, job: Job, example: Any, *, cuts: bool
 ) -> tuple[BuiltModel, TracedForward, ProvenPlan | None]:
     """Build and trace a model, anew until a plan of tensor parallelism is proven for the forward that was traced, or refused."""
-    stages, planned, plan = job.model.stages, None, None
-    while plan is None:
+    planned: tensor_plan.Cuts | None = None
+    while True:
         built = BuiltModel.of(build_blueprint(source, job), example)
+        run = functools.partial(
+            trace, built.module, built.sample, source.name, built.value_of, loss=source.loss, stages=job.model.stages
+        )
         if cuts and planned is None:
             planned = plan_search.find_plan(built)
         with blame_samples(example):
-            forward = trace_forward(built, source.name, source.loss, stages, planned)
-        if planned is None:
+            forward = trace_forward(built, planned, run)
+        if planned is None or forward.cuts is None:
             return built, forward, None
-        found = plan_search.prove_or_change(built, forward, planned, source.loss is cross_entropy)
-        if isinstance(found, ProvenPlan):
-            plan = found
-        else:
-            planned = found
-    if plan.cuts.gathered:  # what a rank holds and sends is that of the gathered modules
-        with built.repeating(), tensor_plan.record_cuts(built.module, plan.cuts) as costs:
-            spec = trace_cuts(built, source.name, source.loss, stages, plan.cuts, costs)
-        assert forward.cuts is not None
+        plan = plan_search.prove_or_change(built, forward, planned, source.loss is cross_entropy)
+        if isinstance(plan, ProvenPlan):
+            break
+        planned = plan
+    if planned.gathered:  # what a rank holds and sends is that of the gathered modules
+        with built.repeating(), tensor_plan.record_cuts(built.module, planned) as costs:
+            spec = run(costs.keep, planned.styles, keeps_all=bool(planned.looking))
         forward = replace(forward, spec=spec, cuts=replace(forward.cuts, costs=costs))
     return built, forward, plan
 
@@ -137,8 +137,10 @@ def _trace(
 
 @dataclass(frozen=True, slots=True)
 class FurtherFindings:
-    """The findings of forwards that run after the traced one: in chunks of the loss, and on several samples."""
+    """The findings of forwards that run after the traced one: once more, in chunks of the loss, and on several samples."""
 
+    states: tuple[StateSpec, ...]
+    """What a forward keeps for later ones."""
     chunk_refusal: str
     """Why logits and loss cannot be computed in chunks of tokens; empty if they can."""
     samples: samples.Findings
@@ -147,17 +149,10 @@ class FurtherFindings:
     """The masks and random numbers that are drawn, with the rows of each sample."""
 
 
-def _states_of(built: BuiltModel, spec: ModelSpec) -> tuple[StateSpec, ...]:
-    """Return what a forward keeps for later ones."""
-    with record_checkpointed(built.module):
-        return kept_state.examine(
-            built.module, built.sample, spec, containers_of(built.module), built.num_samples, built.value_of
-        )
-
-
 def _examine_further(built: BuiltModel, forward: TracedForward, loss: Loss) -> FurtherFindings:
-    """Return what the loss in chunks and a forward on several samples show of a traced model."""
-    module, spec, drawn = built.module, forward.spec, forward.masks
+    """Return what further forwards show of a traced model: what it keeps, its loss in chunks, and several samples."""
+    module, sample, value_of = built.module, built.sample, built.value_of
+    spec, drawn, num_samples = forward.spec, forward.masks, built.num_samples
     placed: list[MaskSpec] = []
 
     @contextmanager
@@ -166,18 +161,21 @@ def _examine_further(built: BuiltModel, forward: TracedForward, loss: Loss) -> F
             yield
         placed.extend(found.masks)
 
+    states: tuple[StateSpec, ...] = ()
+    if forward.changes.found:
+        with record_checkpointed(module):
+            states = kept_state.examine(module, sample, spec, containers_of(module), num_samples, value_of)
     looks = bool(spec.varies_at)
-    run_on_meta = functools.partial(
-        outputs_on_meta, module, built.sample, built.num_samples, built.value_of, keeps_all=looks
-    )
+    run_on_meta = functools.partial(outputs_on_meta, module, sample, num_samples, value_of, keeps_all=looks)
     with built.repeating():
         chunk_refusal = pending_logits.refusal_of(module, spec, loss, run_on_meta)
     with snapshot.preserve_modules(module), record_checkpointed(module):
         found = samples.examine(
-            module, built.sample, loss, built.experts, built.value_of,
+            module, sample, loss, built.experts, value_of,
             keeps_all=looks, takes_gradients=bool(spec.differentiates_at), around=placing,
         )  # fmt: skip
-    return FurtherFindings(chunk_refusal, found, tuple(placed if len(placed) == len(drawn.masks) else drawn.masks))
+    rows = placed if len(placed) == len(drawn.masks) else drawn.masks
+    return FurtherFindings(states, chunk_refusal, found, tuple(rows))
 
 
 # -- the spec --------------------------------------------------------------------------------------

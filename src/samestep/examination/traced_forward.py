@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from samestep.state import snapshot
 from samestep.tracing import experts as experts_module
 from samestep.tracing.checkpointed import Checkpointed, record_checkpointed
 from samestep.tracing.operations import Recorder
-from samestep.tracing.trace import samples_traced, trace
+from samestep.tracing.trace import samples_traced
 from samestep.trees import tree_map_only
 
 
@@ -94,14 +95,10 @@ class TracedForward:
     """None of a forward that was traced without a tensor plan."""
 
 
-def trace_forward(
-    built: BuiltModel,
-    name: str,
-    loss: Callable[[Any, Any], Any],
-    stages: tuple[str, ...],
-    planned: tensor_plan.Cuts | None,
-) -> TracedForward:
+def trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None, run: Callable[..., ModelSpec]) -> TracedForward:
     """Trace one forward of a model under all observers; those of cuts watch it only where there is a tensor plan.
+
+    `run` is `trace` of the model, which is given what the plan adds to it.
 
     Raises:
         ModelError: the forward fails, or needs values that are not known.
@@ -115,31 +112,9 @@ def trace_forward(
             observe(cut_proof.record_ends(module, planned.styles, recorder := Recorder(), planned.looking))
             costs = observe(tensor_plan.record_cuts(module, planned))
             cuts = CutObservations(costs, observe(sequence_boundaries.record_calls(module)), recorder)
+            run = functools.partial(run, costs.keep, planned.styles, recorder, keeps_all=bool(planned.looking))
         masks = observe(record_masks(module, built.num_samples))
         dispatches = observe(experts_module.record_dispatches(module, built.experts, expert_calls))
         checkpointed = observe(record_checkpointed(module))
-        if planned is None or cuts is None:
-            spec = trace(module, built.sample, name, built.value_of, loss=loss, stages=stages)
-        else:
-            spec = trace_cuts(built, name, loss, stages, planned, cuts.costs, cuts.recorder)
+        spec = run()
     return TracedForward(spec, changes, masks, dispatches, expert_calls, checkpointed, cuts)
-
-
-def trace_cuts(
-    built: BuiltModel,
-    name: str,
-    loss: Callable[[Any, Any], Any],
-    stages: tuple[str, ...],
-    planned: tensor_plan.Cuts,
-    costs: tensor_plan.CutCosts,
-    recorder: Recorder | None = None,
-) -> ModelSpec:
-    """Return the spec of a model whose modules are cut by a tensor plan, from one forward inside `record_cuts`.
-
-    Raises:
-        ModelError: the forward fails, or needs values that are not known.
-    """
-    return trace(
-        built.module, built.sample, name, built.value_of, costs.keep, planned.styles, recorder, loss, stages,
-        keeps_all=bool(planned.looking),
-    )  # fmt: skip
