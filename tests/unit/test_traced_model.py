@@ -127,3 +127,27 @@ def test_without_tp_a_model_needs_no_proof_of_a_plan(model: str, layouts: list[s
     with pytest.raises(LayoutError, match="its plan of tensor parallelism was not examined"):
         programs_of(lean.prepared.spec, clipped(), cut)  # type: ignore[union-attr]
     assert trace_for_layout(lean, cut, clipped(), example).spec == trace_for_layout(whole, cut, clipped(), example).spec
+
+
+@pytest.mark.parametrize(
+    ("examined_for", "lacking"),
+    [
+        ("dp=1", {"dp=4 zero=3": [], "pp=2": [], "ep=2": [], "cp=2": ["slices"], "tp=2": ["plan"], "tp=2 cp=2": ["plan", "slices"]}),
+        ("cp=2", {"dp=2": [], "dp=2 cp=2": [], "cp=4": ["slices"], "tp=2": ["plan"]}),
+        ("", {"dp=2": [], "tp=2": [], "tp=4": ["counts"], "tp=2 sequence_parallel": ["tokens"], "cp=2": ["slices"]}),
+        ("tp=2 sequence_parallel", {"dp=2 tp=2": [], "tp=4 sequence_parallel": ["counts", "tokens"], "tp=2 cp=2": ["slices"]}),
+    ],
+)  # fmt: skip
+def test_a_traced_model_covers_the_layouts_that_lack_nothing(examined_for: str, lacking: dict[str, list[str]]) -> None:
+    """What it covers is returned as it is, and what a layout lacks is found out and covered from then on."""
+    source = Source(MODELS["llama_even"], loss_of(clipped()), optimizer_of(clipped()), "llama_even")
+    example = next(batches(Tokens(), clipped())).samples([0])
+    known = examine(source, clipped(), example, Layout.parse(examined_for) if examined_for else None)
+    source = dataclasses.replace(source, prepared=known)
+    for layout, lacks in ((Layout.parse(words), lacks) for words, lacks in lacking.items()):
+        assert sorted(known.lacks(layout)) == lacks
+        assert known.covers(layout) == (not lacks)
+        found = examine(source, clipped(), example, layout)
+        assert (found is known) == (not lacks)
+        assert found.covers(layout)
+        assert examine(dataclasses.replace(source, prepared=found), clipped(), example, layout) is found
