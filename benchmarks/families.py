@@ -61,7 +61,7 @@ from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import InputError
-from samestep.examination.examine import Source, prepare, with_new_blueprint, with_slices
+from samestep.examination.examine import Source, examine, with_new_blueprint
 from samestep.job import Job
 from samestep.job_tables import Task
 from samestep.layout import Layout
@@ -226,7 +226,7 @@ def _write_analysis(family: str, specs: Path) -> None:
         name = family if of_task is None else of_task.family
         build = family_source(name, {**fields_of(name), **(of_task.fields if of_task else {})}, task)
         source = Source(shifted(build), cross_entropy, optimizer_of(job), family)
-        found = pprint.pformat(prepare(source, job, next(batches(data, job)).samples([0])).analysis, width=120)
+        found = pprint.pformat(examine(source, job, next(batches(data, job)).samples([0])).analysis, width=120)
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     with specs.open("a", encoding="utf-8") as file:
@@ -254,7 +254,7 @@ def rows_of(family: str, layouts: Sequence[str], folder: Path) -> Iterator[Row]:
         return
     source = Source(shifted(build), cross_entropy, optimizer_of(job), family)
     try:
-        traced = prepare(source, job, example)
+        traced = examine(source, job, example)
     except InputError as error:
         reason = _reason_without_us(build, example)
         kind = "unbuilt" if reason else "refused"
@@ -295,8 +295,7 @@ def _reason_without_us(build: Callable[[], nn.Module], example: Any) -> str:
 
 def _prove(subject: Subject, layout: Layout) -> str:
     """Prove a layout against the observation of one device; return what differs, nothing if nothing does."""
-    assert subject.source.prepared is not None
-    traced = with_slices(subject.source.prepared, layout, subject.example)
+    traced = examine(subject.source, subject.job, subject.example, layout)
     laid = replace(subject, layout=layout, source=replace(subject.source, prepared=traced))
     laid.programs()  # refuses a layout that the model rules out
     store_of(layout)

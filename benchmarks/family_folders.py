@@ -19,7 +19,7 @@ from samestep.building.loss import cross_entropy
 from samestep.building.model import model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
-from samestep.examination.examine import Source, prepare
+from samestep.examination.examine import Source, examine
 from samestep.job import Job
 from samestep.job_tables import Task
 from samestep.layout import Layout
@@ -64,7 +64,7 @@ def _written(first: Path, data: Any, out: Path, task: Task) -> Path:
     )
     source = Source(model_source(job), cross_entropy, optimizer_of(job), first.name)
     example = next(batches(data, job)).samples([0])
-    source = replace(source, prepared=prepare(source, job, example))
+    source = replace(source, prepared=examine(source, job, example))
     run = Run(source, Layout(), job, RankInfo(0, 0, 1, 1, torch.device("cpu")))
     run.prepare(example)
     if not any(name.endswith("num_batches_tracked") for name, _ in run.model.named_buffers()):  # which a step counts

@@ -29,7 +29,7 @@ from samestep import Job, Layout, hardware
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
-from samestep.examination.examine import Source, prepare, with_new_blueprint
+from samestep.examination.examine import Source, examine, with_new_blueprint
 from samestep.models.spec import ModelSpec
 from samestep.program.update_rules import states_per_param
 from samestep.runtime.processes.join import RankInfo
@@ -201,7 +201,7 @@ class Setting:
     def traced(self) -> Source:
         """Return the source with its model traced, without memory or device."""
         example = next(batches(Tokens(self.size), self.job)).samples([0])
-        return replace(self.source, prepared=prepare(self.source, self.job, example))
+        return replace(self.source, prepared=examine(self.source, self.job, example))
 
 
 def by_samestep(place: RankInfo, setting: Setting, source: Source) -> Losses:

@@ -16,13 +16,11 @@ import pytest
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from samestep.examination import examine
-from samestep.examination.examine import UNEXAMINED, Source, prepare
+from samestep.examination.examine import Source, examine
 from samestep.examination.traced_model import TracedModel
-from samestep.independence.tensor_plan import Cuts
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.runtime.assembly import trace_for_layout
+from samestep.runtime import assembly
 from samestep.training import workload
 
 _KNOWN: dict[Hashable, TracedModel] = {}
@@ -44,16 +42,15 @@ def is_asked_beyond(inherited: dict[Hashable, TracedModel]) -> bool:
 def prepared(
     key: Hashable, source: Source, job: Job, example: Any, layout: Layout, *, for_any: bool = False
 ) -> TracedModel:
-    """Return what `prepare` finds out, and what the layout needs to know; each is found once.
+    """Return what `examine` finds out for the layout; each finding is found once.
 
     `key` names the model and its loss: sources of one key are the same. `for_any` proves the plan of tensor parallelism of a
     model that other tests cut, although this layout does not.
     """
     key = (key, job.train.loss, job.train.seed)
-    kept, is_cut = _KNOWN.get(key), for_any or layout.tp > 1
-    if kept is None or (is_cut and kept.spec.cut_refusal == UNEXAMINED):
-        _KNOWN[key] = kept = prepare(source, job, example, None if is_cut else Cuts(refusal=UNEXAMINED))
-    found = trace_for_layout(replace(source, prepared=kept), layout, job, example)
+    if for_any:
+        _KNOWN[key] = examine(replace(source, prepared=_KNOWN.get(key)), job, example)
+    found = assembly.trace_for_layout(replace(source, prepared=_KNOWN.get(key)), layout, job, example)
     _KNOWN[key] = found
     _asked.add(key)
     return copied(found)
@@ -68,13 +65,14 @@ def copied(traced: TracedModel) -> TracedModel:
 def families_once() -> Iterator[None]:
     """Let the command line trace a model of a family (`hf:llama`) once in all its runs of this process."""
 
-    def once(source: Source, job: Job, example: Any, planned: Cuts | None = None) -> TracedModel:
-        if (planned and planned.styles) or not job.model.source.startswith("hf:") or source.name != job.model.source:
-            return prepare(source, job, example, planned)
-        shapes = str(tree_map_only(Tensor, lambda tensor: (tensor.dtype, tensor.shape), example))
-        return prepared((job.model.model_dump_json(), shapes), source, job, example, Layout(), for_any=True)
+    def once(source: Source, job: Job, example: Any, layout: Layout | None = None) -> TracedModel:
+        if source.prepared is None and job.model.source.startswith("hf:") and source.name == job.model.source:
+            shapes = str(tree_map_only(Tensor, lambda tensor: (tensor.dtype, tensor.shape), example))
+            known = prepared((job.model.model_dump_json(), shapes), source, job, example, Layout(), for_any=True)
+            source = replace(source, prepared=known)
+        return examine(source, job, example, layout)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workload, "prepare", once)
-        patch.setattr(examine, "prepare", once)
+        patch.setattr(workload, "examine", once)
+        patch.setattr(assembly, "examine", once)
         yield

@@ -79,7 +79,7 @@ def test_a_proof_reaches_a_spawned_worker(tmp_path: Path, monkeypatch: pytest.Mo
     source, data, example = verify._prepare_inputs(job, layout, None, None, None, None)
     subject = Subject(source, data, example, job, layout, tmp_path)
     sent, traced_again = pickle.dumps(subject), []
-    monkeypatch.setattr(examine, "prepare", lambda *given: traced_again.append(given) or source.prepared)
+    monkeypatch.setattr(examine, "_examine_model", lambda *given, **how: traced_again.append(given) or source.prepared)
     arrived: Subject = pickle.loads(sent)
     assert len(traced_again) == 1
     assert (arrived.job, arrived.layout) == (job, layout)

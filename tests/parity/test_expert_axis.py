@@ -15,7 +15,7 @@ from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import LayoutError
-from samestep.examination.examine import Source, prepare, with_slices
+from samestep.examination.examine import Source, examine
 from samestep.layout import Layout
 from samestep.strategies import program_of
 from tests.covering import daily
@@ -86,7 +86,7 @@ def test_experts_are_divided_with_the_sequence() -> None:
     """Under tp alone every rank repeats the rows of all tokens."""
     source = Source(MODELS["mixtral"], loss_of(clipped()), optimizer_of(clipped()), "mixtral")
     example = next(batches(Tokens(), clipped())).samples([0])
-    spec = with_slices(prepare(source, clipped(), example), Layout.parse("tp=2 sequence_parallel"), example).spec
+    spec = examine(source, clipped(), example, Layout.parse("tp=2 sequence_parallel")).spec
     whole, alone, cut = (
         program_of(spec, clipped(), Layout.parse(words)).step.model.layers[1]
         for words in ("dp=1", "tp=2", "tp=2 sequence_parallel")

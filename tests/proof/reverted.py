@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.errors import ModelError
-from samestep.examination import examine
+from samestep.examination import plan_search
 from samestep.independence import cut_proof, dimension_maps, unit_rules
 from samestep.independence.cut_proof import PartialGradients
 from samestep.job import Job
@@ -206,7 +206,7 @@ def weights_written_in_a_forward_are_waived(patch: Patch) -> None:
 
 @reverted("A5", "heads counted by another name", "dp=1 tp=2", Cause.FORWARD)
 def heads_are_not_counted_on_a_rank(patch: Patch) -> None:
-    patch.setattr(examine, "_try_degree", lambda proof, *rest: (proof, dict.fromkeys(range(1, 9), ())))
+    patch.setattr(plan_search, "try_degree", lambda built, proof, *rest: (proof, dict.fromkeys(range(1, 9), ())))
 
 
 @reverted("A6", "norm of hidden neurons", "dp=1 tp=2", Cause.FORWARD)
@@ -242,8 +242,7 @@ def _without(patch: Patch, field: str, **fields: Any) -> None:
         spec = replace(traced.spec, **{field: ""}, **fields)
         return replace(traced, analysis=replace(traced.analysis, spec=spec))
 
-    around(patch, examine, "with_slices", sliced)
-    around(patch, assembly, "with_slices", sliced)
+    around(patch, assembly, "examine", sliced)
 
 
 @reverted("D3", "experts that weigh by themselves", "dp=2 ep=2", Cause.FORWARD, is_refused=True)

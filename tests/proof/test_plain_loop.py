@@ -18,7 +18,7 @@ from samestep.building.initial_values import Blueprint
 from samestep.building.loss import cross_entropy
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Batch
-from samestep.examination.examine import Source, prepare
+from samestep.examination.examine import Source, examine
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.proof import sides, verify
@@ -149,7 +149,7 @@ def verdict_of(case: Case, folder: Path, install: Callable[[Patch], None] | None
     with pytest.MonkeyPatch.context() as patch:
         if install:
             install(patch)
-        traced = prepare(source, job, example)
+        traced = examine(source, job, example)
         sides.one_device(ONE, subject(Layout()))
         sides.in_layout(ONE, subject(where))
         return sides.judge(ONE, subject(where))

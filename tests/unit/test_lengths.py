@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from samestep.building.loss import cross_entropy
 from samestep.datasets import Batch
-from samestep.examination.examine import Source, prepare, with_slices
+from samestep.examination.examine import Source, examine
 from samestep.independence import sequence_proof, token_slices
 from samestep.layout import Layout
 from tests.laboratory import job_of
@@ -82,7 +82,7 @@ class Model(nn.Module):
 def _traced(block: type[Block]) -> Any:
     source = Source(lambda: Model(block), cross_entropy, lambda named: torch.optim.SGD([t for _, t in named], lr=0.1))
     layout = "dp=1 cp=2" if block is Block else "dp=1 tp=2 sequence_parallel"
-    return with_slices(prepare(source, job_of(), EXAMPLE), Layout.parse(layout), EXAMPLE)
+    return examine(source, job_of(), EXAMPLE, Layout.parse(layout))
 
 
 def refusal(code: Callable[[Any, Tensor], Tensor], block: type[Block] = Block) -> str:

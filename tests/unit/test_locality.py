@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from samestep.building.loss import cross_entropy
 from samestep.datasets import Batch
-from samestep.examination.examine import Source, prepare, with_slices
+from samestep.examination.examine import Source, examine
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import from_json, to_json
@@ -25,7 +25,7 @@ from tests.models import EVEN, MODELS, AttentiveBlock, Tokens, hf
 def shown(build: Callable[[], nn.Module]) -> ModelSpec:
     example = Batch(0, [0], Tokens()).samples([0])  # type: ignore[arg-type]
     source = Source(build, cross_entropy, lambda named: torch.optim.SGD([t for _, t in named], lr=0.1))
-    return with_slices(prepare(source, job_of(), example), Layout(cp=2), example).spec
+    return examine(source, job_of(), example, Layout(cp=2)).spec
 
 
 class Odd(nn.Module):

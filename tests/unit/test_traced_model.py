@@ -12,8 +12,8 @@ from samestep.building.loss import loss_of
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import LayoutError
-from samestep.examination import examine
-from samestep.examination.examine import Source, prepare, prepare_for, with_new_blueprint, with_slices
+from samestep.examination import examine as examination
+from samestep.examination.examine import Source, examine, with_new_blueprint
 from samestep.independence import sequence_boundaries, tensor_plan, token_slices
 from samestep.layout import Layout
 from samestep.randomness import masks
@@ -34,7 +34,7 @@ EXAMINATIONS = [
     (sequence_boundaries, "_parts"),
     (token_slices, "prove"),
     (masks, "has_dropout"),
-    (examine, "trace"),
+    (examination, "trace"),
 ]
 """Functions that find something out about a model."""
 
@@ -42,7 +42,7 @@ EXAMINATIONS = [
 def source_of(model: str, layout: str) -> Source:
     source = Source(MODELS[model], loss_of(clipped()), optimizer_of(clipped()), model)
     example = next(batches(Tokens(), clipped())).samples([0])
-    traced = with_slices(prepare(source, clipped(), example), Layout.parse(layout), example)
+    traced = examine(source, clipped(), example, Layout.parse(layout))
     return dataclasses.replace(source, prepared=traced)
 
 
@@ -77,8 +77,8 @@ def step_of_a_traced_model(rank: int, world: int, model: str, layout: str) -> tu
 )
 def test_a_run_of_a_traced_model_examines_nothing(model: str, layout: str) -> None:
     for before, after in pool(2).run(step_of_a_traced_model, model, layout):
-        assert {"experts_of", "cuts_of", "has_dropout", "trace"} <= set(before)
-        assert before.count("experts_of") == before.count("cuts_of") == before.count("trace") == 1
+        assert before.count("experts_of") == before.count("has_dropout") == before.count("trace") == 1
+        assert before.count("cuts_of") == ("tp=" in layout)  # a layout without tp needs no plan
         assert not after
 
 
@@ -97,8 +97,8 @@ def test_a_model_without_sequences_is_tried_once(monkeypatch: pytest.MonkeyPatch
     source = Source(MODELS["mixtral"], loss_of(clipped()), optimizer_of(clipped()))
     example = next(batches(Tokens(), clipped())).samples([0])
     short = {name: tensor[:, :1] for name, tensor in example.items()}
-    once = with_slices(prepare(source, clipped(), short), Layout.parse("cp=2"), short)
-    assert with_slices(once, Layout.parse("cp=2"), short) is once
+    once = dataclasses.replace(source, prepared=examine(source, clipped(), short, Layout.parse("cp=2")))
+    assert examine(once, clipped(), short, Layout.parse("cp=2")) is once.prepared
     assert called.count("prove") == 1
 
 
@@ -113,8 +113,8 @@ def test_without_tp_a_model_needs_no_proof_of_a_plan(model: str, layouts: list[s
     """The steps and their memory are then those of a model whose plan was proven; with tp the plan is proven after all."""
     source = Source(MODELS[model], loss_of(clipped()), optimizer_of(clipped()), model)
     example = next(batches(Tokens(), clipped())).samples([0])
-    whole = dataclasses.replace(source, prepared=prepare(source, clipped(), example))
-    lean = dataclasses.replace(source, prepared=prepare_for(source, clipped(), example, Layout()))
+    whole = dataclasses.replace(source, prepared=examine(source, clipped(), example))
+    lean = dataclasses.replace(source, prepared=examine(source, clipped(), example, Layout()))
     for where in map(Layout.parse, layouts):
         specs = [trace_for_layout(one, where, clipped(), example).spec for one in (whole, lean)]
         ours, theirs = (
@@ -124,6 +124,30 @@ def test_without_tp_a_model_needs_no_proof_of_a_plan(model: str, layouts: list[s
         )  # fmt: skip
         assert ours == theirs
     cut = Layout.parse("tp=2")
-    with pytest.raises(LayoutError, match=examine.UNEXAMINED):
+    with pytest.raises(LayoutError, match="its plan of tensor parallelism was not examined"):
         programs_of(lean.prepared.spec, clipped(), cut)  # type: ignore[union-attr]
     assert trace_for_layout(lean, cut, clipped(), example).spec == trace_for_layout(whole, cut, clipped(), example).spec
+
+
+@pytest.mark.parametrize(
+    ("examined_for", "lacking"),
+    [
+        ("dp=1", {"dp=4 zero=3": [], "pp=2": [], "ep=2": [], "cp=2": ["slices"], "tp=2": ["plan"], "tp=2 cp=2": ["plan", "slices"]}),
+        ("cp=2", {"dp=2": [], "dp=2 cp=2": [], "cp=4": ["slices"], "tp=2": ["plan"]}),
+        ("", {"dp=2": [], "tp=2": [], "tp=4": ["counts"], "tp=2 sequence_parallel": ["tokens"], "cp=2": ["slices"]}),
+        ("tp=2 sequence_parallel", {"dp=2 tp=2": [], "tp=4 sequence_parallel": ["counts", "tokens"], "tp=2 cp=2": ["slices"]}),
+    ],
+)  # fmt: skip
+def test_a_traced_model_covers_the_layouts_that_lack_nothing(examined_for: str, lacking: dict[str, list[str]]) -> None:
+    """What it covers is returned as it is, and what a layout lacks is found out and covered from then on."""
+    source = Source(MODELS["llama_even"], loss_of(clipped()), optimizer_of(clipped()), "llama_even")
+    example = next(batches(Tokens(), clipped())).samples([0])
+    known = examine(source, clipped(), example, Layout.parse(examined_for) if examined_for else None)
+    source = dataclasses.replace(source, prepared=known)
+    for layout, lacks in ((Layout.parse(words), lacks) for words, lacks in lacking.items()):
+        assert sorted(known.lacks(layout)) == lacks
+        assert known.covers(layout) == (not lacks)
+        found = examine(source, clipped(), example, layout)
+        assert (found is known) == (not lacks)
+        assert found.covers(layout)
+        assert examine(dataclasses.replace(source, prepared=found), clipped(), example, layout) is found

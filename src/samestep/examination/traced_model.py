@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import nn
 
 from samestep.building.families import FamilyFacts
 from samestep.building.initial_values import Blueprint
 from samestep.independence.cut_proof import CutProof
+from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
+from samestep.strategies.tensor import refuse_degree
 from samestep.tracing.flow import Flow
+
+Lack = Literal["plan", "counts", "trials", "tokens", "slices"]
+"""A finding that a layout needs: the plan of tensor parallelism, the counts of its ranks and the trials that the plan rests on, a
+proof that blocks work token by token between cut parts, and one that they work on slices of a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +33,8 @@ class TracedModel:
     analysis: ModelAnalysis
     facts: FamilyFacts
     """Facts about the model's family."""
-    cuts: CutProof
-    """The cuts of a tensor plan, and what is proven of them."""
+    cuts: CutProof | None
+    """The cuts of a tensor plan, and what is proven of them; None where no plan was looked for."""
     flows: Mapping[Hashable, Flow] = field(default_factory=dict)
     """The recorded flows of the forward, which stages of a pipeline follow, by dtypes and shapes (`runtime/axes/pipeline/stage_flow.py`)."""
 
@@ -40,3 +47,25 @@ class TracedModel:
     def spec(self) -> ModelSpec:
         """The spec of the model."""
         return self.analysis.spec
+
+    def covers(self, layout: Layout) -> bool:
+        """Return whether all is known that a layout needs."""
+        return not self.lacks(layout)
+
+    def lacks(self, layout: Layout) -> frozenset[Lack]:
+        """Return what a layout needs and nobody has found out, nor why it is refused."""
+        analysis, spec, degree = self.analysis, self.spec, layout.tp
+        found: set[Lack] = set()
+        if degree > 1 and self.cuts is None:
+            found.add("plan")
+        elif degree > 1:
+            if degree not in analysis.counts and not refuse_degree(spec, degree):
+                found.add("counts")
+            if self.cuts is not None and not {*self.cuts.tried} <= {*spec.tried}:
+                found.add("trials")
+            is_known = degree in analysis.slices_between or spec.sequence_refusal or spec.sequence % degree
+            if layout.sequence_parallel and not is_known:
+                found.add("tokens")
+        if layout.cp not in (1, *analysis.parts_examined):
+            found.add("slices")
+        return frozenset(found)

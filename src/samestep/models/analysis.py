@@ -1,6 +1,6 @@
 """The `ModelAnalysis`: the findings of one examination of a model, as plain data without torch, equal on every rank.
 
-A trace fills it (`prepare` in `examination/examine.py`), and all other code reads it: the modules are not examined twice.
+A trace fills it (`examination/examine.py`), and all other code reads it: the modules are not examined twice.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from samestep.building.loss import check_results_of, cross_entropy
 from samestep.building.optimizer import OptimizerSource, learning_rate_factor
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import JobError
-from samestep.examination.examine import Loss, Source, prepare_for, with_slices
+from samestep.examination.examine import Loss, Source, examine
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
 from samestep.job_tables import NumericsTable
@@ -238,7 +238,7 @@ def _decide(source: Source, layout: Layout, job: Job, place: RankInfo, example: 
     Raises:
         InputError: the model or the optimizer does not fit the layout.
     """
-    traced = with_slices(prepare_for(source, job, example, layout), layout, example)
+    traced = examine(source, job, example, layout)
     traced, flows = pipeline.with_flows(traced, layout, job, example, source.loss)
     layout = recompute.layout_for(layout, traced.analysis)
     ranks = Ranks.of(layout)
@@ -496,6 +496,6 @@ def trace_for_layout(source: Source, layout: Layout, job: Job, example: Any) -> 
     Raises:
         LayoutError: the forward of a rank of this layout does not compute its part of the whole model's.
     """
-    traced = with_slices(prepare_for(source, job, example, layout), layout, example)
+    traced = examine(source, job, example, layout)
     recorded = pipeline.with_flows(traced, layout, job, example, source.loss)[0].flows
     return traced if len(recorded) == len(traced.flows) else replace(traced, flows=recorded)

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from samestep.errors import ModelError
-from samestep.examination.examine import Source, prepare_for, with_new_blueprint
+from samestep.examination.examine import Source, examine, with_new_blueprint
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.exchange_times import ExchangeTimes, Phase
@@ -110,7 +110,7 @@ class LocalReplicas:
         Raises:
             InputError: the model, the optimizer or the number of processes does not fit the layout or the job.
         """
-        source = replace(source, prepared=prepare_for(source, job, example, layout))
+        source = replace(source, prepared=examine(source, job, example, layout))
         found = [assemble(source, layout, job, place, example)]
         while len(found) < found[0].parallel.program.step.replicas_each:
             another = replace(source, prepared=with_new_blueprint(source, job))

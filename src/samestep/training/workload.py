@@ -36,7 +36,7 @@ from samestep.datasets import (
     token_ranges,
 )
 from samestep.errors import DataError, LayoutError, ModelError, SamestepError
-from samestep.examination.examine import Loss, Source, prepare, prepare_for, with_slices
+from samestep.examination.examine import Loss, Source, examine
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
 from samestep.job_tables import HELD_OUT
@@ -68,7 +68,7 @@ class Workload:
         learning_rate_factor(job)(job.schedule.warmup_steps)
         self.example = example_of(self.dataset)
         source = Source(model_source(job), loss_of(job), optimizer, job.model.source)
-        prepared = prepare_for(source, job, self.example, layout)
+        prepared = examine(source, job, self.example, layout)
         _check_fit(job, prepared.module, self.dataset, self.example)
         check_labels(prepared.module, source.loss, job, self.dataset)
         for name in job.data.held_out_sets.keys() & self.held_out:
@@ -275,15 +275,13 @@ def trace_job(job: Job) -> TracedModel:
         tokens = torch.zeros(1, job.data.sequence_length, dtype=torch.int64)
         source = Source(model_source(job), loss_of(job), optimizer_of(job), job.model.source)
         example = {"input_ids": tokens, "labels": tokens}
-        traced = prepare(source, job, example)
     else:
         workload = Workload(job)
-        example, prepared = workload.example, workload.source.prepared
-        assert prepared is not None
-        traced = prepared
+        example, source = workload.example, workload.source
+    traced = examine(source, job, example)
     for layout in (Layout(cp=2), Layout(tp=2, sequence_parallel=True)):
         with contextlib.suppress(LayoutError):  # where the layout is used, its refusal is raised
-            traced = with_slices(traced, layout, example)
+            traced = examine(dataclasses.replace(source, prepared=traced), job, example, layout)
     return traced
 
 

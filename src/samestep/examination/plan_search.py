@@ -1,0 +1,124 @@
+"""The search for a plan of tensor parallelism that is proven: parts of a plan whose proof fails are gathered, or stay whole."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from samestep.examination.traced_forward import BuiltModel, TracedForward
+from samestep.independence import cut_proof, tensor_plan
+from samestep.independence.cut_proof import CutProof
+from samestep.independence.rank_trial import DiffersError
+from samestep.independence.structural_plan import structural_plan
+from samestep.independence.tensor_plan import Cuts
+from samestep.tracing.looks import Looks, paths_within
+from samestep.tracing.operations import Recorder
+
+Counts = dict[int, tuple[tuple[str, str, int], ...]]
+"""The attributes that a rank divides, by the degree of the cut: path, name, divisor."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProvenPlan:
+    """A plan of tensor parallelism and its proof, which may be a refusal."""
+
+    cuts: Cuts
+    proof: CutProof
+    counts: Counts = field(default_factory=dict)
+    shareable: dict[str, int] = field(default_factory=dict)
+    """Number of heads of keys or values that ranks may share, by the path of the projection."""
+
+
+def find_plan(built: BuiltModel) -> Cuts:
+    """Return the plan of tensor parallelism of a model; where it has none, the one that its data flow shows."""
+    module, counts = built.module, built.experts.counts
+    planned = tensor_plan.cuts_of(module, counts)
+    if not planned.is_open:
+        return planned
+    for keeps_all in (False, True):
+        recorder = Recorder()
+        with suppress(DiffersError):  # the trace says why the forward fails
+            looking = _run_forward(built, {}, recorder, keeps_all=keeps_all).paths
+            planning = functools.partial(structural_plan, module, recorder.operations, counts)
+            if styles := planning(paths_within(module, looking)):
+                return Cuts(styles, may_shrink=True, looking=looking)
+            if looking and (styles := planning()):  # which the code that looks leaves nothing of
+                return tensor_plan.without_looking(module, Cuts(styles, may_shrink=True), looking)
+            return planned
+    return planned
+
+
+def prove_or_change(built: BuiltModel, forward: TracedForward, planned: Cuts, cuts_loss: bool) -> ProvenPlan | Cuts:
+    """Return the proof of the plan with which a forward was traced, or another plan, with which to trace it anew.
+
+    Another plan is one that leaves whole what the trace has seen to look at values, or of which a smaller part is proven:
+    the costs of a plan are those of the forward that was traced with it.
+    """
+    if not planned.refusal and not {*forward.spec.looks_in} <= {*planned.looking}:
+        return tensor_plan.without_looking(built.module, planned, forward.spec.looks_in)
+    found = _prove(built, forward, planned, cuts_loss)
+    fewer, refusal = planned, found.proof.refusal
+    while refusal and (smaller := tensor_plan.smaller(built.module, fewer, refusal)):
+        fewer, refusal = smaller, _prove(built, forward, smaller, cuts_loss).proof.refusal
+    return found if refusal or fewer is planned else fewer
+
+
+def _prove(built: BuiltModel, forward: TracedForward, planned: Cuts, cuts_loss: bool) -> ProvenPlan:
+    """Return the proof of a plan, the counts of a rank, and the heads that ranks may share.
+
+    Where the code behind a cut needs more than a rank's part, the outputs of the modules that it reads are gathered, those of
+    the head first; where that does not help, these modules stay whole.
+    """
+    module, observed = built.module, forward.cuts
+    assert observed is not None
+    first: CutProof | None = None
+    while True:
+        shareable = {} if planned.refusal else tensor_plan.shareable_heads(module, planned)
+        proofs: list[CutProof] = []
+        for cuts_logits in (True, False) if cuts_loss else (False,):
+            counts: Counts = {}
+            proof = tensor_plan.proof_of(forward.spec, module, planned, shareable, observed.recorder, cuts_logits)
+            if degree := cut_proof.smallest_degree(proof):
+                proof, counts = try_degree(built, proof, shareable, degree)
+            if not proof.refusal:
+                return ProvenPlan(planned, proof, counts, shareable)
+            proofs.append(proof)
+            if not proof.cuts_logits:  # else the code behind the head may need them whole
+                break
+        proof = proofs[0]
+        first = first or proof
+        planned.gather(paths := cut_proof.to_gather(module, proof), proof.refusal)
+        if not paths or not planned.styles:
+            planned.styles = dict(first.styles)
+            planned.gathered.clear()
+            return ProvenPlan(planned, first, {}, shareable)
+
+
+def try_degree(
+    built: BuiltModel, proof: CutProof, shareable: Mapping[str, int], degree: int
+) -> tuple[CutProof, Counts]:
+    """Return the proof of a plan with the counts of a rank of a degree, or why it fails, and the counts by module."""
+    shared = {path: heads for path, heads in shareable.items() if heads < degree}
+    forward = functools.partial(_run_forward, built, proof.styles, looking=proof.looking)
+    try:
+        looks = forward(recorder := Recorder(), keeps_all=bool(proof.looking))
+        forward = functools.partial(forward, answers=looks.answers if proof.looking else None)
+        proof = cut_proof.with_degree(proof, built.module, shared, recorder.operations, forward, degree)
+    except DiffersError as error:
+        return replace(proof, refusal=str(error), refused_at=error.where), {}
+    return proof, {degree: proof.divided(built.module)}
+
+
+def _run_forward(built: BuiltModel, styles: Mapping[str, str], recorder: Recorder, **looks: Any) -> Looks:
+    """Record the operations of a forward on the meta device, with the ends of the modules that have a cut style.
+
+    `looks` are the arguments of `cut_proof.run_forward` about code that looks at values.
+
+    Raises:
+        DiffersError: it fails.
+    """
+    with built.repeating():
+        return cut_proof.run_forward(built.module, built.sample, styles, built.value_of, recorder, **looks)

@@ -1,0 +1,120 @@
+"""One forward of a model on the meta device, traced under a list of observers, and the means to run it again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.building.initial_values import Blueprint
+from samestep.building.named_tensors import cast_floating
+from samestep.examination.recording import MaskRecorder, record_masks
+from samestep.independence import cut_proof, kept_state, sequence_boundaries, tensor_plan
+from samestep.models.analysis import ExpertModules
+from samestep.models.layer_spec import ExpertDispatch
+from samestep.models.spec import ModelSpec
+from samestep.state import snapshot
+from samestep.tracing import experts as experts_module
+from samestep.tracing.checkpointed import Checkpointed, record_checkpointed
+from samestep.tracing.operations import Recorder
+from samestep.tracing.trace import samples_traced
+from samestep.trees import tree_map_only
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """A model on the meta device, and one real sample that its forward is run on."""
+
+    blueprint: Blueprint
+    sample: Any
+    """A batch of the first sample of an example, its floating tensors in the dtype of the weights."""
+    experts: ExpertModules
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, example: Any, experts: ExpertModules | None = None) -> BuiltModel:
+        """Return a model with the first sample of an example; its experts are looked for unless they are known."""
+        module = blueprint.module
+        dtype = next((param.dtype for param in module.parameters() if param.is_floating_point()), torch.float32)
+        sample = cast_floating(tree_map_only(Tensor, lambda tensor: tensor[:1], example), dtype)
+        return cls(blueprint, sample, experts or experts_module.experts_of(module))
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, on the meta device."""
+        return self.blueprint.module
+
+    @property
+    def num_samples(self) -> int:
+        """Number of copies of the sample in a traced forward."""
+        return samples_traced(self.module)
+
+    def value_of(self, name: str) -> Tensor:
+        """Return the values of a weight or buffer, on the CPU."""
+        return self.blueprint.materialize(name, device=torch.device("cpu"))
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Let a forward of the whole model run once more, from the state that the modules have now.
+
+        At their first forward modules make tables, and install hooks that record their outputs: both are taken back.
+        """
+        with (
+            snapshot.preserve_modules(self.module),
+            record_checkpointed(self.module),
+            record_masks(self.module, self.num_samples),
+            experts_module.record_dispatches(self.module, self.experts),
+        ):
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class CutObservations:
+    """The observations of a forward that the proof and the costs of a tensor plan need."""
+
+    costs: tensor_plan.CutCosts
+    calls: sequence_boundaries.Calls
+    recorder: Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class TracedForward:
+    """A traced forward: the spec that its trace gives, and the records of its observers."""
+
+    spec: ModelSpec
+    changes: kept_state.Changes
+    masks: MaskRecorder
+    dispatches: list[ExpertDispatch]
+    expert_calls: dict[str, tuple[Any, Any]]
+    checkpointed: Checkpointed
+    cuts: CutObservations | None
+    """None of a forward that was traced without a tensor plan."""
+
+
+def trace_forward(built: BuiltModel, planned: tensor_plan.Cuts | None, run: Callable[..., ModelSpec]) -> TracedForward:
+    """Trace one forward of a model under all observers; those of cuts watch it only where there is a tensor plan.
+
+    `run` is `trace` of the model, which is given what the plan adds to it.
+
+    Raises:
+        ModelError: the forward fails, or needs values that are not known.
+    """
+    module, expert_calls = built.module, dict[str, tuple[Any, Any]]()
+    with ExitStack() as observers:
+        observe = observers.enter_context
+        changes = observe(kept_state.record_changes(module))  # first: it looks when the others have gone
+        cuts = None
+        if planned is not None:
+            observe(cut_proof.record_ends(module, planned.styles, recorder := Recorder(), planned.looking))
+            costs = observe(tensor_plan.record_cuts(module, planned))
+            cuts = CutObservations(costs, observe(sequence_boundaries.record_calls(module)), recorder)
+            run = functools.partial(run, costs.keep, planned.styles, recorder, keeps_all=bool(planned.looking))
+        masks = observe(record_masks(module, built.num_samples))
+        dispatches = observe(experts_module.record_dispatches(module, built.experts, expert_calls))
+        checkpointed = observe(record_checkpointed(module))
+        spec = run()
+    return TracedForward(spec, changes, masks, dispatches, expert_calls, checkpointed, cuts)
