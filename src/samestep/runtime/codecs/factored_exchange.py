@@ -122,7 +122,7 @@ class FactoredExchange:
     def send(self, values: Sequence[Tensor]) -> dist.Work:
         """Add the last contribution and start to sum the left factors, or after them the right ones.
 
-        Collective over the group: if a rank does not call it, the others wait for it.
+        Collective over the group, see [Note: collective calls].
         """
         assert self._group is not None
         if self._num_sent == 0:
