@@ -285,7 +285,7 @@ def follow(
             with Ledger() as ledger:
                 report = run.step(batch)
             seen.ledger = ledger.rows
-            program = run.program if run.replicas is None else run.replicas.program_behind(run.steps_taken)
+            program = run.replicas.program_behind(run.steps_taken)
             seen.predicted = program.ledger(group_of=run.assembly.parallel.mesh.group_of)
         else:
             report = run.step(batch)

@@ -32,7 +32,7 @@ WEIGHTS = ("to device pinned asynchronous", "runtime/host_copies.py:_send")
 ROWS_OF_EXPERTS = ("to host", "runtime/axes/expert.py:_dispatch_and_combine")
 
 REASONS = {
-    SCALARS: "the count, the norm and the stop flag of all ranks, for which the host does not wait in the step",
+    SCALARS: "the count, the norm and the flags of all ranks, for which the host does not wait in the step",
     STEP_BEFORE: "before a step the host waits for the sums of the one before, whose update the device then makes",
     WRITTEN: "weights beside masters: whether the user has written them between two steps",
     WRITTEN_THERE: "weights beside masters: the host waits until the device begins the step, all of which it has launched",

@@ -231,7 +231,6 @@ def _streamed(rank: int, world: int, model: str, layout: str, job: Job) -> tuple
 
     def close(of: Run) -> None:
         recorded[of.steps_taken - 1].__exit__(None, None, None)
-        assert of.replicas is not None
         program = of.replicas.program_behind(of.steps_taken)
         ledgers.append((recorded[of.steps_taken - 1].rows, program.ledger(group_of=of.assembly.parallel.mesh.group_of)))
         if of.steps_taken < job.train.steps:

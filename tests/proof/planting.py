@@ -90,7 +90,7 @@ def unless(axis: str) -> Callable[..., Any]:
     return lambda send, self, flat, op, whole: None if op.axis == axis else send(self, flat, op, whole)
 
 
-_SUMS = ("loss_sum", "count", "norm_squared", "flags")
+_SUMS = ("loss_sum", "count", "norm_squared")
 
 
 def changed(sums: Tensor, **values: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,10 +16,12 @@ from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.bodies import Task
+from samestep.program.ops import StepFlag
 from samestep.randomness.mode import Dropout, DropoutState
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import Indices, StepObserver, StepScalars
+from samestep.runtime.step_scalars import SummedScalars, decide, flag_slots
 from samestep.schedules import TaskKind
 from tests.laboratory import job_of, perturbed
 from tests.models import MODELS, Tokens
@@ -114,3 +117,27 @@ def test_one_mask_shows_that_dropout_is_active() -> None:
         state.end_forward(num_draws)
     state.end_step(model)
     assert state.dropout is Dropout.ACTIVE
+
+
+SETS_OF_FLAGS = [
+    set(raised) for number in range(len(StepFlag) + 1) for raised in itertools.combinations(StepFlag, number)
+]
+
+
+def test_each_flag_of_a_step_has_a_slot_of_its_own() -> None:
+    for raised, ranks in itertools.product(SETS_OF_FLAGS, (1, 3, 2**20 + 1)):
+        slots = flag_slots({flag: flag in raised for flag in StepFlag}, torch.device("cpu"))
+        for uses in ([], [0.0, 2.0]):
+            read = SummedScalars.of([8.0, 4.0, 1.0, *uses, *(slots * ranks).tolist()], len(uses))
+            assert read.flags == {flag: ranks * (flag in raised) for flag in StepFlag}
+            assert (read.agreed.loss_sum, read.agreed.count, read.agreed.stop) == (8.0, 4.0, read.flags[StepFlag.STOP])
+            assert read.uses == [uses]
+
+
+def test_the_device_holds_back_what_the_host_has_to_decide() -> None:
+    for raised in SETS_OF_FLAGS:
+        slots = flag_slots({flag: torch.tensor(float(flag in raised)) for flag in StepFlag}, torch.device("cpu"))
+        for numbers, is_usual in (([8.0, 4.0, 1.0], True), ([0.0, 0.0, 0.0], False), ([8.0, 4.0, float("nan")], False)):
+            decision = decide(torch.cat([torch.tensor(numbers, dtype=torch.float64), slots]), 1.0, None)
+            exchanges = bool(raised & {StepFlag.REFUSES, StepFlag.UNUSED_CHANGED})
+            assert bool(decision.held_back) == (exchanges or not is_usual)

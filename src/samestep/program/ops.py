@@ -13,7 +13,7 @@ Op(kind=ALL_REDUCE, owner="bucket.0", axis="dp_replicate", size_bytes=..., after
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any, Literal, NamedTuple
 
 from samestep.job_tables import Precision
@@ -43,12 +43,25 @@ COMPUTE_DTYPE: dict[Precision, str] = {
 }
 """Dtype of the forward's weights and activations, by the job's `numerics.precision`."""
 
-STEP_SCALARS = ("loss", "count", "norm_squared", "stop")
-"""Scalars that one all_reduce over the world sums at the end of a step, as float64; before the last one, for each weight that a
-step may give no gradient, the ranks that gave it one."""
+REPLICA_SCALARS = ("loss", "count", "norm_squared")
+"""Scalars of each replica that one all_reduce over the world sums at the end of a step, as float64; after them, for each weight
+that a step may give no gradient, the number of ranks that gave it one."""
 
-REPLICA_SCALARS = STEP_SCALARS[:3]
-"""Scalars of which each replica has one, where replicas are trained independently."""
+
+class StepFlag(IntEnum):
+    """The flags of a step, in the order of their slots at the end of that all_reduce: each the number of ranks that raise it."""
+
+    STOP = 0
+    """Asked to stop the run."""
+    SAVE = 1
+    """Asked to save a checkpoint and go on."""
+    WROTE_UNSEEN = 2
+    """The step wrote weights through `.data`, which no version counter shows."""
+    REFUSES = 3
+    """Has a reason to refuse the step."""
+    UNUSED_CHANGED = 4
+    """Has other weights without a gradient than before, among those without a number in the scalars."""
+
 
 SHARD_AXES = ("dp_shard", "dp_expert")
 """Data axes over which ZeRO shards: `dp_shard`, or for expert-sharded weights its ranks with the same experts."""

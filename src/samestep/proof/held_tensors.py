@@ -45,7 +45,7 @@ def replicas_of(run: Run) -> list[tuple[str, Assembly]]:
     its records; the run's assembly where all ranks train one model.
 
     """
-    if run.replicas is None:
+    if not run.replicas.are_apart:
         return [("", run.assembly)]
     return [(of_replica(number), assembly) for number, assembly in run.replicas.numbered_assemblies]
 
@@ -53,7 +53,7 @@ def replicas_of(run: Run) -> list[tuple[str, Assembly]]:
 def held_gradients(run: Run) -> list[HeldTensor]:
     """Return a copy of the gradients of the last step, or of the averaged moves where an exchange has overwritten
     them."""
-    ended = run.replicas.ended if run.replicas is not None else ()
+    ended = run.replicas.ended
     is_moved = run.program.step.exchange_part
     found: list[tuple[str, Tensor, Tensor | range]] = [
         (f"{piece.name}{whose}", piece.gradient(), places_of(run, piece))
@@ -61,8 +61,7 @@ def held_gradients(run: Run) -> list[HeldTensor]:
         for piece in assembly.weights.updater.pieces
         if is_moved(piece.name) not in ended
     ]
-    moved = run.replicas.pieces if run.replicas is not None else ()
-    found += [(p.name, p.gradient(), places_of(run, p)) for p in moved if is_moved(p.name) in ended]
+    found += [(p.name, p.gradient(), places_of(run, p)) for p in run.replicas.pieces if is_moved(p.name) in ended]
     return _copy_to_host(found)
 
 
@@ -73,9 +72,10 @@ def held_weights(run: Run) -> list[HeldTensor]:
         for whose, assembly in replicas_of(run)
         for piece in assembly.weights.updater.pieces
     ]
-    if run.replicas is not None:
-        outer = zip(run.replicas.pieces, run.replicas.weights, strict=True)
-        found += [(piece.name, weight, places_of(run, piece)) for piece, weight in outer]
+    if run.replicas.are_apart:
+        found += [
+            (p.name, run.replicas.value_of(index), places_of(run, p)) for index, p in enumerate(run.replicas.pieces)
+        ]
     return _copy_to_host(found)
 
 

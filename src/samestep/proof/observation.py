@@ -42,7 +42,7 @@ from samestep.proof.held_tensors import (
 from samestep.randomness.masks import MaskSlice
 from samestep.randomness.mode import Draw
 from samestep.runtime.axes.expert import RouteMode, Routes
-from samestep.runtime.local_replicas import set_weights
+from samestep.runtime.local_replicas import LocalReplicas
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
@@ -243,7 +243,7 @@ class ObservedRun(StepObserver):
     def begin(self, batch: Batch) -> None:
         """Clear the records of the previous step; called before each step."""
         self.shares, self.noted = [], {}
-        parts = batch.shares(0, 1, self.run.job.numerics.replicas) if self.run.replicas is not None else []
+        parts = batch.shares(0, 1, self.run.job.numerics.replicas) if self.run.replicas.are_apart else []
         self._replicas = {sample: number for number, part in enumerate(parts) for sample in part}
 
     def whole_outputs(self, noted: Mapping[tuple[str, int, int], Output]) -> dict[tuple[str, int, int], Output]:
@@ -383,7 +383,7 @@ def _one_step(observed: ObservedRun, batch: Batch, watched: _DigestingDataset) -
     report = run.step(batch)
     limit = run.job.optimizer.clip_norm
     # Independently trained replicas are clipped by a norm each: the gradients that their optimizers get are compared.
-    is_clipped = limit is not None and run.replicas is None
+    is_clipped = limit is not None and not run.replicas.are_apart
     factor = min(1.0, limit / (report.grad_norm + 1e-6)) if is_clipped and limit is not None else 1.0
     return ObservedStep(
         loss=report.loss,
@@ -428,7 +428,7 @@ def feed(
             updater.publish()
             assembly.weights.store.publish()
         run.steps_taken = step + 1
-        if run.replicas is not None:
+        if isinstance(run.replicas, LocalReplicas):
             run.replicas.is_fresh = False
         yield held_weights(run)
 
@@ -452,10 +452,7 @@ def restart(run: Run, start: Sequence[Tensor], buffers: Sequence[Tensor]) -> Non
     """
     for buffer, value in zip(run.model.buffers(), buffers, strict=True):
         buffer.copy_(value)
-    if run.replicas is None:
-        set_weights(run.assembly, start)
-    else:
-        run.replicas.restart(start)
+    run.replicas.restart(start)
     for _, assembly in replicas_of(run):
         if assembly.weights.updater.optimizer is not None:
             assembly.weights.updater.optimizer.state.clear()

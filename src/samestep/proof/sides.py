@@ -142,7 +142,7 @@ def in_layout(place: RankInfo, subject: Subject) -> None:
             shutil.rmtree(subject.folder / "checkpoints", ignore_errors=True)
             shutil.rmtree(subject.folder / "resumed", ignore_errors=True)
         checkpoint.save(observed.run, subject.folder / "checkpoints", keep=1)
-        if observed.run.replicas is None:
+        if not observed.run.replicas.are_apart:
             gradients = comparison.whole_of(comparison.unclip_gradients(one, -1))
             folders = (subject.folder / "checkpoints", subject.folder / "resumed")
             seen.resumed = list(resumes.compare_resumes(observed.run, gradients, one.steps[-1].unused, folders))
@@ -215,7 +215,7 @@ def judge(place: RankInfo, subject: Subject) -> Judgement:
         return checks, *plain_loop.cause(one, first)
     if first in resumed:
         return checks, *resumes.cause(first)
-    if run.replicas is not None and first not in plainly:
+    if run.replicas.are_apart and first not in plainly:
         cause = Cause.CHECKPOINT if first in given_back else Cause.REPLICAS
         return checks, cause, refusal or f"{first.what}: {first.misfits[0].name} is off by {first.misfits[0].error:.1e}"
     if first in given_back:

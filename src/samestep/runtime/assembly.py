@@ -186,8 +186,7 @@ def _set_products(numerics: NumericsTable) -> None:
 def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> Assembly:
     """Build, cut and fill the model of one rank.
 
-    Collective over the world, since it makes the process groups: every rank calls it; if one does not, the others wait
-    until the time limit.
+    Collective over the world, since it makes the process groups, see [Note: collective calls].
 
     Raises:
         InputError: the model, the optimizer or the number of processes does not fit the layout.

@@ -33,8 +33,7 @@ def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | No
     `measure` is summed in place of the loss: like it a function of (outputs, batch) -> (sum, count), given whole logits.
     Random numbers that the model draws in evaluation too are functions of `seed` and sample, the same at every call.
 
-    Collective over the world: every rank calls it with the same batch. If one does not, the others wait, at the latest
-    in the all_reduce of the sums, until the time limit.
+    Collective over the world, see [Note: collective calls].
     """
     parallel = assembly.parallel
     mesh, dp = parallel.mesh, parallel.program.step.layout.dp
@@ -132,7 +131,7 @@ def use_averages(run: PreparedRun) -> Iterator[None]:
 
     Before the first update the average of a weight is the weight.
 
-    Collective over the world: every rank enters and leaves it; if one does not, the others wait until the time limit.
+    Collective over the world, see [Note: collective calls].
 
     Raises:
         ModelError: the job averages none, or they are in use already.

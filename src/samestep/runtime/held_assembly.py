@@ -6,7 +6,6 @@ What checkpoints read of a run, and set again: its weights and their optimizer, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly, assemble
 from samestep.runtime.axes import recompute
-from samestep.runtime.local_replicas import LocalReplicas
+from samestep.runtime.local_replicas import LocalReplicas, Replicas
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.processes.join import RankInfo
@@ -31,13 +30,25 @@ class HeldAssembly:
 
     def __init__(self, source: Source, layout: Layout, job: Job, place: RankInfo) -> None:
         self.source, self.layout, self.job, self.place = source, layout, job, place
-        self.replicas: LocalReplicas | None = None
-        self._current: Assembly | None = None
+        self._replicas: Replicas | None = None
+        self._turn = 0
+        """The index of the current replica among those of this rank."""
 
     @property
     def is_prepared(self) -> bool:
         """Whether the model is built."""
-        return self._current is not None
+        return self._replicas is not None
+
+    @property
+    def replicas(self) -> Replicas:
+        """The models that this rank trains: a list of one, unless the job trains replicas apart.
+
+        Raises:
+            LayoutError: the run is not prepared yet.
+        """
+        if self._replicas is None:
+            raise LayoutError("the run is not prepared yet: call run.prepare(batch.samples([0])), or take a step")
+        return self._replicas
 
     @property
     def current(self) -> Assembly:
@@ -46,55 +57,31 @@ class HeldAssembly:
         Raises:
             LayoutError: the run is not prepared yet.
         """
-        if self._current is None:
-            raise LayoutError("the run is not prepared yet: call run.prepare(batch.samples([0])), or take a step")
-        return self._current
+        return self.replicas.assemblies[self._turn]
 
     def assemble(self, example: Any) -> tuple[str, ...]:
         """Build the model in its layout, from a batch; return what the user should know of it, as text.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
         """
         given = self.source, self.layout, self.job, self.place, example
         if self.job.numerics.exchange_every == 1:
-            self._current = assemble(*given)
+            self._replicas = Replicas(assemblies=[assemble(*given)])
         else:
-            self.replicas = LocalReplicas.assemble_replicas(*given)
-            self._current = self.replicas.assemblies[0]
-        where = self._current.parallel.program.step.layout
+            self._replicas = LocalReplicas.assemble_replicas(*given)
+        where = self.current.parallel.program.step.layout
         is_other = where != self.layout
         self.layout = where
-        return *self._current.model.remarks, *((recompute.TAKEN,) if is_other else ())
-
-    def adopt(self, change: Callable[[Assembly], Assembly]) -> None:
-        """Continue with an assembly derived from this one, and so with every replica."""
-        if self.replicas is None:
-            self._current = change(self.current)
-            return
-        self.replicas.change(change)
-        self._current = self.replicas.assemblies[0]
-
-    @contextmanager
-    def outer_weights(self) -> Iterator[None]:
-        """Let the model have the outer weights inside, where replicas are trained apart."""
-        if self.replicas is None:
-            yield
-            return
-        self.current.weights.store.settle()
-        with self.replicas.outer():
-            yield
+        return *self.current.model.remarks, *((recompute.TAKEN,) if is_other else ())
 
     def each(self) -> Iterator[tuple[int, Assembly]]:
         """Yield the number and the assembly of each replica that this rank trains, which is the current one meanwhile."""
-        if self.replicas is None:
-            yield 0, self.current
-            return
         try:
-            for number, assembly in self.replicas.numbered_assemblies:
-                self._current = assembly
+            for turn, (number, assembly) in enumerate(self.replicas.numbered_assemblies):
+                self._turn = turn
                 yield number, assembly
         finally:
-            self._current = self.replicas.assemblies[0]
+            self._turn = 0
 
 
 class NotedData(Protocol):
@@ -129,8 +116,8 @@ class PreparedRun(Protocol):
         """The losses of the last steps."""
 
     @property
-    def replicas(self) -> LocalReplicas | None:
-        """The replicas that this rank trains, where a job trains them apart."""
+    def replicas(self) -> Replicas:
+        """The models that this rank trains: a list of one, unless the job trains replicas apart."""
 
     @property
     def assembly(self) -> Assembly:

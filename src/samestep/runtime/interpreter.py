@@ -2,7 +2,7 @@
 
 A loss is a sum over samples or tokens, and their count. Backward runs on the sum, divided by a power of two near the
 count, which loses no bit. All ranks learn the true count after the last micro-batch, in the one all_reduce that also
-carries the loss, the gradient norm and the stop flag; the gradients are divided by it then. So nothing is ever a mean
+carries the loss, the gradient norm and the flags; the gradients are divided by it then. So nothing is ever a mean
 of means, and a user's loss need not know its count before its forward.
 """
 
@@ -42,15 +42,14 @@ class Interpreter:
     step: int
     """The step, counted from 1."""
     data_wait_s: float = field(default=0.0, init=False)
+    """Seconds for which it has waited for data."""
     _constant: set[int] = field(default_factory=set, init=False)
     """Micro-batches whose loss is a constant, so that their gradients are no use of a weight."""
-    """Seconds for which it has waited for data."""
 
     def forward_backward(self, batch: StepBatch, index: int) -> Tensor:
         """Run the forwards and backwards of the replica at `index`; return this rank's loss sum and count, float64 [2].
 
-        Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
-        time limit.
+        Collective over the world, see [Note: collective calls].
         """
         parallel, store = self.assembly.parallel, self.assembly.weights.store
         layout = parallel.program.step.layout

@@ -31,9 +31,9 @@ arXiv:2501.18512, algorithm 2):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -57,13 +57,77 @@ WEIGHT = "weight"
 """The name among a replica's states of its own weights."""
 
 
-@dataclass(slots=True)
-class LocalReplicas:
-    """The replicas that this rank trains, and its part of the outer weights."""
+@dataclass(slots=True, kw_only=True)
+class Replicas:
+    """The models that this rank trains: one, which all ranks train together, so that nothing is exchanged after a step."""
 
+    are_apart: ClassVar[bool] = False
+    """Whether each replica has weights and optimizer states of its own: `LocalReplicas`."""
     assemblies: list[Assembly]
-    first: int
+    first: int = 0
     """The number of this rank's first replica."""
+    number: int = 1
+    """The number of replicas of all ranks."""
+    ended: frozenset[int] = frozenset()
+    """Parts of the weights whose outer step was taken after the last step; the gradients of the first replica are their moves."""
+
+    @property
+    def numbered_assemblies(self) -> Iterator[tuple[int, Assembly]]:
+        """The replicas of this rank, with their numbers among all."""
+        return enumerate(self.assemblies, self.first)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The pieces of the first replica, in whose order the outer weights are."""
+        return self.assemblies[0].weights.updater.pieces
+
+    def change(self, change: Callable[[Assembly], Assembly]) -> None:
+        """Go on with assemblies that are derived from these."""
+        self.assemblies = [change(assembly) for assembly in self.assemblies]
+
+    def sums(self, own: Sequence[Tensor]) -> Tensor:
+        """Return the scalars of all replicas, zeros but for this rank's `own`, one tensor for each of its replicas."""
+        if self.number == 1:
+            return own[0]
+        found = own[0].new_zeros(self.number, len(own[0]))
+        for (number, _), scalars in zip(self.numbered_assemblies, own, strict=True):
+            found[number] = scalars
+        return found.view(-1)
+
+    def value_of(self, index: int) -> Tensor:
+        """Return the values of a piece that a checkpoint holds: of replicas that are trained apart, the outer ones."""
+        return self.pieces[index].master()
+
+    def program_behind(self, step: int) -> Program:
+        """Return the program of a step, counted from 1, with what is sent of exchanges after it."""
+        return self.assemblies[0].parallel.program
+
+    def exchange(self, step: int) -> None:
+        """Do what is due after a step."""
+
+    def catch_up(self, after: int, step: int) -> None:
+        """Do what was due after steps that a run leaves out, as it goes back to the weights from after step `after`."""
+
+    def settle(self) -> None:
+        """Wait for the exchanges under way."""
+
+    def outer(self) -> AbstractContextManager[None]:
+        """Let the first replica have the outer weights inside."""
+        return nullcontext()
+
+    def restart(self, start: Sequence[Tensor]) -> None:
+        """Begin again from these weights, one tensor for each piece.
+
+        Collective over `dp_shard` with zero=1, as `WeightStore.publish` says.
+        """
+        set_weights(self.assemblies[0], start)
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalReplicas(Replicas):
+    """The replicas that this rank trains, each with weights of its own, and its part of the outer weights."""
+
+    are_apart: ClassVar[bool] = True
     weights: list[Tensor]
     """The outer weights, one tensor for each piece of an assembly."""
     momentum: list[Tensor]
@@ -71,8 +135,6 @@ class LocalReplicas:
     times: ExchangeTimes
     is_fresh: bool = True
     """Whether every replica has the outer weights."""
-    ended: frozenset[int] = frozenset()
-    """Parts of the weights whose outer step was taken behind the last step; the gradients of the first replica are their moves."""
     under_way: dict[int, bool] = field(default_factory=dict)
     """Parts whose exchange has started and not ended, and whether all of its collectives were issued."""
     arrived: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -97,7 +159,15 @@ class LocalReplicas:
         pieces = assemblies[0].weights.updater.pieces
         weights = [piece.master().clone() for piece in pieces]
         times = ExchangeTimes.of(job.numerics, job.train.steps)
-        return cls([*assemblies], first, weights, [torch.zeros_like(one) for one in weights], job, times)
+        return cls(
+            assemblies=[*assemblies],
+            first=first,
+            number=job.numerics.replicas,
+            weights=weights,
+            momentum=[torch.zeros_like(one) for one in weights],
+            job=job,
+            times=times,
+        )
 
     @classmethod
     def assemble_replicas(
@@ -117,15 +187,9 @@ class LocalReplicas:
             found.append(assemble(another, layout, job, place, example))
         return cls.of(found, job)
 
-    @property
-    def numbered_assemblies(self) -> Iterator[tuple[int, Assembly]]:
-        """The replicas of this rank, with their numbers among all."""
-        return enumerate(self.assemblies, self.first)
-
-    @property
-    def pieces(self) -> list[Piece]:
-        """The pieces of the first replica, in whose order the outer weights are."""
-        return self.assemblies[0].weights.updater.pieces
+    def value_of(self, index: int) -> Tensor:
+        """Return the outer values of a piece."""
+        return self.weights[index]
 
     def indices_of(self, part: int) -> list[int]:
         """Return the indices of the pieces in a part of the weights."""
@@ -140,8 +204,8 @@ class LocalReplicas:
     def exchange(self, step: int) -> None:
         """Do what is due behind a step: start exchanges, or take the outer steps of those that end.
 
-        Collective over the axis of the program's contributions, and over `dp_shard` with zero=1: if a rank does not call it,
-        the others wait until the time limit.
+        Collective over the axis of the program's contributions, and over `dp_shard` with zero=1, see
+        [Note: collective calls].
         """
         self.is_fresh, self.ended = False, frozenset()
         started, ended = set[int](), []
@@ -221,8 +285,7 @@ class LocalReplicas:
     def settle(self) -> None:
         """Wait for the exchanges under way, so that a checkpoint holds their sums; they end when they would have.
 
-        Collective over the axis of the program's contributions: if a rank does not call it, the others wait until the time
-        limit.
+        Collective over the axis of the program's contributions, see [Note: collective calls].
         """
         for part in [part for part in self.under_way if part not in self.arrived]:
             self._receive(part)
@@ -246,6 +309,7 @@ class LocalReplicas:
 
         Collective over `dp_shard` with zero=1, as `WeightStore.publish` says.
         """
+        self.assemblies[0].weights.store.settle()
         if self.is_fresh:
             yield
             return
@@ -255,10 +319,6 @@ class LocalReplicas:
             yield
         finally:
             set_weights(self.assemblies[0], own)
-
-    def change(self, change: Callable[[Assembly], Assembly]) -> None:
-        """Go on with assemblies that are derived from these."""
-        self.assemblies = [change(assembly) for assembly in self.assemblies]
 
     @torch.no_grad()
     def restart(self, start: Sequence[Tensor]) -> None:
@@ -288,13 +348,6 @@ class LocalReplicas:
             updater = assembly.weights.updater
             piece = updater.pieces[piece_index]
             yield str(number), {WEIGHT: piece.master(), **updater.state_of(piece)}
-
-    def sums(self, own: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return the scalars of all replicas, zeros but for this rank's `own`, one tensor for each of its replicas."""
-        found = torch.zeros(self.job.numerics.replicas, len(own[0]), dtype=torch.float64, device=device)
-        for (number, _), scalars in zip(self.numbered_assemblies, own, strict=True):
-            found[number] = scalars
-        return found.view(-1)
 
 
 @torch.no_grad()

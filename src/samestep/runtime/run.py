@@ -37,7 +37,7 @@ from samestep.runtime.guards import deterministic
 from samestep.runtime.guards.outside_changes import LoopChanges
 from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.held_assembly import HeldAssembly
-from samestep.runtime.local_replicas import LocalReplicas
+from samestep.runtime.local_replicas import Replicas
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.next_labels import NextLabels
@@ -107,8 +107,12 @@ class Run:
         return self._stepper.spikes
 
     @property
-    def replicas(self) -> LocalReplicas | None:
-        """The replicas that this rank trains, where a job trains them apart; the first one's assembly is the run's."""
+    def replicas(self) -> Replicas:
+        """The models that this rank trains, whose first is the run's: a list of one, unless the job trains replicas apart.
+
+        Raises:
+            LayoutError: the run is not prepared yet.
+        """
         return self._own.replicas
 
     @property
@@ -148,7 +152,7 @@ class Run:
     def prepare(self, example: Any) -> None:
         """Build the model in its layout, unless that is done; `example` is a batch from `batch.samples`.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
         """
         if self._own.is_prepared:
             return
@@ -162,7 +166,7 @@ class Run:
     def adopt(self, change: Callable[[Assembly], Assembly]) -> None:
         """Continue with an assembly derived from this run's own, for example one with another optimizer."""
         self.assembly.weights.store.settle()
-        self._own.adopt(change)
+        self.replicas.change(change)
 
     @calls.checked
     def save(self, folder: str | Path) -> Path:
@@ -170,7 +174,7 @@ class Run:
 
         Of the earlier ones there the job's `checkpoint.keep` newest stay.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
 
         Raises:
             LayoutError: the run is not prepared yet.
@@ -188,7 +192,7 @@ class Run:
 
         The folder must lie where all ranks can write; each of them writes files of its own.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
 
         Raises:
             LayoutError: the run is not prepared yet.
@@ -206,7 +210,7 @@ class Run:
 
         `steps_taken` is then the first step of `samestep.batches`. A run that is not prepared reads the files when it is.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
 
         Raises:
             CheckpointError: there is none, or it is damaged, lacks a tensor, or belongs to a job with another result.
@@ -225,14 +229,14 @@ class Run:
 
         Ranks other than 0 return an empty dict, unless `on_every_rank`. Weights are in master precision.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
 
         Raises:
             LayoutError: the run is not prepared yet.
         """
         if not self._own.is_prepared and self._load_from is not None:  # no step was left to take
             return self._read_stored_state(self._load_from) if on_every_rank or self.place.rank == 0 else {}
-        with self._own.outer_weights():
+        with self.replicas.outer():
             return whole_state.state_dict(self, on_every_rank=on_every_rank)
 
     def _read_stored_state(self, folder: Path) -> dict[str, Tensor]:
@@ -245,8 +249,7 @@ class Run:
     def step(self, batch: StepBatch) -> StepReport:
         """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
 
-        Collective over the world: every rank calls it with the same batch. If one does not, the others wait in the
-        step's first collective until the time limit.
+        Collective over the world, see [Note: collective calls].
 
         Raises:
             CheckpointError: it is the first step after a load, and the data is not that of the checkpoint.
@@ -273,21 +276,15 @@ class Run:
             if self.layout.pp > 1:  # messages that nobody has received would meet those of the next run of this process
                 forget_groups()
             raise
-        if self.replicas is not None:
-            self.replicas.exchange(self.steps_taken)
-        self._note_changes()
-        return report
-
-    def _note_changes(self) -> None:
-        """Note the state of the first replica, where this rank trains several: what it is at the next step a loop has changed."""
-        if self.replicas is not None and len(self.replicas.assemblies) > 1:
+        self.replicas.exchange(self.steps_taken)
+        if len(self.replicas.assemblies) > 1:  # what the first one is at the next step, the loop has changed
             self._stepper.loop_changes = LoopChanges(self._own.current, len(self.replicas.assemblies))
+        return report
 
     def forward_backward(self, batch: StepBatch) -> Tensor:
         """Run the forwards and backwards of the program; return this rank's loss sum and count, float64 [2].
 
-        Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
-        time limit.
+        Collective over the world, see [Note: collective calls].
         """
         return self._stepper.forward_backward(self.labelled(batch))
 
@@ -298,17 +295,16 @@ class Run:
         Of a data set it is that over all its samples: `loss, count = run.evaluate(dataset)`, and loss / count is the mean.
         `measure` is summed in place of the loss: a function of (outputs, batch) -> (sum, count), such as the right answers.
 
-        Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
-        time limit.
+        Collective over the world, see [Note: collective calls].
         """
         given = self.labelled(batch_to_evaluate(batch, "run.evaluate"))
-        with self._kernels(), self._own.outer_weights():
+        with self._kernels(), self.replicas.outer():
             return evaluation.evaluate(self.assembly, given, self.job.train.seed, measure)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the moving averages of its weights (`train.ema`), to evaluate or read them.
 
-        Collective over the world: every rank enters and leaves it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
 
         Raises:
             ModelError: when it is entered, the job averages no weights.
@@ -322,7 +318,7 @@ class Run:
     def all_waived(self) -> tuple[str, ...]:
         """Return the refusals that any rank met and `run.allow` waived; `job.run.waived` notes each.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
         """
         everyone = gather_values(self.job.run.met, self.layout.world_size)
         return tuple(dict.fromkeys(text for texts in everyone for text in texts))
@@ -330,10 +326,10 @@ class Run:
     def outputs(self, samples: Any) -> Any:
         """Run the model forward on samples that every rank holds, and return its outputs on every rank.
 
-        Collective over the world: every rank calls it; if one does not, the others may wait until the time limit.
+        Collective over the world, see [Note: collective calls].
         """
         self.prepare(samples)
-        with self._own.outer_weights():
+        with self.replicas.outer():
             return evaluation.outputs_of(self.assembly, samples, self.job.train.seed)
 
     def _kernels(self) -> AbstractContextManager[None]:
@@ -342,8 +338,7 @@ class Run:
     def labelled(self, batch: StepBatch) -> StepBatch:
         """Return a batch as the loss is given it: with labels of the next token, where they are aligned with the inputs.
 
-        Collective over the world, since it prepares the run: every rank calls it; if one does not, the others wait until the
-        time limit.
+        Collective over the world, since it prepares the run, see [Note: collective calls].
 
         Raises:
             DataError: a causal model of transformers is trained with the cross entropy, and the samples do not show which

@@ -1,21 +1,12 @@
 """Taking the steps of a prepared run on one rank: what the ranks agree on, the update, and the report.
 
 ```
-forwards, backwards ─► sums of all ranks ─► update ─► report
-                       count, loss, norm², flags: one all_reduce
+trials ─► forwards, backwards ─► agree ─► decide ─► update ─► report
+                                 loss, count, norm², flags: one all_reduce
 ```
-The forwards and backwards are carried out by an `Interpreter`. On a GPU the update is launched before the host has read the
-sums, and decided on the device: the step is then *open* until the host needs to know, at the latest before its
-next one. The checks of watched steps surround a step and see it through its observer.
-
-The sums of a step over all ranks, and what follows from them: on the device at once, on the host when it reads them.
-
-```
-loss, count, norm², flags ─ all_reduce ─┬─► decision on the device: factor on the gradients, and whether to hold back
-                                        └─► copy on its way to the host, which reads it when it closes the step
-```
-On a GPU the update is launched before the host has read the sums. It changes nothing where they are unusual (a number is
-not finite, no token counts, or a rank refuses the step); then the host decides, from the same weights and gradients.
+The forwards and backwards are carried out by an `Interpreter`. The host decides on the update, or on a GPU the device
+(`deciders.py`): the step is then *open* until the host needs to know, at the latest before its next one. The checks of watched
+steps surround a step and see it through its observer.
 """
 
 from __future__ import annotations
@@ -25,22 +16,22 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.program.ops import REPLICA_SCALARS
-from samestep.runtime.assembly import Assembly, Weights, copy_modes
+from samestep.program.ops import StepFlag
+from samestep.runtime.assembly import Assembly, copy_modes
 from samestep.runtime.axes import forward_state
+from samestep.runtime.deciders import DeviceDecides, HostDecides, StepState
 from samestep.runtime.guards import nonfinite, step_trials
 from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.outside_changes import LoopChanges, OutsideChanges
-from samestep.runtime.guards.refusals import REFUSED, Refusals
+from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.guards.skipped_steps import MASKED, SkippedSteps
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.held_assembly import HeldAssembly
@@ -49,90 +40,37 @@ from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import StepBatch
-from samestep.runtime.optimizers.optimizer_step import clip_factor
+from samestep.runtime.optimizers.optimizer_step import Updater, clip_factor
 from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes import join
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.step_observer import Indices, ReplicaScalars, StepObserver, StepScalars
+from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.runtime.step_report import StepReport, forget_peak, peak_memory_bytes, peak_reserved_bytes
-
-if TYPE_CHECKING:
-    from samestep.runtime.microbatches import StepBatch
-    from samestep.runtime.step_report import StepReport
-
-
-WRITTEN = 2.0**-22
-"""Added to the stop flag by a rank whose weights a step wrote unseen: all ranks add up to less than 1."""
-
-SAVE = 2.0**-43
-"""Added to the stop flag by a rank that was asked to save: all ranks add up to less than `WRITTEN`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The decisions that follow from a step's sums, as tensors on the device."""
-
-    factor: Tensor
-    """What the gradients are multiplied by: the division by the count, and the clipping (float64 [])."""
-    held_back: Tensor
-    """1 where the update must change nothing, since the host has to decide, else 0 (float32 [])."""
+from samestep.runtime.step_scalars import Decision, StepNumbers, SummedScalars, decide, flag_slots
 
 
 @dataclass(slots=True)
 class OpenStep:
-    """A step whose sums the host has not read."""
+    """A step after its all_reduce."""
 
     batch: StepBatch
     began_s: float
     running_buffers: list[tuple[Tensor, Tensor]]
     """Buffers that the forwards wrote, with their values before the step."""
     sums: Reading
-    """The summed scalars; 1 where the update was held back on the device; 1 where this rank's weights were written in the step."""
+    """The summed scalars, and the two numbers of its decider's `begin`."""
     numerator: float
     """The scale of the gradients is this over the count."""
     lr_factor: float
     data_wait_s: float
+    state: StepState
     report: StepReport | None = None
-    """What the caller holds already, and is completed when the step is closed."""
+    """What the caller holds already, of a step whose update was launched: it is completed when the step is closed."""
 
-
-def decide(sums: Tensor, numerator: float, clip_norm: float | None, unused: Tensor | None = None) -> Decision:
-    """Return what follows from the summed scalars (float64); gradients are scaled by the count over `numerator`.
-
-    The update is held back too unless the numbers of weights are 0 exactly where `unused` (bool), which may be None, says so.
-    """
-    loss_sum, count, norm_squared, flags = sums[0], sums[1], sums[2], sums[-1]
-    scale = numerator / count
-    norm = norm_squared.sqrt() * scale
-    factor = scale if clip_norm is None else scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-    is_usual = (loss_sum / count).isfinite() & norm.isfinite() & (flags < REFUSED)
-    if unused is not None:
-        is_usual &= ((sums[len(REPLICA_SCALARS) : -1] == 0.0) == unused).all()
-    return Decision(factor, (~is_usual).float())
-
-
-class ReadScalars(NamedTuple):
-    """The scalars that the ranks summed, as the host has read them."""
-
-    agreed: StepScalars
-    is_written: bool
-    """Whether the step wrote weights of a rank unseen."""
-    is_save_wanted: bool
-    uses: list[list[float]]
-    """The number of ranks that gave a gradient to each weight with a number in the scalars, by replica."""
-
-
-def scalars_of(numbers: list[float], num_uses: int = 0) -> ReadScalars:
-    """Return what the ranks summed; each replica has so many numbers of weights."""
-    *sums, flags = numbers
-    fraction, stop = math.modf(flags)
-    save, written = math.modf(fraction / WRITTEN)
-    width = len(REPLICA_SCALARS)
-    parts = [sums[start : start + width + num_uses] for start in range(0, len(sums), width + num_uses)]
-    replicas = tuple(ReplicaScalars(*part[:width]) for part in parts)
-    loss_sum, count, norm_squared = (sum(part[index] for part in parts) for index in range(width))
-    agreed = StepScalars(loss_sum, count, norm_squared, stop, replicas)
-    return ReadScalars(agreed, written > 0.0, save > 0.0, [part[width:] for part in parts])
+    def prepare(self, updater: Updater) -> None:
+        """Let an updater have the step's learning rate and number."""
+        updater.set_lr(self.lr_factor)
+        updater.step_index = self.batch.step
 
 
 _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
@@ -157,7 +95,7 @@ class Stepper:
         """Updates of the weights in this process, of which the host waits for the first."""
         self._open: OpenStep | None = None
         """The step whose update was launched, and whose sums the host has not read."""
-        self._writes_unseen = self._save_was_requested = False
+        self._writes_unseen = False
         self.is_amid_step = False
         """Whether a step is being taken or has failed, so that weights may still be gathered."""
         self._data_wait_s = 0.0
@@ -190,11 +128,10 @@ class Stepper:
     def take(self, batch: StepBatch) -> StepReport:
         """Take a step, and where one is due, do a part of it once more and compare what ranks hold.
 
-        Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
-        time limit.
+        Collective over the world, see [Note: collective calls].
         """
         for reason in () if self.is_amid_step else self.held.model.replaced.take_over(inside=False):
-            self.refusals.add("state", f"step {batch.step + 1}: {reason}")
+            self._refuse_state(batch, reason)
         self.is_amid_step = True
         report = self._taken(batch)
         self.is_amid_step = False
@@ -204,8 +141,8 @@ class Stepper:
         self._num_taken += 1
         every, taken = self.job.train.watch_every, self._num_taken
         regularly = step_trials.is_regular(batch.step, every, taken, self.held.parallel.program)
-        if self._own.replicas is not None and len(self._own.replicas.assemblies) > 1:  # the canary knows one model
-            return self._step(batch, may_run_ahead=False)
+        if len(self._own.replicas.assemblies) > 1:  # the canary knows one model
+            return self._step(batch)
         if not regularly and not step_trials.is_early(every, taken, self.held.parallel.program):
             return self._step(batch)
         self.held.weights.store.settle()  # what is repeated or compared reads any weight
@@ -230,8 +167,8 @@ class Stepper:
 
     @functools.cached_property
     def _used(self) -> UsedWeights:
-        number = self.job.numerics.replicas if self._own.replicas is not None else 1
-        return UsedWeights.of(self.held.parallel.program, self.held.parallel.mesh, self.held.model.spec, number)
+        parallel, number = self.held.parallel, self._own.replicas.number
+        return UsedWeights.of(parallel.program, parallel.mesh, self.held.model.spec, number)
 
     @functools.cached_property
     def _outside(self) -> OutsideChanges:
@@ -240,8 +177,8 @@ class Stepper:
     def _take_compared_step(self, batch: StepBatch) -> StepReport:
         """Take a step, and compare what several ranks must hold alike."""
         if self._own.layout.world_size == 1:
-            return self._step(batch, may_run_ahead=False)
-        return self._drift_monitor.watch(lambda: self._step(batch, may_run_ahead=False), batch.shares(0, 1, 1)[0])
+            return self._step(batch)
+        return self._drift_monitor.watch(lambda: self._step(batch), batch.shares(0, 1, 1)[0])
 
     @contextmanager
     def _observe_with(self, observer: StepObserver) -> Iterator[None]:
@@ -253,64 +190,83 @@ class Stepper:
 
     # -- inside a step -----------------------------------------------------------------------------
 
-    def _step(self, batch: StepBatch, *, may_run_ahead: bool = True) -> StepReport:
+    def _step(self, batch: StepBatch) -> StepReport:
         """Take a step; on a GPU return before the device has done it, if that is possible and allowed."""
-        model, weights = self.held.model, self.held.weights
         began = time.perf_counter()
         forget_peak(self.place.device)
+        # Trials: what the loop has changed since the last step, and whether all ranks read the same samples.
+        self._look_at_changes(batch)
+        self._trials.try_data(self.held, batch)
+        # Forwards and backwards, of one replica after the other.
+        weights = self.held.weights
+        running = nonfinite.save_values(self.held.model.running_buffers)
+        if self._device_may_decide:
+            weights.updater.live.begin_step(self.place.device)
+        own = [self._own_scalars(batch, index, *of) for index, of in enumerate(self._own.each())]
+        # Agree: one all_reduce, whose sums the host does not wait for.
+        numerator = self.held.objective.nominal_count / weights.updater.loss_scale.scale
+        decider = self._decider(numerator)
+        sums = self._agree(own, decider.wrote_unseen(self.place.device))
+        opened = OpenStep(
+            batch=batch,
+            began_s=began,
+            running_buffers=running,
+            sums=Reading(torch.cat([sums, decider.begin(sums)])),
+            numerator=numerator,
+            lr_factor=weights.lr_factor(batch.step),
+            data_wait_s=self._data_wait_s,
+            state=decider.first_state,
+        )
+        # Decide, update, report.
+        return self._launch(opened, decider) if isinstance(decider, DeviceDecides) else self._closed(opened)
+
+    def _look_at_changes(self, batch: StepBatch) -> None:
+        """Let all replicas follow the modes of the first one's modules, and refuse what the loop may not change."""
+        model = self.held.model
         for _, replica in self._own.each():
             if replica.model is not model:
                 copy_modes(model.module, replica.model.module)
         self.refusals.compare(self._outside.evaluated())
         reason = self.loop_changes.refusal() if self.loop_changes is not None else ""
         if reason := reason or self._outside.refusal(self.held):
-            self.refusals.add("state", f"step {batch.step + 1}: {reason}")
-        self._trials.try_data(self.held, batch)
-        running = nonfinite.save_values(model.running_buffers)
-        if self._runs_ahead:
-            weights.updater.live.begin_step(self.place.device)
-        is_usual = (
-            may_run_ahead and self._own.replicas is None and self._num_updates > 0 and not self._observer.hears_scalars
-        )
-        is_ahead = is_usual and self._runs_ahead and not self.spikes.acts
-        is_sent = is_usual and weights.updater.is_apart(self.place.device)
-        own = [self._own_scalars(batch, index, number) for index, (number, _) in enumerate(self._own.each())]
-        is_ahead = is_ahead and self._used.can_be_expected()
-        sums = self._agree(own, is_ahead)
-        numerator = self.held.objective.nominal_count / weights.updater.loss_scale.scale
-        decision = self._decision(sums, numerator) if is_ahead or is_sent else None
-        held_back = decision.held_back if decision is not None else torch.ones((), device=sums.device)
-        if decision is not None and is_sent:
-            weights.updater.send_unless(decision.held_back, decision.factor)
-        written = torch.zeros_like(held_back) if is_ahead else weights.updater.was_written(sums.device)
-        opened = OpenStep(
-            batch=batch,
-            began_s=began,
-            running_buffers=running,
-            sums=Reading(torch.cat([sums, torch.stack([held_back.double(), written.double()])])),
-            numerator=numerator,
-            lr_factor=weights.lr_factor(batch.step),
-            data_wait_s=self._data_wait_s,
-        )
-        if decision is None or not is_ahead:
-            return self._closed(opened)
-        weights.updater.set_lr(opened.lr_factor)
-        weights.updater.step_index = batch.step
-        if weights.updater.live.was_written_early():
-            weights.updater.live.take_over()
-        weights.updater.unused = self._used.expected()
-        self._update(lambda: weights.updater.step_unless(decision.held_back, decision.factor))
-        self.steps_taken = batch.step + 1
+            self._refuse_state(batch, reason)
+
+    def _refuse_state(self, batch: StepBatch, reason: str) -> None:
+        self.refusals.add("state", f"step {batch.step + 1}: {reason}")
+
+    def _decider(self, numerator: float) -> HostDecides | DeviceDecides:
+        """Return who decides on a step whose backwards are launched: the device, if that is possible and allowed."""
+
+        def follow(sums: Tensor) -> Decision:
+            return decide(sums, numerator, self.job.optimizer.clip_norm, self._used.expected_flags())
+
+        updater = self.held.weights.updater
+        is_usual = not self._own.replicas.are_apart and self._num_updates > 0 and not self._observer.hears_scalars
+        may_decide = self._device_may_decide
+        if is_usual and may_decide and not self.spikes.acts and self._used.can_be_expected():
+            return DeviceDecides(updater, follow)
+        sends = is_usual and updater.is_apart(self.place.device)
+        return HostDecides(updater, follow, sends=sends, is_exception=may_decide)
+
+    def _launch(self, opened: OpenStep, decider: DeviceDecides) -> StepReport:
+        """Launch the update of a step on which the device decides; return its report, which whoever reads it completes."""
+        updater = decider.updater
+        opened.prepare(updater)
+        if updater.live.was_written_early():
+            updater.live.take_over()
+        updater.unused = self._used.expected()
+        self._update(self.held, decider.update)
+        self.steps_taken = opened.batch.step + 1
         opened.report = StepReport.late(self.steps_taken, self.close)
         self._open = opened
-        batch.before_next(self.close)
+        opened.batch.before_next(self.close)
         return opened.report
 
     def close(self) -> None:
         """Read the sums of a step whose update was launched before, if there is one, and do what they ask for.
 
-        Collective over the world where the step is not finite or is refused: every rank calls it, at the latest before
-        its next step; if one does not, the others wait until the time limit.
+        Collective over the world where the step is not finite or is refused, see [Note: collective calls]: at the latest before
+        its next step.
         """
         opened, self._open = self._open, None
         if opened is None:
@@ -325,110 +281,120 @@ class Stepper:
 
     def _closed(self, opened: OpenStep) -> StepReport:
         """Wait for a step's sums, decide on its update unless the device has made it, and return the report."""
-        batch, updater = opened.batch, self.held.weights.updater
-        *sums, was_held_back, is_written = opened.sums.numbers()
-        agreed, is_written_unseen, is_save_wanted, uses = scalars_of(sums, len(self._used.unsure))
-        if exchanges := agreed.stop >= REFUSED:
-            agreed = replace(agreed, stop=agreed.stop % REFUSED)
+        # Agree: read what all ranks have summed, and exchange what a flag asks for.
+        *sums, held_back, was_written = opened.sums.numbers()
+        if opened.state is StepState.OPEN:
+            opened.state = StepState.HELD_BACK if held_back else StepState.CLOSED
+        summed = SummedScalars.of(sums, len(self._used.unsure))
+        self._answer(summed, opened.batch)
+        # Decide: the step is taken or skipped, or the run stops.
+        numbers = StepNumbers.of(summed.agreed, opened.numerator)
+        note, skipped = self._judge(numbers, opened)
+        # Update: what the device has not made, of each replica.
+        must_reread = bool(was_written) or self._own.replicas.are_apart
+        for number, assembly in self._own.each():
+            updater = assembly.weights.updater
+            if opened.state is StepState.HELD_BACK:
+                updater.unused = self._used.unused(number)
+                if opened.report is None:  # else it was when its update was launched
+                    opened.prepare(updater)
+                if skipped or (scale := numbers.scales[number]) is None:
+                    updater.forget_sent()
+                else:
+                    factor = scale * clip_factor(numbers.norms[number], self.job.optimizer.clip_norm)
+                    if must_reread:
+                        updater.reread()
+                    self._update(assembly, functools.partial(updater.step, factor, was_held_back=held_back > 0))
+            if math.isfinite(numbers.loss):
+                self._adapt_loss_scale(assembly, overflowed=not numbers.are_finite)
+        # Report.
+        opened.state = StepState.CLOSED
+        self.steps_taken = opened.batch.step + 1
+        return self._report(opened, summed, numbers, note, skipped)
+
+    def _answer(self, summed: SummedScalars, batch: StepBatch) -> None:
+        """Exchange and raise what the flags of any rank ask for, and let the observer and the stream know of the step.
+
+        Collective over the world, see [Note: collective calls]; all ranks read the same flags.
+
+        Raises:
+            UnprovenError: some rank refuses the step.
+        """
+        if summed.flags[StepFlag.REFUSES]:
             self.refusals.raise_agreed(self._own.layout.world_size)
-        is_save_wanted |= self._used.read(uses, exchanges=exchanges, wants_save=self._save_was_requested)
-        if is_written_unseen:
+        self._used.read(summed.uses, exchanges=summed.flags[StepFlag.UNUSED_CHANGED] > 0)
+        if summed.flags[StepFlag.WROTE_UNSEEN]:
             self._wait_from_now_on(batch)
-        self._observer.agreed(agreed)
-        if agreed.stop > 0:
+        self._observer.agreed(summed.agreed)
+        if summed.flags[StepFlag.STOP]:
             batch.end_stream()
-        # A replica whose part counts nothing has no update, and no gradient.
-        scales = [opened.numerator / one.count if one.count else None for one in agreed.replicas]
-        norms = [
-            math.sqrt(one.norm_squared) * (scale or 0.0) for one, scale in zip(agreed.replicas, scales, strict=True)
-        ]
-        # Of replicas that are trained apart, the root mean square.
-        loss = agreed.loss_sum / agreed.count if agreed.count else math.nan
-        norm = math.hypot(*norms) / math.sqrt(len(norms))
-        is_masked = not agreed.count and math.isfinite(agreed.loss_sum) and math.isfinite(norm)
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        spike = self.spikes.judge(loss) if finite else ""
-        note = MASKED if is_masked else spike if finite else self._diagnose(batch)
+
+    def _judge(self, numbers: StepNumbers, opened: OpenStep) -> tuple[str, bool]:
+        """Return why a step is unusual, or an empty text, and whether it is skipped, whose buffers then are as before it.
+
+        Raises:
+            NonFiniteError, SpikeError, DataError: as `SkippedSteps.skips` says.
+        """
+        spike = self.spikes.judge(numbers.loss) if numbers.are_finite else ""
+        note = MASKED if numbers.is_masked else spike if numbers.are_finite else self._diagnose(opened.batch)
         skipped = bool(note) and self._skipped.skips(
-            batch.step + 1,
+            opened.batch.step + 1,
             note,
-            loss_is_finite=math.isfinite(loss),
-            is_spike=finite,
-            is_masked=is_masked,
-            is_scaled=updater.loss_scale.scale > 1.0,
+            loss_is_finite=math.isfinite(numbers.loss),
+            is_spike=numbers.are_finite,
+            is_masked=numbers.is_masked,
+            is_scaled=self.held.weights.updater.loss_scale.scale > 1.0,
         )
         self._skipped.note(skipped=skipped)
-        self._used.updated(is_first=not self._num_updates) if not skipped else None
-        self._num_updates += not skipped
         if skipped:
             nonfinite.put_back(opened.running_buffers)
-        must_reread = bool(is_written) or self._own.replicas is not None
-        for number, assembly in self._own.each():
-            if skipped or was_held_back or opened.report is None:
-                scale = None if skipped else scales[number]
-                factor = None if scale is None else scale * clip_factor(norms[number], self.job.optimizer.clip_norm)
-                assembly.weights.updater.unused = self._used.unused(number)
-                self._end_update(opened, factor, must_reread, was_held_back > 0)
-            if math.isfinite(loss):
-                self._adapt_loss_scale(assembly.weights, overflowed=not finite)
-        self.steps_taken = batch.step + 1
-        step_s = time.perf_counter() - opened.began_s
+        else:
+            self._used.updated(is_first=not self._num_updates)
+            self._num_updates += 1
+        return note, skipped
+
+    def _report(
+        self, opened: OpenStep, summed: SummedScalars, numbers: StepNumbers, note: str, skipped: bool
+    ) -> StepReport:
+        updater, step_s = self.held.weights.updater, time.perf_counter() - opened.began_s
         return StepReport(
             step=self.steps_taken,
-            loss=loss,
-            grad_norm=norm,
+            loss=numbers.loss,
+            grad_norm=numbers.norm,
             lr=updater.first_lr[0] * opened.lr_factor if updater.first_lr else math.nan,
-            tokens=int(agreed.count),
+            tokens=int(summed.agreed.count),
             step_s=step_s,
-            tokens_per_s=agreed.count / step_s,
+            tokens_per_s=summed.agreed.count / step_s,
             data_wait_s=opened.data_wait_s,
             memory_bytes=peak_memory_bytes(self.place.device),
             reserved_bytes=peak_reserved_bytes(self.place.device),
             skipped=skipped,
-            spike=bool(spike),
-            stop=agreed.stop > 0,
-            save=is_save_wanted,
+            spike=numbers.are_finite and bool(note),
+            stop=summed.flags[StepFlag.STOP] > 0,
+            save=summed.flags[StepFlag.SAVE] > 0,
             note=note,
             remarks=self.refusals.news(),
         )
 
-    def _end_update(self, opened: OpenStep, factor: float | None, must_reread: bool, was_held_back: bool) -> None:
-        """Make the update that the device has not made, with gradients times `factor`; make none where that is None."""
-        updater = self.held.weights.updater
-        if opened.report is None:
-            updater.set_lr(opened.lr_factor)
-            updater.step_index = opened.batch.step
-        if factor is None:
-            updater.forget_sent()
-            return
-        if must_reread:
-            updater.reread()
-        self._update(functools.partial(updater.step, factor, was_held_back=was_held_back))
-
-    def _adapt_loss_scale(self, weights: Weights, *, overflowed: bool) -> None:
+    def _adapt_loss_scale(self, assembly: Assembly, *, overflowed: bool) -> None:
         """Adapt the loss scale after a step, and what codes have lost of gradients under it."""
-        before = weights.updater.loss_scale.scale
-        weights.updater.loss_scale.after(overflowed=overflowed)
-        if weights.updater.loss_scale.scale != before and self._own.replicas is None:
-            weights.store.codes.scale(weights.updater.loss_scale.scale / before)
+        loss_scale = assembly.weights.updater.loss_scale
+        before = loss_scale.scale
+        loss_scale.after(overflowed=overflowed)
+        if loss_scale.scale != before and not self._own.replicas.are_apart:
+            assembly.weights.store.codes.scale(loss_scale.scale / before)
 
-    def _decision(self, sums: Tensor, numerator: float) -> Decision:
-        return decide(sums, numerator, self.job.optimizer.clip_norm, self._used.expected_flags())
-
-    def _own_scalars(self, batch: StepBatch, index: int, number: int) -> Tensor:
+    def _own_scalars(self, batch: StepBatch, index: int, number: int, assembly: Assembly) -> Tensor:
         """Run the forwards and backwards of the replica at `index`, of this number; return this rank's share of its loss, count
         and squared norm, and its uses of weights.
         """
         totals = self.forward_backward(batch, index)
-        weights = self.held.weights
+        weights = assembly.weights
         uses = self._used.note(number, weights.store.without_gradient())
         if reason := self._used.unproven(number):
-            self.refusals.add("state", f"step {batch.step + 1}: {reason}")
+            self._refuse_state(batch, reason)
         for name in weights.store.watch.written():
-            self.refusals.add(
-                "state",
-                f"step {batch.step + 1}: {forward_state.explain_lost_write(name, f'zero={self._own.layout.zero}')}",
-            )
+            self._refuse_state(batch, forward_state.explain_lost_write(name, f"zero={self._own.layout.zero}"))
         norm_squared = weights.store.norm_squared() + weights.updater.overflow(self.place.device)
         weights.store.watch.take_back()
         return torch.cat([totals, norm_squared.view(1), uses])
@@ -438,38 +404,34 @@ class Stepper:
 
         Of a rank that trains several replicas, they are those of the replica at `index`.
 
-        Collective over the world: every rank calls it with the same batch; if one does not, the others wait until the
-        time limit.
+        Collective over the world, see [Note: collective calls].
         """
         interpreter = Interpreter(self.held, self.job, self.place, self._observer, self._trials, self.steps_taken + 1)
         totals = interpreter.forward_backward(batch, index)
         self._data_wait_s = interpreter.data_wait_s
         for reason in self.held.model.replaced.take_over(inside=True):
-            self.refusals.add("state", f"step {batch.step + 1}: {reason}")
+            self._refuse_state(batch, reason)
         for line in self.whole_assembly.model.compiled.news():
             self.refusals.remark(line)
         return totals
 
-    def _agree(self, own: Sequence[Tensor], is_ahead: bool = False) -> Tensor:
-        """Sum the loss, the count and the squared gradient norm of each replica and the flags over all ranks, waiting for
-        none: float64, as many as `StepSpec.num_scalars`.
-        """
-        weights, device = self.held.weights, self.place.device
-        self._save_was_requested = bool(join.save_requested())
-        says_more = self.refusals.is_pending or self._used.has_changed
-        flag = join.stop_requested() + self._save_was_requested * SAVE + says_more * REFUSED
-        stop = torch.full((1,), flag, dtype=torch.float64, device=device)  # filled there, not copied from the host
-        if self._runs_ahead and not is_ahead:
-            stop += weights.updater.live.was_written_unseen(device) * WRITTEN
-        scalars = own[0] if self._own.replicas is None else self._own.replicas.sums(own, device)
-        sums = torch.cat([scalars, stop])
+    def _agree(self, own: Sequence[Tensor], wrote_unseen: bool | Tensor = False) -> Tensor:
+        """Sum the scalars of each replica and the flags over all ranks, waiting for none (float64 [StepSpec.num_scalars])."""
+        flags = {
+            StepFlag.STOP: join.stop_requested(),
+            StepFlag.SAVE: join.save_requested(),
+            StepFlag.WROTE_UNSEEN: wrote_unseen,
+            StepFlag.REFUSES: self.refusals.is_pending,
+            StepFlag.UNUSED_CHANGED: self._used.has_changed,
+        }
+        sums = torch.cat([self._own.replicas.sums(own), flag_slots(flags, self.place.device)])
         if self._own.layout.world_size > 1:
             with owned("scalars"):
                 dist.all_reduce(sums, group=self.held.parallel.mesh.groups["world"])
         return sums
 
     @property
-    def _runs_ahead(self) -> bool:
+    def _device_may_decide(self) -> bool:
         """Whether updates may be launched before the host knows the sums: on a GPU, where the optimizer allows it."""
         return self.place.device.type == "cuda" and not self._writes_unseen and self._updaters_hold_back
 
@@ -493,13 +455,13 @@ class Stepper:
             )
             self.refusals.remark(self.job.run.waived("state", reason))
 
-    def _update(self, update: Callable[[], None]) -> None:
-        """Update this rank's weights, and make them visible to the next forward."""
-        weights = self.held.weights
-        with self._observer.running(self.held.parallel.program.tasks[-1], _NO_SAMPLES):
+    def _update(self, assembly: Assembly, update: Callable[[], None]) -> None:
+        """Update this rank's weights of a replica, and make them visible to the next forward."""
+        weights = assembly.weights
+        with self._observer.running(assembly.parallel.program.tasks[-1], _NO_SAMPLES):
             self._trials.settle()
             update()
-            self._trials.check_generators(self.held, self.steps_taken + 1, "the optimizer")
+            self._trials.check_generators(assembly, self.steps_taken + 1, "the optimizer")
             self.refusals.raise_own()
             weights.updater.publish()
             weights.store.publish(waits=not self._owns_weights)

@@ -13,7 +13,7 @@ Under zero=1 a bucket is first reduce_scattered over `dp_shard`, the rank update
 all_gathered after the update: together the bytes of one all_reduce. If ZeRO has sharded the gradients (zero >= 1), an
 all_reduce of the shards over `dp_replicate` remains. Gradients that are still partial over `tp`, of weights that tensor
 parallelism replicates but uses on a part of the activations, are then summed over `tp`, once a step. One all_reduce of a
-few scalars ends the step: loss, count, gradient norm and stop flag.
+few scalars ends the step: loss, count, gradient norm and flags.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class Slicing:
     def attend(self, func: Callable[..., Tensor], call: AttentionCall) -> Tensor:
         """Compute attention for this rank's heads over all tokens; query, key and value are [B, A, T/N, D].
 
-        Collective over `cp`: every rank of the group calls it; if one does not, the others wait until the time limit.
+        Collective over `cp`, see [Note: collective calls].
         """
         self.exchanged += 1
         heads = call.query.shape[1]

@@ -25,8 +25,7 @@ where the last argument says so."""
 def apply_move(x: Tensor, group: dist.ProcessGroup, owner: str, there: Move, back: Move) -> Tensor:
     """Return `there(x, group, owner)`, whose gradient goes through `back(gradient, group, owner)`.
 
-    Collective over `group` where `there` is, and in the backward where `back` is: if a rank does not call it, or does
-    not run the backward, the others wait until the time limit.
+    Collective over `group` where `there` is, and in the backward where `back` is, see [Note: collective calls].
     """
     result: Tensor = _Moved.apply(x, group, owner, there, back)
     return result

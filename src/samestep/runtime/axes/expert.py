@@ -80,7 +80,7 @@ def _dispatch_and_combine(
 ) -> Tensor:
     """Replace the forward of a module of experts: dispatch rows, compute them, combine the results.
 
-    Collective over `ep`: every rank of the group calls it; if one does not, the others wait until the time limit.
+    Collective over `ep`, see [Note: collective calls].
     """
     x, chosen, weights = routing_arguments(args, named)
     again = functools.partial(call_again, forward, args, named)
@@ -173,7 +173,7 @@ class Balance:
     def added_to(self, loss_sum: Tensor, outputs: Any, count: Tensor | int, weight: float) -> Tensor:
         """Return the sum of both losses over a micro-batch.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
         """
         return loss_sum + self(outputs, count, weight)
 
@@ -183,7 +183,7 @@ class Balance:
         `count` is what the main loss counts in this micro-batch; `weight` is 0 for a sample that only fills an empty
         one.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
         """
         shares = [at_least_float32(logits).softmax(dim=-1) for logits in self.facts.router_scores(outputs)]
         picks = torch.cat([share.topk(self.top_k, dim=-1).indices.flatten() for share in shares])

@@ -36,7 +36,7 @@ from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
 def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     """Install the boundaries around the cut parts of each block, and around all blocks.
 
-    Collective over `tp` in each forward and backward: if a rank does not run one, the others wait until the time limit.
+    Collective over `tp` in each forward and backward, see [Note: collective calls].
     """
     step = program.step
     if not step.layout.sequence_parallel:
@@ -118,7 +118,7 @@ class Shared:
 def gather(x: Tensor, group: dist.ProcessGroup, owner: str, meanwhile: Callable[[], object]) -> Tensor:
     """Return the sequence gathered from all ranks, [B, T/N, D] -> [B, T, D]; the backward reduce_scatters its gradient.
 
-    Meanwhile the backward calls `meanwhile`. Collective over `group`, in the backward too: if a rank does not call it, the others wait until the time limit.
+    Meanwhile the backward calls `meanwhile`. Collective over `group`, in the backward too, see [Note: collective calls].
     """
     return apply_move_overlapping(x, group, owner, _all_gathered, _reduce_scattering, meanwhile)
 
@@ -126,7 +126,7 @@ def gather(x: Tensor, group: dist.ProcessGroup, owner: str, meanwhile: Callable[
 def scatter(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Return this rank's tokens of the sum of x, [B, T, D] -> [B, T/N, D]; the backward gathers the gradient.
 
-    Collective over `group`, in the backward too: if a rank does not call it, the others wait until the time limit.
+    Collective over `group`, in the backward too, see [Note: collective calls].
     """
     return apply_move(x, group, owner, _reduce_scattered, _all_gathered)
 

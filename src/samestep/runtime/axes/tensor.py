@@ -53,7 +53,7 @@ def join_parts(cuts: Sequence[Tensor], cut: Cut) -> Tensor:
 def apply(traced: TracedModel, program: Program, mesh: Mesh) -> None:
     """Install `copy` and `reduce` around every module that the program's model cuts.
 
-    Collective over `tp` in each forward and backward: if a rank does not run one, the others wait until the time limit.
+    Collective over `tp` in each forward and backward, see [Note: collective calls].
     """
     if program.step.layout.tp == 1:
         return
@@ -223,7 +223,7 @@ def _nothing() -> None:
 def copy(x: Tensor, group: dist.ProcessGroup, owner: str, meanwhile: Callable[[], object] = _nothing) -> Tensor:
     """Return x; sum its gradient over the group, and meanwhile call `meanwhile`.
 
-    Collective over `group` in the backward: if a rank does not run it, the others wait until the time limit.
+    Collective over `group` in the backward, see [Note: collective calls].
     """
     return apply_move_overlapping(x, group, owner, lambda x, group, owner: x.view_as(x), _summing, meanwhile)
 
@@ -231,7 +231,7 @@ def copy(x: Tensor, group: dist.ProcessGroup, owner: str, meanwhile: Callable[[]
 def reduce(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Return the sum of x over the group; pass its gradient on unchanged.
 
-    Collective over `group`: every rank of the group calls it; if one does not, the others wait until the time limit.
+    Collective over `group`, see [Note: collective calls].
     """
     return apply_move(x, group, owner, _sum_over_ranks, lambda gradient, group, owner: gradient)
 
@@ -239,7 +239,7 @@ def reduce(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
 def reduce_in_place(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Return x with the sum over the group in its place, where nothing else reads x; pass its gradient on unchanged.
 
-    Collective over `group`: every rank of the group calls it; if one does not, the others wait until the time limit.
+    Collective over `group`, see [Note: collective calls].
     """
     total: Tensor = _ReduceFunction.apply(x, group, owner)
     return total
@@ -261,7 +261,7 @@ class _ReduceFunction(torch.autograd.Function):
 def gather_last(x: Tensor, group: dist.ProcessGroup, owner: str) -> Tensor:
     """Return x gathered along its last dimension, [..., D/N] -> [..., D]; each rank keeps its part of the gradient.
 
-    Collective over `group`: every rank of the group calls it; if one does not, the others wait until the time limit.
+    Collective over `group`, see [Note: collective calls].
     """
     return apply_move(x, group, owner, _gather_last, _own_last)
 
@@ -327,7 +327,7 @@ def cut_cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) 
     logits [N, V / tp], labels [N]. With m the largest logit of a row: log(sum exp(x - m)) + m - x[label], each sum
     taken over all ranks; its gradient by x is exp(x - m) / sum exp(x - m), less 1 at the label.
 
-    Collective over `group`: every rank of the group calls it; if one does not, the others wait until the time limit.
+    Collective over `group`, see [Note: collective calls].
     """
     loss: Tensor = _CutCrossEntropy.apply(logits, labels, group)
     return loss
@@ -341,7 +341,7 @@ def cuts_logits(program: Program) -> bool:
 def cut_loss(mesh: Mesh, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Return the sum and the count of `loss.cross_entropy`, from logits cut by vocabulary.
 
-    Collective over `tp`: every rank of the group calls it; if one does not, the others wait until the time limit.
+    Collective over `tp`, see [Note: collective calls].
     """
     logits = prediction_of(outputs)
     labels = class_numbers(target_of(batch), logits)
@@ -367,7 +367,7 @@ def chunking_of(program: Program, mesh: Mesh, tokens: int) -> Chunking:
 def whole_logits(outputs: Any, program: Program, mesh: Mesh) -> Any:
     """Return outputs with whole logits, gathered where they are cut by vocabulary.
 
-    Collective over `tp` where they are cut: if a rank does not call it, the others wait until the time limit.
+    Collective over `tp` where they are cut, see [Note: collective calls].
     """
     if not cuts_logits(program):
         return outputs

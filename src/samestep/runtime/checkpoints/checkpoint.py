@@ -61,7 +61,7 @@ MOVE = f"{OUTER}{OF_REPLICA}move"
 def save(run: PreparedRun, folder: Path, keep: int = 2) -> Path:
     """Write a checkpoint below `folder`, remove all but the newest `keep`, and return its folder.
 
-    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+    Collective over the world, see [Note: collective calls].
 
     Raises:
         CheckpointError: the optimizer keeps state that no file can hold.
@@ -73,7 +73,7 @@ def save(run: PreparedRun, folder: Path, keep: int = 2) -> Path:
 def save_pretrained(run: PreparedRun, form: PretrainedForm, folder: Path) -> None:
     """Write the model as a new folder for transformers, by way of a temporary checkpoint next to it.
 
-    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+    Collective over the world, see [Note: collective calls].
 
     Raises:
         SaveError: the folder exists, or the file system does not allow it.
@@ -97,16 +97,14 @@ def begin(run: PreparedRun, folder: Path, retention: Retention, form: Pretrained
 
     With a form it has a folder for transformers, as every checkpoint has of a job that says so.
 
-    Collective over the world: every rank calls it, and `finish` before its next call; if one does not, the others wait
-    until the time limit.
+    Collective over the world, see [Note: collective calls]; every rank calls `finish` before its next call.
 
     Raises:
         CheckpointError: the optimizer keeps state that no file can hold.
         SaveError: the folder cannot be made.
     """
     durable_files.refuse_remote(folder)
-    if run.replicas is not None:
-        run.replicas.settle()
+    run.replicas.settle()
     final = folder / f"step-{run.steps_taken:06d}"
     draft = folder / f".{final.name}.draft"
     is_first = run.place.rank == 0
@@ -125,7 +123,7 @@ def begin(run: PreparedRun, folder: Path, retention: Retention, form: Pretrained
 def finish(run: PreparedRun, writing: Writing) -> Path:
     """Wait until a checkpoint is on disk, and return its folder.
 
-    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+    Collective over the world, see [Note: collective calls].
 
     Raises:
         SaveError: the file system did not allow it; what was saved before is untouched, and the draft is removed.
@@ -138,7 +136,7 @@ def finish(run: PreparedRun, writing: Writing) -> Path:
 def copy_checkpoint(run: PreparedRun, source: Path, folder: Path) -> Path:
     """Copy a checkpoint to a folder of checkpoints, unless it is one of them, and return its folder there.
 
-    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+    Collective over the world, see [Note: collective calls].
 
     Raises:
         SaveError: the file system does not allow it.
@@ -193,7 +191,7 @@ def _agree(run: PreparedRun, final: Path, reason: str, number: int = 0) -> int:
 def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
     """Read the checkpoint in `folder` into a prepared run of any layout; with `averaged` its averages are the weights.
 
-    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+    Collective over the world, see [Note: collective calls].
 
     Raises:
         CheckpointError: it is damaged, lacks a tensor or averages, or belongs to a job with another result.
@@ -213,9 +211,9 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
         for piece in updater.pieces:
             mine = writer.slice_of(run, piece).runs(piece.start, piece.stop)
             piece.set_master(stored.read("value", piece.name, mine))
-            if run.replicas is None:
+            if not run.replicas.are_apart:
                 _load_state(updater, stored, piece, mine)
-        if run.replicas is not None:
+        if isinstance(run.replicas, LocalReplicas):
             _load_replicas(run, run.replicas, stored)
         for lost in run.assembly.weights.store.codes.residuals():
             mine = writer.slice_of_part(run, lost.name).runs(lost.start, lost.start + lost.values.numel())
@@ -223,7 +221,7 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
         for name, directions in run.assembly.weights.store.codes.directions():
             directions.copy_(stored.read_directions(name))
         updater.publish()  # otherwise the values that were read look like a write into the weights by other code
-        for assembly in assemblies_of(run):
+        for assembly in run.replicas.assemblies:
             _load_untrained(run, assembly, stored)
         other_state.give_back(run, manifest, lambda name: stored.kept[name].get_tensor(name).clone())
     if manifest.get("nominal_count"):  # the power of two under a loss scale: fp16 rounds and overflows by it
@@ -231,7 +229,7 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
         run.adopt(
             lambda one: dataclasses.replace(one, objective=dataclasses.replace(one.objective, nominal_count=count))
         )
-    for one in assemblies_of(run):
+    for one in run.replicas.assemblies:
         if one.weights.updater.loss_scale.is_dynamic and manifest["loss_scale"]:
             one.weights.updater.loss_scale.scale, one.weights.updater.loss_scale.steps_since = manifest["loss_scale"]
     run.assembly.weights.store.publish()
@@ -253,7 +251,7 @@ def set_weights(run: PreparedRun, value: Callable[[str], Tensor | None]) -> None
         parts = [flat[start : start + length] for start, length in zip(runs.starts, runs.lengths, strict=True)]
         return torch.cat(parts) if parts else flat[:0]
 
-    for assembly in assemblies_of(run):
+    for assembly in run.replicas.assemblies:
         updater, store = assembly.weights.updater, assembly.weights.store
         for piece in updater.pieces:
             if (held := mine(piece)) is not None:
@@ -266,13 +264,8 @@ def set_weights(run: PreparedRun, value: Callable[[str], Tensor | None]) -> None
             if (found := value(name)) is not None:
                 buffer.copy_(found)
         store.publish()
-    if run.replicas is not None:
+    if run.replicas.are_apart:
         run.replicas.restart([piece.master().clone() for piece in run.replicas.pieces])
-
-
-def assemblies_of(run: PreparedRun) -> list[Assembly]:
-    """Return the assemblies of a rank: one for each replica where replicas are trained independently, otherwise one."""
-    return [run.assembly] if run.replicas is None else run.replicas.assemblies
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -316,8 +309,7 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
         if piece.name in elsewhere:
             continue
         stored = writer.name_of(run, piece)
-        value = piece.master() if run.replicas is None else run.replicas.weights[index]
-        is_new = piece.split is not None and run.replicas is None
+        value, is_new = run.replicas.value_of(index), piece.split is not None and not run.replicas.are_apart
         tensors[f"value/{stored}/{piece.start}"] = writer.copy_to_host(value.flatten(), is_new=is_new)
         if (averages := run.updater.averages) is not None and (average := averages.of(piece)) is not None:
             tensors[f"average/{stored}/{piece.start}"] = writer.copy_to_host(average.flatten())
@@ -358,7 +350,7 @@ def _states_of(run: PreparedRun, elsewhere: Collection[str]) -> Iterator[tuple[P
     """Yield the pieces whose states this rank writes, and these by key: the optimizer's, and where replicas are trained
     apart those of each, with its own weights, under keys that begin with its number, and the momentum of the outer ones.
     """
-    if run.replicas is None:
+    if not isinstance(run.replicas, LocalReplicas):
         optimizer = run.updater.optimizer
         for piece in run.updater.pieces:
             if piece.name not in elsewhere:

@@ -34,7 +34,7 @@ from samestep.state.fingerprints import attributes_of, digest, fingerprint, opti
 def changed_frozen_weights(run: PreparedRun) -> list[Piece]:
     """Return this rank's parts of the frozen weights that have changed on any rank.
 
-    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+    Collective over the world, see [Note: collective calls].
     """
     first, pieces = run.assembly.model.first_state.frozen, run.assembly.weights.store.frozen
     mine = [piece.name for piece in pieces if fingerprint(piece.value) != first[piece.name]]

@@ -40,8 +40,7 @@ class TrainedData:
     def is_of(self, take: Callable[[], stamps.Stamp]) -> None:
         """Take the stamp of the source of a job's data, by a function, before the first step reads it.
 
-        Collective over the world where it has several hosts, whose data must be the same: every rank calls it; if one does not,
-        the others wait until the time limit.
+        Collective over the world where it has several hosts, whose data must be the same, see [Note: collective calls].
 
         Raises:
             DataError: a host has other data than rank 0.
@@ -77,7 +76,7 @@ class TrainedData:
         """Compare the data with the stamp in a checkpoint, now or in the first step; return the differences that are
         allowed.
 
-        Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+        Collective over the world, see [Note: collective calls].
 
         Raises:
             CheckpointError: the data is other, and nothing allows that.

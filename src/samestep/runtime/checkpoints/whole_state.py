@@ -43,7 +43,7 @@ class _SentPart(NamedTuple):
 def state_dict(run: PreparedRun, *, on_every_rank: bool) -> dict[str, Tensor]:
     """Return weights in master precision and persistent buffers by name, on the host; on other ranks than 0 maybe nothing.
 
-    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+    Collective over the world, see [Note: collective calls].
     """
     mine = list(_parts(run))
     listed = gather_values([[*part] for part, _ in mine], run.layout.world_size)

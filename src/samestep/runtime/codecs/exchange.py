@@ -61,7 +61,7 @@ class PlainExchange:
     def send(self, values: Sequence[Tensor]) -> dist.Work:
         """Add the last contribution, and start to sum those of all ranks.
 
-        Collective over the group: see [Note: collective calls] in runtime/processes/mesh.py.
+        Collective over the group, see [Note: collective calls].
         """
         self.add(values)
         work = dist.all_reduce(self._total, group=self._group, async_op=True)
@@ -161,7 +161,7 @@ class CodedExchange:
         """Encode the last contribution and start to send every rank its chunk of all of them; called again once that has
         ended, sum this rank's chunk and start to gather the sums.
 
-        Collective over the group: see [Note: collective calls] in runtime/processes/mesh.py.
+        Collective over the group, see [Note: collective calls].
         """
         assert self._group is not None
         if self._num_added < self._made.each:

@@ -122,7 +122,7 @@ class FactoredExchange:
     def send(self, values: Sequence[Tensor]) -> dist.Work:
         """Add the last contribution and start to sum the left factors; called again, start to sum the right ones.
 
-        Collective over the group: see [Note: collective calls] in runtime/processes/mesh.py.
+        Collective over the group, see [Note: collective calls].
         """
         assert self._group is not None
         if self._num_sent == 0:

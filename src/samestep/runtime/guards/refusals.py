@@ -1,8 +1,8 @@
 """Refusals that one rank finds in the middle of a step, raised on every rank at the end of its backward.
 
 A rank that raised by itself would leave the others waiting in the step's next collective. So a rank keeps the reason,
-and adds a number to the stop flag, which all ranks sum in the step's one all_reduce (`stepper.Stepper._agree`); where the sum
-shows that some rank has more to say, all ranks exchange their reasons and raise the first.
+and raises the flag `refuses` of the step's one all_reduce (`step_scalars.py`); where the sum shows that some rank has a reason,
+all ranks exchange their reasons and raise the first.
 """
 
 from __future__ import annotations
@@ -11,10 +11,6 @@ from samestep.errors import UnprovenError
 from samestep.job_tables import RunTable, Waiver
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.messages import gather_values
-
-REFUSED = 2.0**20
-"""Added to the stop flag by a rank with a reason, or with other unused weights than before: more than the ranks that can ask to
-stop, exact in a sum."""
 
 
 class Refusals:
@@ -67,7 +63,7 @@ class Refusals:
     def raise_agreed(self, world_size: int) -> None:
         """Raise the first rank's reason, if any has one.
 
-        Collective over the world: every rank calls it where the sum of stop flags shows that some rank has more to say.
+        Collective over the world: every rank calls it where the sum of the flag `refuses` shows that some rank has a reason.
 
         Raises:
             UnprovenError: some rank refuses the step.

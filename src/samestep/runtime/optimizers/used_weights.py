@@ -141,11 +141,8 @@ class UsedWeights:
             f"now: {word}=1 works, and so does 0 * weight.sum() in the output, so that the weight always takes part"
         )
 
-    def read(self, sums: Sequence[Sequence[float]], *, exchanges: bool, wants_save: bool = False) -> bool:
+    def read(self, sums: Sequence[Sequence[float]], *, exchanges: bool) -> None:
         """Take the summed numbers of each replica; `exchanges` if some rank's sets have changed.
-
-        Returns:
-            Whether some rank `wants_save`, where the ranks exchange anything.
 
         Collective over the world with `exchanges`: every rank calls it with the same numbers, so all exchange alike.
 
@@ -155,19 +152,18 @@ class UsedWeights:
         if self.world is None:
             for known in self._known.values():
                 known.agreed = known.own
-            return False
-        saves = exchanges and self._exchange(wants_save)
+            return
+        if exchanges:
+            self._exchange()
         for replica, numbers in enumerate(sums):
             known = self._known.setdefault(replica, _Known())
             none = (name for name, number in zip(self.unsure, numbers, strict=True) if number == 0.0)
             known.agreed = known.others.union(none)
-        return saves
 
-    def _exchange(self, wants_save: bool) -> bool:
-        """Sum over all ranks how many hold each weight, used it, and have frozen it; return whether any `wants_save`."""
+    def _exchange(self) -> None:
+        """Sum over all ranks how many hold each weight, used it, and have frozen it."""
         place = {name: index for index, name in enumerate(self.names)}
-        rows = torch.zeros(self.num_replicas, 3, len(place) + 1, dtype=torch.float64)
-        rows[0, 0, -1] = float(wants_save)
+        rows = torch.zeros(self.num_replicas, 3, len(place), dtype=torch.float64)
         for replica, known in self._known.items():
             if known.flags is None:  # a replica of other ranks
                 continue
@@ -177,8 +173,7 @@ class UsedWeights:
         summed = rows.to(self.device)
         with outside_step():
             dist.all_reduce(summed, group=self.world)
-        numbers = summed.tolist()
-        for replica, (held, used, frozen) in enumerate(numbers):
+        for replica, (held, used, frozen) in enumerate(summed.tolist()):
             for name, index in place.items():
                 if 0.0 < frozen[index] < held[index]:
                     raise ModelError(
@@ -189,7 +184,6 @@ class UsedWeights:
             known.others = frozenset(
                 name for name, i in place.items() if held[i] and not used[i] and name not in self.unsure
             )
-        return numbers[0][0][-1] > 0.0
 
     def unused(self, replica: int) -> Unused:
         """Return the unused weights of the last step that `read` has taken."""

@@ -7,6 +7,12 @@ each link between two stages of a pipeline (`schedules.link_of`).
 
 On NCCL all groups of an axis are created by one split of the world, in which every rank takes part; gloo creates each
 by itself.
+
+[Note: collective calls]
+A function is *collective* over a group of ranks (`world`, or an axis such as `tp`) if it sends something within the group, or may.
+Every rank of the group must call it, in the same order as its other collective functions, and with equal arguments where they
+are one thing for all: a batch, a folder, tensors of one shape. If a rank does not call it, the others wait for it until the time
+limit (`run.timeout_s`); `hang_watch.py` names the rank that is missing. Some are collective in the backward too, and say so.
 """
 
 from __future__ import annotations
@@ -92,7 +98,7 @@ def check_world(layout: Layout) -> None:
 def build(program: Program, device: torch.device, timeout_s: float) -> Mesh:
     """Make the process groups of every axis of `program`, whose calls may take `timeout_s`.
 
-    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+    Collective over the world, see [Note: collective calls].
 
     Raises:
         LayoutError: the layout does not have as many ranks as there are processes.

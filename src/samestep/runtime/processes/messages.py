@@ -32,7 +32,7 @@ from samestep.runtime.processes import mesh, plain_data
 def gather_values(mine: Any, world_size: int) -> list[Any]:
     """Return the values that all ranks pass, numbers, text, lists, tuples, sets and dicts of them, in the order of ranks.
 
-    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+    Collective over the world, see [Note: collective calls].
 
     Raises:
         NotPlainError: `mine` holds something else.
@@ -53,7 +53,7 @@ def gather_values(mine: Any, world_size: int) -> list[Any]:
 def broadcast_value(source: int, value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Return on every rank of a group, by default the world, the plain value that the global rank `source` passes.
 
-    Collective over `group`: every rank of it calls it; if one does not, the others wait until the time limit.
+    Collective over `group`, see [Note: collective calls].
 
     Raises:
         NotPlainError: on `source`, the value is not made of numbers, text, lists, tuples, sets and dicts.
@@ -70,7 +70,7 @@ def broadcast_value(source: int, value: Any, group: dist.ProcessGroup | None = N
 def broadcast_from(source: int, value: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return on every rank of a group the value that the global rank `source` passes, with its tensors on `device`.
 
-    Collective over `group`: every rank of it calls it; if one does not, the others wait until the time limit.
+    Collective over `group`, see [Note: collective calls].
 
     Raises:
         ModelError: on every rank; the value is not made of tensors, numbers, text, lists, tuples and dicts.
@@ -122,7 +122,7 @@ def _value_of(sent: Tensor) -> Any:
 def check(spec: ModelSpec, layout: Layout, job: Job, *, several_hosts: bool = False) -> None:
     """Check that all ranks have the same layout, the same numerics and update, and the same traced model, and hosts the same code.
 
-    Collective over the world: every rank calls it; if one does not, the others wait until the time limit.
+    Collective over the world, see [Note: collective calls].
 
     Raises:
         LayoutError: some rank has another; every rank raises it.

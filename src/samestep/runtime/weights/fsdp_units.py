@@ -151,7 +151,7 @@ class RunningUnit:
     def gather_for_others(self) -> None:
         """Take part in a gather that the program lists before this rank uses the weights; free them unless it will use them.
 
-        Collective over the unit's axes: see [Note: collective calls] in runtime/processes/mesh.py.
+        Collective over the unit's axes, see [Note: collective calls].
         """
         self.fsdp.unshard()
         if self._in_backward:

@@ -89,7 +89,7 @@ class BucketCodes:
     def send(self, op: Op, gradients: Tensor) -> dist.Work:
         """Encode the last contribution and issue a collective.
 
-        Collective over `op.axis`: see [Note: collective calls] in runtime/processes/mesh.py.
+        Collective over `op.axis`, see [Note: collective calls].
         """
         with owned(op.owner):
             return self.exchanges[op.owner].send([gradients])
@@ -181,7 +181,7 @@ class UnitCodes:
     def send(self, op: Op, part: int = 0) -> None:
         """Issue one collective of a unit's exchange.
 
-        Collective over `op.axis`: see [Note: collective calls] in runtime/processes/mesh.py.
+        Collective over `op.axis`, see [Note: collective calls].
         """
         shard = self._shards[part, op.owner]
         _wait(shard)
@@ -318,7 +318,7 @@ class EncodedScatter:
     def scatter(self, rows_of_sum: Tensor, whole: Tensor) -> None:
         """Write this rank's rows of the sum of all contributions to `rows_of_sum`; `whole`, this rank's contribution, is overwritten.
 
-        Collective over the axis of the contributions: see [Note: collective calls] in runtime/processes/mesh.py.
+        Collective over the axis of the contributions, see [Note: collective calls].
         """
         rows = whole.view(self._num_shards, -1)
         values = [rows[:, window] for window in self._windows]

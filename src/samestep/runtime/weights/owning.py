@@ -131,7 +131,7 @@ class _Level:
     def gather(self) -> None:
         """Send every weight and its gradient to the owner.
 
-        Collective over the axis: see [Note: collective calls] in runtime/processes/mesh.py.
+        Collective over the axis, see [Note: collective calls].
         """
         send = self._buffer(2)
         for member in self.members:
@@ -152,7 +152,7 @@ class _Level:
     def scatter(self) -> None:
         """Send the parts of every updated weight to the ranks that hold them.
 
-        Collective over the axis: see [Note: collective calls] in runtime/processes/mesh.py.
+        Collective over the axis, see [Note: collective calls].
         """
         send = self._buffer(1)
         for member, mine in zip(self._owned_members(), self.mine, strict=True):

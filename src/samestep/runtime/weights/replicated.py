@@ -240,7 +240,7 @@ class Replicated:
     def running(self, task: Task, *, counts: bool = True) -> Iterator[None]:
         """Record, while a task runs, whether its gradients are the step's last and whether they complete buckets.
 
-        Collective over the axes of the program's buckets: see [Note: collective calls] in runtime/processes/mesh.py.
+        Collective over the axes of the program's buckets, see [Note: collective calls].
         """
         if task.kind is not TaskKind.FORWARD:
             self.settle()
@@ -308,7 +308,7 @@ class Replicated:
     def finish_gradients(self) -> None:
         """Start the buckets that no backward completed, issue the collectives that follow, and wait for all.
 
-        Collective over the axes of the program's buckets: see [Note: collective calls] in runtime/processes/mesh.py.
+        Collective over the axes of the program's buckets, see [Note: collective calls].
         """
         for flat in self._flats[self._next :]:
             self._start(flat)
@@ -367,7 +367,7 @@ class Replicated:
     def publish(self, *, waits: bool = True, part: int | None = None) -> None:
         """Gather every rank's chunk of the updated weights under zero=1, first those that the next forward needs first.
 
-        Collective over `dp_shard`: see [Note: collective calls] in runtime/processes/mesh.py.
+        Collective over `dp_shard`, see [Note: collective calls].
         """
         self.settle()
         for flat in reversed(self._flats):
@@ -394,7 +394,7 @@ def _start_collective(kind: OpKind, flat: Tensor, group: dist.ProcessGroup) -> d
     """Start one collective on a flat buffer, in place.
 
     An all_gather sends this rank's part of it; reduce and broadcast have the group's first rank as their root. Collective
-    over `group`: see [Note: collective calls] in runtime/processes/mesh.py.
+    over `group`, see [Note: collective calls].
     """
     if kind is OpKind.ALL_REDUCE:
         work = dist.all_reduce(flat, group=group, async_op=True)

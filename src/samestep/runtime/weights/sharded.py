@@ -158,7 +158,7 @@ class Sharded:
     def running(self, task: Task, *, counts: bool = True) -> Iterator[None]:
         """Let the units gather, free and reduce as the program says, while a task runs inside.
 
-        Collective over the axes of the units: see [Note: collective calls] in runtime/processes/mesh.py.
+        Collective over the axes of the units, see [Note: collective calls].
 
         Raises:
             LayoutError: this rank's samples call units in another order than the program gathers them, or a gradient came late.
@@ -195,7 +195,7 @@ class Sharded:
     def finish_gradients(self) -> None:
         """Wait for FSDP2's reductions; sum gradients over tied stages, and over axes on which they are partial.
 
-        Collective over these stages and `tp`: see [Note: collective calls] in runtime/processes/mesh.py.
+        Collective over these stages and `tp`, see [Note: collective calls].
         """
         self._root.set_is_last_backward(True)
         self._root._get_fsdp_state()._root_post_backward_final_callback()

@@ -83,7 +83,7 @@ class UnitOrder:
     def end(self) -> None:
         """End the order of a task: issue what is left of it.
 
-        Collective over the axes of the units: see [Note: collective calls] in runtime/processes/mesh.py.
+        Collective over the axes of the units, see [Note: collective calls].
         """
         self._pass_over(len(self._entries))
         self._in_task = self._in_backward = False

@@ -11,7 +11,7 @@ What only some runs need is in three parts of a store, which have nothing to do 
     store.watch       writes into weights that would be lost                                guards ask for them
 
 The nouns are defined in [Note: what a rank holds of a weight], the head of `runtime/weights/__init__.py`. All ranks call a
-collective method alike, since they agree on skipping a step first: see [Note: collective calls] in runtime/processes/mesh.py.
+collective method alike, since they agree on skipping a step first, see [Note: collective calls].
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class WeightStore(Protocol):
         does not count, since it is empty or its loss is constant, are zeros and no use of a weight.
 
         Called for each such task, by every rank of the task's pipeline stage. Inside, weights are gathered and buckets reduced
-        as the program says. Collective over `dp_shard` and `dp_replicate`: see [Note: collective calls] in runtime/processes/mesh.py.
+        as the program says. Collective over `dp_shard` and `dp_replicate`, see [Note: collective calls].
         """
         ...
 

@@ -75,7 +75,7 @@ def _with_row(leaf: str) -> Any:
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the rows of this rank; or on whole tensors, if it writes into one.
 
-    Collective over the ranks that share a weight that is gathered: see [Note: collective calls] in runtime/processes/mesh.py.
+    Collective over the ranks that share a weight that is gathered, see [Note: collective calls].
     """
     target, *others = args
     if not isinstance(target, DTensor):
@@ -96,7 +96,7 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _write_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on a whole weight, and write the rows of this rank.
 
-    Collective over the ranks that share the weight: see [Note: collective calls] in runtime/processes/mesh.py.
+    Collective over the ranks that share the weight, see [Note: collective calls].
     """
     target, *others = (one.full_tensor() if isinstance(one, DTensor) else one for one in args)
     written = args[0]
@@ -158,7 +158,7 @@ def _drawn_like(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a scalar tensor as a number.
 
-    Collective over the ranks that share it where they hold summands: see [Note: collective calls] in runtime/processes/mesh.py.
+    Collective over the ranks that share it where they hold summands, see [Note: collective calls].
     """
     return op(args[0].full_tensor())
 

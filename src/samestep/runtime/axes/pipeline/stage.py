@@ -198,7 +198,7 @@ class Stage:
     def from_last(self, outputs: Any) -> Any:
         """Return the last stage's logits on all stages; the `outputs` of the others are None.
 
-        Collective over `pp`: every stage calls it; if one does not, the others wait until the time limit.
+        Collective over `pp`, see [Note: collective calls].
         """
         last = self._mesh.members("pp")[-1]
         held = getattr(outputs, "logits", outputs)

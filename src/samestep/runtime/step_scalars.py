@@ -1,0 +1,113 @@
+"""The scalars of a step, which its one all_reduce sums over all ranks: written here, read here, and decided on by the device.
+
+```
+each replica: loss, count, norm_squared, and a number for each weight of `StepSpec.unsure`      ops.REPLICA_SCALARS
+the step:     stop, save, wrote_unseen, refuses, unused_changed                                 ops.StepFlag
+```
+All are float64, as many as `StepSpec.num_scalars`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from samestep.program.ops import REPLICA_SCALARS, StepFlag
+from samestep.runtime.step_observer import ReplicaScalars, StepScalars
+
+
+def flag_slots(raised: Mapping[StepFlag, bool | Tensor], device: torch.device) -> Tensor:
+    """Return one rank's flags in their slots (float64): filled on the device, since a copy would hold the host."""
+    slots = torch.zeros(len(StepFlag), dtype=torch.float64, device=device)
+    for flag, value in raised.items():
+        if isinstance(value, Tensor):
+            slots[flag].copy_(value)
+        elif value:
+            slots[flag].fill_(1.0)
+    return slots
+
+
+@dataclass(frozen=True, slots=True)
+class SummedScalars:
+    """The scalars that the ranks summed, as the host has read them."""
+
+    agreed: StepScalars
+    flags: Mapping[StepFlag, float]
+    """The number of ranks that raise each flag."""
+    uses: list[Sequence[float]]
+    """The number of ranks that gave a gradient to each weight with a number in the scalars, by replica."""
+
+    @classmethod
+    def of(cls, numbers: Sequence[float], num_uses: int) -> SummedScalars:
+        """Return what the numbers of a step say; each replica has `num_uses` numbers of weights."""
+        sums, width = numbers[: -len(StepFlag)], len(REPLICA_SCALARS)
+        flags = dict(zip(StepFlag, numbers[-len(StepFlag) :], strict=True))
+        parts = [sums[start : start + width + num_uses] for start in range(0, len(sums), width + num_uses)]
+        replicas = tuple(ReplicaScalars(*part[:width]) for part in parts)
+        loss_sum, count, norm_squared = (sum(part[index] for part in parts) for index in range(width))
+        agreed = StepScalars(loss_sum, count, norm_squared, flags[StepFlag.STOP], replicas)
+        return cls(agreed, flags, [part[width:] for part in parts])
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The decisions that follow from a step's scalars, as tensors on the device."""
+
+    factor: Tensor
+    """What the gradients are multiplied by: the division by the count, and the clipping (float64 [])."""
+    held_back: Tensor
+    """1 where the update must change nothing, since the host has to decide, else 0 (float32 [])."""
+
+
+def decide(sums: Tensor, numerator: float, clip_norm: float | None, unused: Tensor | None = None) -> Decision:
+    """Return what follows from the summed scalars of one replica; gradients are scaled by the count over `numerator`.
+
+    An update is held back where a number is not finite, no token counts, a rank refuses the step or has other unused weights
+    than before, and where the numbers of weights are not 0 exactly where `unused` (bool) says so.
+    """
+    loss_sum, count, norm_squared = sums[: len(REPLICA_SCALARS)]
+    uses, flags = sums[len(REPLICA_SCALARS) : -len(StepFlag)], sums[-len(StepFlag) :]
+    scale = numerator / count
+    norm = norm_squared.sqrt() * scale
+    factor = scale if clip_norm is None else scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    is_usual = (loss_sum / count).isfinite() & norm.isfinite()
+    is_usual &= flags[StepFlag.REFUSES] + flags[StepFlag.UNUSED_CHANGED] == 0.0
+    if unused is not None:
+        is_usual &= ((uses == 0.0) == unused).all()
+    return Decision(factor, (~is_usual).float())
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """The loss and the gradient norm of a step, as they follow on the host from its summed scalars."""
+
+    loss: float
+    norm: float
+    """Of replicas that are trained apart, the root mean square of their norms."""
+    is_masked: bool
+    """Whether nothing counts, and nothing else is unusual."""
+    scales: Sequence[float | None]
+    """The factor on each replica's gradients before clipping; None where its part counts nothing, and so has no update."""
+    norms: Sequence[float]
+    """The norm of each replica's gradients."""
+
+    @classmethod
+    def of(cls, agreed: StepScalars, numerator: float) -> StepNumbers:
+        """Return the numbers of a step whose gradients are scaled by the count over `numerator`."""
+        scales = [numerator / one.count if one.count else None for one in agreed.replicas]
+        norms = [
+            math.sqrt(one.norm_squared) * (scale or 0.0) for one, scale in zip(agreed.replicas, scales, strict=True)
+        ]
+        loss = agreed.loss_sum / agreed.count if agreed.count else math.nan
+        norm = math.hypot(*norms) / math.sqrt(len(norms))
+        is_masked = not agreed.count and math.isfinite(agreed.loss_sum) and math.isfinite(norm)
+        return cls(loss, norm, is_masked, scales, norms)
+
+    @property
+    def are_finite(self) -> bool:
+        """Whether loss and norm are."""
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
