@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,6 +26,7 @@ from samestep import calls
 from samestep.building.loss import named_loss
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.datasets.batch import Dataset, batch_to_evaluate, checked_batch
+from samestep.errors import LayoutError
 from samestep.examination.examine import Loss, Source, build_blueprint
 from samestep.job import Job
 from samestep.layout import Layout
@@ -381,11 +383,17 @@ def parallelize(
         InputError: a model, optimizer or layout that cannot run; the text says what would.
     """
     job = (job or Job()).with_stages(stages)
+    had_joined = dist.is_initialized()
     place = join.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)
     where = Layout.parse(layout) if isinstance(layout, str) else layout
     if layout == "":
         where = Layout(dp_replicate=place.world_size)
-    mesh.check_world(where)
+    try:
+        mesh.check_world(where)
+    except LayoutError:
+        if not had_joined:  # a process in no group may still fork the ranks that the refusal asks for
+            join.leave()
+        raise
     loss = named_loss(loss) if isinstance(loss, str) else loss
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
