@@ -278,7 +278,7 @@ TECHNIQUES = (
     ("compressed gradients", "strategies/compress.py program/codecs.py runtime/codecs/exchange.py"),
     (
         "local replicas (DiLoCo)",
-        "runtime/local_replicas.py program/exchange_times.py runtime/weights/exchanged_moves.py",
+        "runtime/local_replicas.py program/exchange_times.py runtime/weights/replica_exchange.py",
     ),
     ("whole updates (Muon)", "strategies/whole_update.py runtime/weights/owning.py runtime/optimizers/update_rule.py"),
     ("packed states (8 bits)", "runtime/optimizers/packed_states.py program/state_blocks.py"),

@@ -68,6 +68,13 @@ def _runs(config: pytest.Config, item: pytest.Item) -> bool:
     return config.getoption("--every-layout") or not item.get_closest_marker("nightly")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """Leave the process group that runs of one rank have made in this process: no rank could be forked from it."""
+    yield
+    join.leave()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_pool_is_left() -> Iterator[None]:
     yield

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,19 +27,12 @@ from samestep.models.presets import PRESETS
 from samestep.models.published import TOKENS, as_published
 from samestep.proof import record
 from samestep.proof.verdict import Check, Verdict
-from samestep.runtime.processes import join, workers
+from samestep.runtime.processes import workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.workers import run_workers
 from tests import small
 from tests.models import LLAMA, Plain, Tokens
 from tests.small import main
-
-
-@pytest.fixture(autouse=True)
-def _no_group_is_left() -> Iterator[None]:
-    yield
-    join.leave()  # a run of one rank in this process made a group, with which no worker can be forked
-
 
 # -- lists and presets -----------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
-from samestep.runtime.processes import join
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from tests import small
@@ -203,12 +201,6 @@ def test_a_job_without_printed_samples_is_sampled_from(tmp_path: Path) -> None:
     assert len(samestep.sample(tmp_path / "run", "abc", temperature=0.0)) > 3
     with pytest.raises(DataError, match=r"tokens = 0: a sample has 1 token or more"):
         samestep.sample(tmp_path / "run", "abc", tokens=0)
-
-
-@pytest.fixture(autouse=True)
-def _leaves() -> Iterator[None]:
-    yield
-    join.leave()  # a run of one rank in this process made a group, with which no worker can be forked
 
 
 def _parallelized(**given: Any) -> Run:

@@ -14,7 +14,6 @@ import samestep
 from samestep.datasets import Batch
 from samestep.errors import DataError, ModelError
 from samestep.job import Job
-from samestep.runtime.processes import join
 from samestep.runtime.run import Run
 
 STEPS = 3
@@ -24,12 +23,6 @@ JOB = Job(
     numerics={"precision": "float64"},
 )
 GIVEN_TWICE = r"was given to two runs that take steps, .* one run over a module that holds all parts works"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def left() -> Iterator[None]:
-    yield
-    join.leave()  # a run of one rank in this process made a group, with which no worker can be forked
 
 
 class Pairs(torch.utils.data.Dataset[Any]):
