@@ -222,7 +222,11 @@ class Job(Table):
         return None
 
     def with_stages(self, stages: Sequence[str] | None) -> Job:
-        """Return the job with other names of modules with which stages may begin; None leaves them as they are."""
+        """Return the job with other names of modules with which stages may begin; None leaves them as they are.
+
+        Raises:
+            JobError: `stages` is one name and no list.
+        """
         if stages is None:
             return self
         if isinstance(stages, str):

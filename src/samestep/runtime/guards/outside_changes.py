@@ -146,7 +146,7 @@ class OutsideChanges:
 
 
 class LoopChanges:
-    """What a loop changes between two steps of the first of several replicas that one rank trains, which `run.model` is."""
+    """Changes that a loop makes between two steps to the first of several replicas of one rank, which `run.model` is."""
 
     def __init__(self, held: Assembly, number: int) -> None:
         """Note the state behind a step."""

@@ -191,7 +191,11 @@ def _read(
 def skeleton(
     source: OptimizerSource, shapes: Mapping[str, tuple[int, ...]], marks: Mapping[str, Mapping[str, Any]]
 ) -> tuple[Optimizer, dict[str, Tensor]]:
-    """Return the optimizer over weights of these shapes that have no values, and the weights by name."""
+    """Return the optimizer over weights of these shapes that have no values, and the weights by name.
+
+    Raises:
+        ModelError: the optimizer keeps its parameters outside of its groups.
+    """
 
     def build(device: str) -> tuple[Optimizer, dict[str, Tensor]]:
         weights: dict[str, Tensor] = {}
@@ -334,7 +338,11 @@ class _Trial:
         self._source, self._shapes, self._marks, self.kind = source, shapes, marks, kind
 
     def watched(self, shapes: Mapping[str, tuple[int, ...]]) -> _Watched:
-        """Follow the operations of the optimizer on weights that have these shapes in place of their own."""
+        """Follow the operations of the optimizer on weights of these shapes.
+
+        Raises:
+            ReadsNumbersError: the optimizer keeps its parameters outside of its groups.
+        """
         optimizer, weights = skeleton(self._source, self._shapes, self._marks)
         _simplest(optimizer)
         used = {name: _like(weights[name], shape, "meta") for name, shape in shapes.items()}
