@@ -18,7 +18,7 @@ from samestep.datasets import batches
 from samestep.errors import DataError
 from tests import small
 from tests.device import simulated_cuda
-from tests.laboratory import job_of, largest_error, make_run, on_ranks, whole
+from tests.laboratory import cuts_of, job_of, largest_error, make_run, on_ranks, whole
 from tests.models import MODELS, Tokens
 
 STEPS, MASKED = 4, (0, 2)
@@ -73,7 +73,7 @@ def plain() -> tuple[list[float], dict[str, Tensor]]:
     "layout", ["dp=1", "dp=2 zero=3 microbatch=2", "pp=2 microbatch=4", pytest.param("tp=2", marks=pytest.mark.nightly)]
 )
 def test_a_step_that_counts_nothing_makes_no_update_in_any_layout(layout: str) -> None:
-    assert_skipped(on_ranks(layout, take, "plain", job()))
+    assert_skipped(on_ranks(layout, take, "plain", job()), on_ranks(layout, cut, "plain", job()))
 
 
 @pytest.mark.skipif(bool(simulated_cuda.refusal()), reason=simulated_cuda.refusal())
@@ -82,7 +82,13 @@ def test_a_device_that_runs_ahead_holds_the_update_back() -> None:
     assert_skipped(on_ranks("dp=2 zero=1", take, "plain", ahead, device="cuda"))
 
 
-def assert_skipped(ranks: list[Any]) -> None:
+def cut(rank: int, world: int, model: str, layout: str, given: Job) -> Any:
+    run = make_run(rank, world, model, layout, given)
+    run.prepare(next(batches(Tokens(), given)).samples([0]))
+    return cuts_of(run)
+
+
+def assert_skipped(ranks: list[Any], cuts: list[Any] | None = None) -> None:
     losses, weights = plain()
     for reports, _ in ranks:
         assert [skipped for skipped, *_ in reports] == [step in MASKED for step in range(STEPS)]
@@ -90,7 +96,8 @@ def assert_skipped(ranks: list[Any]) -> None:
         assert [lr for *_, lr, _ in reports] == pytest.approx([0.025, 0.05, 0.075, 0.1])
         assert all(math.isnan(loss) and "all are masked" in note for skipped, loss, _, _, note in reports if skipped)
         assert [one[1] for one in reports if not one[0]] == pytest.approx(losses, abs=1e-9)
-    found = whole([own for _, own in ranks])
+    of_cuts, indices = zip(*cuts, strict=True) if cuts else ([None], [])
+    found = whole([own for _, own in ranks], of_cuts[0], [*indices] or None)
     assert found.keys() == weights.keys()
     assert max(float((found[name].view_as(one) - one).abs().max()) for name, one in weights.items()) <= 1e-9
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -347,8 +348,9 @@ def check_family(family: str, task: Task) -> None:
     check_installed(f"hf:{family}")
     able = _families_of(task)
     if not is_family(family):
-        without = f"; the folder {family} has no config.json" if Path(family).is_dir() else ""
-        raise ModelError(f"hf:{family}: transformers has no family {family!r}{did_you_mean(family, able)}{without}")
+        without = f"; the folder {family} has no config.json" if os.path.isdir(family) else ""  # of any length
+        word = short_repr(family)
+        raise ModelError(f"hf:{family[:80]}: transformers has no family {word}{did_you_mean(family, able)}{without}")
     if family not in able:
         others = [repr(name) for name in get_args(Task) if family in _families_of(name)]
         works = (
