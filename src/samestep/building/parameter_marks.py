@@ -34,6 +34,11 @@ class ParameterMarks:
     """Functions of the parameter and its accumulated gradient, of `register_post_accumulate_grad_hook`."""
 
 
+def gradient_hooks_of(param: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the dictionaries in which a parameter keeps its hooks on gradients, and those after accumulation."""
+    return param._backward_hooks or {}, getattr(param, "_post_accumulate_grad_hooks", None) or {}
+
+
 def take_marks(module: nn.Module) -> dict[str, ParameterMarks]:
     """Return the marks of each parameter that has any, by its first name, and remove the hooks from the parameters."""
     found: dict[str, ParameterMarks] = {}
@@ -43,14 +48,12 @@ def take_marks(module: nn.Module) -> dict[str, ParameterMarks]:
             for key, value in vars(param).items()
             if not (isinstance(value, Tensor) and value.is_meta) and key != "_is_param"
         }
-        hooks = tuple((param._backward_hooks or {}).values())
-        late = tuple((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+        hooks, late = (tuple(kind.values()) for kind in gradient_hooks_of(param))
         if attributes or hooks or late:
             found[name] = ParameterMarks(attributes, hooks, late)
         if param.is_meta:
-            for kept in (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)):
-                if kept:
-                    kept.clear()
+            for kept in gradient_hooks_of(param):
+                kept.clear()
     return found
 
 

@@ -454,7 +454,7 @@ def with_degree(
     `shared` are modules of fewer heads than the degree, of which a rank has one: their numbers of heads.
 
     Raises:
-        MixesError: units that the degree divides are not computed apart.
+        MixesError: units that the degree divides are not computed independently.
         DiffersError: the forward of a rank does not compute its part of the whole model's.
     """
     degrees = {name: shared.get(_owner(name), degree) for name in proof.cuts}

@@ -368,7 +368,7 @@ class RowHistories:
     ) -> None:
         """Follow an operation to its result, which has `num_positions` along the dimension of rows.
 
-        `what` tells operations on some rows apart, None for one that computes nothing; `writes` if the result's storage
+        `what` distinguishes operations on some rows, None for one that computes nothing; `writes` if the result's storage
         keeps the rows that are not written.
         """
         histories = [self._of[one] for one in dict.fromkeys(given) if one in self._of]

@@ -351,7 +351,7 @@ def index_select(call: Computation) -> Iterator[list[Operand]]:
 def write_at_indices(call: Computation) -> Iterator[list[Operand]]:
     """Map of index_put, index_add and index_copy: a source is written to the places that indices choose.
 
-    A mask stands beside the elements of what is written into.
+    A mask is aligned with the target.
     """
     arguments = bind_arguments(call)
     target = arguments["self"]

@@ -225,7 +225,7 @@ class CutCosts:
     def copies(self, copied: Collection[str], separable: Collection[str]) -> list[PartialSum]:
         """Return the sums of the gradients of these modules' inputs, in order of the forward.
 
-        The gradients of weights of `separable` modules can be computed beside them.
+        The gradients of weights of `separable` modules can be computed while these are summed.
         """
         found: list[PartialSum] = []
         last: tuple[int, int, bool] | None = None

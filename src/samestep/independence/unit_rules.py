@@ -88,7 +88,7 @@ def _map_units(flow: UnitFlow, op: Operation, result: View, operands: Sequence[O
     """Return the units of a result from the dimensions that its operands become.
 
     Raises:
-        MixesError: units are summed over or moved, operands are not aligned, or a whole one tells the units apart.
+        MixesError: units are summed over or moved, operands are not aligned, or a whole one distinguishes the units.
     """
     total: UnitDim | None = None
     given = [*operands]

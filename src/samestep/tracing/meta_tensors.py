@@ -261,7 +261,7 @@ _FILLED = {
 class KnownConstants(TorchFunctionMode):
     """Makes tensors of numbers that stand in the code on the host, where their values are known, and reads values that are.
 
-    Torch makes them on the device of what they meet: a list in an index, as in `tokens[:, [-1, 0]]`, out of the sight of
+    Torch makes them on the device of the other operands: a list in an index, as in `tokens[:, [-1, 0]]`, out of the sight of
     any mode, and `torch.tensor(0.5, device=x.device)` on the meta device, where the number is lost. `x.numpy()` and a format
     of a tensor bypass the dispatcher; `read` returns a tensor on the host that they are given instead.
     """

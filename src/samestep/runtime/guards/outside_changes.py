@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from samestep.building.parameter_marks import gradient_hooks_of
 from samestep.errors import ModelError
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.optimizers import given_optimizer
@@ -89,10 +90,9 @@ class OutsideChanges:
         """Return why the next step would not be that of a plain loop; empty if nothing shows it."""
         written = self._written(held)
         thawed = [(name, param) for name, param in self._frozen if param.requires_grad]
+        # The step is refused at its end, on all ranks, and gathers nothing for these gradients.
         for _, param in thawed:
-            param.requires_grad_(
-                False
-            )  # the step is refused at its end, on all ranks, and gathers nothing for its gradient
+            param.requires_grad_(False)
         if thawed:
             return _thawed(thawed[0][0])
         if reason := parameter_hooks.later_refusal(self._params, held.parallel.program, self._judged_hooks):
@@ -273,8 +273,7 @@ def _hooks_of(part: nn.Module) -> list[int]:
 
 
 def _gradient_hooks(param: Tensor) -> list[int]:
-    kinds = (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None))
-    return [key for own in kinds for key in own or ()]
+    return [key for kind in gradient_hooks_of(param) for key in kind]
 
 
 def _content(own: dict[str, Any], key: str) -> Any:

@@ -210,9 +210,8 @@ def skeleton(
     except RuntimeError as error:
         if "meta" not in str(error):
             raise
-    optimizer, weights = build(
-        "cpu"
-    )  # fused=True is checked against the device; memory that nothing writes costs nothing
+    # fused=True is checked against the device; memory that nothing writes costs nothing.
+    optimizer, weights = build("cpu")
     absent = {name: _like(weight, shapes[name], "meta") for name, weight in weights.items()}
     if not put_in_place(optimizer, weights, absent):
         raise ModelError(f"{type(optimizer).__name__} keeps its parameters outside of its groups: foreach=None works")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.initial_values import Blueprint
-from samestep.building.parameter_marks import ParameterMarks, gradient_function, with_values
+from samestep.building.parameter_marks import ParameterMarks, gradient_function, gradient_hooks_of, with_values
 from samestep.errors import LayoutError, ModelError
 from samestep.program.program import Program
 from samestep.runtime.axes import forward_state
@@ -141,8 +141,7 @@ def _is_by_elements(function: Callable[[Tensor], Tensor], value: Tensor) -> bool
 
 def _own_hooks(param: Tensor) -> ParameterMarks:
     """Return the hooks of a parameter that the user's code has registered, without those of samestep."""
-    kinds = (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None))
-    hooks, late = (tuple(hook for hook in (kind or {}).values() if not _is_ours(hook)) for kind in kinds)
+    hooks, late = (tuple(hook for hook in kind.values() if not _is_ours(hook)) for kind in gradient_hooks_of(param))
     return ParameterMarks({}, hooks, late)
 
 
