@@ -52,7 +52,5 @@ def test_what_has_not_begun_in_time_is_skipped(monkeypatch: pytest.MonkeyPatch) 
         shard.Limit().pytest_runtest_setup()
 
 
-def test_ci_runs_a_shard() -> None:
-    root = Path(__file__).parents[2]
-    assert "make shard" in (root / ".ci" / "run").read_text().splitlines()
-    assert "--shard" in (root / "Makefile").read_text()
+def test_the_makefile_has_a_target_for_a_shard() -> None:
+    assert "--shard" in (Path(__file__).parents[2] / "Makefile").read_text()
