@@ -50,7 +50,7 @@ Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The model, loss and optimizer that a run is made from."""
+    """The model, loss and optimizer of a run, before a layout cuts them."""
 
     model: Callable[[], nn.Module] | nn.Module
     loss: Loss
@@ -268,13 +268,13 @@ def _with_tried(spec: ModelSpec, tried: Iterable[str]) -> ModelSpec:
 
 
 def with_new_blueprint(source: Source, job: Job) -> TracedModel:
-    """Return the source's traced model with a blueprint of its own, for another run; the analysis is shared."""
+    """Return the source's traced model with a new blueprint, for another run; the analysis is shared."""
     assert source.prepared is not None
     return replace(source.prepared, blueprint=build_blueprint(source, job))
 
 
 def build_blueprint(source: Source, job: Job) -> Blueprint:
-    """Return the source's model on the meta device, in training mode, with how each of its values is made."""
+    """Return the source's model on the meta device, in training mode, with the function that computes each of its values."""
     # Whoever calls from Python wants the exceptions of their own function as they are.
     named = isinstance(source.model, JobModel)
     with failures_of(f"model.source: {source.name}", ModelError) if named else nullcontext():

@@ -21,7 +21,7 @@ from samestep.randomness.replacements import HANDLERS
 
 
 class _RecordedError(ModelError):
-    """Random numbers have been recorded, and need not be made."""
+    """Random numbers have been recorded, and need not be drawn."""
 
 
 class MaskRecorder(DropoutMode):
@@ -82,7 +82,7 @@ class MaskRecorder(DropoutMode):
         raise _RecordedError
 
     def _record(self, draw: DrawKey, like: Tensor | None, shape: Sequence[int]) -> None:
-        """Record a draw of this shape, whose samples lie where those of a tensor that it is like do."""
+        """Record a draw of this shape, which has the sample dimension of the tensor that it is modelled on."""
         self.shapes[draw] = tuple(shape)
         rows: tuple[int, int] | None = IN_ORDER
         if self._placing is not None:

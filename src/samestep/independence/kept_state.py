@@ -316,7 +316,7 @@ def _jumps(start: Snapshot, counters: list[_Counter]) -> list[int]:
 
 
 def _is_known(module: nn.Module, state: StateSpec, spec: ModelSpec) -> bool:
-    """Return whether it is a statistic of torch's own norms, which are reproduced by their own rule."""
+    """Return whether it is a statistic of one of torch's norms, which a rule of this file reproduces."""
     return state.owner in spec.coupled_modules and state.name in ("running_mean", "running_var", "num_batches_tracked")
 
 

@@ -212,7 +212,7 @@ class StepSpec:
 
     @property
     def summed_replicas(self) -> tuple[str, ...]:
-        """The data axis over whose ranks a step sums shards of gradients; empty where replicas are trained apart."""
+        """The data axis over whose ranks a step sums shards of gradients; empty where replicas are trained independently."""
         return () if self.trains_apart else (REPLICAS,)
 
     def norm_axes(self, holding: Holding) -> tuple[str | None, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""What one rank holds of a run: its model in the layout, and where replicas are trained apart, each of them in turn.
+"""The assembly that one rank holds: its model in the layout, or each of its independently trained replicas in turn.
 
 What checkpoints read of a run, and set again: its weights and their optimizer, and how far it has come.
 """
@@ -26,7 +26,7 @@ from samestep.runtime.processes.join import RankInfo
 
 
 class HeldAssembly:
-    """The assembly of one rank, once it is made; of a rank that trains several replicas the first one's, but in `each`."""
+    """The assembly of one rank, once it is made; with several replicas that of the first one, except inside `each`."""
 
     def __init__(self, source: Source, layout: Layout, job: Job, place: RankInfo) -> None:
         self.source, self.layout, self.job, self.place = source, layout, job, place
@@ -41,7 +41,7 @@ class HeldAssembly:
 
     @property
     def replicas(self) -> Replicas:
-        """The models that this rank trains: a list of one, unless the job trains replicas apart.
+        """The models that this rank trains: a list of one, unless the job trains replicas independently.
 
         Raises:
             LayoutError: the run is not prepared yet.
@@ -117,7 +117,7 @@ class PreparedRun(Protocol):
 
     @property
     def replicas(self) -> Replicas:
-        """The models that this rank trains: a list of one, unless the job trains replicas apart."""
+        """The models that this rank trains: a list of one, unless the job trains replicas independently."""
 
     @property
     def assembly(self) -> Assembly:

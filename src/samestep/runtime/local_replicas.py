@@ -1,4 +1,4 @@
-"""Replicas that are trained apart: each takes H steps of its own, then all go on from one outer step (local SGD, DiLoCo).
+"""Independently trained replicas: each takes H steps alone, then all continue from one outer step (local SGD, DiLoCo).
 
 `numerics.replicas = R` divides the global batch into R equal runs of samples, and `numerics.exchange_every = H` says how
 many steps each replica takes on its run with weights and optimizer states of its own. Of the outer weights w, from which
@@ -86,7 +86,7 @@ class Replicas:
         self.assemblies = [change(assembly) for assembly in self.assemblies]
 
     def sums(self, own: Sequence[Tensor]) -> Tensor:
-        """Return the scalars of all replicas, zeros but for this rank's `own`, one tensor for each of its replicas."""
+        """Return the scalars of all replicas in one tensor: those of this rank's replicas, given as `own`, and zeros for the others."""
         if self.number == 1:
             return own[0]
         found = own[0].new_zeros(self.number, len(own[0]))
@@ -95,7 +95,7 @@ class Replicas:
         return found.view(-1)
 
     def value_of(self, index: int) -> Tensor:
-        """Return the values of a piece that a checkpoint holds: of replicas that are trained apart, the outer ones."""
+        """Return the values of a piece that a checkpoint holds: for independently trained replicas, the outer ones."""
         return self.pieces[index].master()
 
     def program_behind(self, step: int) -> Program:
@@ -125,7 +125,7 @@ class Replicas:
 
 @dataclass(slots=True, kw_only=True)
 class LocalReplicas(Replicas):
-    """The replicas that this rank trains, each with weights of its own, and its part of the outer weights."""
+    """The replicas that this rank trains, each with separate weights, and its part of the outer weights."""
 
     are_apart: ClassVar[bool] = True
     weights: list[Tensor]
@@ -197,12 +197,12 @@ class LocalReplicas(Replicas):
         return [index for index, piece in enumerate(self.pieces) if step.exchange_part(piece.name) == part]
 
     def program_behind(self, step: int) -> Program:
-        """Return the program of a step, counted from 1, with what is sent of exchanges behind it."""
+        """Return the program of a step, counted from 1, followed by the exchanges that are sent after it."""
         return self.assemblies[0].parallel.program.ending_with(self.times.behind(step))
 
     @torch.no_grad()
     def exchange(self, step: int) -> None:
-        """Do what is due behind a step: start exchanges, or take the outer steps of those that end.
+        """Do what is due after a step: start exchanges, or take the outer steps of those that end.
 
         Collective over the axis of the program's contributions, and over `dp_shard` with zero=1, see
         [Note: collective calls].
@@ -225,7 +225,7 @@ class LocalReplicas(Replicas):
 
     @torch.no_grad()
     def catch_up(self, after: int, step: int) -> None:
-        """Take the outer steps that were due behind steps `after` + 1 to `step`, which a run leaves out as it goes back to the
+        """Take the outer steps that were due after steps `after` + 1 to `step`, which a run leaves out as it goes back to the
         weights from behind `after`; exchanges that would have started there take place at their next time.
 
         Collective as `exchange` is.
@@ -258,7 +258,7 @@ class LocalReplicas(Replicas):
             self.under_way[part] = True
 
     def _end(self, part: int, *, mixes: bool) -> None:
-        """Take the outer step of a part, and let every replica go on from there, with some of its own weights if it `mixes`."""
+        """Take the outer step of a part, from which every replica continues, with some of its present weights if it `mixes`."""
         numerics = self.job.numerics
         self._receive(part)
         for index, move in zip(self.indices_of(part), self.arrived.pop(part), strict=True):
@@ -292,7 +292,7 @@ class LocalReplicas(Replicas):
             self.arrived[part] = [move.clone() for move in self.arrived[part]]
 
     def _go_on_from_outer(self, part: int, kept: float) -> None:
-        """Set the weights of every replica, of one part, to the outer ones, but for a fraction that is kept of its own."""
+        """Set one part of every replica's weights to the outer ones, mixed with a kept fraction of its present ones."""
         indices = self.indices_of(part)
         for assembly in self.assemblies:
             updater = assembly.weights.updater

@@ -63,7 +63,7 @@ class StepObserver:
 
     @property
     def hears_scalars(self) -> bool:
-        """Whether it is told a step's scalars before the update, for which the host must then wait."""
+        """Whether it reads a step's scalars before the update, for which the host must then wait."""
         return type(self).agreed is not StepObserver.agreed
 
     def running(self, task: Task, samples: Indices) -> AbstractContextManager[None]:

@@ -67,12 +67,12 @@ def attributes_of(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
 
 
 def optimizer_digests(optimizer: Optimizer) -> dict[str, int]:
-    """Return the digests of an optimizer's options, by group and name, and of its own attributes."""
+    """Return the digests of an optimizer's options, by group and name, and of its attributes."""
     return {key: digest(value) for key, value in optimizer_values(optimizer).items()}
 
 
 def optimizer_values(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the options of each group as `INDEX/NAME`, without the learning rate, and the optimizer's own attributes."""
+    """Return the options of each group as `INDEX/NAME`, without the learning rate, and the optimizer's attributes."""
     found = {
         f"{index}/{key}": value
         for index, group in enumerate(optimizer.param_groups)

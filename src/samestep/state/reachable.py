@@ -138,7 +138,7 @@ class _CodeFollower:
         self._rest.append((name, value))
 
     def callable(self, name: str, value: Any) -> None:
-        """Follow what is called: a function, or an object of the user's with attributes of its own."""
+        """Follow a callable: a function, or an object of the user's with attributes."""
         if _is_object(value):
             self._variable(name, None, "", value)
         else:
@@ -257,7 +257,7 @@ _CODE = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type, nn.Mod
 
 
 def _is_object(value: Any) -> bool:
-    """Return whether a value is an object of the user's own class, or a container of a class of its own."""
+    """Return whether a value is an instance of a class that the user wrote, containers included."""
     return not isinstance(value, _CODE) and is_users(type(value).__module__)
 
 
@@ -297,7 +297,7 @@ Place = tuple[Any, str]
 
 
 class StepCode:
-    """The numbers that an optimizer's step reaches, and the places outside of its own state that it may change."""
+    """The numbers that an optimizer's step reaches, and the places outside of its state that it may change."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.numbers: set[float] = set()

@@ -293,17 +293,17 @@ def _words_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kind_of(held: dict[Any, Any]) -> type[dict[Any, Any]]:
-    """Return the class of Python's own that holds a dict's items, below classes that read or write them otherwise."""
+    """Return the built-in class that stores a dict's items, below subclasses that read or write them otherwise."""
     return OrderedDict if isinstance(held, OrderedDict) else dict
 
 
 def _items_of(held: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the items that a dict holds; a class of its own may make others when it is asked for them."""
+    """Return the items that a dict holds; a subclass may compute others when it is asked for them."""
     return {key: dict.__getitem__(held, key) for key in _kind_of(held).__iter__(held)}
 
 
 def _put_items(held: Any, items: Any) -> None:
-    """Give a container the items that it held; of a module's own what torch keeps there is left alone."""
+    """Give a container the items that it held; in a module's dictionary torch's entries stay."""
     if isinstance(held, dict):
         kind, now = _kind_of(held), _items_of(held)
         kept = _OWN if "_modules" in now and "_modules" not in items else frozenset()

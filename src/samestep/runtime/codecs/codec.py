@@ -17,7 +17,7 @@ class Codec(Protocol):
     """Encodes and decodes; it keeps nothing between two calls, and equal values have equal codes at any position."""
 
     def encode(self, values: Tensor, block: int, wire: Tensor, lost: Tensor | None = None) -> None:
-        """Write values [rows, n], made of whole blocks, to `wire`, uint8 [rows, bytes of n elements].
+        """Write values [rows, n], a whole number of blocks, to `wire`, uint8 [rows, bytes of n elements].
 
         A codec that feeds back writes the sum of `values` and `lost`, and leaves in `lost` what its code loses, 0 in a block
         with a value that is not finite. `values` stay as they are.

@@ -145,7 +145,7 @@ class Canary:
     def watching(
         self, batch: StepBatch, inner: StepObserver, *, is_first: bool, replays: bool = True
     ) -> Iterator[WatchedStep]:
-        """Return the context of a step under watch, in which the step's own observer stands in place of `inner`.
+        """Return the context of a watched step, in which the canary's observer replaces `inner` and calls it.
 
         `replays` makes a weight's update again too. What is found in the first step of a process refuses the layout.
         """
@@ -298,7 +298,7 @@ class WatchedStep(StepObserver):
         return task is not None and task.kind is TaskKind.FORWARD and task.microbatch == self._microbatch
 
     def see(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Keep the sample's rows of what the model is given and gives, in the step's own forward."""
+        """Keep the sample's rows of the model's inputs and outputs in the forward of the step."""
         if not self._is_chosen() or self._is_measured:
             return
         count = len(self._indices)

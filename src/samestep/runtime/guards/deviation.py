@@ -1,4 +1,4 @@
-"""How far two forwards of the same samples are apart, and what one rounding in every module does to one of them.
+"""The distance of two forwards of the same samples, and the distance that one rounding in every module causes.
 
 Two numbers are compared relative to the largest finite value expected. Kernels add up the elements of another shape in another
 order, so the allowance of a sample that is run alone is measured: `ALLOWANCE_FACTOR` times the largest deviation of
@@ -28,7 +28,7 @@ _BEYOND = 1e30
 
 
 def floating(outputs: Any) -> Iterator[Tensor]:
-    """Yield the floating tensors of outputs; of logits that are not made, the hidden states that they are made of."""
+    """Yield the floating tensors of outputs; for chunked logits, the hidden states from which they follow."""
     made = (leaf.made.hidden if isinstance(leaf, PendingLogits) else leaf for leaf in tensors_in(outputs))
     return (leaf for leaf in made if leaf.is_floating_point())
 

@@ -19,7 +19,7 @@ from samestep.runtime.guards.loss_trial import tensors_in
 
 
 def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> str:
-    """Return by which weight the graph of a loss ends beside the outputs, as the reason of a refusal; empty if it does not."""
+    """Return the refusal of a loss that reaches a weight by a path around the outputs; empty if none does."""
     ends = [get_gradient_edge(tensor).node for tensor in tensors_in(outputs) if tensor.requires_grad]
     beside = [node for node in _leaves([get_gradient_edge(total).node], ends) if node not in ends]
     if not beside:
@@ -37,7 +37,7 @@ def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> str:
 
 
 def _leaves(begin: Iterable[Node], ends: Iterable[Node]) -> list[Node]:
-    """Return the nodes of the tensors at which a graph ends, without what lies behind `ends`."""
+    """Return the nodes of the tensors at which a graph ends; the search stops at `ends`."""
     seen, waiting, found = set(ends), [*begin], []
     while waiting:
         node = waiting.pop()

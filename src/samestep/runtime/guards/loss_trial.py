@@ -70,7 +70,7 @@ def join_batches(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
 
 
 def _map_words(value: Any, beside: Any, change: Callable[[list[str], Any], list[str]]) -> Any:
-    """Return nested tuples, lists and dicts with other words; `beside` is nested alike."""
+    """Return nested tuples, lists and dicts with other words; `beside` has the same nesting."""
     if isinstance(value, dict) and isinstance(beside, dict):
         if type(value) is not dict:  # a class of a library, which holds tensors alone
             return value
@@ -141,7 +141,7 @@ class _SamplePlace:
         return tensor.unflatten(self.dim, (self.rows, -1)).narrow(self.dim + 1, start, stop - start).flatten(0, 1)
 
     def doubled(self, tensor: Tensor, other: Tensor) -> Tensor:
-        """Return one sample's tensor with that of another sample behind it."""
+        """Return one sample's tensor followed by that of another sample."""
         if self.dim is None:
             return tensor
         if not self.stacked:

@@ -42,7 +42,7 @@ def first_nonfinite(
     model: nn.Module,
     masters: Mapping[str, float] | None = None,
 ) -> str | None:
-    """Run a micro-batch again; return which module first made a non-finite value, and how, or None if none did.
+    """Run a micro-batch again; return which module first computed a non-finite value, and how, or None if none did.
 
     `run_forward_backward` repeats the run, on weights unchanged since (and under a new `DropoutMode`, so that the masks
     are the same). It should return the loss: a bad loss with good gradients, as the log of a negative number, can be
@@ -259,7 +259,7 @@ class _NonFiniteFinder:
 
 
 def _explain(call: _RunningCall, bad: list[Tensor], masters: Mapping[str, float]) -> str:
-    """Return why a module made non-finite outputs from finite inputs."""
+    """Return why a module computed non-finite outputs from finite inputs."""
     for name, weight in (*call.module.named_parameters(), *call.module.named_buffers()):
         if _is_finite(weight):
             continue
@@ -326,7 +326,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's own part, without communication; of logits that are not made, what shows whether they are finite."""
+    """Return this rank's part of a value, without communication; for chunked logits, a tensor that is finite if they are."""
     if isinstance(tensor, PendingLogits):
         return tensor.log_sums_of_own_classes()
     tensor = tensor.detach()

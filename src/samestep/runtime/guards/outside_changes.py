@@ -56,7 +56,7 @@ class _Fact(NamedTuple):
 
 
 class OutsideChanges:
-    """The state of a run's own module and of the instance that was given, as both were before the first step."""
+    """The state of a run's module and of the instance that was given, as both were before the first step."""
 
     def __init__(self, given: object, held: Assembly) -> None:
         frozen = {param.name for param in held.model.spec.params if not param.trainable}
@@ -119,7 +119,7 @@ class OutsideChanges:
         return frozenset(path for path, part in self._trained if not part.training)
 
     def _written(self, held: Assembly) -> str:
-        """Return which tensor of the instance was written since the last call, and not with the run's own values or averages."""
+        """Return which tensor of the instance was written since the last call, with other values than the run's weights or averages."""
         now, some = versions_of(self._tensors), self._some
         self._num_steps += 1
         if not self._num_steps & (self._num_steps - 1):  # steps 1, 2, 4, 8, ...
@@ -149,7 +149,7 @@ class LoopChanges:
     """Changes that a loop makes between two steps to the first of several replicas of one rank, which `run.model` is."""
 
     def __init__(self, held: Assembly, number: int) -> None:
-        """Note the state behind a step."""
+        """Note the state after a step."""
         self._held, self._number = held, number
         self._before = self._present()
 
@@ -251,7 +251,7 @@ _OF_PARTS = ("given other parts", "given other tensors", "given other tensors", 
 
 
 def _made_of(part: nn.Module) -> tuple[Any, ...]:
-    """Return what a module is made of, and its mode, in the order of `_OF_PARTS`."""
+    """Return a module's parts and its mode, in the order of `_OF_PARTS`."""
     modules, params, buffers = ([*map(id, own.values())] for own in (part._modules, part._parameters, part._buffers))
     return modules, params, buffers, id(vars(part).get("forward")), _hooks_of(part), part.training
 

@@ -43,7 +43,7 @@ Nudge = tuple[float, int]
 
 
 class Repeat:
-    """Forwards of named samples of one step, made when the step begins."""
+    """Forwards of named samples of one step, which run when the step begins."""
 
     def __init__(
         self, assembly: Assembly, batch: StepBatch, loss: Loss, seed: int, make_mode: Callable[[], MakeMode | None]

@@ -1,4 +1,4 @@
-"""Two runs that were given the same weights: each trains a copy of its own, where a plain loop trains one model.
+"""Two runs that were given the same weights: each trains a copy, where a plain loop trains one model.
 
 Two models in turn (a GAN), a backbone under two heads, or one optimizer given twice are written with two calls of `parallelize`
 over the same modules. Taken in turn, the steps of one run would not see those of the other, so they are refused. What

@@ -1,4 +1,4 @@
-"""Whether a step is skipped that has a bad number or counts nothing: its samples are used up, and its update is not made.
+"""Whether a step is skipped that has a bad number or counts nothing: its samples are used up, and its update is left out.
 
 Bounded, so that no run skips for ever.
 """

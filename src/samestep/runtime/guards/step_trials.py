@@ -132,7 +132,7 @@ def _check_division(whole: Integers, together: Sequence[Any], world_size: int) -
 
 
 def _tensors(samples: Any) -> list[Tensor]:
-    """Return the tensors of samples; words beside them are one for each sample, so their number changes with that."""
+    """Return the tensors of samples without their strings, whose number changes with that of the samples."""
     return [leaf for leaf in tree_leaves(samples) if isinstance(leaf, Tensor)]
 
 
@@ -186,7 +186,7 @@ def _watching(function: Callable[..., Any], name: str, what: str) -> Callable[..
 
 
 def _is_called_by_user() -> bool:
-    """Return whether code of the user's calls, which is run for no sample that is read: data sets have a check of their own."""
+    """Return whether the user's code makes this call outside of a data set, which has another check."""
     frame = sys._getframe(2)
     by_user = False
     while frame is not None:

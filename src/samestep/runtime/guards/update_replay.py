@@ -1,4 +1,4 @@
-"""The update of one weight, made a second time: from the same value, gradient and optimizer state, by a twin optimizer.
+"""The second computation of one weight's update, from the same value, gradient and optimizer state, by a twin optimizer.
 
 The twin has the class, the options and the state of the run's optimizer, and holds that weight alone. Where the rule
 treats every weight by itself, both make the same update. They do not if the optimizer draws random numbers, keeps
@@ -48,7 +48,7 @@ class UpdateReplay:
 
     @classmethod
     def before(cls, updater: Updater, turn: int) -> UpdateReplay | None:
-        """Copy a piece before the update, the next one in turn; None where no twin can be made."""
+        """Copy a piece before the update, the next one in turn; None where there can be no twin."""
         small = [piece for piece in updater.pieces if 0 < piece.value.numel() <= LARGEST_PIECE]
         if not small or updater.optimizer is None:
             return None
