@@ -87,7 +87,7 @@ def _optimizer(name: str, value: Any) -> None:
 
 
 def _measure(name: str, value: Any) -> None:
-    works = "a function of (outputs, batch) -> (sum, count)"
+    works = "a function of (outputs, batch) -> {'name': (sum, count)}"
     if not callable(value):
         raise JobError(f"{name} = {short_repr(value)} is {_kind(value)}: {works} works")
     _takes(name, value, (None, None), f"two arguments: {works} works", JobError)

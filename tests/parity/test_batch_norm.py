@@ -118,7 +118,7 @@ def run_of(rank: int, world: int, layout: str, job: Job, build: Any = Net) -> Ru
 Buffers = dict[str, Tensor]
 
 
-def observe(rank: int, world: int, layout: str, job: Job) -> tuple[Observed, Buffers, tuple[float, float]]:
+def observe(rank: int, world: int, layout: str, job: Job) -> tuple[Observed, Buffers, float]:
     run = run_of(rank, world, layout, job)
     seen = follow(run, Images(), job, record=True)
     buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
@@ -126,11 +126,11 @@ def observe(rank: int, world: int, layout: str, job: Job) -> tuple[Observed, Buf
     here = {path for chunk in chunks for index in chunk for path in run.program.step.model.layers[index].called}
     mine = {name: one for name, one in buffers.items() if not chunks or any(name.startswith(f"{p}.") for p in here)}
     held_out = next(batches(Images(), batch_norm_job(batch=24)))
-    return seen, mine, run.evaluate(held_out)
+    return seen, mine, run.evaluate(held_out)["loss"]
 
 
 @functools.cache
-def plain_loop(coupled: int, batch: int = 8) -> tuple[list[float], dict[str, Tensor], Buffers, tuple[float, float]]:
+def plain_loop(coupled: int, batch: int = 8) -> tuple[list[float], dict[str, Tensor], Buffers, float]:
     """Return losses, weights and buffers of a plain loop over groups, and its held-out loss."""
     job = batch_norm_job(batch=batch)
     run = run_of(0, 1, "dp=1", job)
@@ -158,7 +158,7 @@ def plain_loop(coupled: int, batch: int = 8) -> tuple[list[float], dict[str, Ten
         parts = zip(images.split(coupled), classes.split(coupled), strict=True)
         held_out = float(sum(F.cross_entropy(model(x), y, reduction="sum") for x, y in parts))
     weights = {name: param.detach().flatten() for name, param in model.named_parameters()}
-    return losses, weights, buffers, (held_out, 24.0)
+    return losses, weights, buffers, held_out / 24.0
 
 
 def prove(layout: str, coupled: int | None = None, batch: int = 8) -> None:
@@ -186,7 +186,7 @@ def prove(layout: str, coupled: int | None = None, batch: int = 8) -> None:
 
 
 @functools.cache
-def _one_device(coupled: int | None, batch: int) -> tuple[Observed, Buffers, tuple[float, float]]:
+def _one_device(coupled: int | None, batch: int) -> tuple[Observed, Buffers, float]:
     return observe(0, 1, "dp=1", batch_norm_job(coupled, batch))
 
 

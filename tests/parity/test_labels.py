@@ -76,8 +76,7 @@ KINDS: dict[str, type[Tokens]] = {"masked": Aligned, "padded": Padded, "document
 def losses(rank: int, world: int, model: str, layout: str, job: Job, kind: str) -> list[float]:
     run = make_run(rank, world, model, layout, job, KINDS[kind])
     found = [run.step(batch).loss for batch in batches(KINDS[kind](), job)]
-    total, count = run.evaluate(next(batches(KINDS[kind](), job)))
-    return [*found, total / count]
+    return [*found, run.evaluate(next(batches(KINDS[kind](), job)))["loss"]]
 
 
 @functools.cache

@@ -306,7 +306,7 @@ def observe(rank: int, world: int, case: Case, layouts: list[str]) -> list[Obser
         run = run_of(rank, world, case, layout)
         seen = follow(run, dataset_of(case), job_for(), record=True)
         held_out = next(batches(dataset_of(case), job_for()))
-        seen.losses.append(run.evaluate(held_out)[0])
+        seen.losses.append(run.evaluate(held_out)["loss"])
         found.append(seen)
     return found
 

@@ -17,7 +17,7 @@ def evaluated(rank: int, world: int, name: str, layout: str) -> tuple[float, tor
     run, batch = make_run(rank, world, name, layout, job), next(batches(code_of(name).data(), job))
     run.step(batch)
     outputs = run.outputs(batch.samples(list(range(3))))
-    return run.evaluate(batch)[0], outputs["logits"] if isinstance(outputs, dict) else outputs
+    return run.evaluate(batch)["loss"], outputs["logits"] if isinstance(outputs, dict) else outputs
 
 
 @pytest.mark.parametrize("name", [f"stages {name}" for name in ("skips", "conditioned", "dropped", "in_place")])

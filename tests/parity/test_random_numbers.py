@@ -303,7 +303,7 @@ def evaluated(rank: int, world: int, layout: str) -> list[float]:
     torch.manual_seed(rank)
     run = make_run(rank, world, code(Behind, "that draws"), layout, JOB)
     held_out = Batch(0, np.arange(16, 24), Pairs(tokens=False))
-    return [run.evaluate(held_out)[0] for _ in range(2)]
+    return [run.evaluate(held_out)["loss"] for _ in range(2)]
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3"])

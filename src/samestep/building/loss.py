@@ -19,7 +19,10 @@ from samestep.trees import fold, tree_leaves
 IGNORED_LABEL = -100
 """The label value that losses do not count."""
 
-LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
+Pair = tuple[Tensor, Tensor | int]
+"""A sum, and the number of tokens or samples that it sums over."""
+LossFunction = Callable[[Any, Any], Pair]
+MeasureFunction = Callable[[Any, Any], dict[str, Pair]]
 
 
 # -- the loss --------------------------------------------------------------------------------------
@@ -50,34 +53,71 @@ def named_loss(name: str, folder: str | None = None) -> LossFunction:
     return check_results_of(import_function(name, "train.loss", JobError, folder))
 
 
-def check_results_of(loss: LossFunction, word: str = "loss") -> LossFunction:
-    """Return the loss, whose results must be a sum that is one number as a tensor, and a count; `word` is its name in errors.
+def check_results_of(loss: LossFunction) -> LossFunction:
+    """Return the loss, whose results must be a sum that is one number as a tensor, and a count.
 
     Raises:
         JobError: raised by the returned function where the loss fails, or returns something else, such as a mean.
     """
 
-    name = getattr(loss, "__qualname__", type(loss).__name__)
-
     @functools.wraps(loss)
-    def called(outputs: Any, batch: Any) -> tuple[Tensor, Tensor | int]:
-        try:
-            with failures_of(f"the {word} {name}, a function (outputs, batch) -> (sum, count),", JobError):
-                result = loss(outputs, batch)
-        except JobError as error:
-            if isinstance(error.__cause__, torch.OutOfMemoryError):
-                raise error.__cause__ from None
-            raise
-        if isinstance(result, (tuple, list)) and len(result) == 2:
-            total, count = result
-            if isinstance(total, Tensor) and total.numel() == 1 and not total.is_complex() and _is_number(count):
-                return total.reshape(()), torch.as_tensor(count, device=total.device).reshape(())
-        raise JobError(
-            f"the {word} {name} returned {_describe_form(result)}; (sum, count) works: a "
-            "tensor of one number, and the number of tokens or samples that it sums over"
-        )
+    def called(outputs: Any, batch: Any) -> Pair:
+        return _pair_of(_result_of(loss, "loss", outputs, batch), loss, "loss")
 
     return called
+
+
+def values_of(measure: Callable[[Any, Any], Any]) -> MeasureFunction:
+    """Return a measure with results {"name": (sum, count), ...}; (sum, count) alone has its name, that of a lambda "measure".
+
+    Raises:
+        JobError: raised by the returned function where the measure fails, or returns something else.
+    """
+    own = getattr(measure, "__name__", "")
+    alone = own if own.isidentifier() else "measure"
+
+    def called(outputs: Any, batch: Any) -> dict[str, Pair]:
+        result = _result_of(measure, "measure", outputs, batch)
+        named = result if isinstance(result, Mapping) else {alone: result}
+        return {str(name): _pair_of(value, measure, "measure") for name, value in named.items()}
+
+    return called
+
+
+def _result_of(function: Callable[[Any, Any], Any], word: str, outputs: Any, batch: Any) -> Any:
+    """Return what a user's loss or measure returns.
+
+    Raises:
+        JobError: it fails.
+    """
+    try:
+        with failures_of(f"the {word} {_name_of(function)}, a function (outputs, batch) -> (sum, count),", JobError):
+            return function(outputs, batch)
+    except JobError as error:
+        if isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise error.__cause__ from None
+        raise
+
+
+def _pair_of(result: Any, function: Callable[[Any, Any], Any], word: str) -> Pair:
+    """Return a sum and its count as scalars.
+
+    Raises:
+        JobError: the result is something else.
+    """
+    if isinstance(result, (tuple, list)) and len(result) == 2:
+        total, count = result
+        if isinstance(total, Tensor) and total.numel() == 1 and not total.is_complex() and _is_number(count):
+            return total.reshape(()), torch.as_tensor(count, device=total.device).reshape(())
+    more = ", and so does a dict of names and pairs of these" if word == "measure" else ""
+    raise JobError(
+        f"the {word} {_name_of(function)} returned {_describe_form(result)}; (sum, count) works: a "
+        f"tensor of one number, and the number of tokens or samples that it sums over{more}"
+    )
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
 
 
 def _is_number(value: Any) -> bool:

@@ -372,8 +372,7 @@ def observe(observed: ObservedRun, dataset: Dataset) -> Observation:
     seen.compiled = tuple(run.assembly.model.compiled.summary())
     seen.buffers = held_buffers(run)
     last = Batch(run.steps_taken, batch.indices, dataset)
-    total, count = run.evaluate(last)
-    seen.held_out = total / max(count, 1.0)
+    seen.held_out = run.evaluate(last)["loss"]
     seen.learning_rate = observed.learning_rate or 0.0
     return seen
 

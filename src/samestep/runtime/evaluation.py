@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.building.loss import as_number, check_results_of
+from samestep.building.loss import MeasureFunction, Pair, as_number, values_of
 from samestep.building.named_tensors import cast_floating
-from samestep.errors import ModelError
+from samestep.errors import DataError, ModelError
 from samestep.examination.examine import Loss
 from samestep.randomness.mode import Draw, DropoutMode
 from samestep.runtime import microbatches
@@ -22,42 +24,192 @@ from samestep.runtime.axes import precision, tensor
 from samestep.runtime.axes.forward_only import forward_only
 from samestep.runtime.held_assembly import PreparedRun
 from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.processes.messages import broadcast_from, gather_values
 from samestep.runtime.step_observer import Indices
 from samestep.runtime.weights.pieces import Piece, WeightAverages
-from samestep.trees import map_tensors, tree_leaves, tree_map_only
+from samestep.trees import (
+    keystr,
+    map_tensors,
+    tensors_in,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 
-def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | None = None) -> tuple[float, float]:
-    """Return the sum of the loss over a batch, and the tokens or samples it counts, without gradients.
+def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | None = None) -> dict[str, float]:
+    """Return the mean of the loss over a batch, and those of what `measure` sums up, without gradients; each sample counts once.
 
-    `measure` is summed in place of the loss: like it a function of (outputs, batch) -> (sum, count), given whole logits.
+    `measure` is given whole logits, and returns {"name": (sum, count), ...}, or (sum, count) under its own name.
     Random numbers that the model draws in evaluation too are functions of `seed` and sample, the same at every call.
 
     Collective over the world, see [Note: collective calls].
     """
-    parallel = assembly.parallel
-    mesh, dp = parallel.mesh, parallel.program.step.layout.dp
-    size = parallel.batch_norms.num_evaluated_at_once(parallel.program.step.microbatch_samples * dp)
-    everything = batch.shares(0, 1, 1)[0]
-    totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    used = assembly.objective.loss if measure is None else check_results_of(measure, "measure")
+    parallel, used = assembly.parallel, None if measure is None else values_of(measure)
+    totals = {"loss": torch.zeros(2, dtype=torch.float64, device=parallel.mesh.device)}
     with _forward_only(assembly):
-        for start in range(0, max(1, len(everything)), size):
-            part = everything[start : start + size]
-            mine = np.array_split(part, dp)[mesh.index("dp")]
+        for part, mine in _parts(assembly, batch):
             samples, weight = microbatches.read(assembly, batch, mine)
-            drawing = _drawing(assembly, seed, mine if len(mine) else everything[:1])
+            drawing = _drawing(assembly, seed, mine if len(mine) else part[:1])
             with drawing, parallel.slicing.of(samples), parallel.batch_norms.of_evaluation(len(part)):
-                outputs = forward(assembly, samples, nullcontext if measure else parallel.pending)
-            if outputs is not None:
-                if measure is not None:
-                    outputs = tensor.whole_logits(outputs, parallel.program, mesh)
-                loss_sum, count = used(outputs, parallel.slicing.part(samples))
-                totals += torch.stack([as_number(loss_sum, totals), as_number(count, totals)]) * weight
+                outputs = forward(assembly, samples, nullcontext if used else parallel.pending)
+            if outputs is None or not weight:
+                continue
+            for name, pair in _values(assembly, outputs, parallel.slicing.part(samples), used).items():
+                like = totals.setdefault(name, torch.zeros_like(totals["loss"]))
+                like += torch.stack([as_number(value, like) for value in pair])
+    return _means(assembly, totals, is_agreed=used is None)
+
+
+def _parts(assembly: Assembly, batch: StepBatch, size: int | None = None) -> Iterator[tuple[Indices, Indices]]:
+    """Yield the samples that run at once, at most `size`, and those of them that are this rank's, which may be none."""
+    parallel = assembly.parallel
+    dp = parallel.program.step.layout.dp
+    most = size or parallel.program.step.microbatch_samples * dp
+    at_once = parallel.batch_norms.num_evaluated_at_once(most)
+    everything = batch.shares(0, 1, 1)[0]
+    for start in range(0, max(1, len(everything)), at_once):
+        part = everything[start : start + at_once]
+        yield part, np.array_split(part, dp)[parallel.mesh.index("dp")]
+
+
+def _values(assembly: Assembly, outputs: Any, samples: Any, measure: MeasureFunction | None) -> dict[str, Pair]:
+    """Return the sum and the count of the loss, and those of a measure, of this rank's samples."""
+    program, loss = assembly.parallel.program, assembly.objective.loss
+    if measure is None:
+        return {"loss": loss(outputs, samples)}
+    whole = tensor.whole_logits(outputs, program, assembly.parallel.mesh)
+    # The loss of a layout with loss_chunk is that of whole logits, where these exist.
+    found = loss(outputs if program.step.layout.loss_chunk is None else whole, samples)
+    return {"loss": found, **measure(whole, samples)}
+
+
+def _means(assembly: Assembly, totals: Mapping[str, Tensor], *, is_agreed: bool) -> dict[str, float]:
+    """Return the means over all ranks by name; ranks of other stages than the last, and without samples, know no names."""
+    mesh = assembly.parallel.mesh
+    names = [*totals]
+    if not is_agreed:
+        names = [*dict.fromkeys(name for listed in gather_values(names, mesh.size("world")) for name in listed)]
+    like = next(iter(totals.values()))
+    sums = torch.stack([totals.get(name, torch.zeros_like(like)) for name in names])
     if mesh.size("world") > 1:
-        dist.all_reduce(totals)
-    loss_sum, count = (totals / mesh.size("model")).tolist()  # which count the same samples
-    return loss_sum, count
+        dist.all_reduce(sums)
+    return {
+        name: total / count if count else math.nan for name, (total, count) in zip(names, sums.tolist(), strict=True)
+    }
+
+
+def predict(assembly: Assembly, batch: StepBatch, seed: int) -> Any:
+    """Return the outputs of all samples of a batch in order, on every rank's host, without gradients.
+
+    They are one tree of tensors with all samples; a list with the tree of each sample, where samples have different sizes.
+
+    Collective over the world, see [Note: collective calls].
+
+    Raises:
+        DataError: an output has no dimension of samples, and is not the same for all of them.
+    """
+    parallel, alone = assembly.parallel, _have_own_sizes(assembly, batch)
+    found: list[_Outputs] = []
+    with _forward_only(assembly):
+        for part, mine in _parts(assembly, batch, parallel.program.step.layout.dp if alone else None):
+            samples, _ = microbatches.read(assembly, batch, mine)
+            drawing = _drawing(assembly, seed, mine if len(mine) else part[:1])
+            with drawing, parallel.batch_norms.of_evaluation(len(part)):
+                outputs = forward(assembly, samples)
+            if outputs is not None:
+                outputs = _plain(tensor.whole_logits(outputs, parallel.program, parallel.mesh))
+            found += _exchanged(assembly, outputs, len(mine))
+    return [_joined([one], drops=True) for one in found] if alone else _joined(found)
+
+
+class _Outputs(NamedTuple):
+    """The outputs of some samples on the host."""
+
+    tree: Any
+    num_samples: int
+
+
+def _have_own_sizes(assembly: Assembly, batch: StepBatch) -> bool:
+    """Return whether samples that are read alone have different sizes: a `read` of the data set may pad them together."""
+    if not hasattr(getattr(batch, "dataset", None), "read"):
+        return False
+    mesh = assembly.parallel.mesh
+    mine = batch.shares(mesh.index("dp"), assembly.parallel.program.step.layout.dp, 1)[0]
+    sizes = {tuple(tuple(leaf.shape) for leaf in tensors_in(batch.samples([index]))) for index in mine}
+    everyone = gather_values(sorted(sizes)[:2], mesh.size("world"))
+    return len({size for some in everyone for size in some}) > 1
+
+
+def _plain(value: Any) -> Any:
+    """Return outputs as nested dicts, lists and tuples of tensors, numbers and text; other objects, such as caches, are left out."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items() if _is_plain(item)}
+    if isinstance(value, list | tuple):
+        items = [_plain(item) if _is_plain(item) else None for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if dataclasses.is_dataclass(value):
+        return _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    known = (Tensor, Mapping, list, tuple, int, float, str, type(None))
+    return isinstance(value, known) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+
+
+def _exchanged(assembly: Assembly, outputs: Any, num_samples: int) -> list[_Outputs]:
+    """Return the outputs of each data rank's samples in order; `outputs` is None but on ranks of the last stage.
+
+    Collective over the world, see [Note: collective calls].
+    """
+    mesh, world = assembly.parallel.mesh, dist.group.WORLD
+    if mesh.size("world") == 1:
+        return [_Outputs(map_tensors(outputs, Tensor.cpu), num_samples)]
+    held = gather_values((mesh.index("dp") if outputs is not None else -1, num_samples), mesh.size("world"))
+    found = []
+    for index in range(assembly.parallel.program.step.layout.dp):
+        source = next(rank for rank, (position, _) in enumerate(held) if position == index)
+        if count := held[source][1]:
+            assert world is not None
+            given = broadcast_from(source, outputs if mesh.rank == source else None, world, mesh.device)
+            found.append(_Outputs(map_tensors(given, Tensor.cpu), count))
+    return found
+
+
+def _joined(found: Sequence[_Outputs], *, drops: bool = False) -> Any:
+    """Return outputs of successive samples as one tree; with `drops` the outputs of one sample without their first dimension.
+
+    Raises:
+        DataError: an output has no dimension of samples, and is not the same for all of them.
+    """
+    flat = [tree_flatten_with_path(one.tree) for one in found]
+    leaves: list[Any] = []
+    for column in zip(*(paths for paths, _ in flat), strict=True):
+        values = [value for _, value in column]
+        rows = [value.shape[:1] == (one.num_samples,) for value, one in zip(values, found, strict=True) if _has(value)]
+        if len(rows) == len(values) and all(rows):
+            leaves.append(values[0][0] if drops else torch.cat(values))
+            continue
+        first = values[0]
+        if any(not _is_equal(first, other) for other in values):
+            raise DataError(
+                f"run.predict: outputs{keystr(column[0][0])} has no dimension of samples, and differs between samples that run "
+                "together: an output with one value for each sample works, and so does a measure of run.evaluate"
+            )
+        leaves.append(first)
+    return tree_unflatten(leaves, flat[0][1])
+
+
+def _has(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _is_equal(first: Any, other: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(other, Tensor):
+        return torch.equal(first, other)
+    return type(first) is type(other) and bool(first == other)
 
 
 def outputs_of(assembly: Assembly, samples: Any, seed: int) -> Any:

@@ -53,6 +53,8 @@ from samestep.runtime.step_observer import StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
 
+Measure = Callable[[Any, Any], Any]
+"""A function of (outputs, batch) -> (sum, count), or a dict of names and such pairs."""
 _NOBODY = StepObserver()
 
 
@@ -291,17 +293,33 @@ class Run:
         return self._stepper.forward_backward(self.labelled(batch))
 
     @calls.checked
-    def evaluate(self, batch: StepBatch | Dataset, measure: Loss | None = None) -> tuple[float, float]:
-        """Return the sum of the loss over a batch, and the tokens or samples it counts, without gradients.
+    def evaluate(self, batch: StepBatch | Dataset, measure: Measure | None = None) -> dict[str, float]:
+        """Return the mean of the loss over a data set or a batch, as {"loss": ...}, without gradients; each sample counts once.
 
-        Of a data set it is that over all its samples: `loss, count = run.evaluate(dataset)`, and loss / count is the mean.
-        `measure` is summed in place of the loss: a function of (outputs, batch) -> (sum, count), such as the right answers.
+        `measure`, a function of (outputs, batch) -> {"name": (sum, count), ...}, adds the means of what it sums up, such as
+        {"accuracy": (right answers, answers)}. (sum, count) alone has the function's name, and that of a lambda is "measure".
 
         Collective over the world, see [Note: collective calls].
         """
         given = self.labelled(batch_to_evaluate(batch, "run.evaluate"))
         with self._kernels(), self.replicas.outer():
             return evaluation.evaluate(self.assembly, given, self.job.train.seed, measure)
+
+    @calls.checked
+    def predict(self, batch: StepBatch | Dataset) -> Any:
+        """Return the model's outputs for all samples of a data set or a batch, in order, on every rank's host, without gradients.
+
+        They are dicts, lists and tuples of tensors as the forward nests them, the samples first; other objects, such as caches, are
+        left out. Where samples have sizes of their own, it is a list with the outputs of each sample.
+
+        Collective over the world, see [Note: collective calls].
+
+        Raises:
+            DataError: an output has no dimension of samples, and is not the same for all of them.
+        """
+        given = self.labelled(batch_to_evaluate(batch, "run.predict"))
+        with self._kernels(), self.replicas.outer():
+            return evaluation.predict(self.assembly, given, self.job.train.seed)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the moving averages of its weights (`train.ema`), to evaluate or read them.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -36,7 +35,7 @@ from samestep.datasets import (
     token_ranges,
 )
 from samestep.errors import DataError, LayoutError, ModelError, SamestepError
-from samestep.examination.examine import Loss, Source, examine
+from samestep.examination.examine import Source, examine
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
 from samestep.job_tables import HELD_OUT
@@ -46,7 +45,7 @@ from samestep.models.spec import ModelSpec
 from samestep.models.spec_json import to_json
 from samestep.runtime.assembly import trace_for_layout
 from samestep.runtime.next_labels import check_labels
-from samestep.runtime.run import Run
+from samestep.runtime.run import Measure, Run
 from samestep.trees import tree_leaves
 
 _TOKENS_LOOKED_AT = 2**24
@@ -150,15 +149,14 @@ def use_evaluated_weights(run: Run) -> AbstractContextManager[None]:
 
 def held_out_losses(run: Run, workload: Workload) -> dict[str, float]:
     """Return the mean loss over samples of each held-out set, the same ones in every layout; every rank must call it."""
-    return {name: _held_out_mean(run, dataset) for name, dataset in workload.held_out.items()}
+    return {name: _held_out_means(run, dataset)["loss"] for name, dataset in workload.held_out.items()}
 
 
-def _held_out_mean(run: Run, dataset: Dataset, measure: Loss | None = None) -> float:
-    """Return the mean loss over held-out samples; `measure` may replace the loss."""
+def _held_out_means(run: Run, dataset: Dataset, measure: Measure | None = None) -> dict[str, float]:
+    """Return the mean loss over held-out samples, and the means of a measure."""
     count = min(run.job.train.evaluate_samples, len(dataset))
     indices = sample_indices(0, count, len(dataset), run.job.train.seed)
-    loss, tokens = run.evaluate(Batch(0, indices, dataset), measure)
-    return loss / tokens if tokens else math.nan
+    return run.evaluate(Batch(0, indices, dataset), measure)
 
 
 def describe_losses(losses: Mapping[str, float], judge: str | None) -> str:
@@ -180,7 +178,7 @@ def held_out_accuracy(run: Run, workload: Workload) -> float | None:
     judge = workload.job.judge
     if judge is None or labels is None or labels.dim() != 1 or labels.is_floating_point():
         return None
-    return _held_out_mean(run, workload.held_out[judge], right_answers)
+    return _held_out_means(run, workload.held_out[judge], right_answers)[right_answers.__name__]
 
 
 def _check_set(job: Job, name: str, dataset: Dataset, held_out: Dataset) -> None:
