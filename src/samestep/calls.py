@@ -78,6 +78,10 @@ def _model(name: str, value: Any) -> None:
 def _optimizer(name: str, value: Any) -> None:
     if hasattr(value, "param_groups"):
         return
+    if isinstance(value, (list, tuple, dict)):
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            _optimizer(f"{name}[{key!r}]", one)
+        return
     works = "lambda params: torch.optim.AdamW(params, lr=1e-3)"
     if not callable(value):
         raise JobError(

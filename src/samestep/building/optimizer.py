@@ -24,10 +24,13 @@ from samestep.optimizer_tables import OptimizerTable, matches
 
 
 class CombinedOptimizer(Optimizer):
-    """An optimizer whose groups are those of its members, and whose step is one step of each."""
+    """An optimizer whose groups are those of its members, and whose step is one step of each.
 
-    def __init__(self, members: Sequence[Optimizer]) -> None:
-        self.members = tuple(members)
+    Members that the user has given have names, a text or the index in a list; those of a job have none.
+    """
+
+    def __init__(self, members: Sequence[Optimizer], names: Sequence[str | int] = ()) -> None:
+        self.members, self.names = tuple(members), tuple(names)
         super().__init__([group for member in members for group in member.param_groups], {})
         for member in members:
             self.state.update(member.state)  # Adagrad has one from the start

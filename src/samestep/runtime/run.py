@@ -13,14 +13,13 @@ Putting any model into a layout: the entry of a loop of the user's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from samestep import calls
 from samestep.building.loss import named_loss
@@ -43,7 +42,7 @@ from samestep.runtime.local_replicas import Replicas
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.next_labels import NextLabels
-from samestep.runtime.optimizers.optimizer_source import optimizer_source
+from samestep.runtime.optimizers.optimizer_source import OptimizerLike, optimizer_source
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.processes import join, mesh
 from samestep.runtime.processes.join import RankInfo
@@ -373,7 +372,7 @@ class Run:
 def parallelize(
     model: Callable[[], nn.Module] | nn.Module,
     loss: Loss | str,
-    optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer,
+    optimizer: OptimizerLike | Sequence[OptimizerLike] | Mapping[str, OptimizerLike],
     *,
     layout: str | Layout = "",
     job: Job | None = None,
@@ -389,7 +388,8 @@ def parallelize(
     Args:
         model: a build function, whose weights start as functions of (seed, name); or an instance, whose values stay.
         loss: (outputs, batch) -> (sum, count), or a word of the key `train.loss`: "cross_entropy", "mse".
-        optimizer: a function of a list of parameters, or an instance over the model instance that has not stepped.
+        optimizer: a function of the list of parameters, or of a list of (name, parameter); an instance over the model instance
+            that has not stepped; or a list or a dict of these, which together hold each weight once.
         layout: one line of text such as "dp=2 zero=3"; empty replicates over all ranks.
         job: global batch, steps, seed, schedule, numerics, `optimizer.clip_norm`, and `data.labels`, which says what the labels of
             a causal model of transformers are for "cross_entropy". Its model, the rest of its data, its loss and the rest of

@@ -80,7 +80,12 @@ def optimizer_values(optimizer: Optimizer) -> dict[str, Any]:
         if key not in ("params", "param_names", "lr", "initial_lr")
     }
     # A combined optimizer is made of its members, whose options and states are its own.
-    known = {"state", "param_groups", "defaults", *(["members"] if isinstance(optimizer, CombinedOptimizer) else [])}
+    known = {
+        "state",
+        "param_groups",
+        "defaults",
+        *(["members", "names"] if isinstance(optimizer, CombinedOptimizer) else []),
+    }
     # Names with an underscore in front are torch's own, such as the hooks of a step.
     of_any = _attributes_of_any_optimizer()
     own = {key: value for key, value in vars(optimizer).items() if key not in known and key not in of_any}

@@ -80,8 +80,9 @@ class OutsideChanges:
         self._is_copy = False
         """Whether the loop loads the instance with what the run has trained, to evaluate it as it likes."""
         self._of_optimizer = [
-            (type(held.weights.updater.given).__name__, *watched)
-            for watched in given_optimizer.watch(held.weights.updater.given)
+            (type(given).__name__, *watched)
+            for given in held.weights.updater.given.values()
+            for watched in given_optimizer.watch(given)
         ]
         if isinstance(given, nn.Module):
             _refuse_forwards(given, self)

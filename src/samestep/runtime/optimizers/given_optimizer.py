@@ -37,12 +37,10 @@ class NoState(defaultdict[Any, Any]):
         return 0
 
 
-def watch(optimizer: Optimizer | None) -> list[tuple[str, Callable[[], Any], Any]]:
+def watch(optimizer: Optimizer) -> list[tuple[str, Callable[[], Any], Any]]:
     """Put a state that refuses to be read into the given optimizer; return what else a loop may do to it, with a function that
     reads it and what that returned before.
     """
-    if optimizer is None:
-        return []
     kind, number = type(optimizer).__name__, len(optimizer.param_groups)
     if not isinstance(optimizer.state, NoState):
         optimizer.state = NoState(kind)

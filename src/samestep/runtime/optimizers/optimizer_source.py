@@ -7,7 +7,6 @@ holds it against the layout.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,13 +15,19 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.building.optimizer import OptimizerSource
+from samestep.building.optimizer import OptimizerSource, class_names, members_of
 from samestep.errors import LayoutError, ModelError
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.update_rules import parts_of
 from samestep.runtime.optimizers.given_optimizer import NoState
 from samestep.runtime.optimizers.one_process import alone
+from samestep.runtime.optimizers.optimizers_by_name import (
+    NamedOptimizers,
+    OptimizerFunction,
+    check_partition,
+    sources_by_name,
+)
 from samestep.runtime.optimizers.update_rule import (
     TRIED,
     is_torchs_own,
@@ -47,6 +52,9 @@ class WholeWeights:
         """Return the weights of a model that ask for gradients."""
         return cls({param.name: param.shape for param in model.params if param.trainable}, attributes)
 
+
+OptimizerLike = Callable[..., Optimizer] | Optimizer
+"""A function of the list of parameters, or of a list of (name, parameter), or an instance."""
 
 ALONE = WholeWeights()
 """Stands for no whole weights other than the pieces themselves."""
@@ -82,18 +90,23 @@ class GivenOptimizer:
 
 
 def optimizer_source(
-    optimizer: Callable[[list[Tensor]], Optimizer] | Optimizer, names: Mapping[int, str] | None = None
+    optimizer: OptimizerLike | Sequence[OptimizerLike] | Mapping[str, OptimizerLike],
+    names: Mapping[int, str] | None = None,
+    child: str = "",
 ) -> OptimizerSource:
-    """Return a function that builds the optimizer, from such a function or from an instance that has not stepped.
+    """Return a function that builds the optimizer: from such a function, from an instance that has not stepped, or from several.
 
-    `names` maps the id of each parameter of the user's own model instance to its full name.
+    `names` maps the id of each parameter of the user's own model instance to its full name. A function of a list is given the
+    weights of the module `child`, if there is one.
 
     Raises:
         ModelError: an instance has stepped already, has hooks, holds parameters that are not the model's, or cannot be
             rebuilt.
     """
+    if isinstance(optimizer, Sequence | Mapping):
+        return sources_by_name(optimizer, lambda one, key: optimizer_source(one, names, key))
     if not isinstance(optimizer, Optimizer):
-        return functools.partial(_of_function, optimizer)
+        return OptimizerFunction(optimizer, child)
     # Adagrad has state from the start, with step 0.
     is_known = isinstance(optimizer.state, NoState)  # of a run that was made before
     if not is_known and any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
@@ -121,17 +134,6 @@ def optimizer_source(
     return GivenOptimizer(optimizer, dict(names or {}))
 
 
-def _of_function(function: Callable[[list[Tensor]], Optimizer], named: list[tuple[str, Tensor]]) -> Optimizer:
-    with alone("the optimizer function"):
-        made = function([tensor for _, tensor in named])
-    if not hasattr(made, "param_groups") or not hasattr(made, "step"):
-        raise ModelError(
-            f"the optimizer function returned a {type(made).__name__}; it must return a torch.optim.Optimizer over the "
-            "list of parameters that it is given"
-        )
-    return made
-
-
 def _arguments(kind: type[Optimizer]) -> list[str]:
     """Return the names of the arguments of a class, that of its parameters in front: `params`, or else the first."""
     return sorted(inspect.signature(kind).parameters, key=lambda name: name != "params")
@@ -145,17 +147,27 @@ def check_step(optimizer: Optimizer) -> None:
     """
     needed = [
         name
-        for name, parameter in list(inspect.signature(type(optimizer).step).parameters.items())[
-            1:
-        ]  # a scheduler replaces the instance's
+        for member in members_of(optimizer)  # of the class: a scheduler replaces the instance's
+        for name, parameter in list(inspect.signature(type(member).step).parameters.items())[1:]
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     if needed:
         raise ModelError(
-            f"{type(optimizer).__name__}.step needs {needed[0]}: it evaluates the loss several times a step, and a step "
+            f"{class_names(optimizer)}.step needs {needed[0]}: it evaluates the loss several times a step, and a step "
             "here has one forward and one backward; adamw works"
         )
+
+
+def given_instances(source: OptimizerSource, optimizer: Optimizer | None) -> dict[int, Optimizer]:
+    """Return the instances that the user gave, by the index of their first group in the `optimizer` that a source has built."""
+    sources = source.sources.values() if isinstance(source, NamedOptimizers) else [source]
+    found, first = dict[int, Optimizer](), 0
+    for one, member in zip(sources, members_of(optimizer) if optimizer is not None else (), strict=False):
+        if isinstance(one, GivenOptimizer):
+            found[first] = one.instance
+        first += len(member.param_groups)
+    return found
 
 
 # -- over the pieces of a rank ---------------------------------------------------------------------
@@ -211,6 +223,8 @@ def _check_holds(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]], *, i
             "would not train the model as it is here: build it over the function's argument, as in "
             "`lambda params: torch.optim.AdamW(params)`"
         )
+    if is_whole:
+        check_partition(optimizer, dict(named))
 
 
 # -- the rule against the layout -------------------------------------------------------------------
@@ -236,6 +250,7 @@ def check_optimizer(
     marks = attributes or {}
     made = skeleton(source, shapes, marks)
     check_step(made[0])
+    check_partition(*made)
     rule = read_rule(source, shapes, parts, marks, made)
     if rule.draws and layout.world_size > 1:
         raise LayoutError(

@@ -13,7 +13,7 @@ with some others, a chunk of all pieces, so that the wider values of few pieces 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ from samestep.job_tables import NumericsTable
 from samestep.program.step import update_chunks
 from samestep.runtime import host_copies
 from samestep.runtime.optimizers.one_process import alone
-from samestep.runtime.optimizers.optimizer_source import ALONE, GivenOptimizer, WholeWeights, build_over, check_step
+from samestep.runtime.optimizers.optimizer_source import ALONE, WholeWeights, build_over, check_step, given_instances
 from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.optimizers.update_rule import TRIED, has_hooks, is_torchs_own
 from samestep.runtime.optimizers.used_weights import Unused
@@ -74,8 +74,8 @@ class Updater:
     first_lr: list[float] = field(default_factory=list)
     """The learning rate of each group, before the job's schedule."""
     whole: WholeWeights = ALONE
-    given: Optimizer | None = None
-    """The instance that the user gave, whose options act here too."""
+    given: Mapping[int, Optimizer] = field(default_factory=dict)
+    """The instances that the user gave, whose options act here too, by the index of their first group."""
     couples_weights: bool = False
     """Whether the update of a weight is known to depend on which other weights the optimizer holds."""
     factor: float = 1.0
@@ -83,8 +83,8 @@ class Updater:
     _sent: list[Tensor] | None = None
     """The gradients of this step, multiplied, on their way to where the pieces are."""
     _set_lr: list[float] = field(default_factory=list)
-    _given_lr: list[float] = field(default_factory=list)
-    _given_options: list[dict[str, Any]] = field(default_factory=list)
+    _given_lr: dict[int, float] = field(default_factory=dict)
+    _given_options: dict[int, dict[str, Any]] = field(default_factory=dict)
     first_digests: dict[str, int] = field(default_factory=dict)
     """Digests of the optimizer's options and attributes before its first step."""
     live: LiveWeights = field(default_factory=lambda: LiveWeights([]))
@@ -133,7 +133,7 @@ class Updater:
                 f"a group of {type(optimizer).__name__} has no learning rate `lr`, which the job's schedule sets: "
                 'schedule.name = "constant" without warm-up works'
             )
-        given = source.instance if isinstance(source, GivenOptimizer) else None
+        given = given_instances(source, optimizer)
         rates = _rates(optimizer)
         made = cls(
             pieces,
@@ -144,8 +144,8 @@ class Updater:
             given=given,
             couples_weights=couples_weights,
             _set_lr=list(rates),
-            _given_lr=_rates(given),
-            _given_options=_options(given),
+            _given_lr=_given_rates(given),
+            _given_options=_given_options(given),
         )
         made.packing, made.averages = packing, averages
         made.chunks = _chunks(pieces, optimizer, splits_masters=splits_masters, packs_states=packing is not None)
@@ -168,8 +168,8 @@ class Updater:
             for index, (now, before) in enumerate(zip(_rates(self.optimizer), self._set_lr, strict=True))
             if now != before
         }
-        theirs = _rates(self.given)
-        changed |= {i: now for i, (now, before) in enumerate(zip(theirs, self._given_lr, strict=True)) if now != before}
+        theirs = _given_rates(self.given)
+        changed |= {i: now for i, now in theirs.items() if now != self._given_lr[i]}
         self._given_lr = theirs
         if changed and factor != 1.0:
             raise ModelError(
@@ -190,8 +190,8 @@ class Updater:
     def _follow_options(self) -> None:
         """Take over what was changed in the groups of the given instance, as the momentum that a scheduler changes with the
         rate."""
-        theirs = _options(self.given)
         assert self.optimizer is not None
+        theirs = _given_options(self.given)
         for whose, held, number in (
             ("optimizer that was given", theirs, len(self._given_options)),
             ("run's optimizer", self.optimizer.param_groups, len(self.first_lr)),
@@ -201,8 +201,8 @@ class Updater:
                     f"the {whose} has {len(held)} groups, and had {number} when the run was made: "
                     "groups of all weights from the start, some with lr = 0, work"
                 )
-        groups = self.optimizer.param_groups if theirs else ()
-        for group, now, before in zip(groups, theirs, self._given_options, strict=True):
+        for index, now in theirs.items():
+            group, before = self.optimizer.param_groups[index], self._given_options[index]
             group.update({key: value for key, value in now.items() if key in group and value != before.get(key)})
         self._given_options = theirs
 
@@ -308,8 +308,8 @@ class Updater:
                         value.grad = None
                 if self.averages is not None:
                     self.averages.update(chunk, held_back)
-        if self.given is not None:
-            self.given._opt_called = True  # type: ignore[attr-defined]  # what a scheduler over the instance asks for
+        for given in self.given.values():
+            given._opt_called = True  # type: ignore[attr-defined]  # what a scheduler over the instance asks for
 
     def _together(self) -> list[list[Piece]]:
         """Return the pieces by what is updated together.
@@ -455,11 +455,18 @@ def _holding_only(optimizer: Optimizer, chunk: list[Piece] | None) -> Iterator[N
             group["params"] = params
 
 
-def _options(optimizer: Optimizer | None) -> list[dict[str, Any]]:
-    """Return the numbers among the options of each group, but for its learning rate."""
-    groups = optimizer.param_groups if optimizer is not None else ()
+def _given_options(given: Mapping[int, Optimizer]) -> dict[int, dict[str, Any]]:
+    """Return the numbers among the options of each group of the given instances, but for its learning rate."""
     plain = (bool, int, float, tuple)
-    return [{key: value for key, value in group.items() if key != "lr" and type(value) in plain} for group in groups]
+    return {
+        first + index: {key: value for key, value in group.items() if key != "lr" and type(value) in plain}
+        for first, optimizer in given.items()
+        for index, group in enumerate(optimizer.param_groups)
+    }
+
+
+def _given_rates(given: Mapping[int, Optimizer]) -> dict[int, float]:
+    return {first + i: rate for first, optimizer in given.items() for i, rate in enumerate(_rates(optimizer))}
 
 
 def _rates(optimizer: Optimizer | None) -> list[float]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from samestep.building.optimizer import CombinedOptimizer, OptimizerSource, class_names, member_over
+from samestep.building.optimizer import CombinedOptimizer, OptimizerSource, class_names, member_over, members_of
 from samestep.building.torch_seams import disable_compiler
 from samestep.errors import ModelError
 from samestep.runtime.optimizers.followed_step import (
@@ -278,6 +278,9 @@ def _options_of(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> dict[str
     names = {id(weight): name for name, weight in weights.items()}
     first, *inner = optimizers_in(optimizer)
     found = _options_in(first, names)
+    for key, member in zip(getattr(optimizer, "names", ()), members_of(optimizer), strict=False):
+        for name in _options_in(member, names):
+            found[name]["member"] = key
     for one in inner:
         for name, options in _options_in(one, names).items():
             mine = found.setdefault(name, {})

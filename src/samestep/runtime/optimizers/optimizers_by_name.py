@@ -1,0 +1,171 @@
+"""Several optimizers of one run: each is given some of the weights, and together they hold every weight once.
+
+```
+optimizer=[f, g]                 each function picks some of the named parameters, or is an instance
+optimizer={"d": f, "g": g}       the same, with names for `run.update("d")`; a function of a list under the name of a
+                                 child module is given the weights of that module
+```
+They act as one `CombinedOptimizer`, whose groups and states are those of its members. So a step updates all of them, and checkpoints,
+layouts and loss scales need not know that there are several.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from samestep.building.optimizer import CombinedOptimizer, OptimizerSource
+from samestep.errors import ModelError
+from samestep.runtime.optimizers.one_process import alone
+from samestep.runtime.optimizers.update_rule import TRIED
+
+Named = list[tuple[str, Tensor]]
+Names = tuple[str | int, ...]
+
+
+@dataclass(slots=True)
+class OptimizerFunction:
+    """A user's function that makes an optimizer, of a list of parameters or of a list of (name, parameter)."""
+
+    function: Callable[..., Any]
+    child: str = ""
+    """The name under which it stands: where a child module has it, a function of a list is given the weights of that module."""
+    _takes_names: bool | None = None
+    """Whether it takes names as well; None until it was called."""
+
+    def __post_init__(self) -> None:
+        try:
+            first = next(iter(inspect.signature(self.function).parameters), "")
+        except (TypeError, ValueError):
+            first = ""
+        if first.startswith("named"):
+            self._takes_names = True
+
+    def __call__(self, named: Named) -> Optimizer:
+        """Return the optimizer over named tensors.
+
+        Raises:
+            ModelError: what the function returns is none.
+        """
+        with alone("the optimizer function"):
+            made = self._made(named)
+        if not hasattr(made, "param_groups") or not hasattr(made, "step"):
+            raise ModelError(
+                f"the optimizer function returned a {type(made).__name__}; it must return a torch.optim.Optimizer over the "
+                "list of parameters that it is given"
+            )
+        return made
+
+    def _made(self, named: Named) -> Any:
+        if self._takes_names is not None:
+            return self._with_names(named) if self._takes_names else self._of_list(named)
+        refused: Exception | None = None
+        made = None
+        try:
+            made = self._of_list(named)
+        except TRIED as error:
+            refused = error
+        if refused is None and _holds_only(made, named):
+            self._takes_names = False
+            return made
+        try:
+            other = self._with_names(named)
+        except TRIED:
+            other = None
+        if other is not None and _holds_only(other, named):
+            self._takes_names = True
+            return other
+        if refused is not None:
+            raise refused
+        return made
+
+    def _of_list(self, named: Named) -> Any:
+        within = [tensor for name, tensor in named if name.startswith(f"{self.child}.")] if self.child else []
+        return self.function(within or [tensor for _, tensor in named])
+
+    def _with_names(self, named: Named) -> Any:
+        return self.function(list(named))
+
+
+def _holds_only(made: Any, named: Named) -> bool:
+    """Return whether an object is an optimizer over some of the tensors, and over no others."""
+    mine = {id(tensor) for _, tensor in named}
+    held = [param for group in getattr(made, "param_groups", ()) for param in group["params"]]
+    return bool(held) and all(id(param) in mine for param in held)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedOptimizers:
+    """Builds the optimizers that a user gave as a list or by name, as one."""
+
+    sources: Mapping[str | int, OptimizerSource]
+
+    def __call__(self, named: Named) -> Optimizer:
+        """Return the combined optimizer over named tensors.
+
+        Raises:
+            ModelError: two of the optimizers hold the same weight.
+        """
+        members = [source(named) for source in self.sources.values()]
+        names = {id(tensor): name for name, tensor in named}
+        holders: dict[str, str | int] = {}
+        for key, member in zip(self.sources, members, strict=True):
+            for name in [names[id(param)] for param in _params_of(member) if id(param) in names]:
+                if name in holders:
+                    raise ModelError(
+                        f"{name} is held by the optimizers {holders[name]!r} and {key!r}: each weight has one optimizer, as with "
+                        "`lambda named: torch.optim.AdamW([p for name, p in named if ...])`, which picks some of the weights by name"
+                    )
+                holders[name] = key
+        return CombinedOptimizer(members, tuple(self.sources))
+
+
+def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def check_partition(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None:
+    """Refuse several optimizers by name of which none holds one of the weights of the whole model.
+
+    Raises:
+        ModelError: there is such a weight.
+    """
+    names = names_in(optimizer)
+    if not names:
+        return
+    held = {id(param) for param in _params_of(optimizer)}
+    if left := next((name for name, weight in weights.items() if id(weight) not in held), ""):
+        raise ModelError(
+            f"{left} is held by none of the optimizers {', '.join(map(repr, names))}: together they hold every trained weight; to "
+            f"freeze it, requires_grad_(False) in the model works, and so does an optimizer with lr = 0"
+        )
+
+
+def names_in(optimizer: Optimizer | None) -> Names:
+    """Return the names of the optimizers that the user gave; none where there is one."""
+    return optimizer.names if isinstance(optimizer, CombinedOptimizer) else ()
+
+
+def sources_by_name(
+    given: Sequence[Any] | Mapping[Any, Any], source_of: Callable[[Any, str], OptimizerSource]
+) -> NamedOptimizers:
+    """Return what builds the optimizers of a list or a dict; `source_of` makes the source of one that has a name.
+
+    Raises:
+        ModelError: there is none, or a name is no text.
+    """
+    if not given:
+        raise ModelError("optimizer is empty: one optimizer, or a list or a dict of some, works")
+    pairs = list(given.items()) if isinstance(given, Mapping) else list(enumerate(given))
+    for key, _ in pairs:
+        if isinstance(given, Mapping) and (not isinstance(key, str) or not key):
+            raise ModelError(
+                f"optimizer has {key!r} as a name: a dict of optimizers has names as keys, as in {{'d': ...}}"
+            )
+    return NamedOptimizers({key: source_of(one, key if isinstance(key, str) else "") for key, one in pairs})
