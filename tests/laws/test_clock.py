@@ -23,7 +23,8 @@ from samestep.program.bodies import UPDATE_BODY
 from samestep.program.ops import Op, OpKind
 from samestep.simulation.clock import play
 from samestep.simulation.cost import seconds
-from samestep.simulation.timeline import COMPUTE, LETTERS, Span, Timeline
+from samestep.simulation.spans import COMPUTE, Span
+from samestep.simulation.timeline import LETTERS, Timeline
 from tests.laws.models import LAW, Case, blocks, case, cases, data_cases, machine
 
 SLOW = machine(bytes_per_s=1e9, latency_s=1e-5, memory_bytes_per_s=1e11)

@@ -20,7 +20,7 @@ from samestep.program.program import Program
 from samestep.schedules import TaskKind
 from samestep.simulation import clock, memory
 from samestep.simulation.prediction import predict
-from samestep.simulation.timeline import COMPUTE
+from samestep.simulation.spans import COMPUTE
 from samestep.strategies import program_of
 from samestep.strategies.pipeline import balance_chunks, chunks_of
 from tests.laws.models import LAW, blocks, case, machine

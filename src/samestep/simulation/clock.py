@@ -45,7 +45,8 @@ from samestep.program.ops import Op, OpKind
 from samestep.program.program import Program
 from samestep.program.ranks import stages_of
 from samestep.simulation.cost import seconds
-from samestep.simulation.timeline import COMPUTE, Line, LineSpan, Timeline
+from samestep.simulation.spans import COMPUTE, Line, LineSpan
+from samestep.simulation.timeline import Timeline
 
 
 def play(programs: Sequence[Program], hardware: Hardware) -> Timeline:

@@ -15,7 +15,8 @@ from html import escape
 
 from samestep.output.byte_sizes import readable
 from samestep.simulation.prediction import Prediction
-from samestep.simulation.timeline import COMPUTE, Span, Timeline
+from samestep.simulation.spans import COMPUTE, Span
+from samestep.simulation.timeline import Timeline
 
 MOST_BOXES = 20_000
 """Number of ops above which one box is drawn for each task: more would be slow, and too small to see."""

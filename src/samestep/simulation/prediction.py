@@ -19,6 +19,7 @@ from samestep.program.program import Program
 from samestep.simulation import clock, memory
 from samestep.simulation.cost import dtype_on
 from samestep.simulation.memory import MemoryUse
+from samestep.simulation.partition import BUBBLE, IMBALANCE, REST, WAIT, Row, seconds_of
 from samestep.simulation.timeline import Timeline
 from samestep.strategies import programs_of
 
@@ -134,15 +135,23 @@ class Prediction:
 
     @property
     def bubble_fraction(self) -> float:
-        """Fraction of the step in which a stage neither computes nor communicates, averaged over the stages."""
+        """Fraction of the step in which a stage waits for others, averaged over the stages."""
         stages = self.timeline.stages
-        idle = [self.timeline.idle_s(stage) - self.timeline.exposed_s(stage) for stage in stages]
-        return sum(idle) / len(stages) / self.step_s if stages and self.step_s else 0.0
+        idle_s = seconds_of(self.timeline.rows, BUBBLE, IMBALANCE, WAIT, REST)
+        return idle_s / len(stages) / self.step_s if stages and self.step_s else 0.0
 
     @property
     def exposed_comm_s(self) -> float:
         """Seconds of exposed communication on the stage that has most of it."""
         return max((self.timeline.exposed_s(stage) for stage in self.timeline.stages), default=0.0)
+
+    @property
+    def parts(self) -> tuple[Row, ...]:
+        """The parts of the step on the stage that computes longest; with the share of exchanges they add up to `step_s`."""
+        rows = self.timeline.rows
+        stages = self.timeline.stages
+        busiest = max(stages, key=lambda stage: seconds_of(rows, "compute", "recompute", stage=stage), default=0)
+        return tuple(row for row in rows if row.stage == busiest)
 
     @property
     def peak(self) -> MemoryUse:
@@ -173,6 +182,7 @@ class Prediction:
             "mfu": self.mfu,
             "bubble_fraction": self.bubble_fraction,
             "exposed_comm_s": self.exposed_comm_s,
+            "parts": [row.to_record() for row in self.parts],
             "memory_bytes": [use.to_record() for use in self.memory],
             "init_bytes": [memory.during_init(one).total + self.hardware.reserved_bytes for one in self.programs],
             "checkpoint_host_bytes": [memory.saving_host_bytes(one, self.states_per_param) for one in self.programs],

@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 from samestep.program.ops import OpKind
-
-COMPUTE = "compute"
-"""Name of the stream of compute; all other streams carry communication."""
+from samestep.simulation.partition import TRANSFER, Row, partition
+from samestep.simulation.spans import COMPUTE, LineSpan, Span
 
 LETTERS = {
     OpKind.FORWARD: "F",
@@ -43,64 +42,13 @@ MOST_ROWS = 48
 """Number of rows above which a picture leaves communication out."""
 
 
-class Span(NamedTuple):
-    """One op on one stage, with its start and end in seconds from the start of the step."""
-
-    stage: int
-    stream: str
-    name: str
-    task: str
-    """Label of the task it belongs to: `F0` is the forward of micro-batch 0."""
-    start_s: float
-    end_s: float
-
-
-class Line(NamedTuple):
-    """Consecutive ops without a gap between them; the times within a line do not depend on its start."""
-
-    ops: tuple[tuple[str, str], ...]
-    """Stream and name of each op."""
-    ends_s: tuple[float, ...]
-    """End of each op, in seconds from the start of the first."""
-    busy_s: Mapping[str, float]
-    """Seconds in which an op of a stream runs, by stream."""
-
-
-class LineSpan(NamedTuple):
-    """One run of a line, during which its streams run nothing else; tasks that do the same share the line."""
-
-    stage: int
-    task: str
-    start_s: float
-    end_s: float
-    line: Line
-    ends_s: tuple[float, ...]
-    """End of each op in seconds from the start: the line's, unless another stage or contention delays it."""
-
-    def spans(self) -> Iterator[Span]:
-        """Yield the span of each op."""
-        start_s = self.start_s
-        for (stream, name), after_s in zip(self.line.ops, self.ends_s, strict=True):
-            end_s = self.start_s + after_s
-            yield Span(self.stage, stream, name, self.task, start_s, end_s)
-            start_s = end_s
-
-    def busy_s(self, stream: str) -> float:
-        """Return the seconds in which an op of the stream runs."""
-        if self.ends_s is self.line.ends_s:
-            return self.line.busy_s.get(stream, 0.0)
-        return sum(
-            end_s - start_s
-            for (own, _), start_s, end_s in zip(self.line.ops, (0.0, *self.ends_s), self.ends_s, strict=False)
-            if own == stream
-        )
-
-
 @dataclass(frozen=True)
 class Timeline:
     """The ops of one step on all stages: measured spans, or lines that were played."""
 
     parts: tuple[Span | LineSpan, ...]
+    lane: Literal["stage", "rank"] = "stage"
+    """What `Span.stage` counts: pipeline stages of a played timeline, or ranks of a measured one."""
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -119,6 +67,16 @@ class Timeline:
             found.setdefault(part.stage, []).append(part)
         return found
 
+    def spans_of(self, stage: int) -> Iterator[Span]:
+        """Yield the span of every op of one stage, in the order of issue."""
+        for part in self._of_stage.get(stage, ()):
+            yield from (part,) if isinstance(part, Span) else part.spans()
+
+    @cached_property
+    def is_piped(self) -> bool:
+        """Whether activations pass between pipeline stages."""
+        return any("pp" in _streams_of(part) for part in self.parts)
+
     @property
     def stages(self) -> tuple[int, ...]:
         """Indices of the stages with any op, in order."""
@@ -136,12 +94,17 @@ class Timeline:
         return _length(_union(measured)) + sum(part.busy_s(stream) for part in parts if isinstance(part, LineSpan))
 
     def idle_s(self, stage: int, stream: str = COMPUTE) -> float:
-        """Return the seconds of the step in which the stream is idle: for compute, bubble and exposed communication."""
+        """Return the seconds of the step in which the stream is idle; those of compute are divided by `rows`."""
         return self.step_s - self.busy_s(stage, stream)
 
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The parts of every stage's step: `partition`."""
+        return partition(self)
+
     def exposed_s(self, stage: int) -> float:
-        """Return the seconds in which the stage communicates without computing."""
-        return _length(_union(self._of_stage.get(stage, ()))) - self.busy_s(stage)
+        """Return the seconds in which collectives and messages run for which the stage's compute waits."""
+        return sum(row.seconds for row in self.rows if row.stage == stage and row.name == TRANSFER)
 
     def to_chrome_trace(self) -> dict[str, Any]:
         """Return a Chrome trace to write as JSON, with times in microseconds."""

@@ -40,7 +40,7 @@ from samestep.simulation.clock import queue_of
 from samestep.simulation.collectives import collective_s, group_of
 from samestep.simulation.cost import exposed_s, seconds
 from samestep.simulation.layer_memory import saved_bytes
-from samestep.simulation.timeline import COMPUTE
+from samestep.simulation.spans import COMPUTE
 from samestep.strategies import ProgramBuilder
 from samestep.strategies.pipeline import balance_chunks, deferred_gradients, elements_sent_before, starts
 
