@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from samestep.building.loss import as_number, mse
+from samestep.building.loss import mse
+from samestep.building.loss_result import as_number
 from samestep.datasets import batches
 from samestep.job import Job
 from tests.device import real_gpu, waits

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from samestep.building.loss import LossFunction
+from samestep.building.loss_result import Loss
 from samestep.datasets import read_samples
 from samestep.errors import DataError
 from samestep.examination.examine import Source
@@ -92,7 +92,7 @@ def measure(outputs: Any, batch: Any) -> dict[str, tuple[Tensor, int]]:
     return {"largest": (logits.amax(-1).sum(), len(logits)), "positive": ((logits > 0).sum(), logits.numel())}
 
 
-def run_of(rank: int, world: int, layout: str, model: Any = Net, used: LossFunction = loss) -> Run:
+def run_of(rank: int, world: int, layout: str, model: Any = Net, used: Loss = loss) -> Run:
     optimizer = optimizer_source(lambda params: torch.optim.AdamW(params, lr=0.01), None)
     place = RankInfo(rank, rank, world, world, torch.device("cpu"))
     run = Run(Source(model, used, optimizer), Layout.parse(layout), JOB, place)

@@ -6,30 +6,25 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from samestep.building.imported import import_function
+from samestep.building.loss_result import Amount, Loss, LossResult, loss_result, measured
 from samestep.errors import JobError, ModelError, did_you_mean, failures_of
 from samestep.job import Job
-from samestep.trees import fold, tree_leaves
+from samestep.trees import tree_leaves
 
 IGNORED_LABEL = -100
 """The label value that losses do not count."""
-
-Pair = tuple[Tensor, Tensor | int]
-"""A sum, and the number of tokens or samples that it sums over."""
-LossFunction = Callable[[Any, Any], Pair]
-MeasureFunction = Callable[[Any, Any], dict[str, Pair]]
 
 
 # -- the loss --------------------------------------------------------------------------------------
 
 
-def loss_of(job: Job) -> LossFunction:
-    """Return the job's loss: (outputs, batch) -> (sum, count), never a mean.
+def loss_of(job: Job) -> Loss:
+    """Return the job's loss: (outputs, batch) -> (sum, count), or another form of `loss_result`, never a mean.
 
     Raises:
         JobError: there is no loss of this name.
@@ -37,13 +32,13 @@ def loss_of(job: Job) -> LossFunction:
     return named_loss(job.train.loss, job.run.folder)
 
 
-def named_loss(name: str, folder: str | None = None) -> LossFunction:
+def named_loss(name: str, folder: str | None = None) -> Loss:
     """Return the loss that a word of the key `train.loss` names; a module is looked for in `folder` too.
 
     Raises:
         JobError: there is no loss of this name.
     """
-    losses: dict[str, LossFunction] = {"cross_entropy": cross_entropy, "mse": mse}
+    losses: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mse}
     if name in losses:
         return losses[name]
     if ":" not in name:
@@ -53,21 +48,21 @@ def named_loss(name: str, folder: str | None = None) -> LossFunction:
     return check_results_of(import_function(name, "train.loss", JobError, folder))
 
 
-def check_results_of(loss: LossFunction) -> LossFunction:
-    """Return the loss, whose results must be a sum that is one number as a tensor, and a count.
+def check_results_of(loss: Loss) -> Callable[[Any, Any], LossResult]:
+    """Return the loss, whose results are in one form.
 
     Raises:
         JobError: raised by the returned function where the loss fails, or returns something else, such as a mean.
     """
 
     @functools.wraps(loss)
-    def called(outputs: Any, batch: Any) -> Pair:
-        return _pair_of(_result_of(loss, "loss", outputs, batch), loss, "loss")
+    def called(outputs: Any, batch: Any) -> LossResult:
+        return loss_result(_result_of(loss, "loss", outputs, batch), f"the loss {_name_of(loss)}")
 
     return called
 
 
-def values_of(measure: Callable[[Any, Any], Any]) -> MeasureFunction:
+def values_of(measure: Loss) -> Callable[[Any, Any], Mapping[str, Amount]]:
     """Return a measure with results {"name": (sum, count), ...}; (sum, count) alone has its name, that of a lambda "measure".
 
     Raises:
@@ -76,15 +71,14 @@ def values_of(measure: Callable[[Any, Any], Any]) -> MeasureFunction:
     own = getattr(measure, "__name__", "")
     alone = own if own.isidentifier() else "measure"
 
-    def called(outputs: Any, batch: Any) -> dict[str, Pair]:
+    def called(outputs: Any, batch: Any) -> Mapping[str, Amount]:
         result = _result_of(measure, "measure", outputs, batch)
-        named = result if isinstance(result, Mapping) else {alone: result}
-        return {str(name): _pair_of(value, measure, "measure") for name, value in named.items()}
+        return measured(result if isinstance(result, Mapping) else {alone: result}, f"the measure {_name_of(measure)}")
 
     return called
 
 
-def _result_of(function: Callable[[Any, Any], Any], word: str, outputs: Any, batch: Any) -> Any:
+def _result_of(function: Loss, word: str, outputs: Any, batch: Any) -> Any:
     """Return what a user's loss or measure returns.
 
     Raises:
@@ -99,44 +93,8 @@ def _result_of(function: Callable[[Any, Any], Any], word: str, outputs: Any, bat
         raise
 
 
-def _pair_of(result: Any, function: Callable[[Any, Any], Any], word: str) -> Pair:
-    """Return a sum and its count as scalars.
-
-    Raises:
-        JobError: the result is something else.
-    """
-    if isinstance(result, (tuple, list)) and len(result) == 2:
-        total, count = result
-        if isinstance(total, Tensor) and total.numel() == 1 and not total.is_complex() and _is_number(count):
-            return total.reshape(()), torch.as_tensor(count, device=total.device).reshape(())
-    more = ", and so does a dict of names and pairs of these" if word == "measure" else ""
-    raise JobError(
-        f"the {word} {_name_of(function)} returned {_describe_form(result)}; (sum, count) works: a "
-        f"tensor of one number, and the number of tokens or samples that it sums over{more}"
-    )
-
-
 def _name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, int | float | np.number) and bool(
-        value >= 0
-    )  # of a tensor the host would wait for its device
-
-
-def _describe_form(value: Any) -> str:
-    """Return a text that describes the form of a value."""
-
-    def leaf(one: Any) -> str:
-        if isinstance(one, Tensor):
-            return f"a tensor {list(one.shape)}{' of complex numbers' * one.is_complex()}"
-        return "None" if one is None else f"a {type(one).__name__}"
-
-    return str(fold(value, leaf, lambda items: f"({', '.join(items)})"))
 
 
 def with_graph(total: Tensor, count: Tensor | int, outputs: Any) -> Tensor:
@@ -220,13 +178,6 @@ def mse(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
         )
     total = F.mse_loss(prediction, target.to(prediction.dtype), reduction="sum")
     return total, torch.full((), target.numel(), device=total.device)
-
-
-def as_number(value: Tensor | int | float, like: Tensor) -> Tensor:
-    """Return a sum or a count as a scalar with the dtype and on the device of `like`."""
-    if isinstance(value, Tensor):
-        return value.to(like.device, like.dtype).reshape(())
-    return like.new_full((), value)  # which is no copy from the host
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

@@ -16,11 +16,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from samestep.building.families import facts_of
 from samestep.building.initial_values import Blueprint, blueprint
 from samestep.building.loss import cross_entropy
+from samestep.building.loss_result import Loss as Loss
 from samestep.building.model import JobModel
 from samestep.building.optimizer import OptimizerSource
 from samestep.datasets import blame_samples
@@ -44,8 +45,6 @@ from samestep.tracing.checkpointed import record_checkpointed
 from samestep.tracing.experts import with_experts
 from samestep.tracing.trace import containers_of, trace
 from samestep.tracing.watched_forward import outputs_on_meta
-
-Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
 
 
 @dataclass(frozen=True, slots=True)

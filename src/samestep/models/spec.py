@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Concatenate, TypeVar
 from typing import ParamSpec as ParamSpecification
 
 from samestep.models.layer_spec import LayerSpec
+from samestep.models.loss_names import LossNames
 from samestep.models.param_spec import ParamSpec
 
 
@@ -96,6 +97,8 @@ class ModelSpec:
     """Why context parallelism cannot slice sequences; empty if it can."""
     expert_refusal: str = "it is not proven that its blocks work on a part of the tokens"
     """Why experts may not work on a part of the tokens under sequence parallelism; empty if they may."""
+    loss_names: LossNames = field(default_factory=LossNames)
+    """The names of the terms of its loss, each a sum with a count of its own, and of the values that it reports."""
     slices: tuple[tuple[str, int], ...] = ()
     """Arguments of blocks with a row for each token: their place, and the dimension of the tokens."""
 

@@ -17,10 +17,11 @@ from samestep.models.layer_spec import (
     PartialSum,
     Product,
 )
+from samestep.models.loss_names import LossNames
 from samestep.models.param_spec import Cut, ParamSpec, Use
 from samestep.models.spec import MaskSpec, ModelSpec
 
-FORMAT_VERSION = 14
+FORMAT_VERSION = 15
 
 
 def to_json(model: ModelSpec) -> str:
@@ -43,7 +44,8 @@ def from_json(text: str) -> ModelSpec:
     paths: dict[str, Any] = {name: tuple(fields.pop(name, ())) for name in ("coupled_modules", "tried", "looks_in")}
     masks = tuple(_mask_from(mask) for mask in fields.pop("masks", ()))
     slices = tuple((name, dim) for name, dim in fields.pop("slices"))
-    return ModelSpec(layers=layers, params=params, masks=masks, slices=slices, **paths, **fields)
+    names = LossNames(**{key: tuple(found) for key, found in fields.pop("loss_names").items()})
+    return ModelSpec(loss_names=names, layers=layers, params=params, masks=masks, slices=slices, **paths, **fields)
 
 
 def _mask_from(fields: dict[str, Any]) -> MaskSpec:

@@ -223,10 +223,15 @@ class StepSpec:
         return (None, ("cp",)) if self.trains_apart else (holding.data_axis, holding.data_axes[1:])
 
     @property
+    def num_reported(self) -> int:
+        """The number of sums and counts of the loss's named terms and values, which the step's report gives."""
+        return self.model.loss_names.num_numbers
+
+    @property
     def num_scalars(self) -> int:
         """The number of scalars that all ranks sum at the end of a step; independently trained replicas add some for each replica."""
         own = self.replicas if self.trains_apart else 1
-        return own * (len(REPLICA_SCALARS) + len(self.unsure)) + len(StepFlag)
+        return own * (len(REPLICA_SCALARS) + len(self.unsure) + self.num_reported) + len(StepFlag)
 
     @property
     def replicas_each(self) -> int:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from samestep.building import drawn_rows
 from samestep.building.families import facts_of
+from samestep.building.loss_result import loss_result
 from samestep.building.model import call_model
 from samestep.building.named_tensors import cast_floating, copy_module, map_attributes, tensors_of
 from samestep.datasets import Batch, Dataset, batches
@@ -195,7 +196,7 @@ def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, i
         draw = Draw(run.job.train.seed, step, torch.as_tensor(indices[rows], device=device))
         with precision.RaiseIslands(), DropoutMode(model, draw):
             outputs = call_model(model, part, plainly=True)
-            loss_sum, count = source.loss(outputs, part)
+            loss_sum, count = loss_result(source.loss(outputs, part)).only
             loss_sums.append(run.assembly.objective.balance.added_to(loss_sum, outputs, count, 1.0))
         counts.append(count)
     return torch.stack(loss_sums).sum(), float(sum(counts))

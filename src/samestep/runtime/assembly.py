@@ -32,6 +32,7 @@ from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
 from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
+from samestep.models.loss_names import LossNames
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
@@ -140,6 +141,8 @@ class Objective:
     """The auxiliary loss that balances experts."""
     nominal_count: float
     """A power of two near the count of a whole step: dividing by it loses no bit."""
+    names: LossNames
+    """The names of what the loss returns, for which the step's scalars have places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,6 +394,7 @@ def _objective(decided: _Decided, mesh: meshes.Mesh, example: Any) -> Objective:
         loss=loss,
         balance=expert.Balance.of(decided.traced, program, mesh),
         nominal_count=_nominal_count(example, decided.job.train.global_batch),
+        names=program.step.model.loss_names,
     )
 
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.building.loss import MeasureFunction, Pair, as_number, values_of
+from samestep.building.loss import values_of
+from samestep.building.loss_result import UNNAMED, Amount, as_number, loss_result
 from samestep.building.named_tensors import cast_floating
 from samestep.errors import DataError, ModelError
 from samestep.examination.examine import Loss
@@ -41,13 +42,16 @@ from samestep.trees import (
 def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | None = None) -> dict[str, float]:
     """Return the mean of the loss over a batch, and those of what `measure` sums up, without gradients; each sample counts once.
 
-    `measure` is given whole logits, and returns {"name": (sum, count), ...}, or (sum, count) under its own name.
+    Terms and values that the loss names are among them; "loss" is the whole loss. `measure` is given whole logits, and returns
+    {"name": (sum, count), ...}, or (sum, count) under its own name.
     Random numbers that the model draws in evaluation too are functions of `seed` and sample, the same at every call.
 
     Collective over the world, see [Note: collective calls].
     """
     parallel, used = assembly.parallel, None if measure is None else values_of(measure)
-    totals = {"loss": torch.zeros(2, dtype=torch.float64, device=parallel.mesh.device)}
+    terms = assembly.objective.names.terms or (UNNAMED,)
+    zeros = torch.zeros(2, dtype=torch.float64, device=parallel.mesh.device)
+    totals = {name: zeros.clone() for name in (*terms, *assembly.objective.names.values)}
     with _forward_only(assembly):
         for part, mine in _parts(assembly, batch):
             samples, weight = microbatches.read(assembly, batch, mine)
@@ -57,9 +61,15 @@ def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | No
             if outputs is None or not weight:
                 continue
             for name, pair in _values(assembly, outputs, parallel.slicing.part(samples), used).items():
-                like = totals.setdefault(name, torch.zeros_like(totals["loss"]))
+                like = totals.setdefault(name, zeros.clone())
                 like += torch.stack([as_number(value, like) for value in pair])
-    return _means(assembly, totals, is_agreed=used is None)
+    means = _means(assembly, totals, is_agreed=used is None)
+    counted = [mean for name in terms if not math.isnan(mean := means[name])]
+    loss = sum(counted) if counted else math.nan
+    return {
+        "loss": loss,
+        **{name: mean for name, mean in means.items() if name and (name != "loss" or name not in terms)},
+    }
 
 
 def _parts(assembly: Assembly, batch: StepBatch, size: int | None = None) -> Iterator[tuple[Indices, Indices]]:
@@ -74,15 +84,18 @@ def _parts(assembly: Assembly, batch: StepBatch, size: int | None = None) -> Ite
         yield part, np.array_split(part, dp)[parallel.mesh.index("dp")]
 
 
-def _values(assembly: Assembly, outputs: Any, samples: Any, measure: MeasureFunction | None) -> dict[str, Pair]:
-    """Return the sum and the count of the loss, and those of a measure, of this rank's samples."""
+def _values(
+    assembly: Assembly, outputs: Any, samples: Any, measure: Callable[[Any, Any], Mapping[str, Amount]] | None
+) -> dict[str, Amount]:
+    """Return the sums and counts of the loss's terms and values, and those of a measure, of this rank's samples."""
     program, loss = assembly.parallel.program, assembly.objective.loss
     if measure is None:
-        return {"loss": loss(outputs, samples)}
+        found = loss_result(loss(outputs, samples)).checked(assembly.objective.names)
+        return {**found.terms, **found.values}
     whole = tensor.whole_logits(outputs, program, assembly.parallel.mesh)
     # The loss of a layout with loss_chunk is that of whole logits, where these exist.
-    found = loss(outputs if program.step.layout.loss_chunk is None else whole, samples)
-    return {"loss": found, **measure(whole, samples)}
+    found = loss_result(loss(outputs if program.step.layout.loss_chunk is None else whole, samples))
+    return {**found.terms, **found.values, **measure(whole, samples)}
 
 
 def _means(assembly: Assembly, totals: Mapping[str, Tensor], *, is_agreed: bool) -> dict[str, float]:

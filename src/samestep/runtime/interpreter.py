@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from samestep.building.loss import as_number, with_graph
+from samestep.building.loss import with_graph
+from samestep.building.loss_result import as_number, loss_result
 from samestep.job import Job
 from samestep.program.bodies import Task
 from samestep.randomness import mode as dropout
@@ -47,13 +48,14 @@ class Interpreter:
     """Micro-batches whose loss is a constant, so that their gradients are no use of a weight."""
 
     def forward_backward(self, batch: StepBatch, index: int) -> Tensor:
-        """Run the forwards and backwards of the replica at `index`; return this rank's loss sum and count, float64 [2].
+        """Run the forwards and backwards of the replica at `index`; return this rank's loss sum and count, and behind them the
+        sum and the count of each named term and value of the loss (float64 [2 + `StepSpec.num_reported`]).
 
         Collective over the world, see [Note: collective calls].
         """
         parallel, store = self.assembly.parallel, self.assembly.weights.store
         layout = parallel.program.step.layout
-        totals = torch.zeros(2, dtype=torch.float64, device=self.place.device)
+        totals = torch.zeros(2 + parallel.program.step.num_reported, dtype=torch.float64, device=self.place.device)
         held: dict[tuple[int, int], Tensor | None] = {}
         reading = self.trials.reading if layout.pp > 1 else nullcontext
         microbatches = Microbatches(self.assembly, batch, reading)
@@ -97,15 +99,17 @@ class Interpreter:
                 return None
             part = parallel.slicing.part(samples)
             with self.trials.communication("the loss"):
-                loss_sum, count = objective.loss(precision.for_loss(outputs), part)
+                result = loss_result(objective.loss(precision.for_loss(outputs), part))
             self.trials.check_generators(self.assembly, self.step, "the loss")
+            loss_sum, count = result.only
             given = with_graph(loss_sum, count, outputs)
             if not loss_sum.requires_grad and isinstance(objective.balance, NoBalance):
                 self._constant.add(task.microbatch)
             loss_sum = objective.balance.added_to(given, outputs, count, weight)
         if weight and not self.trials.loss_is_tried:
             self.trials.try_loss(self.assembly, given, outputs, part, len(microbatches.indices(task.microbatch)))
-        totals += torch.stack([as_number(loss_sum.detach(), totals), as_number(count, totals)]) * weight
+        both = torch.stack([as_number(loss_sum.detach(), totals), as_number(count, totals)])
+        totals += torch.cat([both, result.numbers(objective.names, totals)]) * weight
         return loss_sum * (weight * self.assembly.weights.updater.loss_scale.scale / objective.nominal_count)
 
     @contextmanager

@@ -49,6 +49,10 @@ class StepReport(_Late):
     """Whether some rank was asked, by SIGUSR1, to save a checkpoint and go on."""
     note: str = ""
     """Why the step is not finite or its loss a spike, or what a repetition of it showed that `run.allow` waives; mostly empty."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """The mean of each term that the loss has named, sum over count of the whole step; nan where nothing counts."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """The mean of each value that the loss has returned besides, such as an accuracy."""
     held_out: Mapping[str, float] = field(default_factory=dict)
     """The held-out loss of each set, by name, where `samestep train` evaluates after the step (`train.evaluate_every`)."""
     remarks: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 ```
 each replica: loss, count, norm_squared, and a number for each weight of `StepSpec.unsure`      ops.REPLICA_SCALARS
+              and the sum and the count of each named term and value of the loss                `StepSpec.num_reported`
 the step:     stop, save, wrote_unseen, refuses, unused_changed                                 ops.StepFlag
 ```
 All are float64, as many as `StepSpec.num_scalars`.
@@ -40,17 +41,21 @@ class SummedScalars:
     """The number of ranks that raise each flag."""
     uses: list[Sequence[float]]
     """The number of ranks that gave a gradient to each weight with a number in the scalars, by replica."""
+    reported: Sequence[float] = ()
+    """The sum and the count of each named term and value of the loss, over all replicas."""
 
     @classmethod
-    def of(cls, numbers: Sequence[float], num_uses: int) -> SummedScalars:
-        """Return what the numbers of a step say; each replica has `num_uses` numbers of weights."""
+    def of(cls, numbers: Sequence[float], num_uses: int, num_reported: int = 0) -> SummedScalars:
+        """Return what the numbers of a step say; each replica has `num_uses` numbers of weights, and `num_reported` to report."""
         sums, width = numbers[: -len(StepFlag)], len(REPLICA_SCALARS)
         flags = dict(zip(StepFlag, numbers[-len(StepFlag) :], strict=True))
-        parts = [sums[start : start + width + num_uses] for start in range(0, len(sums), width + num_uses)]
+        each, uses = width + num_uses + num_reported, slice(width, width + num_uses)
+        parts = [sums[start : start + each] for start in range(0, len(sums), each)]
         replicas = tuple(ReplicaScalars(*part[:width]) for part in parts)
         loss_sum, count, norm_squared = (sum(part[index] for part in parts) for index in range(width))
         agreed = StepScalars(loss_sum, count, norm_squared, flags[StepFlag.STOP], replicas)
-        return cls(agreed, flags, [part[width:] for part in parts])
+        reported = [sum(one) for one in zip(*(part[uses.stop :] for part in parts), strict=True)]
+        return cls(agreed, flags, [part[uses] for part in parts], reported)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +75,14 @@ def decide(sums: Tensor, numerator: float, clip_norm: float | None, unused: Tens
     than before, and where the numbers of weights are not 0 exactly where `unused` (bool) says so.
     """
     loss_sum, count, norm_squared = sums[: len(REPLICA_SCALARS)]
-    uses, flags = sums[len(REPLICA_SCALARS) : -len(StepFlag)], sums[-len(StepFlag) :]
+    flags = sums[-len(StepFlag) :]
     scale = numerator / count
     norm = norm_squared.sqrt() * scale
     factor = scale if clip_norm is None else scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
     is_usual = (loss_sum / count).isfinite() & norm.isfinite()
     is_usual &= flags[StepFlag.REFUSES] + flags[StepFlag.UNUSED_CHANGED] == 0.0
     if unused is not None:
+        uses = sums[len(REPLICA_SCALARS) :][: len(unused)]
         is_usual &= ((uses == 0.0) == unused).all()
     return Decision(factor, (~is_usual).float())
 

@@ -285,7 +285,7 @@ class Stepper:
         *sums, held_back, was_written = opened.sums.numbers()
         if opened.state is StepState.OPEN:
             opened.state = StepState.HELD_BACK if held_back else StepState.CLOSED
-        summed = SummedScalars.of(sums, len(self._used.unsure))
+        summed = SummedScalars.of(sums, len(self._used.unsure), self.held.objective.names.num_numbers)
         self._answer(summed, opened.batch)
         # Decide: the step is taken or skipped, or the run stops.
         numbers = StepNumbers.of(summed.agreed, opened.numerator)
@@ -357,6 +357,7 @@ class Stepper:
         self, opened: OpenStep, summed: SummedScalars, numbers: StepNumbers, note: str, skipped: bool
     ) -> StepReport:
         updater, step_s = self.held.weights.updater, time.perf_counter() - opened.began_s
+        terms, values = self.held.objective.names.means(summed.reported)
         return StepReport(
             step=self.steps_taken,
             loss=numbers.loss,
@@ -374,6 +375,8 @@ class Stepper:
             save=summed.flags[StepFlag.SAVE] > 0,
             note=note,
             remarks=self.refusals.news(),
+            terms=terms,
+            values=values,
         )
 
     def _adapt_loss_scale(self, assembly: Assembly, *, overflowed: bool) -> None:
@@ -397,10 +400,10 @@ class Stepper:
             self._refuse_state(batch, forward_state.explain_lost_write(name, f"zero={self._own.layout.zero}"))
         norm_squared = weights.store.norm_squared() + weights.updater.overflow(self.place.device)
         weights.store.watch.take_back()
-        return torch.cat([totals, norm_squared.view(1), uses])
+        return torch.cat([totals[:2], norm_squared.view(1), uses, totals[2:]])
 
     def forward_backward(self, batch: StepBatch, index: int = 0) -> Tensor:
-        """Run the forwards and backwards of the program; return this rank's loss sum and count, float64 [2].
+        """Run the forwards and backwards of the program; return this rank's loss sum and count, and what the loss reports, float64.
 
         Of a rank that trains several replicas, they are those of the replica at `index`.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,11 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from samestep.building.loss_result import Loss, loss_result
 from samestep.building.torch_seams import DispatchMode, current_autograd_node
+from samestep.models.loss_names import LossNames
 from samestep.state.snapshot import preserve_function
 from samestep.tracing.forward import ForwardTracer
 from samestep.tracing.meta_tensors import run_on_meta
-from samestep.trees import operands, tensors_in, tree_map_only
+from samestep.trees import map_tensors, operands, tensors_in, tree_map_only
 
 
 class WorkingSet(NamedTuple):
@@ -84,24 +86,44 @@ def watch_backward(module: nn.Module, outputs: Iterable[Tensor], watch: ForwardT
     return found
 
 
-def nodes_of_loss(outputs: Any, sample: Any, loss: Callable[[Any, Any], Any] | None) -> set[Node]:
+def nodes_of_loss(outputs: Any, sample: Any, loss: Loss | None) -> set[Node]:
     """Return the nodes of autograd's graph on which the loss, or if it cannot run on meta any output, depends."""
-    return nodes_of(roots_of_loss(outputs, sample, loss))
+    return nodes_of(roots_of_loss(outputs, sample, loss)[0])
 
 
-def roots_of_loss(outputs: Any, sample: Any, loss: Callable[[Any, Any], Any] | None) -> list[Tensor]:
-    """Return the loss, or if it cannot run on meta all outputs that take a gradient."""
+def roots_of_loss(outputs: Any, sample: Any, loss: Loss | None) -> tuple[list[Tensor], LossNames]:
+    """Return the loss, or if it cannot run on meta all outputs that take a gradient, and the names of what it returns."""
     roots = [leaf for leaf in tensors_in(outputs) if leaf.requires_grad]
-    if loss is not None and roots:
-        try:
-            with torch.enable_grad(), preserve_function(loss):
-                batch = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), sample)
-                total = loss(outputs, batch)[0]
-        except Exception:  # a loss that looks at values, or has no meta kernel
-            total = None
-        if isinstance(total, Tensor) and total.requires_grad:
-            roots = [total]
-    return roots
+    if loss is None or not roots:
+        return roots, LossNames()
+    try:
+        with torch.enable_grad(), preserve_function(loss):
+            batch = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), sample)
+            found = loss_result(loss(outputs, batch))
+    except Exception:  # a loss that looks at values, or has no meta kernel
+        return roots, _names_by_values(outputs, sample, loss)
+    return ([found.sums] if found.sums.requires_grad else roots), found.names
+
+
+def _names_by_values(outputs: Any, sample: Any, loss: Loss) -> LossNames:
+    """Return the names of what a loss returns that cannot run on meta, from a run on drawn outputs; none where it fails.
+
+    The sample has values, and may be one where the outputs are of two copies.
+    """
+    drawn = torch.Generator().manual_seed(0)
+    length = next((len(leaf) for leaf in tensors_in(sample) if leaf.dim()), 1)
+
+    def value(leaf: Tensor) -> Tensor:
+        shape = (length, *leaf.shape[1:]) if leaf.dim() and leaf.shape[0] == 2 else leaf.shape
+        if leaf.is_floating_point():
+            return torch.rand(shape, generator=drawn, dtype=leaf.dtype)
+        return torch.zeros(shape, dtype=leaf.dtype)
+
+    try:
+        with torch.no_grad(), preserve_function(loss):
+            return loss_result(loss(map_tensors(outputs, value), sample)).names
+    except Exception:  # of the user's own code, which may raise anything
+        return LossNames()
 
 
 def idle_weights(module: nn.Module, outputs: Any, roots: Iterable[Tensor]) -> frozenset[int]:

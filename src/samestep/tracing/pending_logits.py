@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.chunked_cross_entropy import LOGITS, Chunking, Elementwise, Head, Place, row_losses
+from samestep.building.loss_result import loss_result
 from samestep.building.torch_seams import DisableTorchFunction, DispatchMode, disable_current_modes
 from samestep.errors import ModelError
 from samestep.models.spec import ModelSpec
@@ -368,7 +369,7 @@ def refusal_of(
         if not pending:
             return f"what {last.head.owner} makes is not among the model's outputs"
         with preserve_function(loss):
-            total, _ = loss(outputs, batch)
+            total = loss_result(loss(outputs, batch)).sums
     except NeedsValuesError:
         return "the model or its loss looks at values"
     except Exception as error:  # of the model's own code or the loss, which may raise anything
@@ -376,7 +377,7 @@ def refusal_of(
         return reason.removeprefix("loss_chunk ").partition(f": {WORKS}")[0] if reason else type(error).__name__
     finally:
         head.remove()
-    if not isinstance(total, Tensor) or (total.grad_fn is None and any(leaf.requires_grad for leaf in pending)):
+    if total.grad_fn is None and any(leaf.requires_grad for leaf in pending):
         return "its loss does not read the logits"
     return ""
 

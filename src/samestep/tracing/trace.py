@@ -131,7 +131,7 @@ def _spec_of(
     """Return the spec of a module from its traced forward; `places` are its lists of blocks, what was opened, and named stages."""
     containers, opened, stages = places
     num_samples = samples_traced(module)
-    roots = roots_of_loss(outputs, sample, loss)
+    roots, names = roots_of_loss(outputs, sample, loss)
     has_looked = bool(watch.varies or watch.has_looked)
     unused = idle_weights(module, outputs, roots)
     idle = _never_read(module, watch) & unused if watch.varies else frozenset[int]() if has_looked else unused
@@ -159,6 +159,7 @@ def _spec_of(
         picks_at="" if varies else watch.picks,
         looks_in=watch.looks.paths if varies else (),
         differentiates_at=watch.flow_recorder.differentiates_at,
+        loss_names=names,
     )
 
 

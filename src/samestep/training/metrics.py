@@ -144,7 +144,7 @@ class Screen:
     def show(self, report: StepReport) -> None:
         """Update the live line with one step, and print a permanent line where one is due."""
         numbers = (
-            f"loss {report.loss:.4f}  norm {report.grad_norm:.3f}  lr {report.lr:.2e}  "
+            f"loss {report.loss:.4f}  {_format_named(report)}norm {report.grad_norm:.3f}  lr {report.lr:.2e}  "
             f"{report.tokens_per_s:,.0f} {self._counted}/s  {_rate(self._speed, report)}{report.memory_bytes / 2**20:,.0f} MiB"
             f"{_format_reserved(report)}{_format_wait(report)}"
         )
@@ -160,6 +160,12 @@ class Screen:
     def say(self, text: str) -> None:
         """Print a permanent line."""
         self._console.print(text, markup=False)
+
+
+def _format_named(report: StepReport) -> str:
+    """Return the terms and values of the loss as a part of a line."""
+    named = [*report.terms.items(), *report.values.items()]
+    return "".join(f"{name} {value:.4f}  " for name, value in named)
 
 
 def _rate(speed: Speed | None, report: StepReport) -> str:
@@ -192,6 +198,8 @@ def scalars_of(report: StepReport, speed: Speed | None) -> dict[str, float]:
         "perf/step_ms": report.step_s * 1e3,
         "perf/data_wait_ms": report.data_wait_s * 1e3,
         "memory/peak_bytes": report.memory_bytes,
+        **{f"terms/{name}": loss for name, loss in report.terms.items()},
+        **{f"values/{name}": value for name, value in report.values.items()},
         **{f"held_out/{name}": loss for name, loss in report.held_out.items()},
     }
     if report.reserved_bytes is not None:
@@ -243,8 +251,9 @@ class Metrics:
         scalars = scalars_of(report, self._speed)
         row |= {name: scalars[f"perf/{name}"] for name in ("tflops_per_device", "mfu") if f"perf/{name}" in scalars}
         row = _finite(row)
-        if report.held_out:
-            row["held_out"] = _finite(report.held_out)
+        for key in ("terms", "values", "held_out"):
+            if named := getattr(report, key):
+                row[key] = _finite(named)
         if report.skipped:
             row["skipped"] = True
         if report.note:

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.loss import IGNORED_LABEL
+from samestep.building.loss_result import UNNAMED, Loss, loss_result
 from samestep.building.named_tensors import cast_floating
 from samestep.building.torch_seams import disable_current_modes
 from samestep.runtime.axes.precision import RaiseIslands
@@ -85,8 +86,6 @@ def _map_words(value: Any, beside: Any, change: Callable[[list[str], Any], list[
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
-
 TOLERANCE = 1e-9
 _ROUNDED = 1e-5
 """The tolerance for a loss that cannot be evaluated in float64, far below what a mean or a batch statistic differs by."""
@@ -97,9 +96,7 @@ _SAMPLES = 8
 _READINGS = 24
 """So many readings of the tensors' dimensions are tried at most."""
 _MOVED, _FAR = 0.01, 3.0
-_KEEPS = (
-    "its sum is {:.9g} at first and {:.9g} when it is called again on the same, so it keeps something between calls"
-)
+_KEEPS = "its {} is {:.9g} at first and {:.9g} when it is called again on the same, so it keeps something between calls"
 _GOES_BACK = "it calls backward() by itself, and so adds a gradient of its own for each part of a batch"
 
 
@@ -283,8 +280,9 @@ def _try_sums(loss: Loss, trees: Trees, parts: _Parts) -> LossTrial:
             continue
         if whole.went_back:
             return LossTrial(_GOES_BACK)
-        if math.isfinite(whole.total) and abs(again.total - whole.total) > TOLERANCE * abs(whole.total):
-            return LossTrial(_KEEPS.format(whole.total, again.total))
+        for name, (total, _) in whole.amounts.items():
+            if math.isfinite(total) and abs(again.amounts[name][0] - total) > TOLERANCE * abs(total):
+                return LossTrial(_KEEPS.format(f"sum{_of(name)}", total, again.amounts[name][0]))
         return _compare_halves(whole, halves, raised)
     words = str(error).strip().partition("\n")[0]
     return LossTrial(f"it cannot be evaluated on a part of a micro-batch ({type(error).__name__}: {words})")
@@ -292,17 +290,21 @@ def _try_sums(loss: Loss, trees: Trees, parts: _Parts) -> LossTrial:
 
 def _compare_halves(whole: _LossValue, halves: list[_LossValue], raised: bool) -> LossTrial:
     tolerance = TOLERANCE if raised and whole.is_float64 else _ROUNDED
-    if not math.isfinite(whole.total) or not math.isfinite(whole.count) or not whole.count:
+    judged = {name: whole.amounts[name] for name in whole.amounts if whole.counts(name)}
+    if not judged:
         return LossTrial(judged=False)
-    for word, all_of, both in (
-        ("count", whole.count, [half.count for half in halves]),
-        ("sum", whole.total, [half.total for half in halves]),
-    ):
-        if not abs(all_of - sum(both)) <= tolerance * max(abs(all_of), *map(abs, both)):
-            return LossTrial(
-                f"its {word} is {all_of:.9g} for the whole and {both[0]:.9g} and {both[1]:.9g} for the halves"
-            )
-    return LossTrial(is_zero=not any(value.total for value in (whole, *halves)))
+    for index, word in ((1, "count"), (0, "sum")):
+        for name, amount in judged.items():
+            all_of, both = amount[index], [half.amounts.get(name, (0.0, 0.0))[index] for half in halves]
+            if not abs(all_of - sum(both)) <= tolerance * max(abs(all_of), *map(abs, both)):
+                return LossTrial(
+                    f"its {word}{_of(name)} is {all_of:.9g} for the whole and {both[0]:.9g} and {both[1]:.9g} for the halves"
+                )
+    return LossTrial(is_zero=not any(total for value in (whole, *halves) for total, _ in value.amounts.values()))
+
+
+def _of(name: str) -> str:
+    return f" of {name}" if name != UNNAMED else ""
 
 
 def _try_perturbed(
@@ -330,11 +332,16 @@ def _try_perturbed(
 
 @dataclass(frozen=True, slots=True)
 class _LossValue:
-    total: float
-    count: float
+    amounts: dict[str, tuple[float, float]]
+    """The sum and the count of each term, and of each value."""
     is_float64: bool
     went_back: bool
     """Whether the loss has computed gradients by `backward`."""
+
+    def counts(self, name: str) -> bool:
+        """Return whether a term or value is finite and counts something."""
+        total, count = self.amounts[name]
+        return math.isfinite(total) and math.isfinite(count) and count != 0.0
 
 
 def _evaluate_loss(loss: Loss, tree: Any, leaves: list[Tensor], raised: bool, graph: bool) -> _LossValue:
@@ -344,10 +351,11 @@ def _evaluate_loss(loss: Loss, tree: Any, leaves: list[Tensor], raised: bool, gr
         given = [leaf.clone().requires_grad_() if leaf.is_floating_point() else leaf for leaf in given]
     outputs, batch = with_tensors(tree, given)
     with disable_current_modes(), torch.set_grad_enabled(graph), _raise_to_float64() if raised else _plain():
-        total, count = loss(outputs, batch)
-    is_float64 = isinstance(total, Tensor) and total.dtype is torch.float64
+        found = loss_result(loss(outputs, batch))
+    is_float64 = all(total.dtype is torch.float64 for total, _ in found.terms.values())
     went_back = graph and any(leaf.grad is not None for leaf in given)
-    return _LossValue(float(total), float(count), is_float64, went_back)
+    amounts = {name: (float(total.detach()), float(count)) for name, (total, count) in found.amounts.items()}
+    return _LossValue(amounts, is_float64, went_back)
 
 
 class _InFloat64(TorchFunctionMode):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.building.loss import as_number
+from samestep.building.loss_result import as_number, loss_result
 from samestep.errors import SamestepError
 from samestep.examination.examine import Loss
 from samestep.randomness import mode as dropout
@@ -99,11 +99,11 @@ class Repeat:
         return float(number)
 
     def _loss(self, outputs: Any, samples: Any, modes: Callable[[], AbstractContextManager[None]]) -> Tensor:
-        """Return the sum and the count of the loss on outputs of samples, float64 [2]."""
+        """Return the sums and counts of the loss's terms and values on outputs of samples, float64, sum behind sum."""
         like = torch.zeros((), dtype=torch.float64, device=self._assembly.parallel.mesh.device)
         with modes():
-            found = self._assembly.objective.loss(outputs, self._assembly.parallel.slicing.part(samples))
-        return torch.stack([as_number(value, like) for value in found])
+            found = loss_result(self._assembly.objective.loss(outputs, self._assembly.parallel.slicing.part(samples)))
+        return torch.stack([as_number(number, like) for amount in found.amounts.values() for number in amount])
 
     @contextmanager
     def _around(self, indices: Indices, samples: Any, microbatch: int | None) -> Iterator[None]:

@@ -18,7 +18,7 @@ from samestep.building.torch_seams import DispatchMode
 from samestep.errors import ModelError
 from samestep.trees import operands
 
-Loss = Callable[[Any, Any], tuple[Tensor, Tensor | int]]
+Loss = Callable[[Any, Any], Any]
 
 
 def watching(loss: Loss, model: object, module: nn.Module) -> Loss:
@@ -35,7 +35,7 @@ def watching(loss: Loss, model: object, module: nn.Module) -> Loss:
     watched = False
 
     @functools.wraps(loss)
-    def first_watched(outputs: Any, batch: Any) -> tuple[Tensor, Tensor | int]:
+    def first_watched(outputs: Any, batch: Any) -> Any:
         nonlocal watched
         if watched:
             return loss(outputs, batch)

@@ -1,0 +1,199 @@
+"""The result of a loss in one form: terms, each a sum and a count, and values that are only reported.
+
+    (sum, count)                                one term without a name
+    (sum, count, values)
+    {"name": (sum, count), ...}                 several terms
+    ({"name": (sum, count), ...}, values)       values = {"accuracy": (correct, seen), ...}
+
+With S_k and C_k the sum and the count of term k over all samples of a step, on all ranks and in all micro-batches,
+
+    loss = sum over k of S_k / C_k              a term whose count is 0 adds nothing
+
+and a reported value is S / C too. Nothing is ever a mean of means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samestep.errors import JobError
+from samestep.models.loss_names import LossNames
+from samestep.trees import fold
+
+Amount = tuple[Tensor, Tensor]
+"""A sum and a count, each a tensor of one number."""
+Loss = Callable[[Any, Any], Any]
+"""A function of (outputs, batch) that returns one of the forms above."""
+
+UNNAMED = ""
+"""The name of the only term of a loss that gives it none."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossResult:
+    """What a loss has returned of some samples."""
+
+    terms: Mapping[str, Amount]
+    values: Mapping[str, Amount] = field(default_factory=dict)
+
+    @property
+    def names(self) -> LossNames:
+        """The names of its terms and values."""
+        return LossNames(tuple(name for name in self.terms if name != UNNAMED), tuple(self.values))
+
+    @property
+    def only(self) -> Amount:
+        """The sum and the count of a loss with one term."""
+        (found,) = self.terms.values()
+        return found
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Return the sum and the count of a loss with one term: `total, count = result`."""
+        return iter(self.only)
+
+    @property
+    def sums(self) -> Tensor:
+        """The sum of the terms' sums, which depends on all that the loss depends on."""
+        first, *others = (total for total, _ in self.terms.values())
+        for total in others:
+            first = first + total
+        return first
+
+    @property
+    def amounts(self) -> dict[str, Amount]:
+        """All sums and counts by a name for errors, that of a value in front of its own."""
+        return {**self.terms, **{f"values.{name}": amount for name, amount in self.values.items()}}
+
+    def checked(self, names: LossNames) -> LossResult:
+        """Return the result, whose names must be among those of the trace: ranks have agreed on places for these.
+
+        Raises:
+            JobError: the loss has returned another name.
+        """
+        for expected, given, what in ((names.terms, self.terms, "term"), (names.values, self.values, "value")):
+            if unknown := [name for name in given if name not in expected and name != UNNAMED]:
+                raise JobError(
+                    f"the loss returned the {what} {unknown[0]!r}, and {', '.join(map(repr, expected)) or 'none'} when the model was "
+                    "traced, so ranks have agreed on no place for it: a loss that returns all its names in every step works, with "
+                    "(0, 0) for what it leaves out"
+                )
+        return self
+
+    def numbers(self, names: LossNames, like: Tensor) -> Tensor:
+        """Return the sums and counts of named terms and values in the order of `names`, as `LossNames.means` takes them.
+
+        What the loss has left out counts nothing. The tensor has the dtype and the device of `like`.
+
+        Raises:
+            JobError: the loss has returned a name that is not among them.
+        """
+        self.checked(names)
+        pairs = [self.terms.get(name, (0.0, 0.0)) for name in names.terms]
+        pairs += [self.values.get(name, (0.0, 0.0)) for name in names.values]
+        found = [as_number(one.detach() if isinstance(one, Tensor) else one, like) for pair in pairs for one in pair]
+        return torch.stack(found) if found else like.new_zeros(0)
+
+
+def loss_result(returned: Any, what: str = "the loss") -> LossResult:
+    """Return what a loss has returned in the one form; `what` names the loss in the error.
+
+    Raises:
+        JobError: it is none of the forms of a loss's result.
+    """
+    if isinstance(returned, LossResult):
+        return returned
+    terms, values = _split(returned)
+    if isinstance(terms, Mapping):
+        named = {name: _amount(amount) for name, amount in terms.items()}
+    else:
+        named = {UNNAMED: _amount(terms)}
+    reported = {name: _amount(amount, is_term=False) for name, amount in values.items()}
+    read = {name: amount for name, amount in named.items() if amount is not None}
+    logged = {name: amount for name, amount in reported.items() if amount is not None}
+    are_names = all(
+        isinstance(name, str) and name for name in (*values, *(terms if isinstance(terms, Mapping) else ()))
+    )
+    if not read or not are_names or len(read) + len(logged) < len(named) + len(reported):
+        raise JobError(
+            f"{what} returned {_describe_form(returned)}; (sum, count) works: a tensor of one number, and the number of tokens or "
+            'samples that it sums over; so do terms, {"name": (sum, count), ...}, and values to report behind either, as (sum, count, '
+            '{"accuracy": (correct, seen)})'
+        )
+    return LossResult(read, logged)
+
+
+def measured(named: Mapping[Any, Any], what: str) -> dict[str, Amount]:
+    """Return what a measure has returned, {"name": (sum, count), ...}; `what` names the measure in the error.
+
+    Raises:
+        JobError: it is something else.
+    """
+    found = {str(name): amount for name, pair in named.items() if (amount := _amount(pair, is_term=False)) is not None}
+    if len(found) < len(named):
+        form = _describe_form(named if len(named) > 1 else next(iter(named.values())))
+        raise JobError(
+            f"{what} returned {form}; (sum, count) works: two numbers, the second that of the tokens or samples that the first "
+            "sums over, and so does a dict of names and pairs of these"
+        )
+    return found
+
+
+def _split(returned: Any) -> tuple[Any, Mapping[Any, Any]]:
+    """Return the terms, or the sum and count, and the values of a result."""
+    if isinstance(returned, tuple | list):
+        if len(returned) == 2 and isinstance(returned[0], Mapping) and isinstance(returned[1], Mapping):
+            return returned[0], returned[1]
+        if len(returned) == 3 and isinstance(returned[2], Mapping):
+            return returned[:2], returned[2]
+    return returned, {}
+
+
+def _amount(pair: Any, *, is_term: bool = True) -> Amount | None:
+    """Return a sum and a count as tensors; None for anything else. The sum of a term must be a tensor."""
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        return None
+    total, count = pair
+    is_sum = isinstance(total, Tensor) if is_term else True
+    if not is_sum or not _is_number(total, may_be_negative=True) or not _is_number(count):
+        return None
+    device = next((one.device for one in pair if isinstance(one, Tensor)), None)
+    total, count = (
+        one.reshape(()) if isinstance(one, Tensor) else torch.full((), one, dtype=torch.float64, device=device)
+        for one in pair
+    )
+    return (total if is_term else total.detach()), count.detach()
+
+
+def _is_number(value: Any, *, may_be_negative: bool = False) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    # A tensor's value is not looked at: the host would wait for its device.
+    return isinstance(value, int | float | np.number) and bool(may_be_negative or value >= 0)
+
+
+def _describe_form(value: Any) -> str:
+    """Return a text that describes the form of a value."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_describe_form(item)}' for key, item in value.items())}}}"
+
+    def leaf(one: Any) -> str:
+        if isinstance(one, Tensor):
+            return f"a tensor {list(one.shape)}{' of complex numbers' * one.is_complex()}"
+        if isinstance(one, Mapping):
+            return _describe_form(one)
+        return "None" if one is None else f"a {type(one).__name__}"
+
+    return str(fold(value, leaf, lambda items: f"({', '.join(items)})"))
+
+
+def as_number(value: Tensor | int | float, like: Tensor) -> Tensor:
+    """Return a sum or a count as a scalar with the dtype and on the device of `like`."""
+    if isinstance(value, Tensor):
+        return value.to(like.device, like.dtype).reshape(())
+    return like.new_full((), value)  # which is no copy from the host

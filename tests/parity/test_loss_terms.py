@@ -1,0 +1,200 @@
+"""Losses of several terms, and values to report, are those of a plain loop with the whole batch in every layout."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import samestep
+from samestep.building.loss_result import loss_result
+from samestep.errors import JobError
+from samestep.runtime.run import Run
+from samestep.runtime.step_report import StepReport
+from samestep.training import metrics
+from tests.laboratory import job_of
+from tests.models import Plain, Tokens
+from tests.pool import pool
+
+STEPS = 5
+JOB = job_of("float64", STEPS, optimizer={"clip_norm": 0.5}, train={"watch_every": 4})
+
+
+def counted(outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The losses of tokens, whether each counts, and whether it is predicted."""
+    labels = batch["labels"]
+    each = F.cross_entropy(outputs.transpose(1, 2), labels, reduction="none")
+    return each, labels != -100, (outputs.argmax(-1) == labels)
+
+
+def with_accuracy(outputs: Tensor, batch: Any) -> Any:
+    each, counts, is_right = counted(outputs, batch)
+    return each.sum(), counts.sum(), {"accuracy": (is_right.sum(), counts.sum())}
+
+
+def one_term(outputs: Tensor, batch: Any) -> Any:
+    each, counts, is_right = counted(outputs, batch)
+    return {"tokens": (each.sum(), counts.sum())}, {"accuracy": ((is_right & counts).sum(), counts.sum())}
+
+
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {"accuracy": with_accuracy, "one term": one_term}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(4)
+    return Plain()
+
+
+def adam(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+Followed = tuple[list[StepReport], dict[str, Tensor]]
+
+
+def follow(run: Run, first_step: int = 0, steps: int = STEPS) -> list[StepReport]:
+    reports = []
+    for batch in samestep.batches(Tokens(), JOB, first_step=first_step):
+        if batch.step == steps:
+            break
+        reports.append(run.step(batch))
+    return reports
+
+
+def parallel(rank: int, world: int, layout: str, kind: str, folder: str = "") -> Followed:
+    """Train in a layout, and with `folder` go on after two steps from a checkpoint."""
+
+    def make() -> Run:
+        return samestep.parallelize(build(), LOSSES[kind], adam, layout=layout, job=JOB)
+
+    if not folder:
+        return follow(run := make()), run.state_dict(on_every_rank=True)
+    first = make()
+    reports = follow(first, 0, 2)
+    first.save(folder)
+    run = make()
+    run.load(folder)
+    return [*reports, *follow(run, 2)], run.state_dict(on_every_rank=True)
+
+
+Means = dict[str, float]
+
+
+@functools.cache
+def plain(kind: str) -> tuple[list[float], list[tuple[Means, Means]], dict[str, Tensor]]:
+    """One device with the whole batch: the losses, the means of terms and values, and the weights."""
+    model = build().double()
+    optimizer, losses, named = adam(list(model.parameters())), [], []
+    for batch in samestep.batches(Tokens(), JOB):
+        samples = batch.samples(batch.indices)
+        found = loss_result(LOSSES[kind](model(samples["input_ids"]), samples))
+        model.zero_grad()
+        loss = torch.stack([total / count for total, count in found.terms.values() if count]).sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+        means = [
+            {
+                name: float(total.detach()) / float(count) if count else math.nan
+                for name, (total, count) in given.items()
+                if name
+            }
+            for given in (found.terms, found.values)
+        ]
+        named.append((means[0], means[1]))
+    return losses, named, {name: param.detach() for name, param in model.named_parameters()}
+
+
+def assert_plain(kind: str, followed: Followed) -> None:
+    losses, named, weights = plain(kind)
+    reports, state = followed
+    assert [report.loss for report in reports] == pytest.approx(losses, rel=1e-9)
+    for report, (terms, values) in zip(reports, named, strict=True):
+        assert report.terms == pytest.approx(terms, rel=1e-9, nan_ok=True)
+        assert report.values == pytest.approx(values, rel=1e-9)
+    for name, value in weights.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-7, atol=1e-9)
+
+
+LAYOUTS = ["dp=2 zero=3 microbatch=1", "tp=2", "pp=2 microbatch=2"]
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_one_device_is_the_plain_loop(kind: str) -> None:
+    for layout in ("dp=1", "dp=1 microbatch=3"):
+        assert_plain(kind, pool(1).run(parallel, layout, kind)[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", LOSSES)
+def test_terms_and_values_of_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
+    for followed in pool(2).run(parallel, layout, kind, str(tmp_path / "saved")):
+        assert_plain(kind, followed)
+
+
+def test_forms_of_a_result() -> None:
+    total = torch.tensor(3.0, requires_grad=True)
+    for returned in (
+        (total, 2),
+        [total, torch.tensor([2])],
+        (total, 2, {}),
+        {"a": (total, 2)},
+        ({"a": (total, 2)}, {}),
+    ):
+        found = loss_result(returned)
+        assert [(one.item(), count.item()) for one, count in found.terms.values()] == [(3.0, 2.0)]
+        assert found.sums.requires_grad
+        assert loss_result(found) is found
+    found = loss_result((total, 2, {"right": (1, 2), "seen": (total, 4)}))
+    assert not any(one.requires_grad for one, _ in found.values.values())
+    like = torch.zeros((), dtype=torch.float64)
+    names = loss_result(({"a": (total, 2), "b": (total, 4)}, {"v": (1, 2)})).names
+    assert names.means(loss_result({"b": (total, 4)}).numbers(names, like).tolist()) == (
+        pytest.approx({"a": math.nan, "b": 0.75}, nan_ok=True),
+        pytest.approx({"v": math.nan}, nan_ok=True),
+    )
+    with pytest.raises(JobError, match="returned the term 'c', and 'a', 'b' when the model was traced"):
+        loss_result({"c": (total, 2)}).numbers(names, like)
+
+
+@pytest.mark.parametrize(
+    ("returned", "form"),
+    [
+        (torch.zeros(()), r"a tensor \[\]"),
+        ({}, r"\{\}"),
+        ({"a": torch.zeros(())}, r"\{'a': a tensor \[\]\}"),
+        ({"a": (torch.zeros(()), -1)}, r"\{'a': \(a tensor \[\], a int\)\}"),
+        ({3: (torch.zeros(()), 1)}, r"\{3: "),
+        ((torch.zeros(()), 1, 2), r"\(a tensor \[\], a int, a int\)"),
+        ((torch.zeros(()), 1, {"a": 2}), r"\(a tensor \[\], a int, \{'a': a int\}\)"),
+        (({"a": (torch.zeros(()), 1)}, {"b": (torch.zeros(2), 1)}), r"\{'b': \(a tensor \[2\], a int\)\}"),
+    ],
+)
+def test_other_forms_are_refused_in_one_line(returned: Any, form: str) -> None:
+    with pytest.raises(JobError, match=f"the loss returned .*{form}.*; \\(sum, count\\) works"):
+        loss_result(returned)
+
+
+def test_metrics_have_terms_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = StepReport(
+        step=1, loss=1.0, grad_norm=1.0, lr=0.1, tokens=8, step_s=0.1, tokens_per_s=80.0, memory_bytes=1,
+        terms={"cls": 0.5, "box": math.nan}, values={"accuracy": 0.25},
+    )  # fmt: skip
+    written = metrics.Metrics(tmp_path, 0)
+    written.write(report)
+    written.close()
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (row["terms"], row["values"]) == ({"cls": 0.5, "box": None}, {"accuracy": 0.25})
+    scalars = metrics.scalars_of(report, None)
+    assert (scalars["terms/cls"], scalars["values/accuracy"]) == (0.5, 0.25)
+    metrics.Screen(0, 1).show(report)
+    assert "cls 0.5000  box nan  accuracy 0.2500" in capsys.readouterr().out
