@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.building.loss_result import Loss
 from samestep.datasets import read_samples
-from samestep.errors import DataError
+from samestep.errors import DataError, ModelError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
@@ -70,7 +70,7 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         last = self.norm(x)
-        return {"logits": last, "more": [x, (last.sum(-1), None)], "scale": torch.tensor(0.5, dtype=x.dtype)}
+        return {"logits": last, "more": [x, (x.sum(-1), None)], "scale": torch.tensor(0.5, dtype=x.dtype)}
 
 
 class OfTheBatch(Net):
@@ -178,3 +178,198 @@ def test_a_batch_is_evaluated_and_predicted_too() -> None:
     batch = next(samestep.batches(Points(), JOB))
     assert len(run.predict(batch)["logits"]) == 4
     assert set(run.evaluate(batch)) == {"loss"}
+
+
+# -- weights that are set and read ------------------------------------------------------------------
+
+
+class Tied(Net):
+    """A weight with two names, a frozen one, one that no rank need cut, and a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4, bias=False).requires_grad_(False)
+        self.again = nn.Linear(4, 4)
+        self.again.weight = self.head.weight
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("passing", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        self.seen += self.training
+        outputs = super().forward(self.again(self.first(x)))
+        return outputs | {"logits": self.head(outputs["logits"]) * self.scale}
+
+
+def trained(run: Run, steps: int, first: int = 0) -> list[float]:
+    stream = samestep.batches(Points(), run.job, first_step=first)
+    return [run.step(next(stream)).loss for _ in range(steps)]
+
+
+def changed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Other values for each weight; those of two names stay one."""
+    return {name: 0.5 * one + 0.01 for name, one in state.items()}
+
+
+State = dict[str, Tensor]
+
+
+def loaded(rank: int, world: int, layout: str, of_rank_0: bool) -> tuple[list[float], State]:
+    """Losses before and after a state is loaded amid training, and the weights at the end."""
+    run = run_of(rank, world, layout, Tied)
+    losses = trained(run, 2)
+    state = changed(run.state_dict(on_every_rank=not of_rank_0))
+    run.load_state_dict(state)
+    return losses + trained(run, 2, 2), run.state_dict(on_every_rank=True)
+
+
+@functools.cache
+def plainly() -> tuple[list[float], State]:
+    """The same in a plain loop."""
+    model = Tied().double()
+    model.load_state_dict(run_of(0, 1, "dp=1", Tied).state_dict())
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01)
+    losses = []
+    for batch in samestep.batches(Points(), JOB):
+        if batch.step == 2:
+            model.load_state_dict(changed(model.state_dict()))
+        samples: Any = batch.samples(batch.indices)
+        total, count = loss(model(samples["x"]), samples)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        losses.append((total / count).item())
+    return losses, model.state_dict()
+
+
+def prove(found: tuple[list[float], State]) -> None:
+    losses, weights = plainly()
+    assert found[0] == pytest.approx(losses, abs=1e-9)
+    assert set(found[1]) == set(weights)
+    for name, one in weights.items():
+        assert torch.allclose(found[1][name], one, rtol=1e-9, atol=1e-9), name
+
+
+SETTING = ["dp=1", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4"]
+
+
+@pytest.mark.parametrize("layout", SETTING)
+@pytest.mark.parametrize("of_rank_0", [True, False])
+def test_a_state_is_loaded_amid_training(layout: str, of_rank_0: bool) -> None:
+    for found in everywhere(layout, loaded, of_rank_0):
+        prove(found)
+
+
+def written(rank: int, world: int, layout: str) -> tuple[list[float], State]:
+    """The same by writes into whole weights."""
+    run = run_of(rank, world, layout, Tied)
+    losses = trained(run, 2)
+    with run.gathered() as model, torch.no_grad():
+        for one in model.parameters():
+            one.mul_(0.5).add_(0.01)
+        for name, buffer in model.named_buffers():
+            if name != "passing":
+                buffer.mul_(0.5).add_(0.01)
+    return losses + trained(run, 2, 2), run.state_dict(on_every_rank=True)
+
+
+@pytest.mark.parametrize("layout", SETTING)
+def test_whole_weights_are_written(layout: str) -> None:
+    for found in everywhere(layout, written):
+        prove(found)
+
+
+def begun(rank: int, world: int, layout: str) -> list[list[float]]:
+    """Losses of a run that is given a state before its first step, prepared or not, and of one that has trained up to there."""
+    run = run_of(rank, world, layout, Tied)
+    trained(run, 2)
+    state = run.state_dict()
+    optimizer = optimizer_source(lambda params: torch.optim.SGD(params, lr=0.1), None)
+    found = []
+    for is_prepared in (True, False):
+        other = Run(Source(Tied, loss, optimizer), Layout.parse(layout), JOB, run.place)
+        if is_prepared:
+            other.prepare(read_samples(Points(), [0]))
+        other.load_state_dict(state)
+        found.append(trained(other, 2))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2 zero=3", "tp=2"])
+def test_a_state_is_loaded_before_the_first_step(layout: str) -> None:
+    for ready, later in everywhere(layout, begun):
+        assert ready == later == pytest.approx(begun(0, 1, "dp=1")[0], abs=1e-9)
+
+
+def seen_whole(rank: int, world: int, layout: str) -> tuple[dict[str, tuple[int, ...]], State, bool]:
+    run = run_of(rank, world, layout, Tied)
+    trained(run, 1)
+    before = [id(one) for one in run.model.parameters()]
+    with run.gathered() as model:
+        shapes = {name: tuple(one.shape) for name, one in model.named_parameters() if not one.is_meta}
+        state = {name: one.detach().clone() for name, one in model.state_dict().items() if not one.is_meta}
+    return shapes, state, before == [id(one) for one in run.model.parameters()]
+
+
+@pytest.mark.parametrize("layout", SETTING)
+def test_weights_are_whole_within_gathered(layout: str) -> None:
+    ((shapes, state, _),) = everywhere("dp=1", seen_whole)
+    names = set()
+    for ours, values, is_as_before in everywhere(layout, seen_whole):
+        names |= ours.keys()
+        assert is_as_before
+        for name, shape in ours.items():
+            assert shape == shapes[name]
+            assert torch.allclose(values[name], state[name], rtol=1e-9, atol=1e-12)
+    assert names == set(shapes)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: state.pop("norm.bias"), "the dict lacks norm.bias: .* run.state_dict"),
+        (lambda state: state.update(more=torch.ones(1)), "has besides more: "),
+        (lambda state: state.update({"norm.bias": torch.ones(3)}), r"another shape of norm.bias \[3\], here \[4\]"),
+        (lambda state: state.clear(), r"lacks scale, seen, blocks.0.up.weight and \d+ more"),
+    ],
+)
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_a_state_of_another_model_is_refused(change: Any, says: str, is_prepared: bool) -> None:
+    run = run_of(0, 1, "dp=1", Tied)
+    state = run.state_dict()
+    change(state)
+    if not is_prepared:
+        run = Run(
+            Source(Tied, loss, optimizer_source(lambda params: torch.optim.SGD(params, lr=0.1), None)),
+            Layout.parse("dp=1"),
+            JOB,
+            run.place,
+        )
+    with pytest.raises(ModelError, match=f"^run.load_state_dict: .*{says}"):
+        (run.load_state_dict(state), trained(run, 1))
+
+
+def test_names_of_a_wrapper_and_other_things_are_refused() -> None:
+    run = run_of(0, 1, "dp=1", Tied)
+    with pytest.raises(ModelError, match=r"the names without 'module\.' in front work"):
+        run.load_state_dict({f"module.{name}": one for name, one in run.state_dict().items()})
+    with pytest.raises(ModelError, match="was given a Linear: a dict of tensors by name works"):
+        run.load_state_dict(nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def calls_within(rank: int, world: int, layout: str) -> None:
+    run = run_of(rank, world, layout, Tied)
+    with run.gathered() as model, torch.no_grad():
+        for call in (
+            lambda: run.step(next(samestep.batches(Points(), JOB))),
+            lambda: run.evaluate(Points()),
+            run.state_dict,
+        ):
+            with pytest.raises(ModelError, match=r"within run.gathered\(\)"):
+                call()
+        model.get_parameter("blocks.0.up.weight").fill_(float(rank))
+
+
+def test_writes_that_differ_between_ranks_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"rank 1 has written other values into blocks.0.up.weight than rank 0"):
+        pool(2).run(calls_within, "dp=2 zero=3")

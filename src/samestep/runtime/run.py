@@ -13,8 +13,8 @@ Putting any model into a layout: the entry of a loop of the user's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,14 @@ from samestep import calls
 from samestep.building.loss import named_loss
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.datasets.batch import Dataset, batch_to_evaluate, checked_batch
-from samestep.errors import LayoutError
+from samestep.errors import LayoutError, ModelError
 from samestep.examination.examine import Loss, Source, build_blueprint
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.checkpoints import checkpoint, manifests, whole_state
+from samestep.runtime.checkpoints import checkpoint, given_weights, manifests, whole_state
 from samestep.runtime.checkpoints.trained_data import TrainedData
 from samestep.runtime.guards import deterministic
 from samestep.runtime.guards.outside_changes import LoopChanges
@@ -88,6 +88,9 @@ class Run:
         self._shared = shared
         self._load_from: Path | None = None
         """The checkpoint that `prepare` will read."""
+        self._given: dict[str, Any] | None = None
+        """The state dict that `prepare` will set after that."""
+        self._is_gathered = False
 
     @property
     def layout(self) -> Layout:
@@ -165,6 +168,9 @@ class Run:
             self._stepper.refusals.remark(remark)
         if self._load_from is not None:
             checkpoint.load(self, self._load_from)
+        if self._given is not None:
+            given_weights.load(self, self._given)
+            self._given = None
 
     def adopt(self, change: Callable[[Assembly], Assembly]) -> None:
         """Continue with an assembly derived from this run's own, for example one with another optimizer."""
@@ -184,9 +190,9 @@ class Run:
             CheckpointError: the optimizer keeps state that no file can hold.
             SaveError: the file system does not allow it; what was saved before is untouched.
         """
-        self._refuse_averaged("save")
-        if not self._own.is_prepared and self._load_from is not None:  # no step was left to take
-            return checkpoint.copy_checkpoint(self, self._load_from, Path(folder))
+        self._refuse_within("save")
+        if (unread := self._unread) is not None:  # no step was left to take
+            return checkpoint.copy_checkpoint(self, unread, Path(folder))
         return checkpoint.save(self, Path(folder), self.job.checkpoint.keep)
 
     @calls.checked
@@ -202,7 +208,7 @@ class Run:
             ModelError: the model is none of transformers.
             SaveError: the folder exists, or the file system does not allow it.
         """
-        self._refuse_averaged("save_pretrained")
+        self._refuse_within("save_pretrained")
         form = self._stepper.held.model.form or PretrainedForm.of(build_blueprint(self._own.source, self.job), self.job)
         checkpoint.save_pretrained(self, form, Path(folder))
         return Path(folder)
@@ -218,14 +224,53 @@ class Run:
         Raises:
             CheckpointError: there is none, or it is damaged, lacks a tensor, or belongs to a job with another result.
         """
-        self._refuse_averaged("load")
+        self._refuse_within("load")
         found = checkpoint.find_checkpoint(Path(folder))
         if self._own.is_prepared:
             checkpoint.load(self, found)
             self._stepper.wait_for_first_update()
             return
         self.steps_taken = checkpoint.step_of(found, self.job)
-        self._load_from = found
+        self._load_from, self._given = found, None
+
+    @calls.checked
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the model's weights and buffers to those of a dict, which `run.state_dict()` or a plain module's `state_dict()` gives.
+
+        All ranks have the dict, or rank 0 does and the others have an empty one. The optimizer's state and the number of steps stay.
+        A run that is not prepared sets them when it is.
+
+        Collective over the world, see [Note: collective calls].
+
+        Raises:
+            ModelError: names are missing or unexpected, or a tensor has another shape.
+        """
+        self._refuse_within("load_state_dict")
+        if self._own.is_prepared:
+            given_weights.load(self, given_weights.checked_state(state))
+        else:
+            self._given = given_weights.copied(state)
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Return a context in which each weight of `run.model` is whole and in master precision, to be read and written.
+
+        What all ranks write alike is kept at its end. In a pipeline a rank's model has the weights of its own stage. Within it
+        the run takes no step and no forward.
+
+        Collective over the world, see [Note: collective calls].
+
+        Raises:
+            LayoutError: the run is not prepared yet.
+            ModelError: ranks have written different values; or the context is entered within another one.
+        """
+        self._refuse_within("gathered")
+        with given_weights.gathered(self) as model:
+            self._is_gathered = True
+            try:
+                yield model
+            finally:
+                self._is_gathered = False
 
     def state_dict(self, *, on_every_rank: bool = False) -> dict[str, Tensor]:
         """Return the whole model's weights and persistent buffers, on the host, for `load_state_dict` of the plain module.
@@ -237,8 +282,9 @@ class Run:
         Raises:
             LayoutError: the run is not prepared yet.
         """
-        if not self._own.is_prepared and self._load_from is not None:  # no step was left to take
-            return self._read_stored_state(self._load_from) if on_every_rank or self.place.rank == 0 else {}
+        self._refuse_gathered("state_dict")
+        if (unread := self._unread) is not None:  # no step was left to take
+            return self._read_stored_state(unread) if on_every_rank or self.place.rank == 0 else {}
         with self.replicas.outer():
             return whole_state.state_dict(self, on_every_rank=on_every_rank)
 
@@ -267,7 +313,7 @@ class Run:
                 first step it is an UnprovenError, before any weight has changed.
         """
         batch = checked_batch(batch, "run.step")
-        self._refuse_averaged("step")
+        self._refuse_within("step")
         given, batch = batch, self.labelled(batch)
         self.changes += self.data.begin_step(given)
         is_last = batch.step + 1 >= self.job.train.steps
@@ -300,6 +346,7 @@ class Run:
 
         Collective over the world, see [Note: collective calls].
         """
+        self._refuse_gathered("evaluate")
         given = self.labelled(batch_to_evaluate(batch, "run.evaluate"))
         with self._kernels(), self.replicas.outer():
             return evaluation.evaluate(self.assembly, given, self.job.train.seed, measure)
@@ -316,6 +363,7 @@ class Run:
         Raises:
             DataError: an output has no dimension of samples, and is not the same for all of them.
         """
+        self._refuse_gathered("predict")
         given = self.labelled(batch_to_evaluate(batch, "run.predict"))
         with self._kernels(), self.replicas.outer():
             return evaluation.predict(self.assembly, given, self.job.train.seed)
@@ -330,7 +378,24 @@ class Run:
         """
         return evaluation.use_averages(self)
 
-    def _refuse_averaged(self, word: str) -> None:
+    @property
+    def _unread(self) -> Path | None:
+        """The checkpoint of a run that was loaded and is not prepared, so that all of its values are in the files."""
+        return None if self._own.is_prepared or self._given is not None else self._load_from
+
+    def _refuse_gathered(self, word: str) -> None:
+        if self._is_gathered:
+            raise ModelError(
+                f"run.{word} within run.gathered(): the model has whole weights there; behind it, it works"
+            )
+
+    def _refuse_within(self, word: str) -> None:
+        """Refuse a call while the model has other tensors than those that are trained.
+
+        Raises:
+            ModelError: it has.
+        """
+        self._refuse_gathered(word)
         if self._own.is_prepared and (averages := self._own.current.weights.updater.averages) is not None:
             averages.refuse_in_use(word)
 
@@ -347,6 +412,7 @@ class Run:
 
         Collective over the world, see [Note: collective calls].
         """
+        self._refuse_gathered("outputs")
         self.prepare(samples)
         with self.replicas.outer():
             return evaluation.outputs_of(self.assembly, samples, self.job.train.seed)

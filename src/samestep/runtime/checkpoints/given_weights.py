@@ -1,0 +1,223 @@
+"""Weights that a loop gives a run: a state dict, or what it writes into the whole weights of `run.gathered()`.
+
+Both are set as a checkpoint's weights are: every rank copies the parts that it holds of the whole. The optimizer's state, the
+averages of weights and the number of steps stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.errors import ModelError
+from samestep.runtime.checkpoints import checkpoint, other_state, whole_state
+from samestep.runtime.held_assembly import PreparedRun
+from samestep.runtime.processes.messages import broadcast_value, gather_values
+from samestep.state.fingerprints import digest, fingerprint
+
+_NAMED = 3
+"""The most names that a refusal lists."""
+
+
+def checked_state(given: Any) -> Mapping[str, Any]:
+    """Return a state dict.
+
+    Raises:
+        ModelError: it is none.
+    """
+    if isinstance(given, Mapping):
+        return given
+    raise ModelError(
+        f"run.load_state_dict was given a {type(given).__name__}: a dict of tensors by name works, such as run.state_dict()"
+    )
+
+
+def copied(given: Any) -> dict[str, Any]:
+    """Return a copy of a state dict, whose tensors may be written meanwhile.
+
+    Raises:
+        ModelError: it is none.
+    """
+    state = checked_state(given)
+    return {name: one.detach().clone() if isinstance(one, Tensor) else one for name, one in state.items()}
+
+
+def load(run: PreparedRun, given: Mapping[str, Any]) -> None:
+    """Set the weights and buffers of a prepared run to those of a state dict, which rank 0 or all ranks have.
+
+    Collective over the world, see [Note: collective calls].
+
+    Raises:
+        ModelError: names are missing or unexpected, or a tensor has another shape; or ranks have different ones.
+    """
+    state = _of_all_ranks(run, given)
+    tensors = {name: one for name, one in state.items() if isinstance(one, Tensor)}
+    _check(run, state)
+    firsts = run.assembly.model.state_names
+    _set(run, {firsts[name]: one for name, one in reversed(tensors.items())})
+    _set_extra_state(run, {name: one for name, one in state.items() if name not in tensors})
+
+
+def _whole_shapes(run: PreparedRun) -> dict[str, torch.Size]:
+    """Return the shape of each whole weight and persistent buffer, by all of its names."""
+    held = {param.name: torch.Size(param.shape) for param in run.assembly.model.spec.params}
+    held |= {name: buffer.shape for name, buffer in run.model.named_buffers()}
+    return {name: held[first] for name, first in run.assembly.model.state_names.items() if first in held}
+
+
+def _of_all_ranks(run: PreparedRun, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state dict of rank 0, where other ranks were given an empty one, or else one's own.
+
+    Raises:
+        ModelError: a rank has other names than rank 0.
+    """
+    described = [
+        (name, [*one.shape], str(one.dtype).removeprefix("torch.")) if isinstance(one, Tensor) else (name, None, "")
+        for name, one in given.items()
+    ]
+    names = gather_values(digest(repr(sorted(name for name, *_ in described))) if given else 0, run.layout.world_size)
+    for rank, other in enumerate(names):
+        if other not in (0, names[0]):
+            raise ModelError(
+                f"run.load_state_dict: rank {rank} has other names than rank 0: the same dict on all ranks works, or one on rank 0 "
+                "and an empty one on the others"
+            )
+    if all(names) or not names[0]:
+        return given
+    found: dict[str, Any] = {}
+    for name, shape, dtype in broadcast_value(0, described):
+        if shape is None:
+            found[name] = broadcast_value(0, given.get(name))
+            continue
+        sent = given.get(name)
+        flat = torch.empty(shape, dtype=getattr(torch, dtype), device=run.place.device)
+        if isinstance(sent, Tensor):
+            flat.copy_(sent)
+        if flat.numel():
+            dist.broadcast(flat, src=0)
+        found[name] = flat.cpu()
+    return found
+
+
+def _check(run: PreparedRun, state: Mapping[str, Any]) -> None:
+    """Refuse a state dict of another model.
+
+    Raises:
+        ModelError: it is one.
+    """
+    firsts = run.assembly.model.state_names
+    given = {firsts[name] for name in state if name in firsts}
+    missing = [name for name, first in firsts.items() if first not in given and name == first]
+    strange = [name for name, one in state.items() if name not in firsts and isinstance(one, Tensor)]
+    other = [
+        f"{name} {list(state[name].shape)}, here {list(shape)}"
+        for name, shape in _whole_shapes(run).items()
+        if name in state and state[name].shape != shape
+    ]
+    faults = [("lacks", missing), ("has besides", strange), ("has another shape of", other)]
+    found = [f"{verb} {_listed(names)}" for verb, names in faults if names]
+    if found:
+        prefix = strange[0].partition(".")[0] + "." if strange else ""
+        is_wrapped = bool(prefix) and all(name.removeprefix(prefix) in firsts for name in strange)
+        works = f"the names without {prefix!r} in front work" if is_wrapped else "the model's own state_dict() works"
+        raise ModelError(f"run.load_state_dict: the dict {', and '.join(found)}: {works}, and so does run.state_dict()")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _set(run: PreparedRun, values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        checkpoint.set_weights(run, values.get)
+    run.steps_taken = run.steps_taken  # what a loop has changed is compared with what stands there now
+
+
+def _set_extra_state(run: PreparedRun, values: Mapping[str, Any]) -> None:
+    """Give modules what they keep besides tensors."""
+    for path, module in run.model.named_modules():
+        name = f"{path}._extra_state" if path else "_extra_state"
+        if name in values and not other_state.runs_elsewhere(run.program, path):
+            module.set_extra_state(values[name])
+
+
+# -- whole weights in the model --------------------------------------------------------------------
+
+
+class _Slot(NamedTuple):
+    """The place of a parameter in a module, for the time in which the whole weight stands there."""
+
+    name: str
+    module: nn.Module
+    leaf: str
+    part: nn.Parameter
+    whole: nn.Parameter
+
+
+@contextmanager
+def gathered(run: PreparedRun) -> Iterator[nn.Module]:
+    """Let each weight of a run's model be whole and in master precision inside, and keep what is written into it.
+
+    Where the body raises, nothing is kept.
+
+    Collective over the world, see [Note: collective calls].
+
+    Raises:
+        ModelError: ranks have written different values.
+    """
+    with run.replicas.outer():
+        state = whole_state.state_dict(run, on_every_rank=True)
+    slots = _slots(run, state)
+    for slot in slots:
+        slot.module._parameters[slot.leaf] = slot.whole
+    try:
+        yield run.model
+    finally:
+        for slot in slots:
+            slot.module._parameters[slot.leaf] = slot.part
+    values = {slot.name: slot.whole.detach() for slot in slots}
+    _compare(run, values)
+    _set(run, values)
+
+
+def _slots(run: PreparedRun, state: Mapping[str, Tensor]) -> list[_Slot]:
+    """Return the places of the weights that this rank's stage has, each with a parameter that is the whole weight."""
+    firsts, made, found = run.assembly.model.state_names, dict[str, nn.Parameter](), list[_Slot]()
+    for path, module in run.model.named_modules(remove_duplicate=False):
+        for leaf, part in module._parameters.items():
+            first = firsts.get(f"{path}.{leaf}" if path else leaf)
+            if part is None or part.is_meta or first is None or first not in state:
+                continue
+            if first not in made:
+                value = state[first].to(part.device)
+                made[first] = nn.Parameter(value, part.requires_grad and value.is_floating_point())
+            found.append(_Slot(first, module, leaf, part, made[first]))
+    return found
+
+
+def _compare(run: PreparedRun, values: Mapping[str, Tensor]) -> None:
+    """Refuse whole weights that the ranks of a stage have written differently.
+
+    Raises:
+        ModelError: on every rank; it names one.
+    """
+    digests = {name: fingerprint(value) for name, value in values.items()}
+    stage, world = run.program.step.stage, run.layout.world_size
+    everyone = gather_values((stage, digest(repr(digests))), world)
+    if len({stage for stage, _ in everyone}) == len(set(everyone)):
+        return
+    known: dict[tuple[int, str], tuple[int, int]] = {}
+    for rank, (of, theirs) in enumerate(gather_values((stage, digests), world)):
+        for name, number in theirs.items():
+            first, other = known.setdefault((of, name), (rank, number))
+            if other != number:
+                raise ModelError(
+                    f"run.gathered(): rank {rank} has written other values into {name} than rank {first}: a loop that writes alike "
+                    "on every rank works"
+                )
