@@ -301,7 +301,8 @@ TECHNIQUES = (
     ("workers (samestep.launch)", "runtime/processes/workers.py runtime/processes/worker.py"),
     (
         "launchers (torchrun, srun)",
-        "runtime/processes/launchers.py runtime/processes/join.py runtime/processes/hang_watch.py",
+        "runtime/processes/launchers.py runtime/processes/rank_variables.py runtime/processes/rank_order.py "
+        "runtime/processes/join.py runtime/processes/hang_watch.py",
     ),
     (
         "several hosts",

@@ -1,23 +1,31 @@
-"""Where launchers put a process: torchrun's variables, srun's, and half of them."""
+"""Where launchers put a process, by the variables of each."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from samestep.errors import JobError, WorkerError
-from samestep.runtime.processes.launchers import LaunchInfo, _first_host, _srun_info, _tasks_per_node, launch_info_from
+from samestep.runtime.processes.launch_info import LaunchInfo
+from samestep.runtime.processes.launchers import discover
+from samestep.runtime.processes.rank_variables import _first_host, _read_srun, _tasks_per_node
 from samestep.runtime.processes.this_host import agreed_name
 
 
 def test_torchruns_variables() -> None:
     env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "h"}
     env["MASTER_PORT"] = "29500"
-    assert launch_info_from(env) == LaunchInfo("torchrun", 5, 1, 8, 4, host="h", port=29500)
+    assert discover(env) == LaunchInfo("torchrun", 5, 1, 8, 4, host="h", port=29500)
     kept = env | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
-    assert launch_info_from(kept) == LaunchInfo("torchrun", 5, 1, 8, 4, host="h", port=29500, store_is_kept=True)
+    assert discover(kept) == LaunchInfo("torchrun", 5, 1, 8, 4, host="h", port=29500, store_is_kept=True)
 
 
 def test_ranks_agree_on_a_name_in_a_store_that_dead_ranks_have_written_to() -> None:
@@ -43,7 +51,7 @@ def test_ranks_agree_on_a_name_in_a_store_that_dead_ranks_have_written_to() -> N
 )
 def test_a_half_set_environment_is_refused(env: dict[str, str], words: str) -> None:
     with pytest.raises(JobError, match=words):
-        launch_info_from(env)
+        discover(env)
 
 
 _TASK = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_JOB_ID": "1234"}
@@ -53,13 +61,13 @@ _TASK |= {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9"}
 
 def test_sruns_variables() -> None:
     port = 20000 + (1234 * 31 + 3) % 10000
-    found = _srun_info(_TASK, resolves=lambda host: True)
+    found = _read_srun(_TASK, resolves=lambda host: True)
     assert found == LaunchInfo("srun", 5, 1, 8, 4, host="n03", port=port)
-    assert _srun_info(_TASK, resolves=lambda host: False).host == "10.0.0.9"
-    assert _srun_info(_TASK | {"MASTER_ADDR": "m", "MASTER_PORT": "9"}).port == 9
-    one_node = _srun_info(_TASK | {"SLURM_STEP_NODELIST": "n03", "SLURM_STEP_TASKS_PER_NODE": "8"})
+    assert _read_srun(_TASK, resolves=lambda host: False).host == "10.0.0.9"
+    assert _read_srun(_TASK | {"MASTER_ADDR": "m", "MASTER_PORT": "9"}).port == 9
+    one_node = _read_srun(_TASK | {"SLURM_STEP_NODELIST": "n03", "SLURM_STEP_TASKS_PER_NODE": "8"})
     assert (one_node.host, one_node.ranks_per_node) == ("127.0.0.1", 8)
-    dealt_out = _srun_info(_TASK | {"SLURM_DISTRIBUTION": "cyclic"}, resolves=lambda host: True)
+    dealt_out = _read_srun(_TASK | {"SLURM_DISTRIBUTION": "cyclic"}, resolves=lambda host: True)
     assert dealt_out.ranks_per_node == 1
 
 
@@ -73,3 +81,223 @@ def test_first_host_of_a_node_list(nodes: str, first: str) -> None:
 @pytest.mark.parametrize(("text", "tasks"), [("4(x2)", 4), ("4(x2),3", 1), ("2", 2), ("2,2", 2), ("", 1)])
 def test_tasks_per_node(text: str, tasks: int) -> None:
     assert _tasks_per_node(text) == tasks
+
+
+# ---------------------------------------------------------------- laws, of environments as each launcher makes them
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a run, as a launcher counts it."""
+
+    rank: int
+    world: int
+    local: int
+    here: int
+    host: int
+    num_hosts: int
+
+
+@st.composite
+def processes(draw: st.DrawFn) -> Process:
+    """Any process of a run of at least two, on hosts with different numbers of them, in blocks or in turn."""
+    counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda counts: sum(counts) > 1))
+    places = [(host, local) for host, count in enumerate(counts) for local in range(count)]
+    if draw(st.booleans()):
+        places.sort(key=lambda place: (place[1], place[0]))
+    rank = draw(st.integers(0, len(places) - 1))
+    host, local = places[rank]
+    return Process(rank, len(places), local, counts[host], host, len(counts))
+
+
+_AT = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+def _by_torchrun(one: Process) -> dict[str, str]:
+    given = {"RANK": one.rank, "WORLD_SIZE": one.world, "LOCAL_RANK": one.local, "LOCAL_WORLD_SIZE": one.here}
+    return {name: str(value) for name, value in given.items()} | _AT
+
+
+def _by_srun(one: Process) -> dict[str, str]:
+    given = {"SLURM_PROCID": one.rank, "SLURM_STEP_NUM_TASKS": one.world, "SLURM_LOCALID": one.local}
+    more = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": f"10.0.0.[1-{one.num_hosts}]"}
+    return {name: str(value) for name, value in given.items()} | more | {"SLURMD_NODENAME": f"n{one.host}"}
+
+
+def _by_open_mpi(one: Process) -> dict[str, str]:
+    given = {"RANK": one.rank, "SIZE": one.world, "LOCAL_RANK": one.local, "LOCAL_SIZE": one.here}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in given.items()} | _AT
+
+
+def _by_mpich(one: Process) -> dict[str, str]:
+    given = {"PMI_RANK": one.rank, "PMI_SIZE": one.world, "MPI_LOCALRANKID": one.local, "MPI_LOCALNRANKS": one.here}
+    return {name: str(value) for name, value in given.items()} | _AT
+
+
+def _by_flux(one: Process) -> dict[str, str]:
+    given = {"TASK_RANK": one.rank, "JOB_SIZE": one.world, "TASK_LOCAL_ID": one.local, "JOB_NNODES": one.num_hosts}
+    return {f"FLUX_{name}": str(value) for name, value in given.items()} | _AT
+
+
+RANKS = {"torchrun": _by_torchrun, "srun": _by_srun, "Open MPI": _by_open_mpi, "MPICH": _by_mpich, "Flux": _by_flux}
+NEEDED = {
+    "torchrun": ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "MPICH": ("PMI_RANK", "PMI_SIZE"),
+    "Flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+}
+
+
+@given(processes(), st.sampled_from([*RANKS]))
+def test_each_launchers_variables_give_its_position(one: Process, launcher: str) -> None:
+    found = discover(RANKS[launcher](one))
+    assert (found.launcher, found.rank, found.world_size, found.local_rank) == (
+        launcher,
+        one.rank,
+        one.world,
+        one.local,
+    )
+    assert found.is_engine
+    assert found.host
+    assert 0 < found.port < 1 << 16
+
+
+@given(processes(), st.sampled_from([*RANKS]), st.data())
+def test_a_half_set_environment_is_refused_by_the_missing_variable(one: Process, launcher: str, data: Any) -> None:
+    gone = data.draw(st.sampled_from(NEEDED[launcher]))
+    env = RANKS[launcher](one)
+    env[gone] = ""
+    if data.draw(st.booleans()):
+        del env[gone]
+    with pytest.raises(JobError, match=rf"(set but|and) {gone}\b.* not; {launcher} sets all of them"):
+        discover(env)
+
+
+@given(processes(), st.lists(st.sampled_from([*RANKS]), min_size=2, max_size=5, unique=True))
+def test_the_first_complete_launcher_is_taken(one: Process, launchers: list[str]) -> None:
+    env: dict[str, str] = {}
+    for launcher in launchers:
+        env |= RANKS[launcher](one)
+    found = discover(env)
+    assert found.launcher == next(name for name in RANKS if name in launchers)
+    assert (found.rank, found.world_size) == (one.rank, one.world)
+
+
+@given(processes(), st.sampled_from([*RANKS][1:]), st.sampled_from(["RANK", "WORLD_SIZE", "LOCAL_RANK"]), st.data())
+def test_a_variable_of_another_launcher_that_contradicts_is_refused_by_name(
+    one: Process, launcher: str, name: str, data: Any
+) -> None:
+    env, right = RANKS[launcher](one), {"RANK": one.rank, "WORLD_SIZE": one.world, "LOCAL_RANK": one.local}[name]
+    assert discover(env | {name: str(right)}) == discover(env)
+    wrong = data.draw(st.integers(0, 20).filter(lambda number: number != right))
+    with pytest.raises(JobError, match=f"{name}={wrong} contradicts {launcher}, which says {right}"):
+        discover(env | {name: str(wrong)})
+
+
+@given(processes(), st.sampled_from([*RANKS]))
+def test_no_rank_beyond_the_world_is_taken(one: Process, launcher: str) -> None:
+    env = RANKS[launcher](dataclasses.replace(one, rank=one.world))
+    with pytest.raises(JobError, match=rf"={one.world} is not a rank of \w+={one.world}"):
+        discover(env)
+    if launcher in ("torchrun", "Open MPI", "MPICH"):
+        with pytest.raises(JobError, match=f"={one.here} contradicts"):
+            discover(RANKS[launcher](dataclasses.replace(one, local=one.here)))
+        with pytest.raises(JobError, match=f"={one.world + 1} contradicts"):
+            discover(RANKS[launcher](dataclasses.replace(one, here=one.world + 1)))
+
+
+@given(processes(), st.sampled_from([*RANKS][1:]))
+def test_a_task_of_many_with_a_world_of_one_is_refused(one: Process, launcher: str) -> None:
+    world_of_one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    with pytest.raises(JobError, match=f"={one.world}, yet WORLD_SIZE=1: each of the {one.world} processes"):
+        discover(RANKS[launcher](one) | world_of_one)
+    with pytest.raises(JobError, match="yet WORLD_SIZE=1"):
+        discover(RANKS[launcher](one) | world_of_one | {"TORCHELASTIC_RUN_ID": "x"})
+    assert discover(RANKS[launcher](one) | world_of_one | {"RAY_RAYLET_PID": "1"}).launcher == "Ray"
+
+
+def test_what_torchrun_starts_in_each_task_of_a_step_is_torchruns() -> None:
+    task = _by_srun(Process(1, 2, 0, 1, 1, 2))
+    rank = _by_torchrun(Process(5, 8, 1, 4, 1, 2)) | {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "1"}
+    assert discover(task | rank) == LaunchInfo("torchrun", 5, 1, 8, 4, host="10.0.0.1", port=29500, node="agent 1")
+    odd = _by_torchrun(Process(2, 3, 0, 1, 1, 2))
+    assert discover(task | odd | {"TORCHELASTIC_RUN_ID": "x"}).world_size == 3
+    with pytest.raises(JobError, match="WORLD_SIZE=3 contradicts SLURM_STEP_NUM_TASKS=2"):
+        discover(task | odd)
+
+
+def test_what_mpirun_starts_by_daemons_that_are_tasks_of_a_step_is_mpiruns() -> None:
+    daemon, rank = _by_srun(Process(1, 2, 0, 1, 1, 2)), _by_open_mpi(Process(5, 8, 1, 4, 1, 2))
+    assert discover(daemon | rank | {"OMPI_MCA_ess_base_jobid": "7"}).rank == 5
+    with pytest.raises(JobError, match="OMPI_COMM_WORLD_RANK=5 of 8 contradicts SLURM_PROCID=1 of 2"):
+        discover(daemon | rank)
+
+
+_JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[1-2]"}
+SHELLS = {
+    "salloc": _JOB,
+    "sbatch": _JOB | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TASK_PID": "10"},
+    "an interactive step": _JOB | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"},
+    "a terminal": _by_srun(Process(0, 4, 0, 2, 0, 2)) | _JOB | {"SLURM_PTY_PORT": "1", "SLURM_TASK_PID": "10"},
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_inside_an_allocation_is_no_task(shell: str) -> None:
+    assert discover(SHELLS[shell], pid=11) == LaunchInfo("alone", inside="Slurm job 7 of 2 nodes")
+
+
+def test_a_task_in_a_terminal_is_a_task() -> None:
+    assert discover(SHELLS["a terminal"], pid=10).world_size == 4
+
+
+HOSTS: dict[str, Callable[[int, int, int], dict[str, str]]] = {
+    "Kubernetes": lambda index, count, ranks: (
+        {"PET_NNODES": f"{count}", "PET_NODE_RANK": f"{index}", "PET_NPROC_PER_NODE": f"{ranks}"}
+        | {"PET_MASTER_ADDR": "h0", "PET_MASTER_PORT": "29500"}
+    ),
+    "SkyPilot": lambda index, count, ranks: (
+        {"SKYPILOT_NODE_RANK": f"{index}", "SKYPILOT_NUM_NODES": f"{count}", "SKYPILOT_NUM_GPUS_PER_NODE": f"{ranks}"}
+        | {"SKYPILOT_NODE_IPS": "\n".join(f"h{one}" for one in range(count))}
+    ),
+    "dstack": lambda index, count, ranks: (
+        {"DSTACK_NODE_RANK": f"{index}", "DSTACK_NODES_NUM": f"{count}", "DSTACK_GPUS_PER_NODE": f"{ranks}"}
+        | {"DSTACK_MASTER_NODE_IP": "h0"}
+    ),
+}
+HOSTS_NEED = {
+    "Kubernetes": ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
+    "SkyPilot": ("SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"),
+    "dstack": ("DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "DSTACK_MASTER_NODE_IP"),
+}
+
+
+@given(st.sampled_from([*HOSTS]), st.integers(2, 5), st.integers(0, 9), st.data())
+def test_a_process_on_each_host_is_told_its_host(launcher: str, count: int, ranks: int, data: Any) -> None:
+    index = data.draw(st.integers(0, count - 1))
+    env = HOSTS[launcher](index, count, ranks)
+    found = discover(env)
+    assert (found.launcher, found.host_index, found.num_hosts, found.host) == (launcher, index, count, "h0")
+    assert found.ranks_per_node == ranks
+    assert not found.is_engine
+    gone = data.draw(st.sampled_from(HOSTS_NEED[launcher]))
+    with pytest.raises(JobError, match=rf"(set but|and) {gone}\b.* not; {launcher} sets all of them"):
+        discover({name: value for name, value in env.items() if name != gone})
+    with pytest.raises(JobError, match=f"={count} is not a rank of"):
+        discover(HOSTS[launcher](count, count, ranks))
+    assert discover(HOSTS[launcher](0, 1, ranks)).launcher == "alone"
+    with pytest.raises(JobError, match=f"={count}, yet WORLD_SIZE=1"):
+        discover(env | {"RANK": "0", "WORLD_SIZE": "1"})
+
+
+def test_a_pod_of_an_indexed_job() -> None:
+    env = {"PET_NNODES": "2", "PET_MASTER_ADDR": "h0", "PET_MASTER_PORT": "1", "JOB_COMPLETION_INDEX": "1"}
+    assert discover(env).host_index == 1
+    with pytest.raises(JobError, match="PET_NODE_RANK=0 contradicts JOB_COMPLETION_INDEX=1"):
+        discover(env | {"PET_NODE_RANK": "0"})
+    with pytest.raises(JobError, match="JOB_COMPLETION_INDEX is set but PET_NNODES and PET_MASTER_ADDR and PET_MASTER"):
+        discover({"JOB_COMPLETION_INDEX": "1"})
+    assert discover({"JOB_COMPLETION_INDEX": "0"}).launcher == "alone"
+    with pytest.raises(JobError, match="PET_NNODES=1:4 is a range, which torchrun takes"):
+        discover(env | {"PET_NNODES": "1:4"})

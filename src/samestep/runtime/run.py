@@ -44,7 +44,7 @@ from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.next_labels import NextLabels
 from samestep.runtime.optimizers.optimizer_source import OptimizerLike, optimizer_source
 from samestep.runtime.optimizers.optimizer_step import Updater
-from samestep.runtime.processes import join, mesh
+from samestep.runtime.processes import join, mesh, rank_order
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.mesh import forget_groups
 from samestep.runtime.processes.messages import gather_values
@@ -474,6 +474,7 @@ def parallelize(
         where = Layout(dp_replicate=place.world_size)
     try:
         mesh.check_world(where)
+        rank_order.check(where, place.hosts)
     except LayoutError:
         if not had_joined:  # a process in no group may still fork the ranks that the refusal asks for
             join.leave()

@@ -28,7 +28,7 @@ from samestep.program.update_rules import states_per_param
 from samestep.runtime.axes import compiled_blocks, forward_state, recompute
 from samestep.runtime.checkpoints import manifests
 from samestep.runtime.optimizers.optimizer_source import check_optimizer
-from samestep.runtime.processes import workers
+from samestep.runtime.processes import rank_order, workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import broadcast_value
 from samestep.simulation.memory import MemoryUse, at_rest
@@ -132,6 +132,8 @@ def check(
     per_node = place.ranks_per_node if place else job.run.ranks_per_node
     if per_node is None and num_hosts > 1:
         per_node = shares(where.world_size, num_hosts)[0]
+    if place:
+        rank_order.check(where, place.hosts)
     where, why = place_workload(workload, where, per_node, why)
     return Checked(workload, where, folder, until, resume_from, first_weights, why, passed_over, per_node)
 

@@ -165,7 +165,8 @@ def train(
             raise JobError(
                 f"{flag} starts workers of its own, and the launcher has started this one: leave it out{more}"
             )
-        place = join.join(run.device, timeout_s=run.timeout_s, ranks_per_node=run.ranks_per_node, threads=run.threads)
+        given_to_join: dict[str, Any] = {"timeout_s": run.timeout_s, "ranks_per_node": run.ranks_per_node}
+        place = join.join(run.device, **given_to_join, threads=run.threads, may_renew=True)
     if rendezvous is None:
         return _lead_workers(job, given, place, prove, Elasticity(least_ranks, layout == AUTO))
     return _on_hosts(job, given, prove, least_ranks, rendezvous)

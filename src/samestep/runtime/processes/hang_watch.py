@@ -35,8 +35,8 @@ from collections.abc import Iterator, Sequence
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from samestep.errors import WorkerError
+from samestep.runtime.processes import join
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.processes.launchers import launch_info_from
 from samestep.runtime.processes.whereabouts import Whereabouts, lacks, whereabouts_of
 
 _NAMED_AFTER_S = 10.0
@@ -178,14 +178,15 @@ def watching(place: RankInfo, hang_s: float, name: str) -> Iterator[None]:
 
     Every rank calls it, with one `name` that no other start of the run has.
     """
-    info = launch_info_from(os.environ)
-    if place.world_size == 1 or not info.host:
+    address = join.store_address()
+    if address is None:
         yield
         return
-    watch = _Watch(place, hang_s, f"{info.host}:{info.port}")
+    host, port = address
+    watch = _Watch(place, hang_s, f"{host}:{port}")
     # A separate connection: a call of the process group may hold the other one for long.
     limit = datetime.timedelta(seconds=hang_s)
-    store = PrefixStore(f"watch/{name}", TCPStore(info.host, info.port, is_master=False, timeout=limit))
+    store = PrefixStore(f"watch/{name}", TCPStore(host, port, is_master=False, timeout=limit))
     telling = threading.Thread(target=watch.tell, args=(store,), daemon=True)
     guarding = threading.Thread(target=watch.guard, daemon=True)
     for thread in (telling, guarding):

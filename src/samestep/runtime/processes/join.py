@@ -6,11 +6,13 @@ on which all ranks must agree before they act. `runtime/processes/launchers.py` 
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import errno
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -22,10 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from samestep.building.torch_seams import default_store
 from samestep.errors import JobError, WorkerError
 from samestep.job_tables import NO_MPS
 from samestep.output.temporary_folder import compiler_cache
-from samestep.runtime.processes.launchers import LaunchInfo, by_srun, by_torchrun, launch_info_from
+from samestep.runtime.processes import rank_order
+from samestep.runtime.processes.launch_info import UNKNOWN, LaunchInfo
+from samestep.runtime.processes.launchers import discover
 from samestep.runtime.processes.mesh import forget_groups
 from samestep.runtime.processes.this_host import LOOPBACK, agreed_name, bind_near, interface_towards, keep_freed_memory
 
@@ -43,11 +48,14 @@ class RankInfo:
     world_size: int
     ranks_per_node: int
     device: torch.device
+    hosts: tuple[int, ...] = ()
+    """The host of each rank, in a process group that existed and in which those of one host are no neighbours; empty otherwise."""
 
 
 @dataclass(frozen=True)
 class _Joined:
     place: RankInfo
+    info: LaunchInfo
     made_group: bool
     old_handlers: Mapping[int, Any]
     borrowed_variables: tuple[str, ...]
@@ -60,17 +68,27 @@ _is_save_wanted = False
 
 
 def is_launched_from_outside() -> bool:
-    """Return whether torchrun or srun started this process as one of several, so that it must only join."""
-    return by_torchrun(os.environ) or by_srun(os.environ)
+    """Return whether another launcher started this process as a rank, so that it must only join.
+
+    Raises:
+        JobError: the launcher's variables are incomplete, or contradict each other.
+    """
+    return (_launch_info or discover()).is_engine
 
 
 def join(
-    device: str = "auto", *, timeout_s: float = 600.0, ranks_per_node: int | None = None, threads: int | None = None
+    device: str = "auto",
+    *,
+    timeout_s: float = 600.0,
+    ranks_per_node: int | None = None,
+    threads: int | None = None,
+    may_renew: bool = False,
 ) -> RankInfo:
     """Make this process a rank of its run, and return its rank, machine and device.
 
-    The process group is gloo on CPUs and nccl on GPUs (without gloo: the few scalars of a step are on the device). An
-    existing group is used as it is. A process that nobody launched is a run of one rank.
+    The process group is gloo on CPUs and nccl on GPUs (without gloo: the few scalars of a step are on the device), and its
+    ranks are numbered so that those of one host are neighbours (`rank_order.py`). An existing group is used as it is. A
+    process that nobody launched is a run of one rank.
 
     Collective over the world: every process of the run calls it once; if one does not, the others wait for `timeout_s`.
 
@@ -79,6 +97,7 @@ def join(
         timeout_s: seconds to wait for the other ranks, and later for any collective.
         ranks_per_node: overrides the launcher's number.
         threads: CPU threads of this process; without it they stay as they are.
+        may_renew: whether an existing group whose ranks of one host are no neighbours may be replaced, if it is the only one.
 
     Raises:
         JobError: the launcher's variables are incomplete, or there is no such device.
@@ -87,35 +106,40 @@ def join(
     global _joined
     if _joined is not None and dist.is_initialized():
         return _joined.place
-    info = _launch_info or launch_info_from(os.environ)
+    info = _launch_info or discover()
     if threads is not None:
         torch.set_num_threads(threads)
     made_group = not dist.is_initialized()
-    if not made_group:
-        info = _info_in_existing_group(info)
-    per_node = check_ranks_per_node(ranks_per_node or info.ranks_per_node, info.world_size)
     kind = resolve_device(device)
     # Before a device is chosen, which is the first use of a GPU.
     borrowed = set_defaults(allocator_variables(kind) | compiler_cache()) if made_group else ()
     try:
+        info, store, hosts = _meet(info, timeout_s) if made_group else _meet_in_group(info, kind, may_renew)
+        per_node = check_ranks_per_node(ranks_per_node or info.ranks_per_node, info.world_size)
         where = _device_of(info, kind)
         if info.world_size > 1:
             bind_near(where)
         if kind == "cpu" and info.launcher != "alone":  # a process of the user keeps its heap
             keep_freed_memory()
-        if made_group:
+        if store is not None:
             # A run of one rank opens no port to the network: gloo listens even then, on the interface of this variable.
             borrowed += set_defaults(_interfaces_of(info))
-            per_node = _init_process_group(info, where, timeout_s, per_node)
+            per_node = _init_process_group(info, store, where, timeout_s, per_node)
     except BaseException:
         _return(borrowed)
         raise
     # A process of the user keeps its signal handlers: its code may never call stop_requested().
-    handlers = _listen_for_stop() if info.launcher in ("torchrun", "srun") else {}
+    handlers = _listen_for_stop() if info.is_engine else {}
     local_rank = info.local_rank if per_node == info.ranks_per_node else info.rank % per_node
-    place = RankInfo(info.rank, local_rank, info.world_size, per_node, where)
-    _joined = _Joined(place, made_group, handlers, borrowed)
+    place = RankInfo(info.rank, local_rank, info.world_size, per_node, where, hosts)
+    _joined = _Joined(place, info, store is not None, handlers, borrowed)
     return place
+
+
+def store_address() -> tuple[str, int] | None:
+    """Return the host and port of the store where the ranks of this run met; None where it has no address."""
+    info = _joined.info if _joined else None
+    return (info.host, info.port) if info and info.host and info.world_size > 1 else None
 
 
 def become_worker(info: LaunchInfo) -> None:
@@ -223,12 +247,63 @@ def _return(variables: tuple[str, ...]) -> None:
         os.environ.pop(name, None)
 
 
-def _info_in_existing_group(info: LaunchInfo) -> LaunchInfo:
-    """Return this process's position in a group that its user created, which knows no machines."""
+def _meet(info: LaunchInfo, timeout_s: float) -> tuple[LaunchInfo, Store | None, tuple[int, ...]]:
+    """Meet the other ranks in their store, and return this process's position in our order of ranks, with the store; no hosts.
+
+    Collective over the world: every rank calls it; if one does not, the others wait for `timeout_s`.
+
+    Raises:
+        JobError: a rank was given to two processes.
+        WorkerError: the other ranks were not met in time.
+    """
+    began, store = time.monotonic(), None
+    try:
+        store = _store_of(info, datetime.timedelta(seconds=timeout_s))
+        store.set_timeout(datetime.timedelta(seconds=timeout_s))
+        if info.launcher == "samestep" or info.world_size == 1:
+            return info, store, ()  # samestep's own launcher counts by hosts
+        rank, local_rank, per_node, text = rank_order.agree(store, info, timeout_s)
+    except RuntimeError as error:
+        if info.launcher == "samestep":
+            raise  # the parent reports which worker is missing
+        reason = rank_order.never_came(store, info.world_size) or str(error).splitlines()[0]
+        raise WorkerError(
+            f"rank {info.rank} of {info.world_size} ({info.launcher}) did not meet the other ranks at "
+            f"{info.host}:{info.port} within {time.monotonic() - began:.0f} s: {reason}"
+        ) from error
+    if text:
+        print(f"samestep: {text}", file=sys.stderr, flush=True)
+    return dataclasses.replace(info, rank=rank, local_rank=local_rank, ranks_per_node=per_node), store, ()
+
+
+def _meet_in_group(
+    info: LaunchInfo, device_type: str, may_renew: bool
+) -> tuple[LaunchInfo, Store | None, tuple[int, ...]]:
+    """Return this process's position in a group that its user or Ray made, and the hosts of its ranks if they are mixed.
+
+    With `may_renew`, a group of mixed hosts that is the only one of each process is ended; the store, in which a new one can
+    be made, is returned with the position in that one.
+
+    Collective over the world: every rank calls it; if one does not, the others wait for it until the time limit.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
-    if (info.rank, info.world_size) == (rank, world):
-        return info
-    return LaunchInfo("the user", rank, rank, world, world)
+    if (info.rank, info.world_size) != (rank, world):
+        info = LaunchInfo("the user", rank, UNKNOWN, world, world)
+    if world == 1:
+        return dataclasses.replace(info, local_rank=0), None, ()
+    device = torch.device(device_type, max(0, info.local_rank)) if device_type == "cuda" else torch.device("cpu")
+    found, is_shared = rank_order.of_existing_group(info, device)
+    is_mixed = [*found.hosts] != sorted(found.hosts)
+    if is_mixed and may_renew and not is_shared:
+        store = PrefixStore("samestep/renewed", default_store())
+        dist.destroy_process_group()
+        forget_groups()
+        new = (found.ranks[rank], found.local_ranks[rank], world, found.ranks_per_node)
+        return LaunchInfo(info.launcher, *new, host=info.host, port=info.port), store, ()
+    local_rank = found.local_ranks[rank] if info.local_rank == UNKNOWN else info.local_rank
+    per_node = 1 if is_mixed else found.ranks_per_node
+    info = dataclasses.replace(info, local_rank=local_rank, ranks_per_node=per_node)
+    return info, None, found.hosts if is_mixed else ()
 
 
 def resolve_device(device: str) -> str:
@@ -266,26 +341,24 @@ def _device_of(info: LaunchInfo, device_type: str) -> torch.device:
     return device
 
 
-def _init_process_group(info: LaunchInfo, device: torch.device, timeout_s: float, ranks_per_node: int) -> int:
+def _init_process_group(
+    info: LaunchInfo, store: Store, device: torch.device, timeout_s: float, ranks_per_node: int
+) -> int:
     """Make the process group; return the ranks per node, or 1 where machines have different numbers of ranks.
 
     Collective over the world: every rank calls it; if one does not, the others wait for `timeout_s`.
 
     Raises:
-        WorkerError: the other ranks were not met in time.
+        WorkerError: the other ranks did not answer in time.
     """
-    timeout, began, store = datetime.timedelta(seconds=timeout_s), time.monotonic(), None
     cuda = device.type == "cuda"
     try:
-        store = _store_of(info, timeout)
-        store.set_timeout(timeout)
-        store.set(f"{_CAME}/{info.rank}", "")
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=store,
             rank=info.rank,
             world_size=info.world_size,
-            timeout=timeout,
+            timeout=datetime.timedelta(seconds=timeout_s),
             device_id=device if cuda else None,
         )
         # Until all have met, none may leave: gloo would report a closed connection to those that still connect.
@@ -294,30 +367,12 @@ def _init_process_group(info: LaunchInfo, device: torch.device, timeout_s: float
     except RuntimeError as error:
         if info.launcher == "samestep":
             raise  # the parent reports which worker is missing
-        reason = _never_came(store, info.world_size) or str(error).splitlines()[0]
         raise WorkerError(
-            f"rank {info.rank} of {info.world_size} ({info.launcher}) did not meet the other ranks at "
-            f"{info.host}:{info.port} within {time.monotonic() - began:.0f} s: {reason}"
+            f"rank {info.rank} of {info.world_size} ({info.launcher}) met the other ranks at {info.host}:{info.port}, and cannot "
+            f"connect to them: {str(error).splitlines()[0]}"
         ) from error
     least, most = agreed[0].item(), -agreed[1].item()
     return ranks_per_node if least == most else 1  # machines with unequal numbers of ranks
-
-
-_CAME = "samestep/came"
-"""The key, in the store, of each rank that has reached it."""
-
-
-def _never_came(store: Store | None, world_size: int) -> str:
-    """Return the ranks that never reached the store, as text; empty where all did, or where the store is gone too."""
-    absent = []
-    try:
-        absent = [rank for rank in range(world_size) if store is None or not store.check([f"{_CAME}/{rank}"])]
-    except RuntimeError:
-        return ""
-    if not absent or len(absent) == world_size:
-        return ""
-    more = ", ..." if len(absent) > 8 else ""
-    return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:8]))}{more} never came"
 
 
 def _store_of(info: LaunchInfo, timeout: datetime.timedelta) -> Store:

@@ -1,135 +1,125 @@
-"""The launcher of this process, and the process's position in the run: the only file that reads rank variables.
+"""The launcher of this process, and the process's position in the run.
 
-Sources: torch.distributed.run (RANK, LOCAL_RANK, TORCHELASTIC_*), srun(1) (SLURM_PROCID, SLURM_STEP_*).
+`discover` looks for one launcher after another, and takes the first whose variables are complete:
+
+```
+one process for each rank    torchrun, Ray Train     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
+                             srun                    SLURM_PROCID, SLURM_STEP_*
+                             mpirun of Open MPI      OMPI_COMM_WORLD_*
+                             mpiexec of MPICH, PALS  PMI_RANK, PMI_SIZE
+                             Flux                    FLUX_TASK_RANK, FLUX_JOB_SIZE
+one process for each host    Kubernetes              PET_*, JOB_COMPLETION_INDEX
+                             SkyPilot, dstack        SKYPILOT_*, DSTACK_*
+```
+A process that is started once on each host starts that host's ranks. Variables of which some are missing, and variables that
+contradict each other, are refused by name. A shell inside an allocation has the variables of the allocation, yet is no
+task of a step of several: it starts workers of its own.
 """
 
 from __future__ import annotations
 
-import re
-import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping
 
 from samestep.errors import JobError
+from samestep.runtime.processes.launch_info import ALONE, UNKNOWN, LaunchInfo, number
+from samestep.runtime.processes.rank_variables import ENGINES, OPEN_MPI, is_shell, missing_srun
 
 
-@dataclass(frozen=True)
-class LaunchInfo:
-    """The position that a launcher gives to one process, before it joins."""
-
-    launcher: str
-    """Name of the launcher: samestep, torchrun, srun, or alone."""
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    ranks_per_node: int = 1
-    host: str = ""
-    port: int = 0
-    path: str = ""
-    """File through which samestep's workers find each other; others use host:port."""
-    store_is_kept: bool = False
-    """Whether the store at host:port is that of another process, and may hold what earlier starts wrote; else rank 0 holds it."""
-
-
-def by_torchrun(env: Mapping[str, str]) -> bool:
-    """Return whether the rank variables are set, by torchrun or by hand."""
-    return "RANK" in env and "WORLD_SIZE" in env
-
-
-def by_srun(env: Mapping[str, str]) -> bool:
-    """Return whether srun started this process as one task of several."""
-    # Only a step has SLURM_STEP_NUM_TASKS: a batch script has SLURM_PROCID=0 and its job's SLURM_NTASKS, yet runs once.
-    return "SLURM_PROCID" in env and _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1
-
-
-def launch_info_from(env: Mapping[str, str]) -> LaunchInfo:
+def discover(env: Mapping[str, str] | None = None, *, pid: int | None = None) -> LaunchInfo:
     """Return the position that the environment gives to this process.
 
-    Raises:
-        JobError: the variables are incomplete, or not integers.
-    """
-    if by_torchrun(env):
-        return _torchrun_info(env)
-    return _srun_info(env) if by_srun(env) else LaunchInfo("alone")
-
-
-def _torchrun_info(env: Mapping[str, str]) -> LaunchInfo:
-    """Read torchrun's variables, or the same ones set by hand."""
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
-    rank, world = _number(env, "RANK"), _number(env, "WORLD_SIZE")
-    if missing and world > 1:
-        raise JobError(f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not; torchrun sets all of them")
-    if not 0 <= rank < world:
-        raise JobError(f"RANK={rank} is not a rank of WORLD_SIZE={world}; ranks are 0 to WORLD_SIZE - 1")
-    if world == 1:
-        return LaunchInfo("torchrun")
-    per_node = _number(env, "LOCAL_WORLD_SIZE", world)
-    return LaunchInfo(
-        "torchrun",
-        rank,
-        _number(env, "LOCAL_RANK", rank % per_node),
-        world,
-        per_node if world % per_node == 0 else 1,
-        host=env["MASTER_ADDR"],
-        port=_number(env, "MASTER_PORT"),
-        store_is_kept=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
-
-
-def _resolves(host: str) -> bool:
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return False
-    return True
-
-
-def _srun_info(env: Mapping[str, str], resolves: Callable[[str], bool] = _resolves) -> LaunchInfo:
-    """Read the variables that srun gives to each task of a step."""
-    rank, world = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
-    host = _first_host(nodes)  # rank 0 runs there, in every distribution but `arbitrary`
-    per_node = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    if not re.search(r"[,\[]", nodes):
-        host, per_node = "127.0.0.1", world
-    elif not resolves(host) and "SLURM_LAUNCH_NODE_IPADDR" in env:
-        host = env["SLURM_LAUNCH_NODE_IPADDR"]
-    if env.get("SLURM_DISTRIBUTION", "block").startswith(("cyclic", "plane", "arbitrary")) or world % per_node:
-        per_node = 1  # neighbouring ranks are not on one machine
-    # Each step needs a different port that all its tasks can derive.
-    port = 20000 + (_number(env, "SLURM_JOB_ID", 0) * 31 + _number(env, "SLURM_STEP_ID", 0)) % 10000
-    return LaunchInfo(
-        "srun",
-        rank,
-        _number(env, "SLURM_LOCALID", 0),
-        world,
-        per_node,
-        host=env.get("MASTER_ADDR", host),
-        port=_number(env, "MASTER_PORT", port),
-    )
-
-
-def _first_host(nodes: str) -> str:
-    """Return the first host of a Slurm list: `n[03-05,7],m1` -> `n03`."""
-    head = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", head.group() if head else "")
-
-
-def _tasks_per_node(text: str) -> int:
-    """Return the number of tasks on every node: `4(x2)` -> 4; 1 where they differ (`4(x2),3`) or are not given."""
-    counts = {int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", text)}
-    return counts.pop() if len(counts) == 1 else 1
-
-
-def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return an integer from the environment.
+    Args:
+        env: the variables; by default those of this process.
+        pid: the number of the process, by which a task of a Slurm step differs from what a shell in it starts.
 
     Raises:
-        JobError: the variable is not an integer.
+        JobError: variables of a launcher are missing, contradict each other, or are no whole numbers.
     """
-    if name not in env and default is not None:
-        return default
-    try:
-        return int(env[name])
-    except ValueError:
-        raise JobError(f"{name}={env[name]} is not a whole number; the launcher (torchrun, srun) sets it") from None
+    env, pid = os.environ if env is None else env, os.getpid() if pid is None else pid
+    half = ""
+    for engine in ENGINES:
+        if (engine.name == "srun" and is_shell(env, pid)) or (missing := engine.missing(env)) is None:
+            continue
+        if not missing:
+            found = engine.read(env)
+            _check_against_others(found, env, pid)
+            return found
+        shown = engine.shown(env)
+        half = half or (
+            f"{' and '.join(shown)} {'is' if len(shown) == 1 else 'are'} set but {' and '.join(missing)} not; "
+            f"{engine.name} sets all of them"
+        )
+    if half:
+        raise JobError(half)
+    return LaunchInfo(ALONE, inside=_allocation(env))
+
+
+def _check_against_others(found: LaunchInfo, env: Mapping[str, str], pid: int) -> None:
+    """Refuse what other variables say otherwise than the launcher that was found.
+
+    Raises:
+        JobError: they contradict it.
+    """
+    if found.num_hosts > 1:
+        return
+    if found.launcher == "Ray":  # a cluster of Ray may be inside any step
+        return
+    if found.launcher == "torchrun":
+        for name, tasks in (*_tasks(env, pid), *_hosts(env)):
+            if found.world_size == 1:
+                raise JobError(
+                    f"{name}={tasks}, yet WORLD_SIZE=1: each of the {tasks} processes would be a run of its own; no RANK and "
+                    f"WORLD_SIZE, or torchrun --nnodes {tasks} --rdzv-backend c10d --rdzv-endpoint HOST:PORT works"
+                )
+        for name, tasks in _tasks(env, pid):
+            if "TORCHELASTIC_RUN_ID" not in env and found.world_size % tasks:
+                raise JobError(
+                    f"WORLD_SIZE={found.world_size} contradicts {name}={tasks}: WORLD_SIZE={tasks}, or no WORLD_SIZE works"
+                )
+        return
+    theirs = {"RANK": found.rank, "WORLD_SIZE": found.world_size, "LOCAL_RANK": found.local_rank}
+    for name, value in theirs.items():
+        if name in env and value != UNKNOWN and number(env, name) != value:
+            raise JobError(
+                f"{name}={env[name]} contradicts {found.launcher}, which says {value}: without {name} it works"
+            )
+    if found.launcher == "srun" and OPEN_MPI.missing(env) == []:
+        other = OPEN_MPI.read(env)
+        if (other.rank, other.world_size) != (found.rank, found.world_size):
+            raise JobError(
+                f"OMPI_COMM_WORLD_RANK={other.rank} of {other.world_size} contradicts SLURM_PROCID={found.rank} of {found.world_size}: "
+                f"srun or mpirun alone works"
+            )
+
+
+def _tasks(env: Mapping[str, str], pid: int) -> Iterator[tuple[str, int]]:
+    """Yield the variables in which a launcher says that this process is one of several tasks, with their number."""
+    if not is_shell(env, pid) and missing_srun(env) == []:
+        yield "SLURM_STEP_NUM_TASKS", number(env, "SLURM_STEP_NUM_TASKS")
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE"):
+        if number(env, name, 1) > 1:
+            yield name, number(env, name)
+
+
+def _hosts(env: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    """Yield the variables in which a launcher says that this host is one of several, with their number."""
+    for name in ("PET_NNODES", "SKYPILOT_NUM_NODES", "DSTACK_NODES_NUM"):
+        if env.get(name, "").isdecimal() and int(env[name]) > 1:
+            yield name, int(env[name])
+
+
+def _allocation(env: Mapping[str, str]) -> str:
+    """Return the allocation that this process is inside of, in words; empty where it is in none."""
+    if "SLURM_JOB_ID" in env:
+        nodes = env.get("SLURM_JOB_NUM_NODES") or env.get("SLURM_NNODES", "")
+        of = f" of {nodes} nodes" if nodes.isdecimal() and int(nodes) > 1 else ""
+        return f"Slurm job {env['SLURM_JOB_ID']}{of}"
+    for name, words in (
+        ("FLUX_JOB_ID", "Flux job"),
+        ("SKYPILOT_TASK_ID", "SkyPilot task"),
+        ("DSTACK_RUN_ID", "dstack run"),
+    ):
+        if name in env:
+            return f"{words} {env[name]}"
+    return ""
