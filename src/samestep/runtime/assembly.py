@@ -271,7 +271,7 @@ def _cut(decided: _Decided, mesh: meshes.Mesh) -> _AppliedAxes:
     """Let the axes work on the modules, from the inside out; the weights are still on the meta device."""
     traced, program = decided.traced, decided.program
     plan, model = traced.blueprint, traced.module
-    precision.apply(traced, program)
+    precision.apply(traced, program, mesh.device)
     for name in plan.rounded:
         module = model.get_submodule(name.rpartition(".")[0])
         nf4.multiply_packed(module, traced.facts.is_transposed(module))
@@ -279,6 +279,7 @@ def _cut(decided: _Decided, mesh: meshes.Mesh) -> _AppliedAxes:
         twin.apply(traced, program, mesh)
     slicing = context.Slicing(model, program, mesh) if program.step.layout.cp > 1 else context.WholeSequences()
     norms = batch_norm.BatchNorms(model, program, mesh)
+    precision.fold_casts(model, program)
     compiled = compile_blocks(traced, program, decided.job.run)
     dropout.leave_out(model, compiled.in_graph)
     dropout.track_modules(model)

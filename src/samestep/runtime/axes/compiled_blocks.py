@@ -46,7 +46,6 @@ from samestep.examination.traced_model import TracedModel
 from samestep.job_tables import RunTable
 from samestep.program.program import Program
 from samestep.randomness.dropped_attention import MaskSource
-from samestep.runtime.axes import precision
 
 _ISLAND = "samestep keeps it outside of the graph"
 _CHANGES = 8
@@ -278,7 +277,7 @@ def compile_blocks(traced: TracedModel, program: Program, settings: RunTable) ->
             inner = f"{path}.{name}"
             _refuse_compiled(inner, child)
             own = vars(child).get("forward")
-            yield inner.count("."), name, type(child), getattr(own, "__code__", own), *precision.fold_casts(child)
+            yield inner.count("."), name, type(child), getattr(own, "__code__", own)
             if inner in uncompiled or inner in units or _has_hooks(child):
                 has_graph = inner not in uncompiled and any(True for _ in child.children())
                 if has_graph and child not in seen:

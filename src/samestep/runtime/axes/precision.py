@@ -2,7 +2,7 @@
 
 No autocast. Under bf16 and fp16 weights are held in the compute dtype, and floating inputs of blocks and of modules
 that own weights are cast to it; a module without weights, such as a table of sines, computes in the dtype it is given.
-Norms compute in float32 and return the dtype they were given; a shared weight stays in float32 and is cast at each
+Norms compute in float32 and return the dtype they were given (`fused_norms.py`: as one kernel where that gives the same); a shared weight stays in float32 and is cast at each
 use, so that its gradients are added in float32. The loss gets float32. Under float64, a model's own float32 islands
 (`.float()`, `dtype=torch.float32`) are raised to float64, so that two layouts differ only in the order of their sums.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from samestep.building.named_tensors import cast_floating
 from samestep.errors import ModelError
 from samestep.examination.traced_model import TracedModel
 from samestep.program.program import Program
+from samestep.runtime.axes import fused_norms
 from samestep.trees import map_tensors
 
 DTYPES: dict[str, torch.dtype] = {
@@ -31,7 +33,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def apply(traced: TracedModel, program: Program) -> None:
+def apply(traced: TracedModel, program: Program, device: torch.device) -> None:
     """Install the casts. Call it before sharding: a hook of ours must end before FSDP2 frees the weights it cast.
 
     Raises:
@@ -56,7 +58,11 @@ def apply(traced: TracedModel, program: Program) -> None:
     shared = {name.rpartition(".")[0] for p in step.model.params if p.shared for name in (p.name, *p.aliases)}
     for path, module in model.named_modules():
         if facts.is_norm(module):
-            _compute_in(module, master, cast_inputs=True)
+            call = fused_norms.fused_call(module, compute, master, device)
+            fused = None if call is None else (call, compute)
+            _compute_in(module, master, cast_inputs=True, fused=fused)
+            if fused is not None:
+                _call_fused(module, fused)
         elif path in shared:
             _compute_in(module, compute, cast_inputs=False)
 
@@ -76,13 +82,24 @@ def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     _register(module, cast)
 
 
-def _compute_in(module: nn.Module, dtype: torch.dtype, *, cast_inputs: bool) -> None:
-    """Make `module` compute in `dtype`: its weights are replaced by casts while its forward runs."""
+def _compute_in(
+    module: nn.Module,
+    dtype: torch.dtype,
+    *,
+    cast_inputs: bool,
+    fused: tuple[fused_norms.Call, torch.dtype] | None = None,
+) -> None:
+    """Make `module` compute in `dtype`: its weights are replaced by casts while its forward runs.
+
+    With a call and its dtype as `fused`, weights and an input of that dtype are left to the call.
+    """
     originals: dict[str, tuple[nn.Parameter, Tensor]] = {}
     """The module's own weights, each with its cast."""
     given: list[torch.dtype] = []
 
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if fused is not None and len(args) == 1 and not kwargs and args[0].dtype == module.weight.dtype == fused[1]:
+            return None
         for name, param in list(module._parameters.items()):
             if param is not None and param.is_floating_point() and param.dtype != dtype:
                 originals[name] = param, param.to(dtype)
@@ -93,7 +110,7 @@ def _compute_in(module: nn.Module, dtype: torch.dtype, *, cast_inputs: bool) -> 
         given.append(_floating_dtype((*args, *kwargs.values()), dtype))
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
-    def after(_: nn.Module, args: Any, output: Any) -> Any:
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
         for name, (param, cast) in originals.items():
             if module._parameters[name] is cast:  # else the forward has replaced it
                 module._parameters[name] = param
@@ -103,6 +120,16 @@ def _compute_in(module: nn.Module, dtype: torch.dtype, *, cast_inputs: bool) -> 
         return cast_floating(output, dtype_given) if dtype_given and output is not None else None
 
     _register(module, before, after)
+
+
+def _call_fused(module: nn.Module, fused: tuple[fused_norms.Call, torch.dtype]) -> None:
+    """Let a norm be the call, where input and weights have its dtype, and else its own forward, which is an island."""
+    (call, dtype), inner = fused, type(module).forward
+
+    def forward(module: nn.Module, x: Tensor) -> Any:
+        return call(module, x) if x.dtype == module.weight.dtype == dtype else inner(module, x)
+
+    module.forward = MethodType(forward, module)
 
 
 _MARK = "casts_for_precision"
@@ -118,36 +145,49 @@ def _register(module: nn.Module, before: Callable[..., Any], after: Callable[...
         module.register_forward_hook(after, always_call=True)
 
 
-def fold_casts(module: nn.Module) -> tuple[object, ...]:
-    """Fold the casts of a module into its forward, unless other hooks run around it too; return the code of the casts.
+def fold_casts(model: nn.Module, program: Program) -> None:
+    """Fold the casts of each module into its forward, unless other hooks run around it too.
 
-    Hooks have numbers that differ from block to block, so a compiler would compile each block anew.
+    A hook costs the host several microseconds a call, and hooks have numbers that differ from block to block, so a compiler would
+    compile each block anew. Call it when the axes have put their hooks on the modules. A head whose logits are computed in
+    chunks keeps its hooks: its forward is replaced in each step.
     """
-    before, after = [*module._forward_pre_hooks.values()], [*module._forward_hooks.values()]
-    if not before or not all(hasattr(hook, _MARK) for hook in (*before, *after)):
-        return ()
-    for held in (
-        module._forward_pre_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks,
-        module._forward_hooks_always_called,
-    ):
-        held.clear()
-    module.forward = _casting(module, before, module.forward, after)
-    return tuple(hook.__code__ for hook in (*before, *after))
+    head = program.step.model.layers[-1].head if program.step.layout.loss_chunk is not None else None
+    for path, module in model.named_modules():
+        if head is not None and path == head.owner:
+            continue
+        before, after = [*module._forward_pre_hooks.values()], [*module._forward_hooks.values()]
+        if not before or not all(hasattr(hook, _MARK) for hook in (*before, *after)):
+            continue
+        for held in (
+            module._forward_pre_hooks,
+            module._forward_pre_hooks_with_kwargs,
+            module._forward_hooks,
+            module._forward_hooks_always_called,
+        ):
+            held.clear()
+        module.forward = MethodType(_casting(module, before, after), module)
 
 
 def _casting(
-    module: nn.Module, before: list[Callable[..., Any]], forward: Callable[..., Any], after: list[Callable[..., Any]]
+    module: nn.Module, before: list[Callable[..., Any]], after: list[Callable[..., Any]]
 ) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    """Return a module's forward with its casts, as a function of the module, so that a copy of it runs with its own weights."""
+    forward, given = type(module).forward, vars(module).get("forward")
+    if isinstance(given, MethodType) and given.__self__ is module:
+        forward, given = given.__func__, None
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         for hook in before:
             changed = hook(module, args, kwargs)
             if changed is not None:
                 args, kwargs = changed
+        return forward(module, *args, **kwargs) if given is None else given(*args, **kwargs)
+
+    def island(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = None
         try:
-            output = forward(*args, **kwargs)
+            output = call(module, *args, **kwargs)
         finally:
             for hook in after:
                 changed = hook(module, args, output)
@@ -155,7 +195,7 @@ def _casting(
                     output = changed
         return output
 
-    return call
+    return island if after else call
 
 
 def _relist(module: nn.Module) -> None:

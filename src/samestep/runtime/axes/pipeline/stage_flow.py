@@ -295,7 +295,7 @@ class Flows:
                 if buffer is not None and buffer.is_floating_point() and step.compute_dtype == "float64":
                     part._buffers[name] = buffer.to(torch.float64)
         blueprint = replace(self._traced.blueprint, module=module)
-        precision.apply(replace(self._traced, blueprint=blueprint), self._program)
+        precision.apply(replace(self._traced, blueprint=blueprint), self._program, torch.device("meta"))
         return module
 
     def hold(self) -> nn.Module:
