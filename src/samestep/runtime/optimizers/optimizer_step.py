@@ -289,7 +289,8 @@ class Updater:
                     if piece.name in self.unused:
                         piece.value.grad = None
                     elif piece.value.grad is not gradient:
-                        piece.value.grad = gradient.view_as(piece.value)
+                        has_shape = gradient.shape == piece.value.shape
+                        piece.value.grad = gradient if has_shape else gradient.view_as(piece.value)
                 try:
                     with alone(type(self.optimizer).__name__):
                         self.optimizer.step()
@@ -400,10 +401,11 @@ def _chunks(
         halved = [piece for piece in chunk if _can_split(piece)]
         weights = [piece.target for piece in halved if piece.target is not None]
         if weights:
+            assert all(piece.value.shape == weight.shape for piece, weight in zip(halved, weights, strict=True))
             masters = SplitMasters(weights, [piece.master() for piece in halved])
             for index, piece in enumerate(halved):
                 piece.split = masters, index
-                piece.value.data = _absent(piece.value)
+                piece.value.data = masters.absent[index]
     return chunks
 
 
@@ -417,25 +419,20 @@ def _can_split(piece: Piece) -> bool:
     )
 
 
-def _absent(value: Tensor) -> Tensor:
-    """Return a stand-in for values that are held elsewhere: what reads it gets no numbers, and nothing can write it."""
-    return torch.full((1,), math.nan, dtype=value.dtype, device=value.device).expand(value.shape)
-
-
 @contextmanager
 def _use_masters(chunk: list[Piece]) -> Iterator[None]:
     """Let the pieces of a chunk have their master values inside."""
     groups = {id(piece.split[0]): piece.split[0] for piece in chunk if piece.split is not None}
-    split = [(piece, piece.value.data, *piece.split) for piece in chunk if piece.split is not None]
+    split = [(piece, *piece.split) for piece in chunk if piece.split is not None]
     with ExitStack() as stack:
         windows = {key: stack.enter_context(masters.joined()) for key, masters in groups.items()}
         try:
-            for piece, _, masters, index in split:
-                piece.value.data = windows[id(masters)][index].view(piece.value.shape)
+            for piece, masters, index in split:
+                piece.value.data = windows[id(masters)][index]
             yield
         finally:
-            for piece, absent, _, _ in split:
-                piece.value.data = absent
+            for piece, masters, index in split:
+                piece.value.data = masters.absent[index]
 
 
 @contextmanager

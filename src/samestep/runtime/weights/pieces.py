@@ -192,10 +192,12 @@ def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
     norms: list[Tensor] = []
     rest: list[Tensor] = []
     for tensor in tensors:
+        if tensor.numel() < _ROW:
+            rest.append(tensor)
+            continue
         flat = tensor.reshape(-1)
         whole = flat.numel() - flat.numel() % _ROW
-        if whole:
-            norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
+        norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1))
         if whole < flat.numel():
             rest.append(flat[whole:])
     if rest:

@@ -19,6 +19,7 @@ remainder as it is; `LiveWeights.take_over` says how the master is then set.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -48,6 +49,14 @@ class SplitMasters:
         self._remainders = torch.zeros(size, dtype=torch.int16, device=weights[0].device)
         self._halfway = torch.empty(0, dtype=torch.int64, device=weights[0].device)
         """Positions whose remainder is one more than is held."""
+        self._buffer = torch.empty(size, dtype=torch.float32, device=weights[0].device)
+        """The joined masters, whose memory is taken for an update alone, so that their windows are made once."""
+        nothing = torch.full((1,), math.nan, dtype=torch.float32, device=weights[0].device)
+        self.absent = [nothing.expand(weight.shape) for weight in weights]
+        """Stand-ins for masters between two updates: what reads one gets no numbers, and nothing can write it."""
+        places = zip(self._starts, self._numels, weights, strict=True)
+        self._windows = [self._buffer[start : start + numel].view(weight.shape) for start, numel, weight in places]
+        self._buffer.untyped_storage().resize_(0)
         for index, master in enumerate(masters):
             self.set(index, master)
 
@@ -58,26 +67,25 @@ class SplitMasters:
 
     @contextmanager
     def joined(self) -> Iterator[list[Tensor]]:
-        """Yield the masters, flat windows of one new float32 buffer; when the context ends their new values are split."""
-        buffer = torch.empty(self._remainders.numel(), dtype=torch.float32, device=self._remainders.device)
-        windows = [buffer[start : start + n] for start, n in zip(self._starts, self._numels, strict=True)]
-        pairs = [
-            (window.view(weight.shape), weight.detach())
-            for window, weight in zip(windows, self._weights, strict=True)
-            if weight is not None
-        ]
-        if pairs:
-            torch._foreach_copy_([window for window, _ in pairs], [weight for _, weight in pairs])
-        bits = buffer.view(torch.int32)
-        bits.add_(self._remainders)
-        bits[self._halfway] += 1
+        """Yield the masters, windows of one float32 buffer in the weights' shapes; when the context ends their new values are split."""
+        storage, bits = self._buffer.untyped_storage(), self._buffer.view(torch.int32)
+        held = [index for index, weight in enumerate(self._weights) if weight is not None]
+        windows, weights = [self._windows[index] for index in held], [self._weights[index] for index in held]
+        storage.resize_(self._buffer.nbytes)
+        with torch.no_grad():
+            if held:
+                torch._foreach_copy_(windows, weights)
+            bits.add_(self._remainders)
+            bits[self._halfway] += 1
         try:
-            yield windows
+            yield self._windows
         finally:
-            if pairs:
-                torch._foreach_copy_([weight for _, weight in pairs], [window for window, _ in pairs])
-            self._remainders.copy_(bits)  # the low half of each number
-            self._halfway = self._found(bits)
+            with torch.no_grad():
+                if held:
+                    torch._foreach_copy_(weights, windows)
+                self._remainders.copy_(bits)  # the low half of each number
+                self._halfway = self._found(bits)
+            storage.resize_(0)
 
     def _found(self, bits: Tensor) -> Tensor:
         """Return the positions of masters that are halfway and rounded down, and hold the largest int16 for them."""
