@@ -69,11 +69,11 @@ class SplitMasters:
     def joined(self) -> Iterator[list[Tensor]]:
         """Yield the masters, windows of one float32 buffer in the weights' shapes; when the context ends their new values are split."""
         storage, bits = self._buffer.untyped_storage(), self._buffer.view(torch.int32)
-        held = [index for index, weight in enumerate(self._weights) if weight is not None]
-        windows, weights = [self._windows[index] for index in held], [self._weights[index] for index in held]
+        pairs = [(a, b) for a, b in zip(self._windows, self._weights, strict=True) if b is not None]
+        windows, weights = [window for window, _ in pairs], [weight for _, weight in pairs]
         storage.resize_(self._buffer.nbytes)
         with torch.no_grad():
-            if held:
+            if pairs:
                 torch._foreach_copy_(windows, weights)
             bits.add_(self._remainders)
             bits[self._halfway] += 1
@@ -81,7 +81,7 @@ class SplitMasters:
             yield self._windows
         finally:
             with torch.no_grad():
-                if held:
+                if pairs:
                     torch._foreach_copy_(weights, windows)
                 self._remainders.copy_(bits)  # the low half of each number
                 self._halfway = self._found(bits)
