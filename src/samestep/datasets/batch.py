@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -145,6 +145,11 @@ class Batch:
     seed: int | None = None
     """Seed of the random changes of a training step's samples; None where they are read unchanged."""
 
+    @property
+    def num_samples(self) -> int:
+        """The number of samples of the global batch."""
+        return len(self.indices)
+
     def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Integers]:
         """Return the sample indices of each micro-batch of one data rank."""
         return shares(self.indices, rank, num_ranks, num_microbatches, by_microbatch=self.by_microbatch)
@@ -179,31 +184,26 @@ class Batch:
             self.stream.read_ahead(self.step, rank, num_ranks, num_microbatches, pin=pin)
 
 
-def checked_batch(given: Any, method: str) -> Any:
-    """Return `given` if it is a batch.
-
-    Raises:
-        DataError: it is none; the text begins with the `method` that was given it.
-
-    """
-    if hasattr(given, "shares") and hasattr(given, "samples"):
-        return given
-    is_dataset = not isinstance(given, _VALUES) and hasattr(given, "__getitem__")
+def check_batch(given: Any, method: str) -> str:
+    """Return why `given`, which a `method` was given, is neither a batch nor the values of one; empty if it may be."""
+    if given is None or (hasattr(given, "shares") and hasattr(given, "samples")) or isinstance(given, VALUES):
+        return ""
+    is_dataset = hasattr(given, "__getitem__") and not isinstance(given, str | bytes)
     what = "a data set itself" if is_dataset else f"a {type(given).__name__}"
-    raise DataError(
-        f"{method} takes a batch of samestep.batches, of which every rank reads its own samples, and was given {what}: "
-        f"`for batch in samestep.batches(dataset, job): {method}(batch)` works, with a data set whose items are single samples"
+    return (
+        f"{method} takes a batch of samestep.batches, or the values of a whole batch in tensors, dicts, tuples and lists, and was "
+        f"given {what}: `for batch in samestep.batches(dataset, job): {method}(batch)` works, with a data set whose items are single samples"
     )
 
 
 def batch_to_evaluate(given: Any, method: str) -> Any:
-    """Return a batch, or of a data set the batch of all its samples.
+    """Return the batch of all samples of a data set; a batch, or the values of one, is returned as it is.
 
     Raises:
-        DataError: it is neither a batch nor a dataset.
+        DataError: it is neither a batch, nor values, nor a dataset.
     """
-    if hasattr(given, "shares") or isinstance(given, _VALUES):
-        return checked_batch(given, method)
+    if given is None or hasattr(given, "shares") or isinstance(given, VALUES):
+        return given
     if isinstance(given, type):
         raise DataError(f"{method} was given the class {given.__name__}: a data set works, such as {given.__name__}()")
     check_map_style(given, f"{method} was given")
@@ -212,8 +212,8 @@ def batch_to_evaluate(given: Any, method: str) -> Any:
     return Batch(0, np.arange(len(given), dtype=np.int64), given)
 
 
-_VALUES = (dict, list, tuple, str, bytes, Tensor, np.ndarray, type(None))
-"""Types that torch's loaders yield, which hold the values of samples and not their indices."""
+VALUES = (Mapping, list, tuple, Tensor, np.ndarray)
+"""Types in which torch's loaders yield the values of samples, and not their indices."""
 
 
 @calls.checked

@@ -272,6 +272,11 @@ class LabelBatch:
         """The step's index, counted from 0."""
         return int(self.batch.step)
 
+    @property
+    def num_samples(self) -> int:
+        """The number of samples of all ranks."""
+        return int(self.batch.num_samples)
+
     def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[npt.NDArray[np.int64]]:
         """Return the sample indices of each micro-batch of one data rank."""
         return list(self.batch.shares(rank, num_ranks, num_microbatches))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from samestep.building.initial_values import Blueprint
 from samestep.building.named_tensors import cast_floating
+from samestep.datasets.values import first_of
 from samestep.examination.recording import MaskRecorder, record_masks
 from samestep.independence import cut_proof, kept_state, sequence_boundaries, tensor_plan
 from samestep.models.analysis import ExpertModules
@@ -23,7 +24,6 @@ from samestep.tracing import experts as experts_module
 from samestep.tracing.checkpointed import Checkpointed, record_checkpointed
 from samestep.tracing.operations import Recorder
 from samestep.tracing.trace import samples_traced
-from samestep.trees import tree_map_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class BuiltModel:
         """Return a model with the first sample of an example; its experts are looked for unless they are known."""
         module = blueprint.module
         dtype = next((param.dtype for param in module.parameters() if param.is_floating_point()), torch.float32)
-        sample = cast_floating(tree_map_only(Tensor, lambda tensor: tensor[:1], example), dtype)
+        sample = cast_floating(first_of(example), dtype)
         return cls(blueprint, sample, experts or experts_module.experts_of(module))
 
     @property

@@ -28,6 +28,11 @@ class StepBatch(Protocol):
         """Number of the step, from 0."""
         ...
 
+    @property
+    def num_samples(self) -> int:
+        """The number of samples of all ranks."""
+        ...
+
     def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Indices]:
         """Return the sample indices of each micro-batch of a rank; a micro-batch may be empty."""
         ...
@@ -77,6 +82,7 @@ class Microbatches:
         step, mesh = assembly.parallel.program.step, assembly.parallel.mesh
         mine = mesh.index("dp"), step.layout.dp, step.num_microbatches
         self._shares = batch.shares(*mine)
+        assembly.parallel.batch_norms.begin_step(batch)
         batch.read_ahead(*mine, pin=mesh.device.type == "cuda")
         self.wait_s = 0.0
         """Seconds spent so far until samples were read and on their way to the device."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from samestep import calls
 from samestep.building.loss import named_loss
 from samestep.building.pretrained_form import PretrainedForm
-from samestep.datasets.batch import Dataset, batch_to_evaluate, checked_batch
+from samestep.datasets.batch import Dataset, batch_to_evaluate
 from samestep.errors import LayoutError, ModelError
 from samestep.examination.examine import Loss, Source, build_blueprint
 from samestep.job import Job
@@ -34,6 +34,7 @@ from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.checkpoints import checkpoint, given_weights, manifests, whole_state
 from samestep.runtime.checkpoints.trained_data import TrainedData
+from samestep.runtime.given_batches import GivenBatches
 from samestep.runtime.guards import deterministic
 from samestep.runtime.guards.outside_changes import LoopChanges
 from samestep.runtime.guards.shared_weights import SharedWeights
@@ -85,6 +86,7 @@ class Run:
         self._own = HeldAssembly(source, layout, job, place)
         self._stepper = Stepper(self._own, observer, owns_weights=owns_weights)
         self._labels = NextLabels(source.loss, job)
+        self._given_batches = GivenBatches(job, place)
         self._shared = shared
         self._load_from: Path | None = None
         """The checkpoint that `prepare` will read."""
@@ -295,14 +297,18 @@ class Run:
             build_blueprint(self._own.source, self.job), manifest, folder, self.job.numerics
         )
 
-    def step(self, batch: StepBatch) -> StepReport:
+    def step(self, batch: StepBatch | Any, *, local: bool = False) -> StepReport:
         """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
+
+        The batch is one of `samestep.batches`, or the values of a whole batch in tensors, dicts, tuples and lists: equal on all
+        ranks, or on rank 0, which sends them, and None on the others. With `local` each data rank is given its own samples, in
+        any number, and the batch is all of them in the order of ranks.
 
         Collective over the world, see [Note: collective calls].
 
         Raises:
             CheckpointError: it is the first step after a load, and the data is not that of the checkpoint.
-            DataError: every label of the batch is masked, and of the `numerics.max_skipped` steps before it too; one such step is
+            DataError: ranks were given different values without `local`; or every label of the batch is masked, and of the `numerics.max_skipped` steps before it too; one such step is
                 skipped.
             UnprovenError: the loss is no sum over samples, or the model, the loss, the optimizer or the data set draws
                 random numbers that layouts would not share.
@@ -312,9 +318,9 @@ class Run:
             RepeatError: a sample that is run again in such a step, or a weight's update, gives something else; in the
                 first step it is an UnprovenError, before any weight has changed.
         """
-        batch = checked_batch(batch, "run.step")
         self._refuse_within("step")
-        given, batch = batch, self.labelled(batch)
+        given = self.batch_of(batch, "run.step", local=local)
+        batch = self.labelled(given)
         self.changes += self.data.begin_step(given)
         is_last = batch.step + 1 >= self.job.train.steps
         shared = SharedWeights() if self._shared is None else self._shared
@@ -338,25 +344,29 @@ class Run:
         return self._stepper.forward_backward(self.labelled(batch))
 
     @calls.checked
-    def evaluate(self, batch: StepBatch | Dataset, measure: Measure | None = None) -> dict[str, float]:
+    def evaluate(
+        self, batch: StepBatch | Dataset | Any, measure: Measure | None = None, *, local: bool = False
+    ) -> dict[str, float]:
         """Return the mean of the loss over a data set or a batch, as {"loss": ...}, without gradients; each sample counts once.
 
         `measure`, a function of (outputs, batch) -> {"name": (sum, count), ...}, adds the means of what it sums up, such as
         {"accuracy": (right answers, answers)}. (sum, count) alone has the function's name, and that of a lambda is "measure".
+        Values of a batch are taken as `step` takes them.
 
         Collective over the world, see [Note: collective calls].
         """
         self._refuse_gathered("evaluate")
-        given = self.labelled(batch_to_evaluate(batch, "run.evaluate"))
+        given = self.labelled(self.batch_of(batch_to_evaluate(batch, "run.evaluate"), "run.evaluate", local=local))
         with self._kernels(), self.replicas.outer():
             return evaluation.evaluate(self.assembly, given, self.job.train.seed, measure)
 
     @calls.checked
-    def predict(self, batch: StepBatch | Dataset) -> Any:
+    def predict(self, batch: StepBatch | Dataset | Any, *, local: bool = False) -> Any:
         """Return the model's outputs for all samples of a data set or a batch, in order, on every rank's host, without gradients.
 
         They are dicts, lists and tuples of tensors as the forward nests them, the samples first; other objects, such as caches, are
-        left out. Where samples have sizes of their own, it is a list with the outputs of each sample.
+        left out. Where samples have sizes of their own, it is a list with the outputs of each sample. Values of a batch are taken as
+        `step` takes them.
 
         Collective over the world, see [Note: collective calls].
 
@@ -364,7 +374,7 @@ class Run:
             DataError: an output has no dimension of samples, and is not the same for all of them.
         """
         self._refuse_gathered("predict")
-        given = self.labelled(batch_to_evaluate(batch, "run.predict"))
+        given = self.labelled(self.batch_of(batch_to_evaluate(batch, "run.predict"), "run.predict", local=local))
         with self._kernels(), self.replicas.outer():
             return evaluation.predict(self.assembly, given, self.job.train.seed)
 
@@ -416,6 +426,24 @@ class Run:
         self.prepare(samples)
         with self.replicas.outer():
             return evaluation.outputs_of(self.assembly, samples, self.job.train.seed)
+
+    def batch_of(self, given: Any, method: str, *, local: bool = False) -> StepBatch:
+        """Return what a method of this run was given as the batch of its next step.
+
+        Collective over the world where it is no batch of `samestep.batches`, see [Note: collective calls].
+
+        Raises:
+            DataError: it is neither a batch nor the values of one.
+        """
+        compares = (
+            method != "run.step"
+            or not self.is_prepared
+            or self._stepper.looks_closer(self.steps_taken)
+            or self._own.current.parallel.batch_norms.takes_statistics  # of samples in the order of the whole batch
+        )
+        return self._given_batches.batch_of(
+            given, method, self.steps_taken, self.layout, local=local, compares=compares
+        )
 
     def _kernels(self) -> AbstractContextManager[None]:
         return deterministic.kernels(self.place.device) if self.job.numerics.deterministic else nullcontext()

@@ -137,6 +137,16 @@ class Stepper:
         self.is_amid_step = False
         return report
 
+    def looks_closer(self, step: int) -> bool:
+        """Return whether the next step of this process, with this index, is one in which something is repeated or compared."""
+        every, program = self.job.train.watch_every, self._own.current.parallel.program
+        taken = self._num_taken + 1
+        return (
+            taken == 1
+            or step_trials.is_regular(step, every, taken, program)
+            or step_trials.is_early(every, taken, program)
+        )
+
     def _taken(self, batch: StepBatch) -> StepReport:
         self._num_taken += 1
         every, taken = self.job.train.watch_every, self._num_taken

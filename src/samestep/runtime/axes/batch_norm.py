@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.torch_seams import disable_current_modes
-from samestep.errors import ModelError
+from samestep.errors import DataError, ModelError
 from samestep.program.program import Program
 from samestep.program.sample_groups import GroupPart, SampleGroups
 from samestep.runtime.axes.recompute import Anew
@@ -98,6 +98,15 @@ class _Found:
     owner: str
 
 
+class SizedBatch(Protocol):
+    """A batch that knows the number of its samples."""
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples of all ranks."""
+        ...
+
+
 class BatchNorms:
     """The batch norms of a rank's model that take statistics of samples. Every data rank runs the same calls in one order."""
 
@@ -105,6 +114,7 @@ class BatchNorms:
         """Replace the forwards of the modules that call batch norm."""
         step = program.step
         self._groups, self._data_rank = step.sample_groups, mesh.index("dp") if step.layout.dp > 1 else 0
+        self._job_groups = step.sample_groups
         self._group, self._layout = mesh.groups.get(AXIS), step.layout
         self._size = step.coupled_samples
         self._part: _MicrobatchPart | None = None
@@ -115,6 +125,31 @@ class BatchNorms:
         for path in step.model.batch_norm_owners:
             module = model.get_submodule(path)
             module.forward = functools.partial(self._forward, module, path, module.forward)
+
+    def begin_step(self, batch: SizedBatch) -> None:
+        """Follow the size of a step's batch where it is another one than the job's.
+
+        Raises:
+            DataError: its samples are no whole groups in each micro-batch.
+        """
+        if self._groups is None or self._job_groups is None:
+            return
+        count, shares = batch.num_samples, self._job_groups.shares
+        if count == self._groups.shares.global_batch:
+            return
+        is_whole = self._size == shares.global_batch
+        groups = SampleGroups.of(count, count if is_whole else self._size, shares.num_ranks, shares.num_microbatches)
+        if not groups.fit:
+            raise DataError(
+                f"a batch of {count} samples in {shares.num_microbatches} micro-batches is not divided into groups of "
+                f"{groups.size}, of which batch norm takes its statistics: one of {shares.global_batch} samples works, as the job has"
+            )
+        self._groups = groups
+
+    @property
+    def takes_statistics(self) -> bool:
+        """Whether the model has a batch norm that takes statistics of samples in training."""
+        return self._groups is not None
 
     @property
     def sends(self) -> bool:

@@ -37,10 +37,11 @@ from samestep.building.loss import IGNORED_LABEL
 from samestep.building.loss_result import UNNAMED, Loss, loss_result
 from samestep.building.named_tensors import cast_floating
 from samestep.building.torch_seams import disable_current_modes
+from samestep.datasets.values import is_by_sample
 from samestep.runtime.axes.precision import RaiseIslands
 from samestep.state.snapshot import preserve_function
 from samestep.tracing import pending_logits
-from samestep.trees import map_tensors
+from samestep.trees import map_tensors, tree_map_only
 
 Trees = tuple[Any, Any, Any]
 """Outputs and batch of the whole, of its first and of its second half."""
@@ -64,13 +65,40 @@ def of_parts(tree: Any, size: int, taken: int) -> Trees:
 def join_batches(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
     """Return the second of two micro-batches of `sizes` samples, with the words of both."""
 
-    def both(words: list[str], others: Any) -> list[str]:
+    def both(words: list[Any], others: Any) -> list[Any]:
         return [*others, *words] if (len(others), len(words)) == sizes else words
 
     return _map_words(second, first, both)
 
 
-def _map_words(value: Any, beside: Any, change: Callable[[list[str], Any], list[str]]) -> Any:
+class _Item:
+    """The part of one sample in a list that has one of any kind for each, which is cut as a list of words is."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _with_items(value: Any, size: int) -> Any:
+    """Return outputs or a batch of `size` samples with an item in place of each part of a list of one for each sample."""
+    if isinstance(value, dict) and type(value) is dict:
+        return {key: _with_items(part, size) for key, part in value.items()}
+    if type(value) is list and is_by_sample(value, size):
+        return [part if isinstance(part, _Item) else _Item(map_tensors(part, Tensor.detach)) for part in value]
+    if type(value) in (tuple, list):
+        return type(value)(_with_items(part, size) for part in value)
+    return value
+
+
+def _without_items(value: Any, raised: bool) -> Any:
+    def shown(item: _Item) -> Any:
+        return cast_floating(item.value, torch.float64) if raised else item.value
+
+    return tree_map_only(_Item, shown, value)
+
+
+def _map_words(value: Any, beside: Any, change: Callable[[list[Any], Any], list[Any]]) -> Any:
     """Return nested tuples, lists and dicts with other words; `beside` has the same nesting."""
     if isinstance(value, dict) and isinstance(beside, dict):
         if type(value) is not dict:  # a class of a library, which holds tensors alone
@@ -78,7 +106,7 @@ def _map_words(value: Any, beside: Any, change: Callable[[list[str], Any], list[
         return {key: _map_words(item, beside.get(key), change) for key, item in value.items()}
     if not isinstance(value, tuple | list) or not isinstance(beside, tuple | list):
         return value
-    if value and all(isinstance(item, str) for item in value):
+    if value and all(isinstance(item, str | _Item) for item in value):
         return type(value)(change([*value], beside))
     if len(value) != len(beside):
         return value
@@ -170,6 +198,8 @@ def _most_samples(leaves: list[Tensor], size: int) -> int:
 
 
 def _try_readings(loss: Loss, outputs: Any, batch: Any, size: int, dim: int) -> LossTrial:
+    if not dim:
+        outputs, batch = _with_items(outputs, size), _with_items(batch, size)
     leaves = [leaf.detach() for leaf in tensors_in((outputs, batch))]
     taken = min(size, _most_samples(leaves, size))
     num_outputs = len(tensors_in(outputs))
@@ -349,7 +379,7 @@ def _evaluate_loss(loss: Loss, tree: Any, leaves: list[Tensor], raised: bool, gr
     given = cast_floating(leaves, torch.float64) if raised else leaves
     if graph:
         given = [leaf.clone().requires_grad_() if leaf.is_floating_point() else leaf for leaf in given]
-    outputs, batch = with_tensors(tree, given)
+    outputs, batch = _without_items(with_tensors(tree, given), raised)
     with disable_current_modes(), torch.set_grad_enabled(graph), _raise_to_float64() if raised else _plain():
         found = loss_result(loss(outputs, batch))
     is_float64 = all(total.dtype is torch.float64 for total, _ in found.terms.values())
@@ -426,6 +456,7 @@ def join_samples(
 
     None if their tensors have other different shapes, several rows for each sample, or samples along another dimension.
     """
+    first, second = _with_items(first, sizes[0]), _with_items(second, sizes[1])
     pairs = list(zip(tensors_in(first), tensors_in(second), strict=False))
     if len(pairs) != len(tensors_in(first)) or len(pairs) != len(tensors_in(second)):
         return None

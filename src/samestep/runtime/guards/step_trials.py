@@ -38,6 +38,7 @@ from torch import Tensor
 
 from samestep.building.loss import target_of
 from samestep.building.model import call_model
+from samestep.datasets.values import num_samples, rows_of
 from samestep.errors import ModelError
 from samestep.examination.examine import Loss
 from samestep.program.program import Program
@@ -49,7 +50,7 @@ from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.processes.messages import gather_values
 from samestep.state.fingerprints import digest
-from samestep.trees import tree_leaves
+from samestep.trees import tensors_in, tree_leaves
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -77,18 +78,21 @@ def refusal(batch: Reader, mine: Integers, whole: Integers, world_size: int, *, 
     if world_size == 1 and not is_split:
         return drawn
     tried = whole[:_ALONE]
-    together = tree_leaves(batch.samples(tried))
-    divided = _check_division(whole, together, world_size)
+    together = batch.samples(tried)
+    divided = _check_division(whole, tree_leaves(together), world_size)
     return drawn or (_check_single_reads(batch, tried, together) if is_split else "") or divided
 
 
 def _check_repeated_reads(batch: Reader, tried: Integers) -> str:
     """Read samples twice; return why the data set is refused, or nothing."""
-    once, again = tree_leaves(batch.samples(tried)), tree_leaves(batch.samples(tried))
-    pairs = list(zip(once, again, strict=False))
-    rows = [row for row in range(len(tried)) if not all(_same(first, second, row) for first, second in pairs)]
-    if len(once) == len(again) and not rows:
+    once, again = batch.samples(tried), batch.samples(tried)
+    if _are_same(once, again):
         return ""
+    count = num_samples(once)
+    by_rows = range(len(tried)) if count == len(tried) == num_samples(again) else ()
+    rows = [
+        row for row in by_rows if not _are_same(rows_of(once, [row], len(tried)), rows_of(again, [row], len(tried)))
+    ]
     return (
         f"sample {tried[rows[0]] if rows else tried[0]} of the data set is another one when it is read again, so every "
         "layout would train on other samples, and a resumed run too: random numbers from a generator seeded by the "
@@ -96,17 +100,17 @@ def _check_repeated_reads(batch: Reader, tried: Integers) -> str:
     )
 
 
-def _check_single_reads(batch: Reader, tried: Integers, together: Sequence[Any]) -> str:
+def _check_single_reads(batch: Reader, tried: Integers, together: Any) -> str:
     """Read samples alone that were read together; return why the data set is refused where the batch is split, or nothing.
 
     Samples that are padded together have other shapes alone, which the canary looks at.
     """
+    if num_samples(together) != len(tried):
+        return ""
     for row, index in enumerate(tried):
-        pairs = list(zip(_tensors(batch.samples(tried[row : row + 1])), _tensors(together), strict=False))
-        alike = all(
-            one.shape[1:] == all_.shape[1:] and len(one) == 1 and len(all_) == len(tried) for one, all_ in pairs
-        )
-        if alike and not all(_same(one, all_[row : row + 1], 0) for one, all_ in pairs):
+        alone, part = batch.samples(tried[row : row + 1]), rows_of(together, [row], len(tried))
+        alike = [one.shape for one in tensors_in(alone)] == [one.shape for one in tensors_in(part)]
+        if alike and not _are_same(alone, part):
             return (
                 f"sample {index} of the data set is another one when it is read alone than with other samples, and a layout "
                 "decides which samples are read together: a sample that is a tensor of its own, and no view of a buffer that "
@@ -131,19 +135,18 @@ def _check_division(whole: Integers, together: Sequence[Any], world_size: int) -
     )
 
 
-def _tensors(samples: Any) -> list[Tensor]:
-    """Return the tensors of samples without their strings, whose number changes with that of the samples."""
-    return [leaf for leaf in tree_leaves(samples) if isinstance(leaf, Tensor)]
+def _are_same(once: Any, again: Any) -> bool:
+    """Return whether two nested values hold equal tensors and words, where NaN equals NaN."""
+    ones, others = tree_leaves(once), tree_leaves(again)
+    return len(ones) == len(others) and all(map(_is_same, ones, others))
 
 
-def _same(once: Any, again: Any, row: int) -> bool:
+def _is_same(once: Any, again: Any) -> bool:
     if not (isinstance(once, Tensor) and isinstance(again, Tensor)):
         return isinstance(once, Tensor) == isinstance(again, Tensor) and (not isinstance(once, str) or once == again)
     if once.shape != again.shape or once.dtype != again.dtype:
         return False
-    if row >= len(once) if once.dim() else True:
-        return torch.equal(once, again)
-    return torch.allclose(once[row], again[row], rtol=0.0, atol=0.0, equal_nan=True)
+    return torch.equal(once, again) or torch.allclose(once, again, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 _CALLS = (

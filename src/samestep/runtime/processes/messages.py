@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.building.imported import loaded_sources
-from samestep.errors import LayoutError, ModelError
+from samestep.errors import InputError, LayoutError, ModelError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
@@ -67,13 +67,22 @@ def broadcast_value(source: int, value: Any, group: dist.ProcessGroup | None = N
     return _value_of(given.cpu())
 
 
-def broadcast_from(source: int, value: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
+def broadcast_from(
+    source: int,
+    value: Any,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    *,
+    what: str = "the last stage of the pipeline returns {}, which is not sent to the other stages",
+    kind: type[InputError] = ModelError,
+) -> Any:
     """Return on every rank of a group the value that the global rank `source` passes, with its tensors on `device`.
 
-    Collective over `group`, see [Note: collective calls].
+    Collective over `group`, by default the world, see [Note: collective calls].
 
     Raises:
-        ModelError: on every rank; the value is not made of tensors, numbers, text, lists, tuples and dicts.
+        ModelError: or the error of `kind`, on every rank; the value is not made of tensors, numbers, text, lists, tuples and
+            dicts. Its text is `what`, with the kind of value.
     """
     packer, is_source, told = plain_data.Packer(""), dist.get_rank() == source, None
     if is_source:
@@ -86,15 +95,12 @@ def broadcast_from(source: int, value: Any, group: dist.ProcessGroup, device: to
             told = [str(error), None, [], []]
     refused, record, forms, dtypes = broadcast_value(source, told, group)
     if refused:
-        raise ModelError(
-            f"the last stage of the pipeline returns {refused}, which is not sent to the other stages: tensors, numbers, "
-            "text, and lists, tuples and dicts of them work"
-        )
+        raise kind(f"{what.format(refused)}: tensors, numbers, text, and lists, tuples and dicts of them work")
     tensors: list[Tensor] = []
     for index, (form, dtype) in enumerate(zip(forms, dtypes, strict=True)):
-        mine = packer.tensors[str(index)].contiguous() if is_source else None
+        mine = packer.tensors[str(index)].to(device).contiguous() if is_source else None
         held = torch.empty(form, dtype=_dtype(dtype), device=device) if mine is None else mine
-        dist.broadcast(held, src=source, group=group)
+        dist.broadcast(held.view(-1).view(torch.uint8), src=source, group=group)  # not every backend sends every dtype
         tensors.append(held)
     return value if is_source else plain_data.unpack_plain(record, lambda name: tensors[int(name)])
 

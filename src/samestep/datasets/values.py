@@ -1,0 +1,196 @@
+"""The values of a whole batch: how many samples they are, and those of some samples.
+
+    tensor              samples lie along the first dimension
+    dict, tuple         a part for each key or place, each with all samples; a list of tensors too, as torch's loaders yield it
+    other lists         one item for each sample, of any kind, such as the boxes and labels of an image
+    all else            the same for every sample: None, words, numbers, tensors without dimensions
+
+Numpy's arrays are read as tensors. The number of samples is the one that all parts agree on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samestep.datasets.batch import shares
+from samestep.datasets.order import Integers
+from samestep.errors import DataError
+from samestep.trees import tree_map_only
+
+
+def tensors_of_arrays(values: Any) -> Any:
+    """Return nested values with a tensor in place of each numpy array of numbers, over the same memory where it is writable."""
+
+    def converted(array: np.ndarray[Any, Any]) -> Any:
+        return (
+            torch.from_numpy(array if array.flags.writeable else array.copy()) if array.dtype.kind in "biufc" else array
+        )
+
+    return tree_map_only(np.ndarray, converted, values)
+
+
+def num_samples(values: Any) -> int | None:
+    """Return the number of samples of which nested values are a batch; None if they show none."""
+    candidates = dict.fromkeys([*_tensor_sizes(values), *_list_lengths(values)])
+    return next((count for count in candidates if _fits(values, count)), None)
+
+
+def _tensor_sizes(values: Any) -> Iterator[int]:
+    if isinstance(values, Tensor):
+        if values.dim():
+            yield values.shape[0]
+    elif isinstance(values, Mapping | list | tuple):
+        for part in _parts(values):
+            yield from _tensor_sizes(part)
+
+
+def _list_lengths(values: Any) -> Iterator[int]:
+    if isinstance(values, list):
+        yield len(values)
+    elif isinstance(values, Mapping | tuple):
+        for part in _parts(values):
+            yield from _list_lengths(part)
+
+
+def _parts(values: Any) -> Sequence[Any]:
+    return [*values.values()] if isinstance(values, Mapping) else values
+
+
+def _fits(values: Any, count: int) -> bool:
+    """Return whether nested values can be those of `count` samples."""
+    if isinstance(values, Tensor):
+        return not values.dim() or values.shape[0] == count
+    if isinstance(values, list):
+        return _is_container(values, count) or len(values) == count
+    if isinstance(values, Mapping | tuple):
+        return all(_fits(part, count) for part in _parts(values))
+    return values is None or isinstance(values, str | bytes | bool | int | float)
+
+
+def _is_container(values: list[Any], count: int) -> bool:
+    """Return whether a list holds parts of all samples, and not one item for each sample."""
+    return any(isinstance(part, Tensor) and part.dim() for part in values) and all(
+        isinstance(part, Tensor) and _fits(part, count) for part in values
+    )
+
+
+def is_by_sample(values: list[Any], count: int) -> bool:
+    """Return whether a list holds one item for each of `count` samples."""
+    return len(values) == count and not _is_container(values, count)
+
+
+def rows_of(values: Any, rows: Integers | Sequence[int], count: int) -> Any:
+    """Return the values of some of `count` samples, in the order of `rows`; runs of rows are views."""
+    if isinstance(values, Tensor):
+        return _rows_of_tensor(values, rows) if values.dim() else values
+    if isinstance(values, list):
+        if not _is_container(values, count):
+            return [values[row] for row in rows]
+        return [rows_of(part, rows, count) for part in values]
+    if isinstance(values, tuple):
+        picked = [rows_of(part, rows, count) for part in values]
+        return type(values)(*picked) if hasattr(values, "_fields") else tuple(picked)
+    if isinstance(values, Mapping):
+        return {key: rows_of(part, rows, count) for key, part in values.items()}
+    return values
+
+
+def _rows_of_tensor(values: Tensor, rows: Integers | Sequence[int]) -> Tensor:
+    first, length = (int(rows[0]), len(rows)) if len(rows) else (0, 0)
+    if all(row == first + place for place, row in enumerate(rows)):
+        return values.narrow(0, first, length)
+    return values.index_select(0, torch.as_tensor(np.asarray(rows), device=values.device))
+
+
+def first_of(values: Any) -> Any:
+    """Return the values of the first sample; all of them where the values do not show how many samples they are."""
+    count = num_samples(values)
+    return values if count is None or count == 1 else rows_of(values, [0], count)
+
+
+def joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
+    """Return the values of several batches, of `counts` samples each, as those of one, whose samples stand in their order.
+
+    Raises:
+        DataError: the batches have different keys, kinds or shapes.
+    """
+    first = parts[0]
+    if any(type(part) is not type(first) for part in parts):
+        kinds = " and ".join(dict.fromkeys(type(part).__name__ for part in parts))
+        raise DataError(
+            f"ranks hold {kinds} at one place of their batches, which are no parts of one batch; equal kinds work"
+        )
+    if isinstance(first, Tensor):
+        try:
+            return torch.cat(list(parts)) if first.dim() else first
+        except (RuntimeError, IndexError) as error:
+            raise DataError(
+                f"the batches of ranks are no parts of one batch: {str(error).splitlines()[0]}; equal shapes work"
+            ) from None
+    if isinstance(first, Mapping):
+        if any(part.keys() != first.keys() for part in parts):
+            raise DataError("the batches of ranks have different keys; equal ones work")
+        return {key: joined([part[key] for part in parts], counts) for key in first}
+    if isinstance(first, list) and not _is_container(first, counts[0]):
+        return [item for part in parts for item in part]
+    if isinstance(first, tuple | list):
+        if any(len(part) != len(first) for part in parts):
+            raise DataError("the batches of ranks have different numbers of parts; equal ones work")
+        each = [joined([part[place] for part in parts], counts) for place in range(len(first))]
+        return type(first)(*each) if hasattr(first, "_fields") else type(first)(each)
+    return first
+
+
+@dataclass(frozen=True, eq=False)
+class GivenBatch:
+    """A batch of one step whose values this process holds: of all samples, or of those of its own data rank."""
+
+    step: int
+    """The step's index, counted from 0."""
+    values: Any
+    count: int
+    """The number of samples whose values are here."""
+    sizes: tuple[int, ...] | None = None
+    """The number of samples that each data rank holds, where they hold different ones."""
+    rank: int = 0
+    """The data rank whose samples are here, where they hold different ones."""
+    by_microbatch: bool = False
+    """Whether micro-batch i of all ranks together is one contiguous range of the batch."""
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples of all ranks."""
+        return self.count if self.sizes is None else sum(self.sizes)
+
+    @property
+    def _first(self) -> int:
+        return 0 if self.sizes is None else sum(self.sizes[: self.rank])
+
+    def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Integers]:
+        """Return the positions in the batch of the samples of each micro-batch of one data rank.
+
+        Where ranks hold different samples, the share of one rank of one is what is held here.
+        """
+        here = np.arange(self._first, self._first + self.count, dtype=np.int64)
+        if self.sizes is not None:
+            return shares(here, 0, 1, num_microbatches)
+        return shares(here, rank, num_ranks, num_microbatches, by_microbatch=self.by_microbatch)
+
+    def samples(self, indices: Integers | Sequence[int]) -> Any:
+        """Return the values of the samples at these positions of the batch."""
+        return rows_of(self.values, np.asarray(indices) - self._first, self.count)
+
+    def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
+        """Do nothing, since the values are here."""
+
+    def before_next(self, function: Callable[[], None]) -> None:
+        """Do nothing: there is no stream, and the next step closes this one."""
+
+    def end_stream(self) -> None:
+        """Do nothing: a loop that hands batches over ends where `StepReport.stop` says so."""

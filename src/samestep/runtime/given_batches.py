@@ -1,0 +1,129 @@
+"""What a loop hands to a run as a batch, made into a `StepBatch`: a batch of `samestep.batches`, or the values of a whole batch.
+
+    equal on all ranks         each reads its share of what it holds; nothing is sent
+    on rank 0, None elsewhere  rank 0 sends the values to all ranks in every step
+    local=True                 each data rank trains on the samples that it is given, and the batch is all of them in the order
+                               of ranks; in every step the ranks exchange how many they hold
+
+In the first step and in steps under watch ranks compare what they were given, and those of `local=True` exchange their samples,
+so that whatever is repeated or compared there knows the whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from samestep.datasets.batch import check_batch
+from samestep.datasets.values import GivenBatch, joined, num_samples, tensors_of_arrays
+from samestep.errors import DataError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.program.ranks import Ranks
+from samestep.runtime.ledger import outside_step
+from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.processes.messages import broadcast_from, gather_values
+from samestep.state.fingerprints import digest
+
+_UNSENT = "a batch that rank 0 alone is given holds {}, which is not sent to the other ranks"
+
+
+class GivenBatches:
+    """The batches that one run is given. Every rank has one, and all call its methods alike."""
+
+    def __init__(self, job: Job, place: RankInfo) -> None:
+        self._job, self._place = job, place
+        self._sends = False
+        """Whether rank 0 alone is given values, as the ranks have agreed last."""
+
+    def batch_of(
+        self, given: Any, method: str, step: int, layout: Layout, *, local: bool = False, compares: bool = True
+    ) -> StepBatch:
+        """Return what `method` was given as a batch of the step with this index; with `compares` ranks compare it.
+
+        Collective over the world where it is no batch of `samestep.batches`, see [Note: collective calls].
+
+        Raises:
+            DataError: it is neither a batch nor the values of one, or ranks were given different ones without `local`.
+        """
+        if hasattr(given, "shares") and hasattr(given, "samples"):
+            return given
+        with outside_step():
+            return self._of_values(tensors_of_arrays(given), method, step, layout, local, compares)
+
+    def _of_values(self, given: Any, method: str, step: int, layout: Layout, local: bool, compares: bool) -> GivenBatch:
+        world = self._place.world_size
+        wrong, count = check_batch(given, method), num_samples(given)
+        if not wrong and given is not None and count is None:
+            wrong = (
+                f"{method} was given values of which no number of samples can be told: tensors with as many rows as there are samples "
+                "work, and lists of one item for each"
+            )
+        if count == 0 and (not local or world == 1):
+            wrong = f"{method} was given a batch without samples; one sample is the least that works"
+        if world == 1 and given is None:
+            wrong = f"{method} was given None on the only rank: a batch of samestep.batches works, or the values of a whole batch"
+        if local and world > 1:
+            return self._local(given, wrong, count or 0, method, step, layout, compares)
+        if compares and world > 1:
+            self._compare(given, wrong, method)
+        elif wrong or (given is None and not (self._sends and self._place.rank)):
+            raise DataError(wrong or f"{method} was given None here, and values in the steps before; values work")
+        if self._sends and world > 1:
+            given = broadcast_from(0, given, None, self._place.device, what=_UNSENT, kind=DataError)
+            count = num_samples(given)
+        assert count, "values were checked"
+        return GivenBatch(step, given, count, by_microbatch=self._is_grouped)
+
+    @property
+    def _is_grouped(self) -> bool:
+        return self._job.numerics.coupled_samples is not None
+
+    def _compare(self, given: Any, wrong: str, method: str) -> None:
+        """Compare what all ranks were given, and note whether that is rank 0 alone."""
+        mine = (wrong, None if given is None or wrong else digest(given))
+        everyone = gather_values(mine, self._place.world_size)
+        if reason := next((reason for reason, _ in everyone if reason), ""):
+            raise DataError(reason)
+        first, *others = (one for _, one in everyone)
+        if first is None:
+            raise DataError(
+                f"{method} was given None on rank 0: values on rank 0 work, which sends them, or equal ones on all ranks"
+            )
+        self._sends = all(one is None for one in others)
+        other = next((rank for rank, one in enumerate(others, 1) if one != first), None)
+        if other is not None and not self._sends:
+            raise DataError(
+                f"{method} was given other values on rank {other} than on rank 0: the whole batch on every rank works, or on rank 0 "
+                f"alone and None elsewhere; {method}(batch, local=True) takes each rank's own samples"
+            )
+
+    # -- each rank's own samples -------------------------------------------------------------------
+
+    def _local(
+        self, given: Any, wrong: str, count: int, method: str, step: int, layout: Layout, compares: bool
+    ) -> GivenBatch:
+        """Return the batch of which each data rank was given its own samples."""
+        ranks = Ranks.of(layout)
+        if given is None:
+            wrong = f"{method} was given None with local=True: each rank's own samples work, of which there may be none"
+        print_of = digest(given) if compares and not wrong else None
+        everyone = gather_values((wrong, count, print_of), self._place.world_size)
+        reason = next((reason for reason, _, _ in everyone if reason), "")
+        if reason or not any(count for _, count, _ in everyone):
+            raise DataError(reason or f"{method} was given no samples on any rank; one sample is the least that works")
+        data_ranks = [ranks.coordinate(rank, "dp") for rank in range(self._place.world_size)]
+        leaders = [data_ranks.index(index) for index in range(layout.dp)]
+        for rank, index in enumerate(data_ranks):
+            if everyone[rank] != everyone[leaders[index]]:
+                raise DataError(
+                    f"{method} was given other samples on rank {rank} than on rank {leaders[index]}, and both compute the same data "
+                    f"rank's part of the model in {str(layout)!r}: equal samples on both work"
+                )
+        sizes = tuple(everyone[leader][1] for leader in leaders)
+        mine = data_ranks[self._place.rank]
+        if compares or self._is_grouped or not all(sizes):
+            device = self._place.device
+            parts = [broadcast_from(leader, given, None, device, what=_UNSENT, kind=DataError) for leader in leaders]
+            return GivenBatch(step, joined(parts, sizes), sum(sizes), by_microbatch=self._is_grouped)
+        return GivenBatch(step, given, count, sizes, mine)

@@ -1,0 +1,199 @@
+"""Batches that a loop hands over itself, as values on every rank, on rank 0 alone or each rank's own, train as in a plain loop."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import samestep
+from samestep.datasets.values import tensors_of_arrays
+from samestep.errors import DataError
+from samestep.job import Job
+from samestep.layout import Layout
+from tests.pool import pool
+
+STEPS = 5
+JOB = Job(
+    train={"global_batch": 8, "steps": STEPS, "watch_every": 3},
+    run={"device": "cpu"},
+    numerics={"precision": "float64"},
+    optimizer={"clip_norm": 1.0},
+)
+
+
+class Blocks(nn.Module):
+    """Two blocks over points [N, 6], with a batch norm where a test asks for one."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)])
+        self.norm = nn.BatchNorm1d(6) if norm else nn.Identity()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Any) -> Tensor:
+        x = x["points"] if isinstance(x, dict) else x
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def build(norm: bool = False) -> nn.Module:
+    torch.manual_seed(3)
+    return Blocks(norm)
+
+
+def points(step: int, count: int = 8) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(100 + step)
+    return torch.randn(count, 6, generator=drawn, dtype=torch.float64), torch.randint(3, (count,), generator=drawn)
+
+
+def _loss(outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    return nn.functional.cross_entropy(outputs, labels, reduction="sum"), len(labels)
+
+
+FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any, Any], Any]]] = {
+    "tuple": (lambda x, y: (x, y), lambda out, batch: _loss(out, batch[1])),
+    "list": (lambda x, y: [x, y], lambda out, batch: _loss(out, batch[1])),
+    "dict": (lambda x, y: {"x": x, "labels": y, "unit": 2, "name": "points"}, lambda out, batch: _loss(out, batch["labels"])),
+    "nested": (
+        lambda x, y: {"x": {"points": x}, "labels": (y, torch.tensor(1.0))},
+        lambda out, batch: _loss(out, batch["labels"][0]),
+    ),
+    "arrays": (lambda x, y: {"x": x.numpy(), "labels": y.numpy()}, lambda out, batch: _loss(out, batch["labels"])),
+    "targets": (
+        lambda x, y: {"x": x, "labels": [{"label": one} for one in y]},
+        lambda out, batch: _loss(out, torch.stack([one["label"] for one in batch["labels"]])),
+    ),
+}  # fmt: skip
+"""What a batch is made of, and its loss."""
+
+
+def plain(form: str, sizes: tuple[int, ...], norm: bool = False) -> tuple[list[float], dict[str, Tensor]]:
+    make, loss = FORMS[form]
+    model = build(norm).double()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), []
+    for step in range(STEPS):
+        x, y = points(step, sizes[step])
+        batch = make(x, y)
+        given = tensors_of_arrays(batch)
+        total, count = loss(model(given["x"] if isinstance(given, dict) else given[0]), given)
+        model.zero_grad()
+        (total / count).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(total.detach()) / count)
+    return losses, model.state_dict()
+
+
+def given_to(rank: int, world: int, how: str, make: Any, batch: tuple[Tensor, Tensor]) -> tuple[Any, dict[str, bool]]:
+    """Return what a rank's loop hands over, and how."""
+    x, y = batch
+    if how == "rank 0":
+        return (make(x, y) if rank == 0 else None), {}
+    if how == "own" and world > 1:
+        cut = len(x) // 3 if len(x) != 5 else 0  # shares of different sizes, and one that is empty
+        mine = slice(None, cut) if rank == 0 else slice(cut, None)
+        return make(x[mine], y[mine]), {"local": True}
+    return make(x, y), {"local": True} if how == "own" else {}
+
+
+def trained(
+    rank: int, world: int, layout: str, form: str, how: str, sizes: tuple[int, ...], norm: bool, folder: str
+) -> tuple[list[float], float, Any, dict[str, Tensor]]:
+    make, loss = FORMS[form]
+    run, losses = None, []
+    for step in range(STEPS):
+        if run is None or (folder and step == 3):  # goes on from a checkpoint
+            before = run
+            run = samestep.parallelize(
+                lambda: build(norm), loss, lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9), layout=layout, job=JOB
+            )  # fmt: skip
+            if before is not None:
+                before.save(folder)
+                run.load(folder)
+        given, keywords = given_to(rank, world, how, make, points(step, sizes[step]))
+        losses.append(run.step(given, **keywords).loss)
+    assert run is not None
+    given, keywords = given_to(rank, world, how, make, points(77, 6))
+    loss_of, outputs = run.evaluate(given, **keywords)["loss"], run.predict(given, **keywords)
+    return losses, loss_of, outputs, run.state_dict(on_every_rank=True)
+
+
+CASES = [
+    ("dp=1", "dict", "all", (8,) * 5, False),
+    ("dp=1 microbatch=3", "nested", "own", (8, 8, 7, 5, 9), False),
+    ("dp=2", "tuple", "all", (8, 8, 6, 7, 9), False),
+    ("dp=2 microbatch=2", "arrays", "rank 0", (8, 8, 8, 5, 8), False),
+    ("dp=2 microbatch=2", "list", "own", (8, 6, 7, 5, 12), False),
+    ("dp=2 zero=3", "targets", "all", (8, 8, 3, 8, 8), False),
+    ("dp=2 zero=3 microbatch=1", "dict", "own", (8, 7, 9, 8, 8), False),
+    ("tp=2", "dict", "rank 0", (8,) * 5, False),
+    ("pp=2 microbatch=4", "tuple", "all", (8, 8, 6, 8, 8), False),
+    ("dp=2", "dict", "own", (8, 6, 7, 5, 8), True),
+    ("dp=2 zero=3", "dict", "all", (8, 6, 7, 5, 8), True),
+]
+
+
+@pytest.mark.parametrize(("layout", "form", "how", "sizes", "norm"), CASES, ids=lambda one: str(one))
+def test_values_of_a_batch_train_as_in_a_plain_loop(
+    layout: str, form: str, how: str, sizes: tuple[int, ...], norm: bool, tmp_path: Any
+) -> None:
+    wanted, weights = plain(form, sizes, norm)
+    ranks = Layout.parse(layout).world_size
+    given = layout, form, how, sizes, norm, str(tmp_path)
+    results = pool(ranks).run(trained, *given)
+    model = build(norm).double()
+    model.load_state_dict(weights)
+    x, y = points(77, 6)
+    for losses, loss, outputs, found in results:
+        assert losses == pytest.approx(wanted, rel=1e-9)
+        assert found.keys() == weights.keys()
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name].to(value.dtype), value, rtol=1e-8, atol=1e-9, msg=name)
+        with torch.no_grad():
+            wanted_outputs = model.eval()(x)
+        assert loss == pytest.approx(float(_loss(wanted_outputs, y)[0]) / 6, rel=1e-8)
+        torch.testing.assert_close(outputs, wanted_outputs, rtol=1e-7, atol=1e-8)
+
+
+def _refused(rank: int, world: int, layout: str, kind: str) -> str:
+    make, loss = FORMS["tuple"]
+    run = samestep.parallelize(build, loss, lambda params: torch.optim.SGD(params, lr=0.3), layout=layout, job=JOB)
+    batch: Any = make(*points(rank if kind in ("other", "own") else 0))
+    keywords = {"local": kind == "own"}
+    if kind == "none":
+        batch = None
+    if kind == "on rank 1":
+        batch = batch if rank else None
+    if kind == "object":
+        batch = (object(), *batch) if rank == 0 else None
+    if kind == "no samples":
+        batch = {"x": 3.0}
+    try:
+        run.step(batch, **keywords)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "text"),
+    [
+        ("dp=2", "other", r"run.step was given other values on rank 1 than on rank 0: .*local=True\) takes each rank's own samples"),
+        ("dp=2", "on rank 1", r"run.step was given None on rank 0: values on rank 0 work"),
+        ("dp=2", "none", r"run.step was given None on rank 0"),
+        ("dp=2", "object", r"no number of samples can be told"),
+        ("dp=2", "no samples", r"no number of samples can be told: tensors"),
+        ("tp=2", "own", r"other samples on rank 1 than on rank 0, and both compute the same data rank's part"),
+    ],
+)  # fmt: skip
+def test_values_that_are_no_one_batch_are_refused_on_every_rank(layout: str, kind: str, text: str) -> None:
+    first, second = pool(2).run(_refused, layout, kind)
+    assert first == second
+    assert "\n" not in first
+    assert re.search(text, first), first
