@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from samestep.datasets import batches
 from samestep.errors import InputError, UnprovenError
-from tests.code import checkpointing, odd_models, random_numbers, samples, stages, state
+from samestep.job import Job
+from tests.code import checkpointing, odd_models, random_numbers, repeated_calls, samples, stages, state
 from tests.code.rows import parameter
-from tests.laboratory import job_for, job_of, observe, on_ranks, prove, prove_refused, reference
+from tests.laboratory import job_for, job_of, observe, on_ranks, prepared_run, prove, prove_refused, reference
+from tests.models import Tokens
 
-MODULES = (samples, stages, state, random_numbers, checkpointing, odd_models)
+MODULES = (samples, stages, state, random_numbers, checkpointing, odd_models, repeated_calls)
 
 
 @pytest.mark.parametrize(("layout", "code"), [parameter(row) for module in MODULES for row in module.EQUAL])
@@ -18,7 +21,8 @@ def test_code_is_equal_to_one_device(layout: str, code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "code", "words", "error", "waiver"), [parameter(row) for module in MODULES for row in module.REFUSED]
+    ("layout", "code", "words", "error", "waiver"),
+    [parameter(row) for module in MODULES for row in getattr(module, "REFUSED", ())],
 )
 def test_code_is_refused_by_name(layout: str, code: str, words: str, error: type[InputError], waiver: str) -> None:
     prove_refused(layout, code, words, error, waiver)
@@ -48,3 +52,22 @@ def test_a_trace_puts_back_what_it_changed() -> None:
 def test_a_waiver_lets_code_be_different() -> None:
     with pytest.raises(AssertionError):
         prove("dp=2", "between minus_the_batch", job_of(steps=2, run={"allow": ["samples"]}))
+
+
+def _forward_only(rank: int, world: int, model: str, layout: str, job: Job) -> list[float]:
+    """Return the means of a held-out loss, and of what the model returns for five samples, before and after a step."""
+    run, found = prepared_run(rank, world, model, layout, job), list[float]()
+    for batch in batches(Tokens(), job):
+        found.append(run.evaluate(batch)["loss"])
+        found.append(float(run.outputs({"input_ids": batch.samples(range(5))["input_ids"]}).square().sum()))
+        run.step(batch)
+    return found
+
+
+@pytest.mark.parametrize("code", ["repeats each_sample_through_all", "repeats chunks_of_two"])
+def test_forwards_outside_of_steps_take_more_samples_than_a_micro_batch(code: str) -> None:
+    """One sample calls each module once, so that a step frees its weights at once: five samples in turn need them again."""
+    job = job_for(code)
+    expected = _forward_only(0, 1, code, "dp=1", job)
+    for found in on_ranks("dp=2 zero=3 microbatch=1", _forward_only, code, job):
+        assert found == pytest.approx(expected, rel=1e-9)

@@ -259,6 +259,13 @@ def test_zero_2_gathers_every_unit_and_zero_3_two_in_a_row() -> None:
     assert held[1].peak_at == "all_gather:head"
 
 
+def test_units_that_samples_call_in_turn_stay_gathered_to_the_end_of_the_forward() -> None:
+    """One sample calls them once: then two in a row are gathered. Several hold the three blocks of a group, and the head."""
+    model = replace(uneven(trainable=False), called_again=(("layers.1", "layers.2", "layers.3"),))
+    held = [during_step(case(model, f"dp=2 zero=3 microbatch={size}").program).buffers for size in (1, 2)]
+    assert held == [(40 + 70) * 2 * 4, (50 + 20 + 40 + 70) * 2 * 4]
+
+
 def test_a_unit_holds_its_whole_gradient_until_it_is_scattered() -> None:
     """sharded: one unit at a time, and the one before it, which FSDP2 keeps. full: all of them from the first micro-batch
     to the last, where the head's is kept when a rank has its part already, and the last block's comes once more."""

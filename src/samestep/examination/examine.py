@@ -38,7 +38,7 @@ from samestep.models.analysis import ModelAnalysis, StateSpec
 from samestep.models.spec import MaskSpec, ModelSpec
 from samestep.randomness import masks
 from samestep.state import snapshot
-from samestep.tracing import pending_logits
+from samestep.tracing import called_again, pending_logits
 from samestep.tracing.arranged_layers import spread_over_calls
 from samestep.tracing.batch_norms import with_groups, without_own_groups
 from samestep.tracing.checkpointed import record_checkpointed
@@ -72,7 +72,10 @@ def examine(source: Source, job: Job, example: Any, layout: Layout | None = None
     traced, cuts = source.prepared, layout is None or layout.tp > 1
     if traced is None or (cuts and traced.cuts is None):
         traced = _examine_model(source, job, example, cuts=cuts)
-    return traced if layout is None or traced.covers(layout) else _examine_layout(traced, layout, example)
+    if layout is None:
+        return traced
+    num_samples = layout.microbatch or -(-job.train.global_batch // layout.dp)
+    return traced if traced.covers(layout, num_samples) else _examine_layout(traced, layout, example, num_samples)
 
 
 def _examine_model(source: Source, job: Job, example: Any, *, cuts: bool) -> TracedModel:
@@ -194,6 +197,7 @@ def build_spec(
         mixes_samples=found.samples.refusal,
         tried=found.samples.tried,
         chunk_refusal=found.chunk_refusal,
+        called_again=found.samples.called_again,
     )
     spec = with_experts(spec, forward.dispatches, None if has_own_loss else module)
     if plan is None or forward.cuts is None:
@@ -229,13 +233,13 @@ def _with_loss(spec: ModelSpec) -> ModelSpec:
 # -- what one layout needs to know -----------------------------------------------------------------
 
 
-def _examine_layout(traced: TracedModel, layout: Layout, example: Any) -> TracedModel:
-    """Return the model with what a layout needs to know, and `TracedModel.lacks` names.
+def _examine_layout(traced: TracedModel, layout: Layout, example: Any, num_samples: int) -> TracedModel:
+    """Return the model with what a layout with micro-batches of so many samples needs to know, and `TracedModel.lacks` names.
 
     Raises:
         LayoutError: the forward of a rank of this tp does not compute its part of the whole model's.
     """
-    analysis, proof, lacks = traced.analysis, traced.cuts, traced.lacks(layout)
+    analysis, proof, lacks = traced.analysis, traced.cuts, traced.lacks(layout, num_samples)
     built = BuiltModel.of(traced.blueprint, example, analysis.experts)
     if "counts" in lacks:
         assert proof is not None
@@ -255,6 +259,14 @@ def _examine_layout(traced: TracedModel, layout: Layout, example: Any) -> Traced
             with snapshot.preserve_modules(built.module):
                 spec = token_slices.prove(built.module, built.sample, spec, built.value_of, built.experts, layout.cp)
         analysis = replace(analysis, spec=spec, parts_examined=(*analysis.parts_examined, layout.cp))
+    if "calls" in lacks:
+        spec = analysis.spec
+        with built.repeating():
+            groups = called_again.called_again(
+                built.module, built.sample, num_samples, built.value_of, keeps_all=bool(spec.varies_at)
+            )
+        spec = replace(spec, called_again=called_again.joined(spec.called_again, groups))
+        analysis = replace(analysis, spec=spec, samples_examined=(*analysis.samples_examined, num_samples))
     return replace(traced, analysis=analysis, cuts=proof)
 
 

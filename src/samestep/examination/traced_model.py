@@ -11,15 +11,17 @@ from torch import nn
 from samestep.building.families import FamilyFacts
 from samestep.building.initial_values import Blueprint
 from samestep.independence.cut_proof import CutProof
+from samestep.independence.samples import NUM_SAMPLES
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis
 from samestep.models.spec import ModelSpec
 from samestep.strategies.tensor import refuse_degree
 from samestep.tracing.flow import Flow
 
-Lack = Literal["plan", "counts", "trials", "tokens", "slices"]
+Lack = Literal["plan", "counts", "trials", "tokens", "slices", "calls"]
 """A finding that a layout needs: the plan of tensor parallelism, the counts of its ranks and the trials that the plan rests on, a
-proof that blocks work token by token between cut parts, and one that they work on slices of a sequence."""
+proof that blocks work token by token between cut parts, one that they work on slices of a sequence, and the modules that the
+samples of a micro-batch call several times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,11 @@ class TracedModel:
         """The spec of the model."""
         return self.analysis.spec
 
-    def covers(self, layout: Layout) -> bool:
-        """Return whether all is known that a layout needs."""
-        return not self.lacks(layout)
+    def covers(self, layout: Layout, num_samples: int = 1) -> bool:
+        """Return whether all is known that a layout with micro-batches of so many samples needs."""
+        return not self.lacks(layout, num_samples)
 
-    def lacks(self, layout: Layout) -> frozenset[Lack]:
+    def lacks(self, layout: Layout, num_samples: int = 1) -> frozenset[Lack]:
         """Return what a layout needs and nobody has found out, nor why it is refused."""
         analysis, spec, degree = self.analysis, self.spec, layout.tp
         found: set[Lack] = set()
@@ -68,4 +70,7 @@ class TracedModel:
                 found.add("tokens")
         if layout.cp not in (1, *analysis.parts_examined):
             found.add("slices")
+        is_gathered = layout.zero == 3 and layout.num_shards > 1
+        if is_gathered and num_samples > NUM_SAMPLES and num_samples not in analysis.samples_examined:
+            found.add("calls")
         return frozenset(found)

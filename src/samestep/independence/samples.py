@@ -31,6 +31,7 @@ from samestep.independence.row_rules import assume_rows_stay
 from samestep.models.analysis import ExpertModules
 from samestep.state.snapshot import preserve_function
 from samestep.tracing.batch_norms import OPERATIONS, InsideCalls
+from samestep.tracing.called_again import Groups, groups_of, record_calls
 from samestep.tracing.forward import ValueOf
 from samestep.tracing.meta_tensors import NeedsValuesError
 from samestep.tracing.trace import containers_of
@@ -51,6 +52,8 @@ class Findings:
     """What is assumed, and must be tried on real values."""
     batch_norms: frozenset[str] = frozenset()
     """Modules whose calls of batch norm take statistics of samples that lie along the first dimension."""
+    called_again: Groups = ()
+    """Modules that the forward of several samples calls several times."""
 
 
 def examine(
@@ -72,7 +75,12 @@ def examine(
     """
     watch = _SampleProver(module, keeps_all=keeps_all, takes_gradients=takes_gradients)
     try:
-        with around(watch.rows_of, watch.place), watch.experts_by_row(module, experts), watch.calls_of_batch_norm:
+        with (
+            around(watch.rows_of, watch.place),
+            watch.experts_by_row(module, experts),
+            watch.calls_of_batch_norm,
+            record_calls(module) as calls,
+        ):
             outputs = watch_forward(module, sample, NUM_SAMPLES, "the model", containers_of(module), watch, value_of)
     except (ModelError, NeedsValuesError) as error:
         # One sample can be traced, and several cannot: what their number changes is seen on real batches.
@@ -93,7 +101,8 @@ def examine(
         elif not watch.known.is_ordered(tensor):
             tried.append(found.where if isinstance(found, Mixed) else "the outputs, which are not one for each sample")
     tried += [f"{where}, which looks at values" for where in watch.reads]
-    return Findings(refusal, () if refusal else tuple(dict.fromkeys(tried)), frozenset(watch.batch_norm_owners))
+    listed = () if refusal else tuple(dict.fromkeys(tried))
+    return Findings(refusal, listed, frozenset(watch.batch_norm_owners), groups_of(calls))
 
 
 RowsOf = Callable[[Tensor], tuple[int, int] | None]

@@ -75,6 +75,8 @@ class ModelAnalysis:
     """The call of each module of experts, by its path: positional and named arguments, on the meta device."""
     parts_examined: tuple[int, ...] = ()
     """Numbers of slices into which it has been examined whether sequences can be cut."""
+    samples_examined: tuple[int, ...] = ()
+    """Samples of micro-batches of which it has been examined which modules their forward calls several times."""
     states: tuple[StateSpec, ...] = ()
     """State that a forward keeps, other than the statistics of torch's norms."""
     recomputes_blocks: bool = False

@@ -75,6 +75,9 @@ class ModelSpec:
     """Paths of the modules whose code looks at values on which shapes or branches depend; that of the model itself is empty."""
     picks_at: str = ""
     """Path of a module whose code works on rows that integers of the sample pick, so many as these say; empty if none does."""
+    called_again: tuple[tuple[str, ...], ...] = ()
+    """Paths of modules that a forward of several samples calls several times, as code does that takes samples one by one, in
+    groups whose calls alternate."""
     differentiates_at: str = ""
     """Path of a module whose code takes gradients within the forward; empty if none."""
     cut_refusal: str = "no plan says where its weights may be cut"

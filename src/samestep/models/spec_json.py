@@ -45,6 +45,7 @@ def from_json(text: str) -> ModelSpec:
     masks = tuple(_mask_from(mask) for mask in fields.pop("masks", ()))
     slices = tuple((name, dim) for name, dim in fields.pop("slices"))
     names = LossNames(**{key: tuple(found) for key, found in fields.pop("loss_names").items()})
+    paths["called_again"] = tuple(map(tuple, fields.pop("called_again", ())))
     return ModelSpec(loss_names=names, layers=layers, params=params, masks=masks, slices=slices, **paths, **fields)
 
 

@@ -131,7 +131,38 @@ def make_units(step: StepSpec, chunks: tuple[range, ...]) -> tuple[Unit, ...]:
         for modules, ps in groups.items()
     ]
     units.sort(key=lambda unit: order.get(unit.modules[0], -1) if unit.modules != ("",) else -1)
-    return _with_prefetch(units, chunks)
+    return _with_prefetch(_with_spans(step, units), chunks)
+
+
+def _with_spans(step: StepSpec, units: list[Unit]) -> list[Unit]:
+    """Let units that several samples call in turn be used from the first layer of these units to their last one."""
+    if step.microbatch_samples == 1:
+        return units
+    for group in step.model.called_again:
+        mine = {unit.name for unit in units if not {*unit.modules}.isdisjoint(group)}
+        layers = [layer for unit in units if unit.name in mine for layer in (unit.first_layer, unit.last_layer)]
+        units = [
+            replace(
+                unit,
+                first_layer=min(layers),
+                last_layer=max(layers),
+                is_called_again=True,
+                keep_after_forward=_is_kept(step, max(layers)),
+            )
+            if unit.name in mine
+            else unit
+            for unit in units
+        ]
+    return units
+
+
+def _is_kept(step: StepSpec, last_layer: int) -> bool:
+    """Return whether a unit with this last layer is not resharded between forward and backward.
+
+    The last layer's backward follows at once, and a weight that first and last layer share is in use throughout. A pipeline's
+    other micro-batches may come between the two.
+    """
+    return step.zero == 2 or (last_layer == len(step.model.layers) - 1 and step.layout.pp == 1)
 
 
 def _weights_gathered_with_root(step: StepSpec) -> set[str]:
@@ -256,9 +287,7 @@ def _unit(
             packed_bytes(padded_rows(param, holding.num_shards)) for param in params if param.held_as
         ),
         padded_grad_numel=sum(padded_rows(param, holding.num_shards) for param in params if param.trainable),
-        # The last layer's backward follows at once, and a weight that first and last layer share is in use throughout.
-        # A pipeline's other micro-batches may come between the two.
-        keep_after_forward=step.zero == 2 or (last_layer == last and step.layout.pp == 1),
+        keep_after_forward=_is_kept(step, last_layer),
         # A stage gives the model's own code copies of the weights that it reads itself.
         gather_in_backward=layers[last_layer].backward_reads_weights and has_backward and not (is_root and chunks),
         called=(0 if is_root else min(param.called[0] for param in params), max(param.called[1] for param in params)),

@@ -118,7 +118,11 @@ def apply(program: Program) -> Program:
         return program
     units = make_units(step, program.chunks)
     lasts = {chunk[-1] for chunk in program.chunks} or {len(step.model.layers) - 1}
-    left = {unit.name for unit in units if unit.last_layer in lasts and unit.is_freed_after_forward}
+    left = {
+        unit.name
+        for unit in units
+        if unit.is_freed_after_forward and (unit.is_called_again or unit.last_layer in lasts)
+    }
     known: dict[tuple[int, bool], Ops] = {}
     return program.with_bodies(lambda key, ops: _with_units(key, ops, step, units, left, known), units=units)
 
@@ -263,7 +267,8 @@ def _with_buffers(ops: Iterable[Op], step: StepSpec, units: tuple[Unit, ...], le
         if op.axis is None and leaving:
             changes["frees_before"], leaving = tuple(leaving), set()
         if op.kind is OpKind.FORWARD:
-            leaving = {unit.name for unit in ending.get(op.layer, ()) if unit.is_freed_after_forward}
+            here = ending.get(op.layer, ())
+            leaving = {unit.name for unit in here if unit.is_freed_after_forward and not unit.is_called_again}
         elif op.kind is OpKind.BACKWARD and op.layer in starting:
             names = [unit.name for unit in starting[op.layer]]
             changes["allocates"] = tuple(whole[name] for name in names if whole[name].size_bytes)

@@ -96,6 +96,8 @@ class RunningUnit:
         self.trained = {
             param.name for param in program.step.model.params if param.trainable and param.name in unit.params
         }
+        self._stays = unit.is_called_again
+        """Whether its weights stay gathered between calls of its modules in a forward."""
         self._watched: set[int] = set()
         """The ids of gathered weights whose gradients are noted."""
         self._compares = False
@@ -186,7 +188,14 @@ class RunningUnit:
 
     @property
     def _is_held(self) -> bool:
-        return self.unit.is_called_again or self.unit.is_read_by_loss
+        return self._stays or self.unit.is_read_by_loss
+
+    def stay_gathered(self, stays: bool) -> None:
+        """Let its weights stay gathered between its calls in the forwards to come, or free them after each as the program does."""
+        if stays is not self._stays and not self.unit.is_called_again:
+            self._stays = stays
+            frees = not (self.unit.keep_after_forward or stays or self.unit.is_read_by_loss)
+            self.fsdp.set_reshard_after_forward(frees, recurse=False)
 
     def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Record a call, whose backward is complete once the gradients of its inputs are known."""

@@ -11,6 +11,8 @@ rank 1     a            (b), c                       c          (b), a          
 ```
 The weights of a unit that was skipped are freed as the program frees them, and its gradient is zeros. Nothing is issued that
 the program does not list. A rank whose samples use every unit issues nothing here.
+A unit whose modules are called several times in a forward stays gathered until its end (`program/units.py`), so that a further
+call needs no gather. Outside of steps a forward may have more samples than a micro-batch.
 
 Autograd runs the nodes of a graph in the reverse of the order in which the forward created them. So once the backward of a
 unit is over, or another one starts, units that were called after it get no more gradients: what is left of them is issued. A
@@ -63,6 +65,9 @@ class UnitOrder:
         ]
         """The bodies of forwards outside of steps, by chunk."""
         self._several = [running for running in units if len(running.modules) > 1]
+        again = {path for group in program.step.model.called_again for path in group}
+        self._called_again = [one for one in units if not again.isdisjoint(one.unit.modules)]
+        """The units that several samples call several times, which in steps a micro-batch of one sample calls once."""
         self._entries: list[_OrderEntry] = []
         self._places: dict[_OrderEntry, int] = {}
         self._next = 0
@@ -73,6 +78,8 @@ class UnitOrder:
     def begin(self, body: BodyKey) -> None:
         """Start the order of a task."""
         self._in_task, self._in_backward, self._chunk = True, not is_forward(body), 0
+        for running in self._called_again:
+            running.stay_gathered(False)
         self._start(body)
 
     def _start(self, body: BodyKey) -> None:
@@ -93,6 +100,8 @@ class UnitOrder:
     def begin_forward(self, *_: object) -> None:
         """Start the order of a forward outside of a step."""
         if not self._in_task:
+            for running in self._called_again:
+                running.stay_gathered(True)
             self._start(self._alone[self._chunk])
             self._chunk = (self._chunk + 1) % len(self._alone)
 

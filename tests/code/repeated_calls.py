@@ -1,0 +1,127 @@
+"""Models that call modules again within one forward, for each sample, chunk of samples or round: equal where weights are gathered too.
+
+Under zero=3 a unit that is called again stays gathered until the forward ends, as its program lists, so that no call needs another gather.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.code.rows import Equal, of_cases
+from tests.covering import daily
+from tests.laboratory import Code, clipped
+from tests.models import MODELS, VOCABULARY
+
+WIDTH = 8
+
+
+class Part(nn.Module):
+    """A block: a norm and a linear layer, added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Repeating(nn.Module):
+    """Embedding, blocks that are called in an order of their own, head: [B, T] tokens to [B, T, V] logits."""
+
+    def __init__(self, between: Callable[[Repeating, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Part() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.between = between
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.between(self, self.embed(input_ids)))
+
+
+def each_sample_through_all(net: Repeating, x: Tensor) -> Tensor:
+    return torch.stack([net.through(sample) for sample in x])
+
+
+def each_sample_through_one(net: Repeating, x: Tensor) -> Tensor:
+    x = net.blocks[0](x)
+    return net.blocks[2](torch.cat([net.blocks[1](x[index : index + 1]) for index in range(len(x))]))
+
+
+def block_by_block_for_each_sample(net: Repeating, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = torch.stack([block(sample) for sample in x])
+    return x
+
+
+def chunks_of_two(net: Repeating, x: Tensor) -> Tensor:
+    return torch.cat([net.through(part) for part in x.split(2)])
+
+
+def chunks_of_five(net: Repeating, x: Tensor) -> Tensor:
+    """More than the samples on which the independence of samples is proven."""
+    return torch.cat([net.through(part) for part in x.split(5)])
+
+
+def the_last_samples_first(net: Repeating, x: Tensor) -> Tensor:
+    return torch.cat([net.through(part) for part in reversed(x.split(1))][::-1])
+
+
+def rounds_through_all(net: Repeating, x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = net.through(x)
+    return x
+
+
+def rounds_through_one(net: Repeating, x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = net.blocks[0](x)
+    return net.blocks[2](net.blocks[1](x))
+
+
+def rounds_for_each_sample(net: Repeating, x: Tensor) -> Tensor:
+    return torch.stack([rounds_through_all(net, sample) for sample in x])
+
+
+def checkpointed_samples(net: Repeating, x: Tensor) -> Tensor:
+    return torch.stack([checkpoint(net.through, sample, use_reentrant=False) for sample in x])
+
+
+def samples_in_training_alone(net: Repeating, x: Tensor) -> Tensor:
+    return each_sample_through_all(net, x) if net.training else net.through(x)
+
+
+PARTS = [
+    each_sample_through_all, each_sample_through_one, block_by_block_for_each_sample, chunks_of_two,
+    the_last_samples_first, rounds_through_all, rounds_through_one, rounds_for_each_sample, checkpointed_samples,
+    samples_in_training_alone,
+]  # fmt: skip
+
+MODELS |= {f"repeats {part.__name__}": Code(functools.partial(Repeating, part)) for part in PARTS}
+SIXTEEN = clipped(global_batch=16)
+MODELS["repeats chunks_of_five"] = Code(functools.partial(Repeating, chunks_of_five), job=SIXTEEN)
+LAYOUTS = [
+    "dp=2 zero=3 microbatch=2",
+    "dp=2 zero=3",
+    "dp=2 zero=3 microbatch=3 accumulate=full recompute=full",
+    "dp=2 zero=2",
+    "dp=2 zero=2 microbatch=2 recompute=selective",
+    "dp_replicate=2 dp_shard=2 zero=3",
+]
+EQUAL: list[Equal] = [
+    Equal("dp=2 zero=3", "repeats chunks_of_five"),
+    Equal("dp=2 zero=3", "repeats each_sample_through_all"),
+    *of_cases("repeats ", daily((layout, part.__name__) for layout, part in itertools.product(LAYOUTS, PARTS))),
+]
