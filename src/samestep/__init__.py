@@ -51,12 +51,15 @@ if TYPE_CHECKING:
     from samestep.runtime.processes.workers import launch
     from samestep.runtime.run import parallelize
     from samestep.simulation.simulate import simulate
+    from samestep.training.evaluations import HeldOut
     from samestep.training.export import export
     from samestep.training.inspection import inspect
+    from samestep.training.tracking import track
     from samestep.training.train import train
     from samestep.training.trained import evaluate, sample
 
 _LAZY = {
+    "HeldOut": ("samestep.training.evaluations", "HeldOut"),
     "batches": ("samestep.datasets", "batches"),
     "evaluate": ("samestep.training.trained", "evaluate"),
     "export": ("samestep.training.export", "export"),
@@ -70,6 +73,7 @@ _LAZY = {
     "plan": ("samestep.planning.plan", "plan"),
     "sample": ("samestep.training.trained", "sample"),
     "simulate": ("samestep.simulation.simulate", "simulate"),
+    "track": ("samestep.training.tracking", "track"),
     "train": ("samestep.training.train", "train"),
     "verify": ("samestep.proof.verify", "verify"),
 }
@@ -78,6 +82,7 @@ __all__ = [
     "CheckpointError",
     "DataError",
     "DriftError",
+    "HeldOut",
     "InputError",
     "Job",
     "JobError",
@@ -107,6 +112,7 @@ __all__ = [
     "plan",
     "sample",
     "simulate",
+    "track",
     "train",
     "verify",
 ]

@@ -39,6 +39,7 @@ def test_the_public_names_are_these() -> None:
         "CheckpointError",
         "DataError",
         "DriftError",
+        "HeldOut",
         "InputError",
         "Job",
         "JobError",
@@ -68,6 +69,7 @@ def test_the_public_names_are_these() -> None:
         "plan",
         "sample",
         "simulate",
+        "track",
         "train",
         "verify",
     ]

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -58,6 +58,13 @@ Measure = Callable[[Any, Any], Any]
 _NOBODY = StepObserver()
 
 
+class Receiver(Protocol):
+    """A receiver of reports: a `training.tracking.Tracking`."""
+
+    def receive(self, report: StepReport) -> StepReport:
+        """Receive a report; return it, or what a loop should be given in its place."""
+
+
 class Run:
     """A model in a layout, ready to take steps. Every rank makes one, and all call its methods in the same order."""
 
@@ -83,6 +90,8 @@ class Run:
             deterministic.reserve_workspace()
         self.data = TrainedData(job, place)
         """The data that the run is trained on, as checkpoints note it."""
+        self.receivers: list[Receiver] = []
+        """What is given the report of each step: those of `samestep.track`."""
         self._own = HeldAssembly(source, layout, job, place)
         self._stepper = Stepper(self._own, observer, owns_weights=owns_weights)
         self._labels = NextLabels(source.loss, job)
@@ -334,6 +343,14 @@ class Run:
         self.replicas.exchange(self.steps_taken)
         if len(self.replicas.assemblies) > 1:  # what the first one is at the next step, the loop has changed
             self._stepper.loop_changes = LoopChanges(self._own.current, len(self.replicas.assemblies))
+        return self._received(report, batch)
+
+    def _received(self, report: StepReport, batch: StepBatch) -> StepReport:
+        """Return a report as its receivers leave it; the stream of the batch ends where one of them says so."""
+        for receiver in self.receivers:
+            given, report = report, receiver.receive(report)
+            if report is not given and report.stop:
+                batch.end_stream()
         return report
 
     def forward_backward(self, batch: StepBatch) -> Tensor:

@@ -8,6 +8,8 @@
 `evaluations.jsonl` has a line for each; a resumed run keeps those up to its step. A best checkpoint of a later step,
 which the run drops, is moved aside then, and the least loss since becomes the next one. Every rank has the same
 losses, so all decide alike.
+
+A loop of the user's own says the same with `samestep.HeldOut`, one of the receivers of `samestep.track`.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from samestep.errors import DataError, SaveError
+from samestep.errors import DataError, JobError, SaveError, did_you_mean
 from samestep.job import Job
+from samestep.job_tables import HELD_OUT
 from samestep.output import durable_files
 from samestep.output.output_file import write_whole
 from samestep.runtime.checkpoints import checkpoint, manifests
 from samestep.runtime.processes.messages import gather_values
-from samestep.runtime.run import Run
+from samestep.runtime.run import Measure, Run
 from samestep.training.workload import Workload, describe_losses, held_out_losses, use_evaluated_weights
 
 FILE = "evaluations.jsonl"
@@ -98,28 +101,120 @@ def _drop_later_best(folder: Path, first: int, rank: int) -> tuple[int, str]:
     return step, ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What is evaluated, how often, and what follows from it."""
+
+    losses: Callable[[Run], Mapping[str, float]]
+    """Returns the mean of each set, by name; every rank calls it."""
+    judge: str | None
+    """The name of the mean that decides."""
+    every: int
+    patience: int
+    keep_best: bool
+    largest: bool = False
+    """Whether the largest mean is the best one, as of an accuracy."""
+
+    @classmethod
+    def of(cls, job: Job, workload: Workload) -> Rule:
+        """Return the rule of a job."""
+        train = job.train
+        return cls(
+            losses=lambda run: held_out_losses(run, workload),
+            judge=job.judge,
+            every=train.evaluate_every,
+            patience=train.patience,
+            keep_best=job.checkpoint.keep_best,
+        )
+
+    def is_better(self, one: float, other: float) -> bool:
+        """Return whether a mean is better than another one."""
+        return one > other if self.largest else one < other
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out samples that a loop of one's own evaluates, to end in time and to keep the best checkpoint.
+
+    It is one of the receivers of `samestep.track`. Each report of a step after which it is evaluated has the means in `held_out`:
+    that of the loss under the set's name, and those of `measure` as "NAME/MEASURE".
+    """
+
+    sets: Any
+    """A data set, whose name is "held_out", or a dict of data sets by name."""
+    every: int = 100
+    """Steps between two evaluations."""
+    patience: int = 0
+    """Evaluations in a row without a better mean after which the loop ends; 0: it goes on."""
+    keep_best: bool = False
+    """Whether FOLDER/best holds the checkpoint with the best mean."""
+    measure: Measure | None = None
+    """A function of (outputs, batch) -> {"name": (sum, count), ...}, whose means are taken besides the loss."""
+    judged_by: str = ""
+    """The mean that decides, such as "held_out/accuracy"; by default the loss of the first set."""
+    largest: bool = False
+    """Whether the largest mean is the best one, as of an accuracy."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers of steps and of evaluations that mean nothing.
+
+        Raises:
+            JobError: `every` is below 1, or `patience` below 0.
+        """
+        if self.every < 1 or self.patience < 0:
+            raise JobError(
+                f"HeldOut(every={self.every}, patience={self.patience}): every=100 evaluates after each 100th step, and patience=0 "
+                "never ends the loop"
+            )
+
+    def rule(self) -> Rule:
+        """Return it as the rule that decides."""
+        sets = self.sets if isinstance(self.sets, Mapping) else {HELD_OUT: self.sets}
+        judge = self.judged_by or next(iter(sets))
+
+        def losses(run: Run) -> Mapping[str, float]:
+            found: dict[str, float] = {}
+            for name, dataset in sets.items():
+                means = run.evaluate(dataset, self.measure)
+                found |= {name if key == "loss" else f"{name}/{key}": mean for key, mean in means.items()}
+            if judge not in found:
+                raise JobError(
+                    f"HeldOut(judged_by={judge!r}) is none of the means {', '.join(found)}{did_you_mean(judge, found)}"
+                )
+            return found
+
+        return Rule(
+            losses=losses,
+            judge=judge,
+            every=self.every,
+            patience=self.patience,
+            keep_best=self.keep_best,
+            largest=self.largest,
+        )
+
+
 @dataclass(slots=True)
 class Evaluations:
     """The evaluations of one run."""
 
     run: Run
-    workload: Workload
+    rule: Rule
     folder: Path
     rows: list[EvaluatedStep] = field(default_factory=list)
     """The evaluations so far, in order."""
     kept: EvaluatedStep | None = None
     """The evaluation whose weights the best checkpoint has."""
 
-    def settle_best(self) -> str:
-        """Find the best checkpoint of a run that has resumed; return a line for the screen where it is of dropped steps.
+    def settle_best(self, first: int) -> str:
+        """Find the best checkpoint of a run that goes on from a step; return a line for the screen where it is of dropped steps.
 
         Every rank must call it.
 
         Raises:
             SaveError: the file system does not allow it.
         """
-        run, first = self.run, self.run.steps_taken
-        if not run.job.checkpoint.keep_best:
+        run = self.run
+        if not self.rule.keep_best:
             return ""
         newest, reason = gather_values(_drop_later_best(self.folder, first, run.place.rank), run.layout.world_size)[0]
         if reason:
@@ -129,60 +224,62 @@ class Evaluations:
         if step <= first:
             self.kept = held
             return ""
-        if held is not None:
+        if held is not None and run.steps_taken == first:  # a loop of one's own has taken a step by now
             checkpoint.save(run, self.folder / BEST, 1)
             self.kept = held
         return f"{BEST} held the weights of step {step}, which is dropped as the run goes on after step {first}: they are in {DROPPED}"
 
     @property
     def best(self) -> EvaluatedStep | None:
-        """The evaluation with the least loss, the first of equal ones; None before the first finite one."""
-        return min((row for row in self.rows if math.isfinite(row.loss)), key=lambda row: row.loss, default=None)
+        """The evaluation with the best loss, the first of equal ones; None before the first finite one."""
+        sign = -1 if self.rule.largest else 1
+        return min((row for row in self.rows if math.isfinite(row.loss)), key=lambda row: sign * row.loss, default=None)
 
     @property
     def is_over(self) -> bool:
-        """Whether `train.patience` evaluations have followed the best one."""
-        patience, best = self.run.job.train.patience, self.best
+        """Whether as many evaluations as the patience have followed the best one."""
+        patience, best = self.rule.patience, self.best
         since = len(self.rows) if best is None else len(self.rows) - 1 - self.rows.index(best)
         return 0 < patience <= since
 
     def is_due(self, step: int) -> bool:
         """Return whether an evaluation follows a step."""
-        every = self.run.job.train.evaluate_every
-        return every > 0 and step % every == 0
+        return self.rule.every > 0 and step % self.rule.every == 0
 
-    def losses(self) -> dict[str, float]:
+    def losses(self) -> Mapping[str, float]:
         """Return the held-out loss of each set. Every rank must call it."""
         with use_evaluated_weights(self.run):
-            return held_out_losses(self.run, self.workload)
+            return self.rule.losses(self.run)
 
     def add(self, step: int, losses: Mapping[str, float]) -> str:
         """Log the losses after a step and save a best checkpoint; return a line for the screen. Every rank must call it."""
-        judge = self.run.job.judge
+        judge = self.rule.judge
         assert judge is not None, "check has refused it"
         self.rows.append(EvaluatedStep(step, losses[judge], losses))
         is_best = self.best is self.rows[-1]
         if self.run.place.rank == 0:
             write_whole(self.folder / FILE, "".join(map(_line, self.rows)))
-        is_less = math.isfinite(losses[judge]) and (self.kept is None or losses[judge] < self.kept.loss)
-        if is_less and self.run.job.checkpoint.keep_best:
+        loss = losses[judge]
+        is_better = math.isfinite(loss) and (self.kept is None or self.rule.is_better(loss, self.kept.loss))
+        if is_better and self.rule.keep_best:
             checkpoint.save(self.run, self.folder / BEST, 1)
             self.kept = self.rows[-1]
-        more = " (the least so far)" if len(losses) > 1 else ", the least so far"
+        word = "largest" if self.rule.largest else "least"
+        more = f" (the {word} so far)" if len(losses) > 1 else f", the {word} so far"
         return f"step {step}: {describe_losses(losses, judge)}{more if is_best else ''}"
 
 
-def resume_evaluations(run: Run, workload: Workload, folder: Path, say: Callable[[str], None]) -> Evaluations:
-    """Return the evaluations of a resumed run up to its step, and print a line if its best checkpoint was dropped;
+def resume_evaluations(run: Run, rule: Rule, folder: Path, say: Callable[[str], None], first: int) -> Evaluations:
+    """Return the evaluations of a resumed run up to its step `first`, and print a line if its best checkpoint was dropped;
     every rank must call it.
 
     Raises:
         SaveError: the best checkpoint is of dropped steps, and the file system does not let it be moved aside.
     """
-    mine = read(folder, run.steps_taken) if run.place.rank == 0 else []
+    mine = read(folder, first) if run.place.rank == 0 else []
     plain = [(row.step, row.loss, dict(row.losses)) for row in mine]
     rows = gather_values(plain, run.layout.world_size)[0]
-    found = Evaluations(run, workload, folder, [EvaluatedStep(*row) for row in rows])
-    if line := found.settle_best():
+    found = Evaluations(run, rule, folder, [EvaluatedStep(*row) for row in rows])
+    if line := found.settle_best(first):
         say(line)
     return found

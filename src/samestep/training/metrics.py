@@ -25,6 +25,7 @@ import math
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ def _peak(job: Job, device: torch.device) -> float | None:
     return rates.get(TF32 if dtype == "float32" and job.numerics.tf32 else dtype, rates.get(dtype))
 
 
+FILE = "metrics.jsonl"
 _LINES = 40
 """The approximate number of step lines that a run prints, besides the live line."""
 
@@ -212,20 +214,21 @@ def scalars_of(report: StepReport, speed: Speed | None) -> dict[str, float]:
 
 
 class Metrics:
-    """The file `metrics.jsonl` of a run folder, and the trackers that get the same steps."""
+    """The file `metrics.jsonl` of a run folder, and the trackers that get the same steps; without a folder these alone."""
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         first_step: int,
         trackers: Sequence[Tracker] = (),
         speed: Speed | None = None,
         log_every: int | None = None,
     ) -> None:
-        path = folder / "metrics.jsonl"
-        self.last_loss = _cut_after(path, first_step)
+        self.last_loss = None if folder is None else _cut_after(folder / FILE, first_step)
         """The loss of the last step in the file; None where there is none, or where it was not finite."""
-        self._file = path.open("ab", buffering=0)
+        self._file: io.FileIO | None = None if folder is None else (folder / FILE).open("ab", buffering=0)
+        if self._file is not None:
+            weakref.finalize(self, self._file.close)  # a loop may end without close
         self._pending = b""
         """Lines that did not fit on the disk."""
         self._first, self._every, self._speed, self._trackers = first_step + 1, log_every or 1, speed, trackers
@@ -265,6 +268,8 @@ class Metrics:
 
     def _append(self, lines: str) -> None:
         """Append whole lines; those that do not fit on the disk are kept, and appended when it has room."""
+        if self._file is None:
+            return
         self._pending += lines.encode()
         end = self._file.seek(0, os.SEEK_END)
         try:
@@ -283,14 +288,16 @@ class Metrics:
         """Return once every line is on disk, or the disk refuses it."""
         self._append("")
         with contextlib.suppress(OSError):
-            os.fsync(self._file.fileno())
+            if self._file is not None:
+                os.fsync(self._file.fileno())
         for tracker in self._trackers:
             tracker.flush()
 
     def close(self) -> None:
         """Close the file, and end the entries of the trackers."""
         self._append("")
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         for tracker in self._trackers:
             tracker.close()
 

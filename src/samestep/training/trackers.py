@@ -22,6 +22,9 @@ from samestep.runtime.step_report import StepReport
 
 SERVICES = ("wandb", "mlflow")
 """Trackers that `run.report` names by a word."""
+TENSORBOARD = "tensorboard"
+_LIBRARIES = {TENSORBOARD: "tensorboardX"}
+"""The libraries of trackers whose word is another name."""
 _ENTRIES = "trackers.json"
 """The file of a run folder that holds the number of each service's entry."""
 
@@ -39,6 +42,10 @@ class Tracker(Protocol):
         """End the entry of this run."""
 
 
+Receiver = str | Callable[[StepReport], object]
+"""A service or a `module:function` by its word, or a function of a report."""
+
+
 def check(job: Job) -> None:
     """Refuse a word of `run.report` that names neither an installed tracker nor a function.
 
@@ -46,10 +53,22 @@ def check(job: Job) -> None:
         JobError: a tracker is not installed, or there is no such function.
     """
     for word in job.run.report:
-        if word not in SERVICES:
-            _function_of(word, job.run.folder)
-        elif importlib.util.find_spec(word) is None:
-            raise JobError(f'run.report = "{word}": {word} is not installed here; pip install {word} works')
+        check_receiver(word, job.run.folder, f'run.report = "{word}"')
+
+
+def check_receiver(receiver: Receiver, folder: str | None, where: str) -> None:
+    """Refuse a receiver that is neither an installed tracker nor a function; `where` is how the text begins.
+
+    Raises:
+        JobError: a tracker is not installed, or there is no such function.
+    """
+    if not isinstance(receiver, str):
+        return
+    if receiver not in _STARTS:
+        _function_of(receiver, folder)
+    elif importlib.util.find_spec(_LIBRARIES.get(receiver, receiver)) is None:
+        library = _LIBRARIES.get(receiver, receiver)
+        raise JobError(f"{where}: {library} is not installed here; pip install {library} works")
 
 
 def open_trackers(job: Job, folder: Path, first_step: int) -> list[Tracker]:
@@ -58,17 +77,27 @@ def open_trackers(job: Job, folder: Path, first_step: int) -> list[Tracker]:
     Raises:
         JobError: a tracker that the job names cannot be started.
     """
-    trackers: list[Tracker] = []
-    if importlib.util.find_spec("tensorboardX") is not None:
-        trackers.append(_TensorBoard(folder / "tensorboard", first_step))
-    for word in job.run.report:
-        try:
-            trackers.append(_STARTS[word](job, folder) if word in _STARTS else _Function(word, job.run.folder))
-        except SamestepError:
-            raise
-        except Exception as error:  # no account, no network, a folder that cannot be written
-            raise JobError(f'run.report = "{word}" cannot be started: {type(error).__name__}: {error}') from error
-    return trackers
+    has_tensorboard = importlib.util.find_spec(_LIBRARIES[TENSORBOARD]) is not None
+    words = dict.fromkeys([*([TENSORBOARD] if has_tensorboard else []), *job.run.report])
+    return [open_receiver(word, job, folder, first_step, f'run.report = "{word}"') for word in words]
+
+
+def open_receiver(receiver: Receiver, job: Job, folder: Path, first_step: int, where: str) -> Tracker:
+    """Return the tracker of a receiver; `where` is how the text of an error begins.
+
+    Raises:
+        JobError: it cannot be started.
+    """
+    if not isinstance(receiver, str):
+        return _Function(where, receiver)
+    try:
+        if receiver in _STARTS:
+            return _STARTS[receiver](job, folder, first_step)
+        return _Function(where, _function_of(receiver, job.run.folder))
+    except SamestepError:
+        raise
+    except Exception as error:  # no account, no network, a folder that cannot be written
+        raise JobError(f"{where} cannot be started: {type(error).__name__}: {error}") from error
 
 
 def _function_of(word: str, folder: str | None) -> Callable[..., Any]:
@@ -81,11 +110,11 @@ class _TensorBoard:
     That takes 0.1 ms a step; one `add_scalar` for each scalar takes 0.6 ms together.
     """
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, job: Job, folder: Path, first_step: int) -> None:
         from tensorboardX import SummaryWriter  # noqa: PLC0415 - an extra
         from tensorboardX.proto.summary_pb2 import Summary  # noqa: PLC0415
 
-        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step + 1)
+        self._writer: Any = SummaryWriter(str(folder / TENSORBOARD), purge_step=first_step + 1)
         self._summary: Any = Summary
 
     def add(self, report: StepReport, scalars: Mapping[str, float]) -> None:
@@ -100,7 +129,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(self, job: Job, folder: Path, first_step: int) -> None:
         import wandb  # type: ignore[import-not-found, unused-ignore] # noqa: PLC0415 - not a dependency
 
         entry = _entry_of(folder, "wandb") or secrets.token_hex(8)
@@ -120,7 +149,7 @@ class _Wandb:
 
 
 class _Mlflow:
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(self, job: Job, folder: Path, first_step: int) -> None:
         import mlflow  # type: ignore[import-not-found, unused-ignore] # noqa: PLC0415 - not a dependency
 
         self._mlflow: Any = mlflow
@@ -141,17 +170,19 @@ class _Mlflow:
         self._mlflow.end_run()
 
 
-_STARTS: Mapping[str, Callable[[Job, Path], Tracker]] = {"wandb": _Wandb, "mlflow": _Mlflow}
+_STARTS: Mapping[str, Callable[[Job, Path, int], Tracker]] = {
+    TENSORBOARD: _TensorBoard, "wandb": _Wandb, "mlflow": _Mlflow
+}  # fmt: skip
 
 
 class _Function:
     """A function of the user's, called with each report."""
 
-    def __init__(self, source: str, folder: str | None) -> None:
-        self._source, self._function = source, _function_of(source, folder)
+    def __init__(self, where: str, function: Callable[[StepReport], object]) -> None:
+        self._where, self._function = where, function
 
     def add(self, report: StepReport, scalars: Mapping[str, float]) -> None:
-        with failures_of(f'step {report.step}: run.report = "{self._source}"', JobError):
+        with failures_of(f"step {report.step}: {self._where}", JobError):
             self._function(report)
 
     def flush(self) -> None:

@@ -346,8 +346,9 @@ def _train_rank(run: Run, place: RankInfo, checked: Checked, profiler: Profiler)
     if first < until:
         with use_evaluated_weights(run):
             _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
-    evaluated = evaluations.resume_evaluations(run, workload, folder, screen.say if screen else lambda text: None)
-    _loop(evaluated, until, profiler, screen, metrics)
+    rule = evaluations.Rule.of(run.job, workload)
+    evaluated = evaluations.resume_evaluations(run, rule, folder, screen.say if screen else lambda text: None, first)
+    _loop(evaluated, workload.dataset, until, profiler, screen, metrics)
     with whereabouts.apart("the evaluation at the end"):
         return _finish(evaluated, checked, screen, metrics)
 
@@ -437,14 +438,19 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _loop(
-    evaluated: evaluations.Evaluations, until: int, profiler: Profiler, screen: Screen | None, metrics: Metrics | None
+    evaluated: evaluations.Evaluations,
+    dataset: Dataset,
+    until: int,
+    profiler: Profiler,
+    screen: Screen | None,
+    metrics: Metrics | None,
 ) -> None:
     """Take the remaining steps and log each; evaluate and save checkpoints as often as the job says, and save after the last."""
-    run, workload, folder = evaluated.run, evaluated.workload, evaluated.folder
+    run, folder = evaluated.run, evaluated.folder
     until = run.steps_taken if evaluated.is_over else until
     saver = Saver(run, folder / run_folder.CHECKPOINTS, screen.say if screen else lambda text: None)
     with screen.live() if screen else contextlib.nullcontext():
-        for report in freeze_after_first(steps_of(run, workload.dataset, until, profiler)):
+        for report in freeze_after_first(steps_of(run, dataset, until, profiler)):
             with whereabouts.apart("an evaluation"):
                 losses = evaluated.losses() if evaluated.is_due(report.step) and not report.stop else {}
             if screen is not None and metrics is not None:

@@ -1,0 +1,181 @@
+"""The receivers of the reports of a loop of one's own, `samestep.track`: those that `samestep train` has for its own loop.
+
+    samestep.track(run, "progress", "metrics.jsonl", "tensorboard", samestep.HeldOut(held_out, every=100, patience=5))
+    for batch in samestep.batches(dataset, job):
+        report = run.step(batch)
+
+    progress        a live line on a terminal, and a permanent one every few steps
+    metrics.jsonl   one JSON object for each logged step, in the folder (`metrics.py`)
+    tensorboard, wandb, mlflow, module:function, a function of a report      as in `run.report` (`trackers.py`)
+    HeldOut         held-out means, which end the loop in time and keep the best checkpoint (`evaluations.py`)
+
+All but `HeldOut` act on rank 0 alone. They are opened with the first report, so that a resumed run continues its files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from samestep.errors import JobError, did_you_mean
+from samestep.runtime.run import Run
+from samestep.runtime.step_report import StepReport
+from samestep.training import evaluations, trackers
+from samestep.training.evaluations import Evaluations, HeldOut
+from samestep.training.metrics import FILE, Metrics, Screen, speed_of
+from samestep.training.trackers import Receiver
+
+PROGRESS = "progress"
+FOLDER = "runs/loop"
+
+
+def track(run: Run, *receivers: Receiver | HeldOut, folder: str | Path = FOLDER) -> Tracking:
+    """Give the report of each step of a loop of one's own to receivers; `run.step` does so from now on, and every rank calls this.
+
+    Args:
+        run: the run whose steps are tracked.
+        receivers: "progress", "metrics.jsonl", "tensorboard", "wandb", "mlflow", a "module:function", a function of a `StepReport`,
+            and a `samestep.HeldOut`. All but the last act on rank 0 alone, for each step that `run.log_every` logs.
+        folder: the folder of the files, and of the best checkpoint. A run that goes on from a checkpoint continues them.
+
+    Returns:
+        The tracking, which `close` ends; the last step of the loop does so too.
+
+    Raises:
+        JobError: a receiver is not known, or its library is not installed.
+    """
+    held_out = [one for one in receivers if isinstance(one, HeldOut)]
+    others = [one for one in receivers if not isinstance(one, HeldOut)]
+    for one in others:
+        _check(one, run.job.run.folder)
+    if len(held_out) > 1:
+        raise JobError(
+            f"samestep.track was given {len(held_out)} samestep.HeldOut, whose decisions could differ: one with a dict of data sets works"
+        )
+    tracking = Tracking(run, others, held_out[0] if held_out else None, Path(folder))
+    run.receivers.append(tracking)
+    return tracking
+
+
+def _check(receiver: object, folder: str | None) -> None:
+    """Refuse what is no receiver.
+
+    Raises:
+        JobError: it is none, or its library is not installed.
+    """
+    if callable(receiver) and not isinstance(receiver, type):
+        return
+    if not isinstance(receiver, str):
+        raise JobError(
+            f"samestep.track takes words, functions of a report and a samestep.HeldOut, and was given a {type(receiver).__name__}"
+        )
+    words = (PROGRESS, FILE, trackers.TENSORBOARD, *trackers.SERVICES)
+    if ":" not in receiver and receiver not in words:
+        raise JobError(
+            f"samestep.track: {receiver!r} is none of {', '.join(words)}{did_you_mean(receiver, words)}, nor module:function"
+        )
+    if receiver not in (PROGRESS, FILE):
+        trackers.check_receiver(receiver, folder, f'samestep.track(run, "{receiver}")')
+
+
+class Tracking:
+    """The receivers of one run's reports."""
+
+    def __init__(self, run: Run, receivers: Sequence[Receiver], held_out: HeldOut | None, folder: Path) -> None:
+        self._run, self._receivers, self._held_out, self._folder = run, receivers, held_out, folder
+        self._evaluated: Evaluations | None = None
+        self._metrics: Metrics | None = None
+        self._screen: Screen | None = None
+        self._live = ExitStack()
+        self._last: StepReport | None = None
+        self._is_closed = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the held-out means have not become better for as long as `HeldOut.patience` says."""
+        return self._evaluated is not None and self._evaluated.is_over
+
+    def receive(self, report: StepReport) -> StepReport:
+        """Give a report to the receivers, once; return it with the held-out means, and with `stop` where these end the loop.
+
+        Collective over the world where there is a `HeldOut`, see [Note: collective calls].
+
+        Raises:
+            JobError: a receiver fails, or cannot be started.
+        """
+        if self._is_closed or (self._last is not None and self._last.step == report.step):
+            return report if self._last is None or self._last.step != report.step else self._last
+        if self._last is None:
+            self._begin(report)
+        report, line = self._evaluate(report)
+        self._last = report
+        if self._metrics is not None:
+            is_last = report.stop or report.step >= self._run.job.train.steps
+            self._metrics.write(report, is_last)
+            if self._screen is not None:
+                self._screen.show(report)
+                self._say(line)
+            if is_last:
+                self.close()
+        return report
+
+    __call__ = receive
+
+    def _begin(self, report: StepReport) -> None:
+        """Open the receivers behind the first step that they receive."""
+        run, first = self._run, report.step - 1
+        job, folder = run.job, self._folder
+        if run.place.rank == 0:
+            speed = speed_of(run.assembly.model.spec, job, run.layout, run.place.device)
+            if PROGRESS in self._receivers:
+                counted = "samples" if report.tokens == job.train.global_batch else "tok"
+                self._screen = Screen(first, job.train.steps, speed, job.run.log_every, counted)
+                self._live.enter_context(self._screen.live())
+            if any(receiver != PROGRESS and isinstance(receiver, str) for receiver in self._receivers):
+                folder.mkdir(parents=True, exist_ok=True)
+            opened = [
+                trackers.open_receiver(one, job, folder, first, _name_of(one))
+                for one in self._receivers
+                if one not in (PROGRESS, FILE)
+            ]
+            self._metrics = Metrics(
+                folder if FILE in self._receivers else None, first, opened, speed, job.run.log_every
+            )
+        if self._held_out is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._evaluated = evaluations.resume_evaluations(run, self._held_out.rule(), folder, self._say, first)
+
+    def _say(self, line: str) -> None:
+        if self._screen is not None and line:
+            self._screen.say(line)
+
+    def _evaluate(self, report: StepReport) -> tuple[StepReport, str]:
+        """Return a report with the held-out means, where they are due, and a line for the screen."""
+        evaluated = self._evaluated
+        if evaluated is None or not evaluated.is_due(report.step) or report.stop:
+            return report, ""
+        means = evaluated.losses()
+        line = evaluated.add(report.step, means)
+        return dataclasses.replace(report, held_out=means, stop=evaluated.is_over), line
+
+    def close(self) -> None:
+        """End the entries and close the files; later reports are not received."""
+        if not self._is_closed and self._metrics is not None:
+            self._live.close()
+            self._metrics.close()
+        self._is_closed = True
+
+    def __enter__(self) -> Tracking:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+
+def _name_of(receiver: Receiver) -> str:
+    name = receiver if isinstance(receiver, str) else getattr(receiver, "__qualname__", type(receiver).__name__)
+    return f"the receiver {name}"

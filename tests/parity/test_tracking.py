@@ -1,0 +1,134 @@
+"""A loop of one's own has the receivers of `samestep train`: files, functions of a report, held-out means that end it in time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import samestep
+from samestep.errors import InputError, JobError
+from samestep.examination.examine import Source
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime.optimizers.optimizer_source import optimizer_source
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from tests.parity.test_between_steps import Net, Points, everywhere, loss, measure
+
+JOB = Job(
+    train={"global_batch": 4, "steps": 8, "watch_every": 0}, run={"device": "cpu"}, numerics={"precision": "float64"}
+)
+WORDS = ("progress", "metrics.jsonl", "tensorboard")
+
+
+def run_of(rank: int, world: int, layout: str, lr: float = 0.01, job: Job = JOB) -> Run:
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    source = Source(Net, loss, optimizer_source(lambda params: torch.optim.SGD(params, lr=lr), None))
+    return Run(source, Layout.parse(layout), job, place)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def stopped_early(
+    rank: int, world: int, layout: str, folder: str
+) -> tuple[list[int], list[float], list[dict[str, float]]]:
+    """Steps that a loop takes whose weights stay as they are, and what a function and the loop are given."""
+    run, seen = run_of(rank, world, layout, lr=0.0), list[int]()
+    held_out = samestep.HeldOut(Points(), every=2, patience=1, keep_best=True, measure=measure)
+    with samestep.track(run, *WORDS, lambda report: seen.append(report.step), held_out, folder=folder) as tracking:
+        reports = [run.step(batch) for batch in samestep.batches(Points(), JOB)]
+        tracking(reports[-1])  # which it has received
+    assert tracking.is_over
+    assert [report.stop for report in reports] == [False, False, False, True]
+    return seen, [report.loss for report in reports], [dict(report.held_out) for report in reports]
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2 zero=3", "pp=2 microbatch=2"])
+def test_a_loop_of_ones_own_is_tracked_and_ends_in_time(layout: str, tmp_path: Path) -> None:
+    found = everywhere(layout, stopped_early, str(tmp_path))
+    assert found[0][0] == [1, 2, 3, 4]
+    assert all(not seen for seen, *_ in found[1:])
+    for _, losses, held_out in found:
+        assert losses == pytest.approx([row["loss"] for row in rows(tmp_path)], rel=1e-12)
+        assert [*map(bool, held_out)] == [False, True, False, True]
+        assert list(held_out[1]) == ["held_out", "held_out/largest", "held_out/positive"]
+    assert rows(tmp_path)[1]["held_out"] == pytest.approx(found[0][2][1], rel=1e-12)
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["step-000002"]
+    assert [*(tmp_path / "tensorboard").iterdir()]
+
+
+def judged(rank: int, world: int, layout: str, folder: str) -> list[float]:
+    """Means of a measure of which the largest is the best, over a run that resumes after a step that it has dropped."""
+    run = run_of(rank, world, layout)
+    held_out = samestep.HeldOut(
+        {"all": Points(), "few": torch.utils.data.Subset(Points(), range(3))},
+        every=2, measure=measure, judged_by="few/largest", largest=True, keep_best=True,
+    )  # fmt: skip
+    samestep.track(run, "metrics.jsonl", held_out, folder=folder)
+    found = []
+    for batch in samestep.batches(Points(), JOB):
+        report = run.step(batch)
+        if report.step == 4:
+            run.save(Path(folder) / "checkpoints")
+        found += [report.held_out["few/largest"]] if report.held_out else []
+    again = run_of(rank, world, layout)
+    again.load(Path(folder) / "checkpoints")
+    samestep.track(again, "metrics.jsonl", held_out, folder=folder)
+    for batch in samestep.batches(Points(), JOB, first_step=again.steps_taken):
+        again.step(batch)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2"])
+def test_a_resumed_loop_continues_its_files(layout: str, tmp_path: Path) -> None:
+    for means in everywhere(layout, judged, str(tmp_path)):
+        assert [row["step"] for row in rows(tmp_path)] == list(range(1, 9))
+        lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [2, 4, 6, 8]
+        assert [line["loss"] for line in lines] == pytest.approx(means, rel=1e-9)
+        best = max(range(4), key=lambda index: means[index])
+        assert [path.name for path in (tmp_path / "best").iterdir()] == [f"step-{2 * best + 2:06d}"]
+
+
+@pytest.mark.parametrize(
+    ("receivers", "says"),
+    [
+        (["progres"], "'progres' is none of progress, metrics.jsonl, .* .did you mean 'progress'"),
+        (["no_such_module:keep"], "no_such_module"),
+        (["wandb"], "wandb is not installed here; pip install wandb works"),
+        ([3], "takes words, functions of a report and a samestep.HeldOut, and was given a int"),
+        ([samestep.HeldOut(Points()), samestep.HeldOut(Points())], "one with a dict of data sets works"),
+    ],
+)
+def test_what_is_no_receiver_is_refused(receivers: list[Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        samestep.track(run_of(0, 1, "dp=1"), *receivers)
+
+
+def test_a_mean_that_is_not_taken_does_not_decide(tmp_path: Path) -> None:
+    run = run_of(0, 1, "dp=1")
+    samestep.track(
+        run, samestep.HeldOut(Points(), every=1, judged_by="held_out/acuracy", measure=measure), folder=tmp_path
+    )
+    with pytest.raises(
+        JobError, match=r"judged_by='held_out/acuracy'\) is none of the means held_out, held_out/largest"
+    ):
+        run.step(next(samestep.batches(Points(), JOB)))
+    with pytest.raises(JobError, match=r"every=100 evaluates after each 100th step"):
+        samestep.HeldOut(Points(), every=0)
+
+
+def test_a_function_that_fails_is_named(tmp_path: Path) -> None:
+    def broken(report: Any) -> None:
+        raise KeyError("speed")
+
+    run = run_of(0, 1, "dp=1")
+    samestep.track(run, broken, folder=tmp_path)
+    with pytest.raises(JobError, match=r"^step 1: the receiver .*broken fails: KeyError: 'speed'"):
+        run.step(next(samestep.batches(Points(), JOB)))
