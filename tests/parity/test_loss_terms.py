@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.building.loss_result import loss_result
-from samestep.errors import JobError
+from samestep.errors import JobError, UnprovenError
+from samestep.runtime.ledger import Ledger
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
 from samestep.training import metrics
-from tests.laboratory import job_of
+from tests.laboratory import combinations, job_of
 from tests.models import Plain, Tokens
 from tests.pool import pool
 
@@ -45,7 +46,40 @@ def one_term(outputs: Tensor, batch: Any) -> Any:
     return {"tokens": (each.sum(), counts.sum())}, {"accuracy": ((is_right & counts).sum(), counts.sum())}
 
 
-LOSSES: dict[str, Callable[[Any, Any], Any]] = {"accuracy": with_accuracy, "one term": one_term}
+def like_detr(outputs: Tensor, batch: Any) -> Any:
+    """Three terms with counts of their own: tokens, rare tokens of which many micro-batches have none, and samples."""
+    each, counts, is_right = counted(outputs, batch)
+    rare = batch["labels"] < 7
+    terms = {
+        "classes": (each.sum(), counts.sum()),
+        "boxes": (0.5 * (outputs.square().mean(-1) * (rare & counts)).sum(), (rare & counts).sum()),
+        "samples": (2.0 * outputs.mean((1, 2)).exp().sum(), len(outputs)),
+    }
+    return terms, {"accuracy": ((is_right & counts).sum(), counts.sum())}
+
+
+def with_an_empty_term(outputs: Tensor, batch: Any) -> Any:
+    """One term never counts anything, and one is left out where nothing counts."""
+    each, counts, _ = counted(outputs, batch)
+    terms = {"tokens": (each.sum(), counts.sum()), "none": (outputs.sum() * 0.0, 0)}
+    rare = batch["labels"] == 3
+    return terms | {"threes": (each[rare].sum(), rare.sum())}
+
+
+def count_that_outputs_decide(outputs: Tensor, batch: Any) -> Any:
+    """Only what is not predicted yet counts in the second term."""
+    each, counts, _ = counted(outputs, batch)
+    hard = counts & (outputs.argmax(-1) % 3 != 0)
+    return {"tokens": (each.sum(), counts.sum()), "hard": ((each * hard).sum(), hard.sum())}
+
+
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "accuracy": with_accuracy,
+    "like DETR": like_detr,
+    "one term": one_term,
+    "an empty term": with_an_empty_term,
+    "outputs decide": count_that_outputs_decide,
+}
 
 
 def build() -> nn.Module:
@@ -65,7 +99,10 @@ def follow(run: Run, first_step: int = 0, steps: int = STEPS) -> list[StepReport
     for batch in samestep.batches(Tokens(), JOB, first_step=first_step):
         if batch.step == steps:
             break
-        reports.append(run.step(batch))
+        with Ledger() as ledger:
+            reports.append(run.step(batch))
+        if batch.step == 4:  # a step in which nothing is tried
+            assert ledger.rows == run.program.ledger(group_of=run.assembly.parallel.mesh.group_of)
     return reports
 
 
@@ -125,20 +162,34 @@ def assert_plain(kind: str, followed: Followed) -> None:
         torch.testing.assert_close(state[name], value, rtol=1e-7, atol=1e-9)
 
 
-LAYOUTS = ["dp=2 zero=3 microbatch=1", "tp=2", "pp=2 microbatch=2"]
+LAYOUTS = ["dp=2 microbatch=3", "tp=2", "dp=2 zero=3 microbatch=1", "dp=2", "pp=2 zero=1 microbatch=2", "dp=2 zero=3"]
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+SPLIT = [kind for kind in LOSSES if kind != "outputs decide"]
+
+
+@pytest.mark.parametrize("kind", SPLIT)
 def test_one_device_is_the_plain_loop(kind: str) -> None:
     for layout in ("dp=1", "dp=1 microbatch=3"):
         assert_plain(kind, pool(1).run(parallel, layout, kind)[0])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize(("layout", "kind"), combinations(LAYOUTS, SPLIT))
 def test_terms_and_values_of_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
     for followed in pool(2).run(parallel, layout, kind, str(tmp_path / "saved")):
         assert_plain(kind, followed)
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3", "tp=2"])
+def test_a_count_that_outputs_decide(layout: str) -> None:
+    for followed in pool(2).run(parallel, layout, "outputs decide"):
+        assert_plain("outputs decide", followed)
+
+
+@pytest.mark.parametrize("layout", ["dp=2 microbatch=2", "pp=2 microbatch=2"])
+def test_a_count_that_outputs_decide_is_refused_in_several_microbatches(layout: str) -> None:
+    with pytest.raises(UnprovenError, match=r"the count of hard depends on the outputs.*one micro-batch a rank works"):
+        pool(2).run(parallel, layout, "outputs decide")
 
 
 def test_forms_of_a_result() -> None:

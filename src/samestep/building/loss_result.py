@@ -14,7 +14,7 @@ and a reported value is S / C too. Nothing is ever a mean of means.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ Amount = tuple[Tensor, Tensor]
 Loss = Callable[[Any, Any], Any]
 """A function of (outputs, batch) that returns one of the forms above."""
 
+VALUES = "values."
+"""What stands in front of the name of a value in errors."""
 UNNAMED = ""
 """The name of the only term of a loss that gives it none."""
 
@@ -66,9 +68,14 @@ class LossResult:
         return first
 
     @property
+    def counted(self) -> Tensor:
+        """The sum of the terms' counts: whether anything counts."""
+        return torch.stack([count.double() for _, count in self.terms.values()]).sum()
+
+    @property
     def amounts(self) -> dict[str, Amount]:
         """All sums and counts by a name for errors, that of a value in front of its own."""
-        return {**self.terms, **{f"values.{name}": amount for name, amount in self.values.items()}}
+        return {**self.terms, **{f"{VALUES}{name}": amount for name, amount in self.values.items()}}
 
     def checked(self, names: LossNames) -> LossResult:
         """Return the result, whose names must be among those of the trace: ranks have agreed on places for these.
@@ -126,6 +133,24 @@ def loss_result(returned: Any, what: str = "the loss") -> LossResult:
             '{"accuracy": (correct, seen)})'
         )
     return LossResult(read, logged)
+
+
+def whole_loss(parts: Sequence[LossResult], num_samples: int) -> tuple[Tensor, float]:
+    """Return the sum and the count of a whole batch of `num_samples` from the results of its parts; their quotient is the loss.
+
+    Several terms are added up as means, times the number of samples, which is then the count.
+    """
+    totals: dict[str, Amount] = {}
+    for part in parts:
+        for name, (total, count) in part.terms.items():
+            before = totals.get(name)
+            totals[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
+    if len(totals) == 1:
+        ((total, count),) = totals.values()
+        return total, float(count)
+    means = [total / count for total, count in totals.values() if count]
+    zero = next(iter(totals.values()))[0] * 0.0
+    return torch.stack([zero, *means]).sum() * num_samples, float(num_samples if means else 0)
 
 
 def measured(named: Mapping[Any, Any], what: str) -> dict[str, Amount]:

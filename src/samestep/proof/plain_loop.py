@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from samestep.building import drawn_rows
 from samestep.building.families import facts_of
-from samestep.building.loss_result import loss_result
+from samestep.building.loss_result import loss_result, whole_loss
 from samestep.building.model import call_model
 from samestep.building.named_tensors import cast_floating, copy_module, map_attributes, tensors_of
 from samestep.datasets import Batch, Dataset, batches
@@ -171,6 +171,8 @@ def _backward(
             return math.nan, set(params)
         (loss_sum / count).backward()
         return float(loss_sum.detach() / count), {name for name, param in params.items() if param.grad is None}
+    if len(run.assembly.objective.names.terms) > 1:
+        raise ValueError("each contribution would need the counts of all of them, which this loop does not know before")
     total, counted, unused = 0.0, 0.0, set(params)
     for index, indices in enumerate(batch.shares(0, 1, contributions.number)):
         loss_sum, count = _loss(model, run, source, run.labelled(batch).samples(indices), batch.step, indices)
@@ -188,7 +190,7 @@ def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, i
     """Return the sum of the loss over samples, and their count: of the whole one at once, unless the job groups samples whose statistics it takes."""
     device = run.place.device
     moved = cast_floating(tree_map_only(Tensor, lambda tensor: tensor.to(device), samples), torch.float64)
-    loss_sums, counts = [], []
+    found, balances = [], []
     size = run.job.numerics.coupled_samples if run.assembly.model.spec.couples_samples else None
     for start in range(0, len(indices), size or len(indices)):
         rows = slice(start, start + (size or len(indices)))
@@ -196,10 +198,12 @@ def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, i
         draw = Draw(run.job.train.seed, step, torch.as_tensor(indices[rows], device=device))
         with precision.RaiseIslands(), DropoutMode(model, draw):
             outputs = call_model(model, part, plainly=True)
-            loss_sum, count = loss_result(source.loss(outputs, part)).only
-            loss_sums.append(run.assembly.objective.balance.added_to(loss_sum, outputs, count, 1.0))
-        counts.append(count)
-    return torch.stack(loss_sums).sum(), float(sum(counts))
+            found.append(loss_result(source.loss(outputs, part)))
+            none = torch.zeros((), dtype=torch.float64, device=device)
+            count = found[-1].only[1] if len(found[-1].terms) == 1 else len(indices[rows])
+            balances.append(run.assembly.objective.balance.added_to(none, outputs, count, 1.0))
+    total, counted = whole_loss(found, len(indices))
+    return total + torch.stack(balances).sum(), counted
 
 
 def _gradient(param: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ from samestep.runtime.axes import (
     exchanging_calls,
     expert,
     forward_state,
+    loss_terms,
     precision,
     recompute,
     tensor,
@@ -141,6 +142,8 @@ class Objective:
     """The auxiliary loss that balances experts."""
     nominal_count: float
     """A power of two near the count of a whole step: dividing by it loses no bit."""
+    terms: loss_terms.SeveralTerms | loss_terms.OneTerm
+    """What makes one sum and one count of the loss's terms."""
     names: LossNames
     """The names of what the loss returns, for which the step's scalars have places."""
 
@@ -385,7 +388,7 @@ def _written_weights(traced: TracedModel) -> list[str]:
 
 def _objective(decided: _Decided, mesh: meshes.Mesh, example: Any) -> Objective:
     """Return the sum that a step minimises in this layout."""
-    program, loss = decided.program, decided.source.loss
+    program, loss, names = decided.program, decided.source.loss, decided.program.step.model.loss_names
     if loss is not cross_entropy:
         loss = check_results_of(given_instance.watching(loss, decided.source.model, decided.traced.module))
     # In chunks each part of the logits knows that it is cut.
@@ -394,8 +397,9 @@ def _objective(decided: _Decided, mesh: meshes.Mesh, example: Any) -> Objective:
     return Objective(
         loss=loss,
         balance=expert.Balance.of(decided.traced, program, mesh),
-        nominal_count=_nominal_count(example, decided.job.train.global_batch),
-        names=program.step.model.loss_names,
+        nominal_count=_nominal_count(example, decided.job.train.global_batch, by_samples=len(names.terms) > 1),
+        terms=loss_terms.SeveralTerms.of(loss, program, mesh),
+        names=names,
     )
 
 
@@ -485,8 +489,10 @@ def _recompute_contexts(
     )
 
 
-def _nominal_count(example: Any, global_batch: int) -> float:
+def _nominal_count(example: Any, global_batch: int, *, by_samples: bool) -> float:
     """Return a power of two near the count of a step, from shapes alone: the same in every layout."""
+    if by_samples:
+        return float(2 ** round(math.log2(global_batch)))
     labels = example.get("labels") if isinstance(example, dict) else None
     if labels is None:
         labels = tree_leaves(example)[-1]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,10 +58,12 @@ class Interpreter:
         layout = parallel.program.step.layout
         totals = torch.zeros(2 + parallel.program.step.num_reported, dtype=torch.float64, device=self.place.device)
         held: dict[tuple[int, int], Tensor | None] = {}
-        reading = self.trials.reading if layout.pp > 1 else nullcontext
+        terms = self.assembly.objective.terms
+        reading = self.trials.reading if layout.pp > 1 or terms.reads_ahead else nullcontext
         microbatches = Microbatches(self.assembly, batch, reading)
         self.assembly.model.dropout.begin_step(self.assembly.model.module)
         store.begin_step()
+        terms.begin_step()
         parallel.stage.begin_step(microbatches.shapes_of)
         with parallel.checkpoints():
             for task in parallel.program.tasks_of(index):
@@ -99,18 +102,30 @@ class Interpreter:
                 return None
             part = parallel.slicing.part(samples)
             with self.trials.communication("the loss"):
-                result = loss_result(objective.loss(precision.for_loss(outputs), part))
+                given_outputs = precision.for_loss(outputs)
+                result = loss_result(objective.loss(given_outputs, part))
             self.trials.check_generators(self.assembly, self.step, "the loss")
-            loss_sum, count = result.only
-            given = with_graph(loss_sum, count, outputs)
+            mine = part, len(microbatches.indices(task.microbatch))
+            loss_sum, count = objective.terms.summed(
+                result, given_outputs, mine, lambda: self._later(task, microbatches)
+            )
+            given = with_graph(loss_sum, result.counted, outputs)
             if not loss_sum.requires_grad and isinstance(objective.balance, NoBalance):
                 self._constant.add(task.microbatch)
             loss_sum = objective.balance.added_to(given, outputs, count, weight)
+        self.trials.refuse_moved_counts(objective.terms.moved)
         if weight and not self.trials.loss_is_tried:
             self.trials.try_loss(self.assembly, given, outputs, part, len(microbatches.indices(task.microbatch)))
         both = torch.stack([as_number(loss_sum.detach(), totals), as_number(count, totals)])
         totals += torch.cat([both, result.numbers(objective.names, totals)]) * weight
         return loss_sum * (weight * self.assembly.weights.updater.loss_scale.scale / objective.nominal_count)
+
+    def _later(self, task: Task, microbatches: Microbatches) -> Iterator[tuple[Any, int]]:
+        """Yield this rank's part of each micro-batch after that of a task, of the same replica, and its number of samples."""
+        parallel = self.assembly.parallel
+        size = parallel.program.step.num_microbatches // parallel.program.step.replicas_each
+        for index in range(task.microbatch + 1, (task.microbatch // size + 1) * size):
+            yield parallel.slicing.part(microbatches.samples(index)[0]), len(microbatches.indices(index))
 
     @contextmanager
     def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> Iterator[None]:

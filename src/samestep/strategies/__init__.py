@@ -28,6 +28,7 @@ from samestep.strategies import (
     context,
     data,
     expert,
+    loss_terms,
     pipeline,
     precision,
     recompute,
@@ -39,7 +40,7 @@ from samestep.strategies import (
 
 # The order matters. `chunked_loss` leaves the last layer a chunk of its logits; `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
 # the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives; `batch_norm`
-# sends statistics, which no repeated forward takes again; `pipeline` leaves a stage its layers; `shard` adds gathers and scatters; `data` reduces what they leave replicated,
+# sends statistics, which no repeated forward takes again; `pipeline` leaves a stage its layers; `loss_terms` exchanges counts where the model ends; `shard` adds gathers and scatters; `data` reduces what they leave replicated,
 # `compress` what is encoded of it; `whole_update` brings to one rank what it must update whole.
 STACK: tuple[ModuleType, ...] = (
     precision,
@@ -51,6 +52,7 @@ STACK: tuple[ModuleType, ...] = (
     recompute,
     batch_norm,
     pipeline,
+    loss_terms,
     shard,
     data,
     compress,

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.loss import IGNORED_LABEL
-from samestep.building.loss_result import UNNAMED, Loss, loss_result
+from samestep.building.loss_result import UNNAMED, VALUES, Loss, loss_result
 from samestep.building.named_tensors import cast_floating
 from samestep.building.torch_seams import disable_current_modes
 from samestep.datasets.values import is_by_sample
@@ -216,6 +216,29 @@ def _try_readings(loss: Loss, outputs: Any, batch: Any, size: int, dim: int) -> 
             return outcome
         best = outcome if not best.judged else best
     return best
+
+
+def moved_count(loss: Loss, outputs: Any, batch: Any) -> str:
+    """Return the name of a term whose count is another on outputs that are moved; empty if there is none, or the loss fails there."""
+    leaves = [leaf.detach() for leaf in tensors_in((outputs, batch))]
+    num_outputs = len(tensors_in(outputs))
+    with preserve_function(loss):
+        try:
+            first, *others = (
+                _evaluate_loss(
+                    loss,
+                    (outputs, batch),
+                    [_perturb(leaf, moved) if moved and i < num_outputs else leaf for i, leaf in enumerate(leaves)],
+                    raised=True,
+                    graph=False,
+                )
+                for moved in (0.0, _MOVED, _FAR)
+            )
+        except Exception:  # of the user's own code, which may raise anything; the trial of its sums says so
+            return ""
+    terms = [name for name in first.amounts if not name.startswith(VALUES)]
+    counts = [[value.amounts.get(name, (0.0, 0.0))[1] for value in (first, *others)] for name in terms]
+    return next((name for name, (one, *rest) in zip(terms, counts, strict=True) if any(one != c for c in rest)), "")
 
 
 # -- parts of a micro-batch ------------------------------------------------------------------------

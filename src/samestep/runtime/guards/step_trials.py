@@ -284,6 +284,8 @@ class StepTrials:
         loss = held.objective.loss if tensor.cuts_logits(held.parallel.program) else self._given_loss
         given = precision.for_loss(outputs)
         trial = loss_trial.try_loss_on_halves(loss, given, samples, num_samples)
+        if held.objective.terms.reads_ahead and held.parallel.program.step.num_microbatches > 1:
+            self.refuse_moved_counts(loss_trial.moved_count(loss, given, samples))
         tried, wanted = num_samples, loss_trial.samples_wanted(given, samples, num_samples)
         before, seen = self._before, (given, samples)
         is_lone = False
@@ -314,6 +316,15 @@ class StepTrials:
         self._generators.settle()
         if trial.reason:
             self._refuse_loss(f"the loss is no sum over the {what} of a batch: {trial.reason}", what, matters)
+
+    def refuse_moved_counts(self, name: str) -> None:
+        """Refuse the step if the count of a term, which is named then, does not follow from the batch."""
+        if name:
+            self._refusals.add(
+                "loss",
+                f"the count of {name} depends on the outputs, and a step of several micro-batches needs it before their forwards: "
+                "one micro-batch a rank works, and so does a count that follows from the batch",
+            )
 
     def _refuse_path(self, way: str) -> None:
         if self._is_split or self._layout.world_size > 1:

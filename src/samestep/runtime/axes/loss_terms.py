@@ -1,0 +1,188 @@
+"""Losses of several terms on real tensors (twin of `strategies/loss_terms.py`): one sum and one count that stand for all terms.
+
+With N the number of samples of the step, and C_k the count of term k over all of them, a micro-batch of n samples returns
+
+    sum = sum over k of S_k N / C_k      count = n            so that the step's sum over its count is sum over k of S_k / C_k
+
+and everything after it is as for a loss of one term. A term that counts nothing in the whole step adds nothing.
+
+The counts of later micro-batches are needed behind the first forward. A count that follows from the batch alone is what the loss
+returns with any outputs of fitting shapes: those of the first micro-batch, whose sizes are changed as those of the batch are. What
+it returned there is held against what it returns on the real outputs; a count that outputs decide is refused, unless every rank has
+one micro-batch, whose real count is exchanged.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.building.loss import IGNORED_LABEL
+from samestep.building.loss_result import Amount, Loss, LossResult, as_number, loss_result
+from samestep.building.torch_seams import disable_current_modes
+from samestep.errors import JobError
+from samestep.models.loss_names import LossNames
+from samestep.program.program import Program
+from samestep.runtime.ledger import owned
+from samestep.runtime.processes.mesh import Mesh
+from samestep.state.snapshot import preserve_function
+from samestep.strategies.loss_terms import OWNER, axis_of
+from samestep.tracing.pending_logits import PendingLogits, detach_logits
+from samestep.trees import map_tensors, tensors_in
+
+Other = tuple[Any, float]
+"""This rank's part of a later micro-batch, and its number of samples."""
+
+
+class OneTerm:
+    """The counterpart of `SeveralTerms` for a loss of one term, whose count a step divides by at its end."""
+
+    reads_ahead: ClassVar[bool] = False
+    """Whether later micro-batches are read before their forward."""
+    moved: ClassVar[str] = ""
+    """The name of a term whose count is another than its batch has shown: there is none."""
+
+    def begin_step(self) -> None:
+        """Do nothing: nothing is held of a step."""
+
+    def summed(self, found: LossResult, outputs: Any, own: Other, others: Callable[[], Iterable[Other]]) -> Amount:
+        """Return the sum and the count of the only term."""
+        return found.only
+
+
+@dataclass(slots=True)
+class SeveralTerms:
+    """The terms of a loss in one step after the other, on one rank."""
+
+    reads_ahead: ClassVar[bool] = True
+    loss: Loss
+    names: LossNames
+    group: dist.ProcessGroup | None
+    """The ranks whose counts are summed; None for a single one."""
+    copies: int
+    """Number of ranks that each have a part of the tokens of the same samples."""
+    _factors: Tensor | None = field(default=None, init=False)
+    """N / C_k of each term, 0 where C_k is (float64)."""
+    _counts_any: Tensor | None = field(default=None, init=False)
+    """1 if any term counts something in the step, else 0."""
+    _expected: list[Tensor] = field(default_factory=list, init=False)
+    """The counts of the micro-batches to come, as they follow from their batch."""
+    moved: str = field(default="", init=False)
+    """The name of a term whose count on the real outputs is another than that which followed from the batch."""
+
+    @classmethod
+    def of(cls, loss: Loss, program: Program, mesh: Mesh) -> SeveralTerms | OneTerm:
+        """Return the terms of a loss in a layout."""
+        names, axis = program.step.model.loss_names, axis_of(program.step)
+        if len(names.terms) < 2:
+            return OneTerm()
+        return cls(loss, names, mesh.groups[axis] if axis else None, program.step.layout.cp)
+
+    def begin_step(self) -> None:
+        """Forget the counts of the step before."""
+        self._factors, self._expected, self.moved = None, [], ""
+
+    def summed(self, found: LossResult, outputs: Any, own: Other, others: Callable[[], Iterable[Other]]) -> Amount:
+        """Return the sum and the count that stand for all terms of a micro-batch.
+
+        `own` is this rank's part of it; `others` returns those of the later micro-batches, of which the first call of a step asks.
+
+        Collective over the ranks of `dp_cp` in the first call of a step, see [Note: collective calls].
+        """
+        part, size = own
+        counts = self._counts_of(found)
+        if self._factors is None or self._counts_any is None:
+            self._exchange(counts, outputs, part, size, others)
+        else:
+            self._compare(counts)
+        assert self._factors is not None
+        assert self._counts_any is not None
+        factors = dict(zip(self.names.terms, self._factors, strict=True))
+        parts = [total * factors[name] for name, (total, _) in found.terms.items()]
+        return torch.stack(parts).sum(), self._counts_any * (size / self.copies)
+
+    def _exchange(
+        self, counts: Tensor, outputs: Any, part: Any, size: float, others: Callable[[], Iterable[Other]]
+    ) -> None:
+        samples = counts.new_full((1,), size / self.copies)
+        totals = torch.cat([counts * (size > 0), samples])
+        for other, num_samples in others():
+            if num_samples:
+                self._expected.append(self._counts_on(fitted(outputs, part, other), other, outputs, part))
+                totals = totals + torch.cat([self._expected[-1], counts.new_full((1,), num_samples / self.copies)])
+        if self.group is not None:
+            with owned(OWNER):
+                dist.all_reduce(totals, group=self.group)
+        counted, everyone = totals[:-1], totals[-1]
+        self._factors = torch.where(counted > 0, everyone / counted.clamp(min=1e-300), 0.0)
+        self._counts_any = (counted.sum() > 0).double()
+
+    def _counts_of(self, found: LossResult) -> Tensor:
+        amounts = found.checked(self.names).terms
+        like = torch.zeros((), dtype=torch.float64, device=found.sums.device)
+        return torch.stack([as_number(amounts[name][1] if name in amounts else 0.0, like) for name in self.names.terms])
+
+    def _counts_on(self, outputs: Any, part: Any, first_outputs: Any, first: Any) -> Tensor:
+        """Return the counts of the loss on outputs that stand in for those of a micro-batch.
+
+        Raises:
+            JobError: the loss fails on them.
+        """
+        errors: list[Exception] = []
+        for given in (outputs, fitted(first_outputs, first, part, picks=True)):
+            try:
+                with torch.no_grad(), disable_current_modes(), preserve_function(self.loss):
+                    return self._counts_of(loss_result(self.loss(given, part)))
+            except Exception as error:  # of the user's own code, which may raise anything
+                errors.append(error)
+        words = str(errors[0]).strip().partition("\n")[0]
+        raise JobError(
+            f"the counts of the terms {', '.join(self.names.terms)} of a later micro-batch do not follow from its batch alone: the loss "
+            f"fails on outputs of another micro-batch ({type(errors[0]).__name__}: {words}); one micro-batch a rank works"
+        ) from errors[0]
+
+    def _compare(self, counts: Tensor) -> None:
+        """Hold the counts of a micro-batch against what followed from its batch; on a GPU the host would wait for them."""
+        if not self._expected or counts.device.type != "cpu":
+            return
+        expected = self._expected.pop(0)
+        others = (name for name, same in zip(self.names.terms, (expected == counts).tolist(), strict=True) if not same)
+        self.moved = self.moved or next(others, "")
+
+
+def fitted(outputs: Any, batch: Any, other: Any, *, picks: bool = False) -> Any:
+    """Return detached outputs of a batch with the sizes that those of another batch have, as far as the batches show them.
+
+    A size that both batches have in one place stays; one that differs there is replaced wherever outputs have it, and so is a
+    product of neighbouring sizes, as that of flattened tokens. With `picks` so is the number of places that masks or labels pick.
+    """
+    pairs = list(zip(tensors_in(batch), tensors_in(other), strict=False))
+    in_place: dict[tuple[int, int], int] = {}
+    anywhere: dict[int, int] = {}
+    for one, another in pairs:
+        if picks and not one.is_floating_point() and not one.is_complex():
+            for left_out in (0, IGNORED_LABEL):
+                anywhere[int((one != left_out).sum())] = int((another != left_out).sum())
+        for width, dim in itertools.product((1, 2), range(min(one.dim(), another.dim()))):
+            before, after = (math.prod(leaf.shape[dim : dim + width]) for leaf in (one, another))
+            in_place.setdefault((dim, before), after)
+            anywhere.setdefault(before, after)
+
+    def fit(leaf: Tensor) -> Tensor:
+        if isinstance(leaf, PendingLogits):
+            return detach_logits(leaf).with_hidden(fit(leaf.made.hidden))
+        leaf = leaf.detach()
+        for dim, size in enumerate(leaf.shape):
+            wanted = in_place.get((dim, size), anywhere.get(size, size)) if not picks else anywhere.get(size, size)
+            if wanted != size and size:
+                leaf = leaf.index_select(dim, torch.arange(wanted, device=leaf.device) % size)
+        return leaf
+
+    return map_tensors(outputs, fit, records=True)
