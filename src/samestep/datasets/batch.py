@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from samestep import calls
+from samestep.datasets import loaders
+from samestep.datasets.loaders import LoaderParts
 from samestep.datasets.order import Integers, draw_key, sample_indices
 from samestep.datasets.read_ahead import ReadAhead, Wanted
 from samestep.errors import DataError, ModelError, failures_of
@@ -59,8 +61,12 @@ INDICES_AT_ONCE = 1024
 class BatchStream(Iterator["Batch"]):
     """The batches of the remaining steps; the stream ends early once the ranks have agreed, in a step, to stop."""
 
-    def __init__(self, dataset: Dataset, job: Job, first_step: int) -> None:
+    def __init__(self, dataset: Dataset, job: Job, first_step: int, parts: LoaderParts | None = None) -> None:
+        """Make the stream of a data set in samestep's own order, or in that of a loader which was taken apart."""
         self._dataset, self._job, self._next = dataset, job, first_step
+        self._loader = parts
+        self.remarks = () if parts is None else (parts.remark,)
+        """What the user of the stream should know, as lines of text."""
         self._by_microbatch = job.numerics.coupled_samples is not None
         self._length, self._stopped = len(dataset), False
         self._steps_at_once = max(1, INDICES_AT_ONCE // job.train.global_batch)
@@ -107,7 +113,7 @@ class BatchStream(Iterator["Batch"]):
                 if len(indices)
             )
             threads = self._job.numerics.precision != "float64"
-            workers = self._job.run.data_workers
+            workers = self._job.run.data_workers if self._loader is None else self._loader.num_workers
             self._ahead = ReadAhead(self._read, coming, num_workers=workers, pin=pin, threads=threads)
 
     def read(self, wanted: Wanted) -> Any:
@@ -120,6 +126,8 @@ class BatchStream(Iterator["Batch"]):
     def _indices(self, step: int) -> Integers:
         """Return the indices of a step; those of a block of steps are computed at once, since a few take numpy as
         long as many."""
+        if self._loader is not None:
+            return self._loader.indices(step)
         block, place = divmod(step, self._steps_at_once)
         if self._block is None or self._block[0] != block:
             train, size = self._job.train, self._steps_at_once
@@ -206,6 +214,13 @@ def batch_to_evaluate(given: Any, method: str) -> Any:
         return given
     if isinstance(given, type):
         raise DataError(f"{method} was given the class {given.__name__}: a data set works, such as {given.__name__}()")
+    if (
+        isinstance(given, DataLoader)
+        and not isinstance(given.dataset, IterableDataset)
+        and given.batch_sampler is not None
+    ):
+        dataset, indices = loaders.one_epoch_of(given)
+        return Batch(0, indices, dataset)
     check_map_style(given, f"{method} was given")
     if not len(given):
         raise DataError(f"{method} was given a data set without samples; one sample is the least that works")
@@ -217,8 +232,10 @@ VALUES = (Mapping, list, tuple, Tensor, np.ndarray)
 
 
 @calls.checked
-def batches(dataset: Dataset, job: Job, first_step: int = 0) -> BatchStream:
-    """Yield the batches of steps `first_step` to `job.train.steps - 1`; nothing is read from the dataset.
+def batches(source: Dataset | DataLoader[Any], job: Job, first_step: int = 0) -> BatchStream:
+    """Yield the batches of steps `first_step` to `job.train.steps - 1` of a data set or a DataLoader; nothing is read yet.
+
+    A DataLoader is taken apart: its data set, the order of its sampler, its collate_fn, drop_last and num_workers.
 
     After Ctrl-C or SIGTERM the stream ends after the step in which the ranks agreed to stop (`StepReport.stop`), the
     same one on every rank, so that a loop over it can save its results.
@@ -226,12 +243,19 @@ def batches(dataset: Dataset, job: Job, first_step: int = 0) -> BatchStream:
     Raises:
         DataError: the dataset is empty, or its samples cannot be read by their indices.
     """
-    check_map_style(dataset, "the dataset is")
-    if len(dataset) < 1:
-        raise DataError("the dataset has no samples; one sample is the least that works")
     if first_step < 0:
         raise DataError(f"first_step = {first_step}: steps are counted from 0, and run.steps_taken goes on with a run")
-    return BatchStream(dataset, job, first_step)
+    if (
+        isinstance(source, DataLoader)
+        and not isinstance(source.dataset, IterableDataset)
+        and source.batch_sampler is not None
+    ):
+        parts = loaders.parts_of(source, job)
+        return BatchStream(parts.dataset, job, first_step, parts)
+    check_map_style(source, "the dataset is")
+    if len(source) < 1:
+        raise DataError("the dataset has no samples; one sample is the least that works")
+    return BatchStream(cast(Dataset, source), job, first_step)
 
 
 def check_map_style(dataset: Any, what: str) -> None:

@@ -45,6 +45,12 @@ def sample_indices(step: int, global_batch: int, length: int, seed: int) -> Inte
     return permute_positions(places, length, _mix(_word(seed)) + epochs.astype(np.uint64) * _GOLDEN)
 
 
+def permute_epoch(epoch: int, start: int, stop: int, length: int, seed: int) -> Integers:
+    """Return the dataset indices between two places of one epoch."""
+    key = _mix(_word(seed)) + np.array([epoch], dtype=np.uint64) * _GOLDEN
+    return permute_positions(np.arange(start, stop, dtype=np.int64), length, key)
+
+
 def draw_key(seed: int, step: int, index: int) -> int:
     """Return the seed of the random numbers with which a step changes a sample."""
     return int(_mix(_mix(_mix(_word(seed) ^ _GOLDEN) + _word(step)) + _word(index))[0])

@@ -13,6 +13,7 @@ Putting any model into a layout: the entry of a loop of the user's own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -330,6 +331,7 @@ class Run:
         self._refuse_within("step")
         given = self.batch_of(batch, "run.step", local=local)
         batch = self.labelled(given)
+        self._hear(given)
         self.changes += self.data.begin_step(given)
         is_last = batch.step + 1 >= self.job.train.steps
         shared = SharedWeights() if self._shared is None else self._shared
@@ -443,6 +445,17 @@ class Run:
         self.prepare(samples)
         with self.replicas.outer():
             return evaluation.outputs_of(self.assembly, samples, self.job.train.seed)
+
+    def _hear(self, batch: StepBatch) -> None:
+        """Let the user know, once, what the stream of a batch has to say: in the report, and on rank 0 on stderr."""
+        stream = getattr(batch, "stream", None)
+        if stream is None or not stream.remarks:
+            return
+        for line in stream.remarks:
+            self._stepper.refusals.remark(line)
+            if self.place.rank == 0:
+                print(f"samestep: {line}", file=sys.stderr, flush=True)
+        stream.remarks = ()
 
     def batch_of(self, given: Any, method: str, *, local: bool = False) -> StepBatch:
         """Return what a method of this run was given as the batch of its next step.

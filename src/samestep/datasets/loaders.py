@@ -1,0 +1,303 @@
+"""A torch DataLoader taken apart: its data set, the order of its sampler, its collate_fn and the size of its batches.
+
+    data set      read here, by every rank the samples of its own micro-batches
+    batch_size    is the job's global batch; with a DistributedSampler of R ranks, an R-th of it
+    collate_fn    is called with the samples of a micro-batch
+    sampler       gives the order, one in every layout and after a resume: the samples of batch b of epoch e are a function of
+                  (seed, e, b). A sampler of torch's is drawn from a generator that (seed, e) seeds; so are the generators of the
+                  process, and those that a sampler of another class holds, while it yields. A DistributedSampler's is that of one rank
+    drop_last     leaves out the last batch of an epoch where it is smaller; else that step has fewer samples
+    num_workers   processes that read, where `run.data_workers` asks for none
+
+An epoch ends as the loader's does: no batch has samples of two.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from samestep.datasets.generators import Generators, seeded
+from samestep.datasets.order import Integers, draw_key, permute_epoch
+from samestep.errors import DataError
+from samestep.job import Job
+
+_KEPT = 64
+"""So many steps back a batch's indices are kept, since micro-batches are read ahead of the step."""
+
+
+class CollatedDataset:
+    """The data set of a loader, whose micro-batches are made by the loader's collate_fn."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self._collate = dataset, collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int, /) -> Any:
+        return self.dataset[index]
+
+    def read(self, indices: Sequence[int] | Integers) -> Any:
+        """Return the samples of these indices as the loader's collate_fn puts them together."""
+        rows = [int(index) for index in indices]
+        at_once = getattr(self.dataset, "__getitems__", None)
+        return self._collate(at_once(rows) if at_once else [self.dataset[row] for row in rows])
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderParts:
+    """What was taken of a loader."""
+
+    dataset: CollatedDataset
+    indices: Callable[[int], Integers]
+    """Returns the indices of the samples of a step; the steps asked for come in order, up to a few back."""
+    num_workers: int
+    remark: str
+    """What was taken and what was not, in one line."""
+
+
+def parts_of(loader: DataLoader[Any], job: Job) -> LoaderParts:
+    """Take apart a loader over a map-style data set.
+
+    Raises:
+        DataError: its batches are of another size than the job's, or it has no batch.
+    """
+    sampler, by_batch = _sampler_of(loader)
+    if not by_batch:
+        _check_size(loader, sampler, job)
+    order = _order_of(loader, job.train.global_batch, job.train.seed)
+    dataset = CollatedDataset(loader.dataset, loader.collate_fn)
+    workers = job.run.data_workers or loader.num_workers
+    return LoaderParts(dataset, order.indices, workers, _remark(loader, sampler, by_batch, workers))
+
+
+def one_epoch_of(loader: DataLoader[Any]) -> tuple[CollatedDataset, Integers]:
+    """Return the data set of a loader, and the indices of the samples of one epoch in order."""
+    order = _order_of(loader, _batch_size(loader), 0)
+    count = order.per_epoch or len(loader)
+    return CollatedDataset(loader.dataset, loader.collate_fn), np.concatenate(
+        [order.indices(step) for step in range(count)]
+    )
+
+
+def _sampler_of(loader: DataLoader[Any]) -> tuple[Any, bool]:
+    """Return what yields the indices of a loader, and whether it yields those of whole batches."""
+    batches: Any = loader.batch_sampler
+    by_batch = type(batches) is not BatchSampler
+    return (batches if by_batch else batches.sampler), by_batch
+
+
+def _batch_size(loader: DataLoader[Any]) -> int:
+    return int(getattr(loader.batch_sampler, "batch_size", 1))
+
+
+def _drops_last(loader: DataLoader[Any]) -> bool:
+    return bool(getattr(loader.batch_sampler, "drop_last", False))
+
+
+def _check_size(loader: DataLoader[Any], sampler: Any, job: Job) -> None:
+    ranks = sampler.num_replicas if isinstance(sampler, DistributedSampler) else 1
+    given, wanted = _batch_size(loader) * ranks, job.train.global_batch
+    if given != wanted:
+        of_ranks = f" on each of the {ranks} ranks of its DistributedSampler" if ranks > 1 else ""
+        raise DataError(
+            f"the DataLoader has batch_size = {_batch_size(loader)}{of_ranks}, and train.global_batch = {wanted} samples are those of a "
+            f"step on all ranks together: train.global_batch = {given} works, and so does a loader whose batches have {wanted}"
+        )
+
+
+def _remark(loader: DataLoader[Any], sampler: Any, by_batch: bool, workers: int) -> str:
+    taken = [f"its {type(loader.dataset).__name__}"]
+    if loader.collate_fn is not default_collate:
+        name = getattr(loader.collate_fn, "__name__", type(loader.collate_fn).__name__)
+        taken.append(f"collate_fn {name} for each micro-batch")
+    if by_batch:
+        taken.append(f"the batches of its {type(sampler).__name__}")
+    elif isinstance(sampler, DistributedSampler):
+        taken.append("the order of its DistributedSampler on one rank")
+    else:
+        taken.append(f"the order of its {type(sampler).__name__}")
+    if not by_batch:
+        taken.append(
+            "the last batch of an epoch "
+            + ("dropped where it is smaller" if _drops_last(loader) else "as small as it is")
+        )
+    if workers:
+        taken.append(f"{workers} processes that read")
+    left = [
+        name
+        for name, value in (
+            ("worker_init_fn", loader.worker_init_fn), ("timeout", loader.timeout), ("generator", loader.generator),
+            ("persistent_workers", loader.persistent_workers), ("prefetch_factor", loader.num_workers and loader.prefetch_factor != 2),
+        )
+        if value
+    ]  # fmt: skip
+    left = [
+        "the generator's seed, in place of which stands train.seed" if name == "generator" else name for name in left
+    ]
+    return f"taken from the DataLoader: {', '.join(taken)}" + (f"; not taken: {', '.join(left)}" if left else "")
+
+
+# -- the order -------------------------------------------------------------------------------------
+
+
+class _Order:
+    """The batches of a sampler, epoch after epoch."""
+
+    def __init__(self, size: int, drops_last: bool) -> None:
+        self._size, self._drops_last = size, drops_last
+        self.per_epoch = 0
+        """The number of batches of an epoch; 0 where epochs may differ."""
+
+    def indices(self, step: int) -> Integers:
+        """Return the indices of the samples of a step."""
+        raise NotImplementedError
+
+
+class _Computed(_Order):
+    """Epochs of one length, each of which can be computed without those before it."""
+
+    def __init__(self, length: int, take: Callable[[int, int, int], Integers], size: int, drops_last: bool) -> None:
+        """Make the order of epochs of `length` samples; `take` returns those of an epoch between two places."""
+        super().__init__(size, drops_last)
+        self._length, self._take = length, take
+        self.per_epoch = length // size if drops_last else -(-length // size)
+        if not self.per_epoch:
+            raise DataError(_NO_BATCH)
+
+    def indices(self, step: int) -> Integers:
+        """Return the indices of the samples of a step."""
+        epoch, place = divmod(step, self.per_epoch)
+        start = place * self._size
+        return self._take(epoch, start, min(start + self._size, self._length))
+
+
+class _Replayed(_Order):
+    """The batches that a sampler yields, which are asked for in order from its first epoch on."""
+
+    def __init__(self, sampler: Iterable[Any], size: int, drops_last: bool, seed: int, *, by_batch: bool) -> None:
+        super().__init__(size, drops_last)
+        self._sampler, self._seed, self._by_batch = sampler, seed, by_batch
+        self._batches = self._all()
+        self._count = 0
+        self._found: dict[int, Integers] = {}
+
+    def indices(self, step: int) -> Integers:
+        """Return the indices of the samples of a step."""
+        while self._count <= step:
+            self._found[self._count] = next(self._batches)
+            self._found.pop(self._count - _KEPT, None)
+            self._count += 1
+        return self._found[step].copy()
+
+    def _all(self) -> Iterator[Integers]:
+        epoch = 0
+        while True:
+            is_empty = True
+            for batch in self._epoch(epoch):
+                is_empty = False
+                yield batch
+            if is_empty:
+                raise DataError(_NO_BATCH)
+            epoch += 1
+
+    def _epoch(self, epoch: int) -> Iterator[Integers]:
+        """Yield the batches of an epoch; the generators are those of the epoch while the sampler runs alone."""
+        generators = Generators.seeded_by(draw_key(self._seed, epoch, _OF_EPOCHS), held_by=self._sampler)
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        items: Iterator[Any] | None = None
+        item: Any
+        held: list[int] = []
+        while True:
+            with generators.in_place():
+                items = iter(self._sampler) if items is None else items
+                item = next(items, _END)
+            if item is _END:
+                break
+            held += [_index(one) for one in item] if self._by_batch else [_index(item)]
+            if self._by_batch or len(held) == self._size:
+                yield np.array(held, dtype=np.int64)
+                held = []
+        if held and not self._drops_last:
+            yield np.array(held, dtype=np.int64)
+
+
+_END = object()
+_OF_EPOCHS = -2
+"""The sample by which the key of an epoch is told from those of the random changes of samples."""
+_NO_BATCH = "the DataLoader has no batch in an epoch: a sampler that yields as many indices as a batch has works, and drop_last=False"
+
+
+def _index(given: Any) -> int:
+    try:
+        return int(given)
+    except (TypeError, ValueError):
+        raise DataError(
+            f"the DataLoader's sampler yields a {type(given).__name__}, by which samples are not known: indices, whole numbers, work"
+        ) from None
+
+
+def _order_of(loader: DataLoader[Any], size: int, seed: int) -> _Order:
+    drops, (sampler, by_batch) = _drops_last(loader), _sampler_of(loader)
+    if by_batch:
+        return _Replayed(sampler, size, False, seed, by_batch=True)
+    length = len(sampler) if type(sampler) in (SequentialSampler, RandomSampler) else 0
+    if type(sampler) is SequentialSampler:
+        return _Computed(length, lambda _, start, stop: np.arange(start, stop, dtype=np.int64), size, drops)
+    if type(sampler) is RandomSampler and not sampler.replacement and length == len(sampler.data_source):
+        return _Computed(
+            length, lambda epoch, start, stop: permute_epoch(epoch, start, stop, length, seed), size, drops
+        )
+    if isinstance(sampler, DistributedSampler):
+        return _of_one_rank(sampler, size, drops)
+    if type(sampler) in (RandomSampler, WeightedRandomSampler, SubsetRandomSampler):
+        own = copy.copy(sampler)
+
+        def drawn(epoch: int) -> list[int]:
+            own.generator = seeded(draw_key(seed, epoch, _OF_EPOCHS))
+            return list(own)
+
+        return _Computed(len(sampler), _of_whole_epochs(drawn), size, drops)
+    return _Replayed(sampler, size, drops, seed, by_batch=False)
+
+
+def _of_one_rank(sampler: DistributedSampler[Any], size: int, drops: bool) -> _Order:
+    """Return the order of a sampler that divides among ranks, undone: that of one rank, by its own seed."""
+    own = copy.copy(sampler)
+    own.num_replicas, own.rank = 1, 0
+    own.num_samples = own.total_size = len(sampler.dataset)  # type: ignore[arg-type]
+
+    def drawn(epoch: int) -> list[int]:
+        own.set_epoch(epoch)
+        return list(own)
+
+    return _Computed(own.num_samples, _of_whole_epochs(drawn), size, drops)
+
+
+def _of_whole_epochs(drawn: Callable[[int], list[int]]) -> Callable[[int, int, int], Integers]:
+    held: dict[int, Integers] = {}
+
+    def take(epoch: int, start: int, stop: int) -> Integers:
+        if epoch not in held:
+            held[epoch] = np.array(drawn(epoch), dtype=np.int64)
+            for old in [one for one in held if one < epoch - 1]:
+                del held[old]
+        return held[epoch][start:stop].copy()
+
+    return take

@@ -1,0 +1,281 @@
+"""Batches of loaders, streams and changed samples: one order in every layout and after a resume, and the losses of a plain loop."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+import samestep
+from samestep.errors import DataError
+from samestep.job import Job
+from samestep.layout import Layout
+from tests.pool import pool
+
+STEPS = 6
+JOB = Job(
+    train={"global_batch": 4, "steps": STEPS, "watch_every": 3, "seed": 5},
+    run={"device": "cpu"},
+    numerics={"precision": "float64"},
+)
+
+
+class Words(Dataset[Any]):
+    """Twenty-two sequences of their own lengths, with a label each."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        drawn = torch.Generator().manual_seed(index)
+        tokens = torch.randint(1, 9, (3 + index % 4,), generator=drawn)
+        return tokens, torch.tensor(index % 3)
+
+
+class Points(Words):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        drawn = torch.Generator().manual_seed(index)
+        return torch.randn(6, generator=drawn, dtype=torch.float64), torch.tensor(index % 3)
+
+
+def padded(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    tokens = nn.utils.rnn.pad_sequence([tokens for tokens, _ in samples], batch_first=True)
+    return {"tokens": tokens, "labels": torch.stack([label for _, label in samples])}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first, self.head = nn.Embedding(9, 6, padding_idx=0), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens).sum(1) if not tokens.is_floating_point() else tokens
+        return self.head(torch.tanh(self.first(x)))
+
+
+def build() -> nn.Module:
+    torch.manual_seed(3)
+    return Model()
+
+
+def loss(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    labels = batch["labels"] if isinstance(batch, dict) else batch[1]
+    return nn.functional.cross_entropy(outputs, labels, reduction="sum"), len(labels)
+
+
+def optimizer(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.2, momentum=0.9)
+
+
+def plain(batches: list[Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Train in a plain loop over whole batches, each collated at once."""
+    model = build().double()
+    stepping, losses = optimizer(model.parameters()), []
+    for batch in batches:
+        total, count = loss(model(batch["tokens"] if isinstance(batch, dict) else batch[0]), batch)
+        stepping.zero_grad()
+        (total / count).backward()
+        stepping.step()
+        losses.append(float(total.detach()) / count)
+    return losses, model.state_dict()
+
+
+def prepared() -> Any:
+    return samestep.parallelize(build, loss, optimizer, layout="", job=JOB)
+
+
+def train(
+    rank: int, world: int, layout: str, kind: str, folder: str, first: int, last: int
+) -> tuple[list[float], dict[str, Tensor], list[int]]:
+    """Take the steps from `first` to `last`, beginning from a checkpoint unless it is the first, and leave one."""
+    run = samestep.parallelize(build, loss, optimizer, layout=layout, job=JOB)
+    if first:
+        run.load(folder)
+    losses, seen = [], []
+    for batch in samestep.batches(SOURCES[kind](), JOB, first_step=run.steps_taken):
+        losses.append(run.step(batch).loss)
+        seen += getattr(batch, "indices", np.zeros(0)).tolist()
+        if run.steps_taken == last:
+            break
+    run.save(folder)
+    return losses, run.state_dict(on_every_rank=True), seen
+
+
+def check(layouts: tuple[str, str], kind: str, wanted: tuple[list[float], dict[str, Tensor]], folder: str) -> None:
+    """Train three steps in one layout and the others in another, and hold both against a plain loop."""
+    losses, weights = wanted
+    found: list[float] = []
+    results: Any = ()
+    for layout, first, last in zip(layouts, (0, 3), (3, STEPS), strict=True):
+        results = pool(Layout.parse(layout).world_size).run(train, layout, kind, folder, first, last)
+        assert all(one[0] == results[0][0] for one in results)
+        found += results[0][0]
+    assert found == pytest.approx(losses, rel=1e-9)
+    for _, state, _ in results:
+        for name, value in weights.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10, msg=name)
+
+
+# -- loaders ---------------------------------------------------------------------------------------
+
+
+class Sorted(Sampler[int]):
+    """Indices of a random order of its own, whose generator and count of passes are state."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.passes, self.own = count, 0, random.Random(7)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        order = list(range(self.count))
+        self.own.shuffle(order)
+        random.shuffle(order)
+        yield from order[self.passes :]
+
+
+class ByLength(Sampler[list[int]]):
+    """Batches of sequences of one length, whose sizes differ."""
+
+    def __init__(self, words: Words) -> None:
+        self.words = words
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for length in torch.randperm(4).tolist():
+            alike = [index for index in range(len(self.words)) if index % 4 == length]
+            yield alike[:4]
+            yield alike[4:]
+
+
+class Forever(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield int(np.random.randint(22))
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "in order": lambda: DataLoader(Points(), batch_size=4),
+    "in order, dropped": lambda: DataLoader(Points(), batch_size=4, drop_last=True),
+    "shuffled": lambda: DataLoader(Words(), batch_size=4, shuffle=True, collate_fn=padded),
+    "generator": lambda: DataLoader(Points(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(9)),
+    "replacement": lambda: DataLoader(Points(), 4, sampler=RandomSampler(Points(), replacement=True, num_samples=9)),
+    "weighted": lambda: DataLoader(Points(), 4, sampler=WeightedRandomSampler(torch.arange(1.0, 23.0), 10)),
+    "subset": lambda: DataLoader(Words(), 4, sampler=SubsetRandomSampler(range(3, 16)), collate_fn=padded),
+    "own sampler": lambda: DataLoader(Words(), 4, sampler=Sorted(22), collate_fn=padded, num_workers=0),
+    "batch sampler": lambda: DataLoader(Words(), batch_sampler=BatchSampler(Sorted(22), 4, True), collate_fn=padded),
+    "by length": lambda: DataLoader(Words(), batch_sampler=ByLength(Words())),
+    "forever": lambda: DataLoader(Points(), 4, sampler=Forever()),
+    "distributed": lambda: DataLoader(Points(), 2, sampler=DistributedSampler(Points(), 2, 1, seed=11)),
+    "workers": lambda: DataLoader(Points(), 4, shuffle=True, num_workers=1),
+}  # fmt: skip
+SOURCES = dict(LOADERS)
+"""What `samestep.batches` is given, by name."""
+IN_PLAIN_LOOP = ("in order", "in order, dropped")
+LAYOUTS = (("dp=2", "dp=1 microbatch=2"), ("dp=2 zero=3", "dp=2 microbatch=1"), ("dp=1", "dp=2 zero=3 microbatch=1"))
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_loader_has_one_order_and_the_losses_of_a_plain_loop(kind: str, tmp_path: Any) -> None:
+    source = LOADERS[kind]
+    seen = [batch.indices.tolist() for batch in samestep.batches(source(), JOB)]
+    assert len(seen) == STEPS
+    again = [batch.indices.tolist() for first in (0, 4) for batch in samestep.batches(source(), JOB, first_step=first)]
+    assert again == [*seen, *seen[4:]]
+    loader = source()
+    batches = [loader.collate_fn([loader.dataset[index] for index in indices]) for indices in seen]
+    if kind in IN_PLAIN_LOOP:
+        assert seen[0] == [0, 1, 2, 3]
+        plainly = [*loader, *loader][:STEPS]
+        assert all(torch.equal(one[0], other[0]) for one, other in zip(batches, plainly, strict=True))
+    check(LAYOUTS[len(kind) % 3], kind, plain(batches), str(tmp_path))
+
+
+def test_an_epoch_of_a_loader_ends_as_the_loaders_does() -> None:
+    job = JOB.model_copy(update={"train": JOB.train.model_copy(update={"steps": 12})})
+    sizes = {}
+    for kind in ("in order", "in order, dropped", "shuffled", "replacement", "distributed"):
+        seen = [batch.indices.tolist() for batch in samestep.batches(LOADERS[kind](), job)]
+        sizes[kind] = [len(batch) for batch in seen]
+        if kind == "shuffled":
+            assert (
+                sorted(functools.reduce(operator.iadd, seen[:6], []))
+                == sorted(functools.reduce(operator.iadd, seen[6:], []))
+                == list(range(22))
+            )
+            assert seen[:6] != seen[6:]
+        if kind == "distributed":
+            order = torch.randperm(22, generator=torch.Generator().manual_seed(11)).tolist()
+            assert functools.reduce(operator.iadd, seen[:6], []) == order
+    assert sizes == {
+        "in order": [4, 4, 4, 4, 4, 2] * 2,
+        "in order, dropped": [4] * 12,
+        "shuffled": [4, 4, 4, 4, 4, 2] * 2,
+        "replacement": [4, 4, 1] * 4,
+        "distributed": [4, 4, 4, 4, 4, 2] * 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("loader", "text"),
+    [
+        (lambda: DataLoader(Points(), batch_size=8), r"batch_size = 8, and train.global_batch = 4 .*: train.global_batch = 8 works"),
+        (
+            lambda: DataLoader(Points(), 4, sampler=DistributedSampler(Points(), 2, 0)),
+            r"batch_size = 4 on each of the 2 ranks of its DistributedSampler, .*: train.global_batch = 8 works",
+        ),
+        (lambda: DataLoader(Points(), 4, sampler=["a", "b"]), "sampler yields a str, by which samples are not known: indices"),
+        (lambda: DataLoader(Points(), 4, sampler=[], drop_last=True), "the DataLoader has no batch in an epoch"),
+    ],
+)  # fmt: skip
+def test_a_loader_that_cannot_be_taken_apart_is_refused_in_one_line(loader: Callable[[], Any], text: str) -> None:
+    with pytest.raises(DataError, match=text) as raised:
+        list(samestep.batches(loader(), JOB))
+    assert "\n" not in str(raised.value)
+
+
+def _said(rank: int, world: int) -> list[tuple[str, ...]]:
+    run = prepared()
+    return [run.step(batch).remarks for batch in samestep.batches(LOADERS["generator"](), JOB)][:2]
+
+
+def test_what_is_taken_of_a_loader_is_said_once(capfd: Any) -> None:
+    (first, second), _ = pool(2).run(_said)
+    (line,) = [line for line in first if "DataLoader" in line]
+    assert line.startswith("taken from the DataLoader: its Points, the order of its RandomSampler, ")
+    assert line.endswith("not taken: the generator's seed, in place of which stands train.seed")
+    assert not [line for line in second if "DataLoader" in line]
+
+
+def _evaluated(rank: int, world: int, kind: str) -> float:
+    run = prepared()
+    run.prepare(samestep.batches(LOADERS[kind](), JOB).__next__().samples([0]))
+    return run.evaluate(LOADERS[kind]())["loss"]
+
+
+@pytest.mark.parametrize("kind", ["in order", "subset"])
+def test_a_loader_is_evaluated_once_a_sample(kind: str) -> None:
+    loader, model = LOADERS[kind](), build().double()
+    rows = range(22) if kind == "in order" else range(3, 16)
+    batch = loader.collate_fn([loader.dataset[row] for row in rows])
+    with torch.no_grad():
+        total, count = loss(model(batch["tokens"] if isinstance(batch, dict) else batch[0]), batch)
+    assert pool(2).run(_evaluated, kind) == pytest.approx([float(total) / count] * 2, rel=1e-9)
