@@ -306,7 +306,8 @@ TECHNIQUES = (
     ),
     (
         "several hosts",
-        "training/hosts.py training/elastic.py runtime/processes/meeting.py runtime/processes/distant_workers.py",
+        "training/hosts.py training/elastic.py runtime/processes/meeting.py runtime/processes/distant_workers.py "
+        "runtime/processes/host_share.py",
     ),
     ("samestep verify", "proof/verify.py proof/sides.py proof/comparison.py proof/causes.py"),
     (

@@ -2,8 +2,8 @@
 
 Exit status: 0 done; 1 the run failed (a worker died, or numbers were not finite), or the proof found a difference, or nothing
 fits; 2 the job, layout or arguments cannot run; 130 interrupted by Ctrl-C and 143 by SIGTERM, `train` with a checkpoint saved
-unless it was a second one. A rank of torchrun or srun that was asked to stop ends with 0, or else its launcher would kill the
-others.
+unless it was a second one. So do the ranks of other launchers, all of them, once rank 0 has saved; those of torchrun end with 0, or
+else its agent would start them again at once.
 """
 
 from __future__ import annotations
@@ -147,12 +147,13 @@ def _train(words: Namespace) -> int:
             from samestep.training import ssh
 
             return ssh.start(words.nodes.split(","), words.rendezvous, goes_on=least_ranks is not None)
+        from samestep.runtime.processes import join
         from samestep.training.train import train
 
         more = {"prove": words.prove, "rendezvous": _rendezvous(words), "least_ranks": least_ranks}
         summary = train(job, **given, **more)
-        if summary is not None and summary.stop_signal:
-            return 128 + summary.stop_signal
+        if number := summary.stop_signal if summary else join.ended_by():
+            return 128 + number
     return 0
 
 

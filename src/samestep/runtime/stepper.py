@@ -338,6 +338,7 @@ class Stepper:
         self._observer.agreed(summed.agreed)
         if summed.flags[StepFlag.STOP]:
             batch.end_stream()
+            join.note_stop()
 
     def _judge(self, numbers: StepNumbers, opened: OpenStep) -> tuple[str, bool]:
         """Return why a step is unusual, or an empty text, and whether it is skipped, whose buffers then are as before it.

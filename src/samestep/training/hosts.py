@@ -16,19 +16,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from samestep import errors
 from samestep.errors import JobError, WorkerError
 from samestep.job import Job
-from samestep.runtime.processes import workers
+from samestep.runtime.processes import join, workers
 from samestep.runtime.processes.distant_workers import Away, Follower, Order
+from samestep.runtime.processes.host_share import share_of
 from samestep.runtime.processes.join import resolve_device
+from samestep.runtime.processes.launch_info import ALONE, LaunchInfo
 from samestep.runtime.processes.local_workers import LocalWorkers
 from samestep.runtime.processes.meeting import Meeting, Rendezvous, meet
 from samestep.runtime.processes.worker import LaunchOptions
 from samestep.training import run_folder
-from samestep.training.check import Checked, check, shares
+from samestep.training.check import AUTO, Checked, check, resolve_layout, shares
+
+T = TypeVar("T")
 
 _LOCK_PATIENCE_S = 120.0
 """Seconds within which a shared folder releases the lock of a host that is gone: on NFS it waits for 90 s."""
@@ -55,6 +59,47 @@ def away(checked: Checked, meeting: Meeting) -> Away:
         "lock": run_folder.lock_of(checked.folder),
     }
     return Away(meeting, shares(checked.layout.world_size, meeting.num_hosts), order)
+
+
+def launched_by(rendezvous: Rendezvous | None) -> LaunchInfo:
+    """Return the position that another launcher gives to this process; hosts with a rendezvous may have any variables of hosts.
+
+    Raises:
+        JobError: the launcher's variables are incomplete, or contradict each other.
+    """
+    try:
+        info = join.launched_by()
+    except JobError:
+        if rendezvous is None:
+            raise
+        return LaunchInfo(ALONE)
+    return info if rendezvous is None or info.is_engine else LaunchInfo(ALONE)
+
+
+def run_share(
+    job: Job, given: Mapping[str, Any], info: LaunchInfo, work: Callable[..., tuple[T | None, int]]
+) -> T | None:
+    """Run this host's ranks of `work`, where another launcher has started one process on each host; return rank 0's result.
+
+    Raises:
+        SamestepError: a rank raised it; class and text are the same.
+    """
+    run, ranks = job.run, given["ranks"] or job.run.ranks
+    if given["layout"] != AUTO and (given["layout"] or job.layout):
+        ranks = resolve_layout(job, given["layout"], ranks, info.num_hosts)[1]
+    ranks = ranks or (info.ranks_per_node or workers.default_ranks(run.device)) * info.num_hosts
+    result, number = workers.run_workers(
+        work,
+        (job, {**given, "ranks": None}),
+        ranks=ranks,
+        device=run.device,
+        threads=run.threads,
+        timeout_s=run.timeout_s,
+        away=share_of(info, ranks, run.timeout_s),
+    )
+    if number:
+        join.note_stop()
+    return result
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class Summary:
     held_out_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """The mean loss of each held-out set, by name; `held_out` is the part of the data that is held out."""
     stop_signal: int = 0
-    """The signal that stopped it, where `train` started the workers; 0 otherwise."""
+    """The signal that stopped it, with whose status the command ends; 0 without one, and under torchrun."""
 
     def to_json(self) -> str:
         """Return it as JSON."""
@@ -157,19 +157,25 @@ def train(
             f"--ranks {least_ranks}:{ranks} lets a restart go on with fewer ranks, and run.restarts = 0: "
             f"--set run.restarts=3 works"
         )
-    place = None
-    if join.is_launched_from_outside():
-        if prove or rendezvous:
-            flag = "--prove" if prove else "--rendezvous"
-            more = "; prove it with samestep verify, whose proof a run finds" if prove else ""
-            raise JobError(
-                f"{flag} starts workers of its own, and the launcher has started this one: leave it out{more}"
-            )
+    place, info = None, hosts.launched_by(rendezvous)
+    if (info.is_engine or info.num_hosts > 1) and (prove or rendezvous):
+        flag = "--prove" if prove else "--rendezvous"
+        more = "; prove it with samestep verify, whose proof a run finds" if prove else ""
+        raise JobError(f"{flag} starts workers of its own, and the launcher has started this one: leave it out{more}")
+    if info.num_hosts > 1:
+        return hosts.run_share(job, given, info, _rank_of_host)
+    if info.is_engine:
         given_to_join: dict[str, Any] = {"timeout_s": run.timeout_s, "ranks_per_node": run.ranks_per_node}
         place = join.join(run.device, **given_to_join, threads=run.threads, may_renew=True)
     if rendezvous is None:
+        workers.say_inside(info)
         return _lead_workers(job, given, place, prove, Elasticity(least_ranks, layout == AUTO))
     return _on_hosts(job, given, prove, least_ranks, rendezvous)
+
+
+def _rank_of_host(place: RankInfo, job: Job, given: Mapping[str, Any]) -> tuple[Summary | None, int]:
+    """Do one rank's part as under a launcher of ranks; return its result, and the signal that stopped the run."""
+    return _lead_workers(job, given, place, False, Elasticity(None, plans_anew=False)), join.ended_by()
 
 
 def _on_hosts(
@@ -218,14 +224,18 @@ def _lead_workers(
         decide_on_rank_0(lambda: _claim(checked, stack, is_new=is_new) if is_first else None, place)
         if proof is not None:
             record.keep(proof, checked.folder)
-        if place is not None:
-            start = decide_on_rank_0(lambda: secrets.token_hex(8), place)
-            try:
-                with hang_watch.watching(place, job.run.hang_s, start):
-                    return _work(place, checked)
-            finally:
-                join.leave()
-        return _by_workers(checked, elastic)
+        if place is None:
+            return _by_workers(checked, elastic)
+        start = decide_on_rank_0(lambda: secrets.token_hex(8), place)
+        try:
+            with hang_watch.watching(place, job.run.hang_s, start):
+                summary = _work(place, checked)
+                stack.close()
+                if join.ended_by():  # a launcher kills the others once one rank ends with the status of a signal
+                    decide_on_rank_0(lambda: None, place)
+                return _note_stop_signal(summary, join.ended_by())
+        finally:
+            join.leave()
 
 
 def _claim(checked: Checked, stack: contextlib.ExitStack, *, is_new: bool) -> None:

@@ -153,6 +153,8 @@ class Away:
     order: Mapping[str, Any]
     """The further fields of the order that a follower needs to know its function and its arguments."""
 
+    first_rank = 0
+
     @property
     def interface(self) -> str:
         """The interface of this host over which the hosts met."""

@@ -65,6 +65,16 @@ _launch_info: LaunchInfo | None = None  # set in a worker of ours
 _joined: _Joined | None = None
 _stop_signal = 0  # the stop signal that came, 0 before one has
 _is_save_wanted = False
+_ended_by = 0  # the signal after which the ranks agreed to stop, 0 before
+
+
+def launched_by() -> LaunchInfo:
+    """Return the position that samestep or another launcher gives to this process.
+
+    Raises:
+        JobError: the launcher's variables are incomplete, or contradict each other.
+    """
+    return _launch_info or discover()
 
 
 def is_launched_from_outside() -> bool:
@@ -73,7 +83,7 @@ def is_launched_from_outside() -> bool:
     Raises:
         JobError: the launcher's variables are incomplete, or contradict each other.
     """
-    return (_launch_info or discover()).is_engine
+    return launched_by().is_engine
 
 
 def join(
@@ -103,10 +113,11 @@ def join(
         JobError: the launcher's variables are incomplete, or there is no such device.
         WorkerError: the other ranks were not met in time.
     """
-    global _joined
+    global _joined, _ended_by
     if _joined is not None and dist.is_initialized():
         return _joined.place
-    info = _launch_info or discover()
+    _ended_by = 0
+    info = launched_by()
     if threads is not None:
         torch.set_num_threads(threads)
     made_group = not dist.is_initialized()
@@ -145,8 +156,8 @@ def store_address() -> tuple[str, int] | None:
 def become_worker(info: LaunchInfo) -> None:
     """Prepare this new worker to join as `info`: forget the run that its parent had joined, and listen for stop
     signals."""
-    global _launch_info, _joined, _stop_signal, _is_save_wanted
-    _launch_info, _joined, _stop_signal, _is_save_wanted = info, None, 0, False
+    global _launch_info, _joined, _stop_signal, _is_save_wanted, _ended_by
+    _launch_info, _joined, _stop_signal, _is_save_wanted, _ended_by = info, None, 0, False, 0
     _listen_for_stop()
 
 
@@ -172,6 +183,20 @@ def stop_requested() -> bool:
     Ranks learn of it at different times, so they must agree (one all_reduce a step) before they act on it.
     """
     return _stop_signal != 0
+
+
+def note_stop() -> None:
+    """Note that the ranks have agreed to stop after a signal; a rank that has got none itself takes it for SIGTERM."""
+    global _ended_by
+    _ended_by = _stop_signal or signal.SIGTERM
+
+
+def ended_by() -> int:
+    """Return the number of the signal after which the ranks agreed to stop, with whose status this rank ends; 0 without one.
+
+    Under torchrun it is 0: its agent would start a rank that ends otherwise again, at once.
+    """
+    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else int(_ended_by)
 
 
 def save_requested() -> bool:
@@ -385,7 +410,7 @@ def _store_of(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
         kept = TCPStore(info.host, info.port, info.world_size, is_master=False, timeout=timeout)
         name = agreed_name(PrefixStore("samestep", kept), info.rank, info.world_size, timeout.total_seconds())
         return PrefixStore(f"samestep/{name}", kept)
-    listening = _listen_on(info.host, info.port) if info.rank == 0 else None
+    listening = listen_on(info.host, info.port) if info.rank == 0 else None
     return TCPStore(
         info.host,
         info.port,
@@ -397,7 +422,7 @@ def _store_of(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
     )
 
 
-def _listen_on(host: str, port: int) -> int | None:
+def listen_on(host: str, port: int) -> int | None:
     """Listen on the one address of `host`; torch's store would listen on every interface."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

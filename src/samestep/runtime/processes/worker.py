@@ -123,7 +123,7 @@ def run_worker(
         link.report("joined")
         link.listen()
         value = main(place, *args)
-        link.report("done", (value if rank == 0 else None, calls_made()))
+        link.report("done", (value if rank == options.first_rank else None, calls_made()))
         link.may_leave.wait()  # while one rank still works, the others stay reachable
     except BaseException as error:
         # Exit without teardown: destroying the group could wait for peers that will not come.

@@ -35,16 +35,19 @@ from samestep.errors import JobError, SamestepError, WorkerError
 from samestep.runtime.processes import exit_status
 from samestep.runtime.processes.distant_workers import Away, DistantWorkers
 from samestep.runtime.processes.hang_watch import HangWatch
+from samestep.runtime.processes.host_share import HostShare, share_of
 from samestep.runtime.processes.join import (
     SAVE_SIGNAL,
     STOP_SIGNALS,
     check_ranks_per_node,
-    is_launched_from_outside,
+    ended_by,
     join,
+    launched_by,
     leave,
     resolve_device,
     restore_signals,
 )
+from samestep.runtime.processes.launch_info import LaunchInfo
 from samestep.runtime.processes.local_workers import LocalWorkers
 from samestep.runtime.processes.whereabouts import PACKAGE, Whereabouts, lacks
 from samestep.runtime.processes.worker import Failure, LaunchOptions
@@ -87,16 +90,17 @@ def launch(
     threads: int = 1,
     timeout_s: float = 600.0,
 ) -> T:
-    """Run `main(place, *args)` on every rank: in workers of this machine, or here where torchrun or srun started us.
+    """Run `main(place, *args)` on every rank: in workers of this machine, or here where a launcher has started one for each rank.
 
     So one script runs by itself on a laptop and under a launcher on many machines, where the launcher decides on
-    `ranks`. Returns what rank 0 returned (under a launcher: what this rank returned).
+    `ranks`. A launcher of one process for each host leaves them to us. Returns what rank 0 returned (under a launcher: what
+    this rank, or the first of this host, returned).
 
     Collective over the world under a launcher: every process calls it; if one does not, the others wait for
     `timeout_s`.
 
     Where SIGINT or SIGTERM has ended the loops of the workers, this process ends with status 130 or 143 once its script is
-    through, as after a signal that nobody has handled.
+    through, as after a signal that nobody has handled; under torchrun, which would start it again at once, with 0.
 
     Raises:
         SamestepError: a worker raised it; class and text are the same.
@@ -104,20 +108,34 @@ def launch(
         JobError: the arguments do not fit each other or this machine.
     """
     try:
-        if not is_launched_from_outside():
-            found = run_workers(main, args, ranks=ranks, device=device, threads=threads, timeout_s=timeout_s)
-            if number := last_stop_signal():
-                exit_status.end_as_stopped(number)
-            return found
-        place = join(device, timeout_s=timeout_s, threads=threads)
-        try:
-            return main(place, *args)
-        finally:
-            leave()
+        info = launched_by()
+        if not info.is_engine:
+            say_inside(info)
+            share = share_of(info, ranks, timeout_s) if info.num_hosts > 1 else None
+            given: dict[str, Any] = {"device": device, "threads": threads, "timeout_s": timeout_s, "away": share}
+            found = run_workers(main, args, ranks=ranks, **given)
+            number = last_stop_signal()
+        else:
+            place = join(device, timeout_s=timeout_s, threads=threads)
+            try:
+                found = main(place, *args)
+            finally:
+                leave()
+            number = ended_by()
+        if number:
+            exit_status.end_as_stopped(number)
+        return found
     except SamestepError:
         if sys.excepthook is sys.__excepthook__:
             sys.excepthook = _print_without_our_frames
         raise
+
+
+def say_inside(info: LaunchInfo) -> None:
+    """Say that this process starts workers of its own, where it is inside an allocation and no task of several."""
+    if info.inside:
+        text = f"inside {info.inside}, and no task of several: the workers are this process's own, on this host"
+        print(f"samestep: {text}", file=sys.stderr, flush=True)
 
 
 def _print_without_our_frames(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -145,7 +163,7 @@ def run_workers(
     ranks_per_node: int | None = None,
     quiet: bool = False,
     isolated: bool = False,
-    away: Away | None = None,
+    away: Away | HostShare | None = None,
 ) -> T:
     """Run `main(place, *args)` in `ranks` workers on this machine and return what rank 0 returns.
 
@@ -165,7 +183,8 @@ def run_workers(
         ranks_per_node: pretend that so many ranks share a machine; without it all do.
         quiet: rank 0 writes to files as well.
         isolated: the workers never meet: each is rank 0 of a run of one, and `place.local_rank` differs between them.
-        away: other hosts, which start some of the workers with a `main` of their own.
+        away: other hosts, which start some of the workers with a `main` of their own. Where another launcher has started them
+            (`HostShare`), the value is what the first rank of this host returns.
 
     Raises:
         SamestepError: a worker raised it; class and text are the same.
@@ -183,7 +202,8 @@ def run_workers(
     check_gpus(device_type, here)
     per_node = check_ranks_per_node(ranks_per_node or (away.ranks_per_node if away else ranks), ranks)
     limits = (timeout_s, hang_s)
-    options = LaunchOptions(ranks, 0, here, per_node, device_type, threads, *limits, quiet, isolated)
+    first = away.first_rank if away else 0
+    options = LaunchOptions(ranks, first, here, per_node, device_type, threads, *limits, quiet, isolated)
     global _last_stop_signal
     with away.store() if away else contextlib.nullcontext() as store:
         if away:
@@ -241,7 +261,7 @@ class _WorkerPool:
     def __init__(self, options: LaunchOptions, hosts: Sequence[LocalWorkers | DistantWorkers]) -> None:
         self.options = options
         self.hosts = hosts
-        self.phases = ["starting"] * options.ranks
+        self.phases = {rank: "starting" for host in hosts for rank in host.ranks}
         self.failures: list[Failure] = []
         self.value: Any = None
         self.calls_at_return: dict[int, Mapping[str, int]] = {}
@@ -271,7 +291,7 @@ class _WorkerPool:
             WorkerError: a worker died, failed otherwise or did not join in time.
         """
         deadline = time.monotonic() + self.options.timeout_s
-        while any(phase != "done" for phase in self.phases):
+        while any(phase != "done" for phase in self.phases.values()):
             self._listen()
             self._obey_signals()
             if self.killed_by:
@@ -285,7 +305,7 @@ class _WorkerPool:
             late = self._ranks("starting") or self._ranks("ready")
             if late and not self.failures and time.monotonic() > deadline:
                 raise WorkerError(f"{self._named(late)} did not join within {self.options.timeout_s:g} s")
-        for rank in range(self.options.ranks):
+        for rank in self.phases:
             self._host_of(rank).tell(rank, "leave")
         return self.value
 
@@ -341,7 +361,7 @@ class _WorkerPool:
             self.phases[rank] = word
             if word == "done":
                 value, self.calls_at_return[rank] = value
-                self.value = value if rank == 0 else self.value
+                self.value = value if rank == self.options.first_rank else self.value
             if word == "ready" and self.stop_signal:
                 self._host_of(rank).signal(rank, signal.SIGTERM)
 
@@ -389,7 +409,7 @@ class _WorkerPool:
 
     def _has_settled(self) -> bool:
         """Return whether waiting longer will not reveal another cause of the failures."""
-        if all(phase in ("failed", "done") for phase in self.phases):
+        if all(phase in ("failed", "done") for phase in self.phases.values()):
             return True
         grace = _ECHO_GRACE_S if all(failure.is_echo for failure in self.failures) else _CAUSE_GRACE_S
         return time.monotonic() > min(failure.time_s for failure in self.failures) + grace
@@ -411,7 +431,7 @@ class _WorkerPool:
         return next(host for host in self.hosts if rank in host.ranks)
 
     def _ranks(self, phase: str) -> list[int]:
-        return [rank for rank, its in enumerate(self.phases) if its == phase]
+        return [rank for rank, its in self.phases.items() if its == phase]
 
     def _named(self, ranks: list[int]) -> str:
         hosts = {self._host_of(rank).host for rank in ranks} - {""}
