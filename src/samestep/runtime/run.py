@@ -30,6 +30,7 @@ from samestep.errors import LayoutError, ModelError
 from samestep.examination.examine import Loss, Source, build_blueprint
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.program import recorded
 from samestep.program.program import Program
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
@@ -50,6 +51,7 @@ from samestep.runtime.processes import join, mesh, rank_order
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.mesh import forget_groups
 from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.recording.step_recorder import StepRecorder
 from samestep.runtime.step_observer import StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
@@ -94,7 +96,9 @@ class Run:
         self.receivers: list[Receiver] = []
         """What is given the report of each step: those of `samestep.track`."""
         self._own = HeldAssembly(source, layout, job, place)
-        self._stepper = Stepper(self._own, observer, owns_weights=owns_weights)
+        self.recorder = StepRecorder(observer, place.device, place.rank)
+        """Where the time of its steps goes."""
+        self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights)
         self._labels = NextLabels(source.loss, job)
         self._given_batches = GivenBatches(job, place)
         self._shared = shared
@@ -336,7 +340,7 @@ class Run:
         is_last = batch.step + 1 >= self.job.train.steps
         shared = SharedWeights() if self._shared is None else self._shared
         try:
-            with self._kernels(), shared.stepping(is_last) as reports:
+            with self._kernels(), shared.stepping(is_last) as reports, self._recorded(batch.step + 1):
                 reports.append(report := self._stepper.take(batch))
         except BaseException:
             if self.layout.pp > 1:  # messages that nobody has received would meet those of the next run of this process
@@ -354,6 +358,22 @@ class Run:
             if report is not given and report.stop:
                 batch.end_stream()
         return report
+
+    def _recorded(self, step: int) -> AbstractContextManager[None]:
+        assembly = self._own.current
+        return self.recorder.taking(step, assembly.parallel.program, assembly.model.module, assembly.model.spec)
+
+    def record(self, steps: int | str, folder: str | Path = recorded.FOLDER) -> Path:
+        """Record where the time of some steps goes, op by op, for `samestep explain FOLDER`; return the folder.
+
+        `steps` is `FIRST:LAST`, counted from 1, or a number of steps. Every rank calls it, and writes a file of its own, in a
+        folder that all ranks share.
+
+        Raises:
+            InputError: the text names no steps.
+        """
+        self.recorder.record(recorded.parse_steps(str(steps), self.steps_taken), Path(folder), self.job)
+        return Path(folder)
 
     def forward_backward(self, batch: StepBatch) -> Tensor:
         """Run the forwards and backwards of the program; return this rank's loss sum and count, float64 [2].

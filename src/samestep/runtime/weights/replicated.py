@@ -333,8 +333,9 @@ class Replicated:
         if self.codes.sends(op):
             return self.codes.send(op, flat.remaining)
         group = self.mesh.groups[op.axis]
-        with owned(op.owner):
-            work = _start_collective(op.kind, flat.remaining if op.kind is OpKind.ALL_REDUCE else whole, group)
+        with owned(op.owner) as issue:
+            sent = flat.remaining if op.kind is OpKind.ALL_REDUCE else whole
+            work: dist.Work = issue.sent(_start_collective(op.kind, sent, group))
         if op.kind is OpKind.REDUCE_SCATTER:
             flat.chunk = _own_part(whole, group)
         elif op.kind is OpKind.ALL_GATHER:

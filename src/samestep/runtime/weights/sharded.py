@@ -54,6 +54,7 @@ from samestep.runtime.weights.fsdp_units import (
     sharded_shape,
 )
 from samestep.runtime.weights.gradient_codes import EncodedScatter, UnitCodes
+from samestep.runtime.weights.named_comms import NamedAllGather, NamedReduceScatter
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece, squared_norm
 from samestep.runtime.weights.replica_exchange import UnitExchange
@@ -87,6 +88,8 @@ class Sharded:
         whole_writes.allow()
         whole_writes.take_single_numbers(slots, {one.name for one in program.step.model.params if not one.shape})
         for running in self._units:
+            running.fsdp.set_custom_all_gather(NamedAllGather(running.unit.name))
+            running.fsdp.set_custom_reduce_scatter(NamedReduceScatter(running.unit.name))
             if (scatter := self.codes.scatters.of_unit.get(running.unit.name)) is not None:
                 running.fsdp.set_custom_reduce_scatter(_EncodedReduceScatter(scatter))
 
