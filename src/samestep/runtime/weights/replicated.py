@@ -90,6 +90,8 @@ class _WholeWatch:
 
     def __init__(self, params: Mapping[str, nn.Parameter], places: Mapping[str, Tensor]) -> None:
         self._params, self._places = params, places
+        self._held = [*params.values()]
+        self._addresses = [places[name].data_ptr() for name in params]
 
     def compare_values(self, compares: bool) -> None:
         """Do nothing, since no write is lost."""
@@ -100,6 +102,8 @@ class _WholeWatch:
 
     def take_back(self) -> None:
         """Copy weights that a user has given another storage, by `param.data = ...`, back to the one in use."""
+        if [*map(Tensor.data_ptr, self._held)] == self._addresses:
+            return
         for name, param in self._params.items():
             if param.data_ptr() != self._places[name].data_ptr():
                 param.data = self._places[name].copy_(param.data)
