@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from samestep.randomness.mode import named_modules
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.microbatches import StepBatch
-from samestep.runtime.optimizers.optimizer_step import LARGEST_SUM
+from samestep.runtime.optimizers.loss_scale import LARGEST_SUM
 from samestep.runtime.processes.messages import gather_values
 from samestep.tracing.pending_logits import PendingLogits
 from samestep.trees import tensors_in
