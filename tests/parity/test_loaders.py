@@ -187,7 +187,45 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "distributed": lambda: DataLoader(Points(), 2, sampler=DistributedSampler(Points(), 2, 1, seed=11)),
     "workers": lambda: DataLoader(Points(), 4, shuffle=True, num_workers=1),
 }  # fmt: skip
-SOURCES = dict(LOADERS)
+
+
+# -- samples that are changed at random ------------------------------------------------------------
+
+
+class Jittered(Points):
+    """Points that are changed at random with the generators of the process, some of them only."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        point, label = super().__getitem__(index)
+        if index % 2:
+            return point, label
+        if random.random() < 0.5:
+            point = point.flip(0)
+        return point + 0.1 * torch.randn(6) + 0.1 * float(np.random.standard_normal()), label
+
+
+class Batched(Jittered):
+    def read(self, indices: Any) -> dict[str, Tensor]:
+        points, labels = zip(*[self[int(index)] for index in indices], strict=True)
+        return {"tokens": torch.stack(points), "labels": torch.stack(labels)}
+
+
+def masked(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Put samples together with some words left out at random, as for a masked language model."""
+    batch = padded(samples)
+    batch["tokens"][torch.rand(batch["tokens"].shape) < 0.3] = 0
+    return batch
+
+
+CHANGED: dict[str, Callable[[], Any]] = {
+    "jittered": Jittered,
+    "jittered, read together": Batched,
+    "jittered, loader": lambda: DataLoader(Jittered(), batch_size=4, shuffle=True),
+    "jittered, workers": lambda: DataLoader(Jittered(), batch_size=4, shuffle=True, num_workers=1),
+    "masked": lambda: DataLoader(Words(), batch_size=4, shuffle=True, collate_fn=masked),
+    "masked and jittered": lambda: DataLoader(Jittered(), batch_size=4, collate_fn=masked),
+}
+SOURCES = {**LOADERS, **CHANGED}
 """What `samestep.batches` is given, by name."""
 IN_PLAIN_LOOP = ("in order", "in order, dropped")
 LAYOUTS = (("dp=2", "dp=1 microbatch=2"), ("dp=2 zero=3", "dp=2 microbatch=1"), ("dp=1", "dp=2 zero=3 microbatch=1"))
@@ -279,3 +317,36 @@ def test_a_loader_is_evaluated_once_a_sample(kind: str) -> None:
     with torch.no_grad():
         total, count = loss(model(batch["tokens"] if isinstance(batch, dict) else batch[0]), batch)
     assert pool(2).run(_evaluated, kind) == pytest.approx([float(total) / count] * 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_samples_changed_by_generators_of_the_process_are_functions_of_seed_step_and_sample(
+    kind: str, tmp_path: Any
+) -> None:
+    def states() -> tuple[Any, ...]:
+        return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+
+    before = states()
+    found = [batch.samples(batch.indices) for batch in samestep.batches(CHANGED[kind](), JOB)]
+    again = [batch.samples(batch.indices) for batch in samestep.batches(CHANGED[kind](), JOB, first_step=2)]
+    assert states() == before
+    first = [batch["tokens"] if isinstance(batch, dict) else batch[0] for batch in found]
+    second = [batch["tokens"] if isinstance(batch, dict) else batch[0] for batch in again]
+    assert all(torch.equal(one, other) for one, other in zip(first[2:], second, strict=True))
+    wanted = plain(found)
+    random.random(), torch.rand(1)
+    check(LAYOUTS[len(kind) % 3], kind, wanted, str(tmp_path))
+
+
+def _evaluated_twice(rank: int, world: int, kind: str) -> tuple[float, float]:
+    run = prepared()
+    run.prepare(samestep.batches(CHANGED[kind](), JOB).__next__().samples([0]))
+    return run.evaluate(CHANGED[kind]())["loss"], run.evaluate(CHANGED[kind]())["loss"]
+
+
+@pytest.mark.parametrize("kind", ["jittered", "masked and jittered"])
+def test_an_evaluation_of_changed_samples_is_the_same_in_every_layout(kind: str) -> None:
+    ((alone, again),) = pool(1).run(_evaluated_twice, kind)
+    assert alone == again
+    for one in pool(2).run(_evaluated_twice, kind):
+        assert one == pytest.approx((alone, alone), rel=1e-9)

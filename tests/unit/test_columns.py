@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from samestep.datasets import columns, files, open_dataset
-from samestep.datasets.batch import read_samples
 from samestep.datasets.columns import Origin, Shards
+from samestep.datasets.reading import read_samples
 from samestep.errors import DataError
 from samestep.job import Job
 

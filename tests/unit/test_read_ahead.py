@@ -123,11 +123,31 @@ def test_a_data_set_that_seeds_a_generator_of_the_process_is_read_where_it_is_us
             random.seed(index)
             return {**super().__getitem__(index), "drawn": torch.tensor([random.random()])}
 
-    dataset = Seeded()
-    for _, indices, samples in taken(dataset, 0):
+    dataset, before = Seeded(), random.getstate()
+    for number, (_, indices, samples) in enumerate(taken(dataset, 0)):
         assert samples["drawn"].flatten().tolist() == pytest.approx([random.Random(int(i)).random() for i in indices])
-        assert dataset.read_here == indices.tolist()
+        assert dataset.read_here == indices.tolist() * (1 if number else 2)  # once more, when it was seen to draw
         dataset.read_here.clear()
+    assert random.getstate() == before
+
+
+def test_samples_that_begin_to_draw_while_a_thread_reads_are_read_where_they_are_used() -> None:
+    class Late(Squares):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            drawn = random.random() if len(self.read_here) > 14 else 0.0
+            return {**super().__getitem__(index), "drawn": torch.tensor([drawn])}
+
+    def drawn(workers: int) -> list[float]:
+        dataset = Late()
+        found = []
+        for _, _, samples in taken(dataset, workers):
+            found += samples["drawn"].flatten().tolist()
+        return found
+
+    before, seen = random.getstate(), drawn(0)
+    assert random.getstate() == before
+    assert seen[:9] == [0.0] * 9
+    assert len(set(seen[-9:])) == 9
 
 
 @pytest.mark.parametrize("workers", [0, 2])

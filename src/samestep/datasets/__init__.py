@@ -8,10 +8,11 @@ open_dataset(job) ── map-style dataset ──► batches(dataset, job) ─�
 There is no iterator state: to resume, `batches` takes another first step. Nothing here depends on process groups or devices.
 """
 
-from samestep.datasets.batch import Batch, BatchStream, Dataset, batches, blame_samples, read_samples, shares
+from samestep.datasets.batch import Batch, BatchStream, Dataset, batches, blame_samples, shares
 from samestep.datasets.example import example_of
 from samestep.datasets.mixture import kind_of
 from samestep.datasets.order import permute_positions, sample_indices
+from samestep.datasets.reading import read_samples
 from samestep.datasets.source import (
     classes_of,
     of_held_out,

@@ -9,19 +9,19 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from samestep import calls
 from samestep.datasets import loaders
 from samestep.datasets.loaders import LoaderParts
-from samestep.datasets.order import Integers, draw_key, sample_indices
+from samestep.datasets.order import Integers, sample_indices
 from samestep.datasets.read_ahead import ReadAhead, Wanted
-from samestep.errors import DataError, ModelError, failures_of
+from samestep.datasets.reading import SampleDraw, SampleReader, read_samples
+from samestep.errors import DataError, ModelError
 from samestep.job import Job
 from samestep.shares import Shares
-from samestep.trees import tree_leaves, tree_map_only
+from samestep.trees import tree_leaves
 
 
 class Dataset(Protocol):
@@ -42,18 +42,6 @@ class Dataset(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class SampleDraw:
-    """The random numbers with which a step changes its samples: a function of (seed, step, sample), in every layout."""
-
-    seed: int
-    step: int
-
-    def generator(self, index: int) -> torch.Generator:
-        """Return the generator of one sample."""
-        return torch.Generator().manual_seed(draw_key(self.seed, self.step, index))
-
-
 INDICES_AT_ONCE = 1024
 """Samples whose indices are computed at once."""
 
@@ -72,6 +60,7 @@ class BatchStream(Iterator["Batch"]):
         self._steps_at_once = max(1, INDICES_AT_ONCE // job.train.global_batch)
         self._block: tuple[int, Integers] | None = None
         """The number of the block of steps that was computed last, and its indices [steps, samples]."""
+        self._reader = SampleReader(dataset)
         self._ahead: ReadAhead | None = None
         self._ahead_in = first_step
         """The step whose micro-batches are being taken."""
@@ -117,14 +106,16 @@ class BatchStream(Iterator["Batch"]):
             )
             threads = self._job.numerics.precision != "float64"
             workers = self._job.run.data_workers if self._loader is None else self._loader.num_workers
-            self._ahead = ReadAhead(self._read, coming, num_workers=workers, pin=pin, threads=threads)
+            self._ahead = ReadAhead(
+                self._read, coming, num_workers=workers, pin=pin, threads=threads, draws=lambda: self._reader.draws_any
+            )
 
     def read(self, wanted: Wanted) -> Any:
         """Return samples of the dataset, which may have been read ahead."""
         return self._read(wanted) if self._ahead is None else self._ahead.take(wanted)
 
     def _read(self, wanted: Wanted) -> Any:
-        return read_samples(self._dataset, wanted.indices, SampleDraw(self._job.train.seed, wanted.step))
+        return self._reader.read(wanted.indices, SampleDraw(self._job.train.seed, wanted.step, self._indices))
 
     def _indices(self, step: int) -> Integers:
         """Return the indices of a step; those of a block of steps are computed at once, since a few take numpy as
@@ -189,7 +180,8 @@ class Batch:
         rows = np.asarray(indices, dtype=np.int64)
         if self.stream is not None:
             return self.stream.read(Wanted(self.step, rows))
-        return read_samples(self.dataset, rows, None if self.seed is None else SampleDraw(self.seed, self.step))
+        draw = None if self.seed is None else SampleDraw(self.seed, self.step, lambda _: self.indices)
+        return read_samples(self.dataset, rows, draw)
 
     def read_ahead(self, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool = False) -> None:
         """Begin to read a data rank's micro-batches, of this step and the later ones, before `samples` is asked for them.
@@ -325,77 +317,3 @@ def shares(
     places = Shares(len(indices), num_ranks, num_microbatches, by_microbatch)
     mine = (places.positions(rank, microbatch) for microbatch in range(num_microbatches))
     return [indices[where.start : where.stop] for where in mine]
-
-
-def _first_other(rows: Integers, samples: list[Any]) -> str:
-    """Return as text which sample differs in shapes from the first one; empty if none does."""
-
-    def shapes(sample: Any) -> list[Any]:
-        whole = [leaf for leaf in tree_leaves(_with_tensors(sample)) if hasattr(leaf, "shape")]
-        return [list(leaf.shape) for leaf in whole]
-
-    first = shapes(samples[0])
-    other = next((place for place, sample in enumerate(samples) if shapes(sample) != first), None)
-    if other is None:
-        return ""
-    return f" (sample {rows[other]} has {_few(shapes(samples[other]))}, and sample {rows[0]} {_few(first)})"
-
-
-def _few(shapes: list[Any]) -> str:
-    return ", ".join(map(str, shapes[:4])) + (", ..." if len(shapes) > 4 else "")
-
-
-def _with_tensors(sample: Any) -> Any:
-    """Return a sample whose lists of numbers are tensors, as the rows of Hugging Face's data sets have them."""
-    if not isinstance(sample, dict) or not any(isinstance(value, list) for value in sample.values()):
-        return sample
-    return {key: _tensor_of(value) if isinstance(value, list) else value for key, value in sample.items()}
-
-
-def _tensor_of(values: list[Any]) -> Any:
-    if not all(isinstance(leaf, int | float) for leaf in tree_leaves(values)) or not values:
-        return values
-    try:
-        return torch.tensor(values)
-    except (ValueError, RuntimeError, TypeError):  # lists of unequal lengths
-        return values
-
-
-def read_samples(
-    dataset: Dataset, indices: npt.NDArray[np.int64] | Sequence[int], draw: SampleDraw | None = None
-) -> dict[str, Tensor] | tuple[Tensor, ...]:
-    """Return samples as tensors with the batch dimension first, by `dataset.read` or else torch's `default_collate`.
-
-    With a `draw`, a dataset's method `sample` gives the samples, if it has one; one that stands for other datasets has
-    a method `read_drawn(indices, draw)`. Without indices the tensors have no rows, and the other dimensions and dtypes
-    of sample 0.
-
-    Raises:
-        DataError: the samples cannot be stacked into tensors.
-    """
-    rows = np.asarray(indices, dtype=np.int64)
-    read_drawn: Callable[..., Any] | None = getattr(dataset, "read_drawn", None)
-    if read_drawn is not None:
-        return read_drawn(rows, draw)
-    read, sample = getattr(dataset, "read", None), getattr(dataset, "sample", None)
-    if read is not None and (draw is None or sample is None):
-        with failures_of(f"reading samples of a {type(dataset).__name__}", DataError):
-            return read(rows)
-    samples = []
-    for index in rows if rows.size else [0]:
-        with failures_of(f"reading sample {index} of a {type(dataset).__name__}", DataError):
-            if draw is None or sample is None:
-                samples.append(dataset[int(index)])
-            else:
-                samples.append(sample(int(index), draw.generator(int(index))))
-    try:
-        stacked = default_collate([_with_tensors(sample) for sample in samples])
-    except (RuntimeError, TypeError, KeyError) as error:
-        raise DataError(
-            f"the samples of a {type(dataset).__name__} cannot be stacked into a batch{_first_other(rows, samples)}: "
-            f"{str(error).splitlines()[0]}; "
-            "samples of equal shapes, or a method read(indices) on the dataset, work"
-        ) from None
-    if not rows.size:
-        stacked = tree_map_only(Tensor, lambda tensor: tensor[:0], stacked)
-    return tuple(stacked) if isinstance(stacked, list) else stacked

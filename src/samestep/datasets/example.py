@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.datasets.batch import Dataset, read_samples
+from samestep.datasets.batch import Dataset
+from samestep.datasets.reading import read_samples
 
 LOOKED_AT = 64
 """Samples of packed documents among which the example is found."""

@@ -24,8 +24,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samestep.datasets.batch import Dataset, read_samples
+from samestep.datasets.batch import Dataset
 from samestep.datasets.mixture import Mixture
+from samestep.datasets.reading import read_samples
 from samestep.errors import DataError
 from samestep.job_tables import Convention
 

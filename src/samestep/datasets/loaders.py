@@ -15,7 +15,7 @@ An epoch ends as the loader's does: no batch has samples of two.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,22 +41,18 @@ _KEPT = 64
 
 
 class CollatedDataset:
-    """The data set of a loader, whose micro-batches are made by the loader's collate_fn."""
+    """The data set of a loader, whose micro-batches are put together by the loader's collate_fn."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset, self._collate = dataset, collate
+        self.dataset, self.collate = dataset, collate
+        if getattr(dataset, "__getitems__", None):
+            self.__getitems__ = dataset.__getitems__
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int, /) -> Any:
         return self.dataset[index]
-
-    def read(self, indices: Sequence[int] | Integers) -> Any:
-        """Return the samples of these indices as the loader's collate_fn puts them together."""
-        rows = [int(index) for index in indices]
-        at_once = getattr(self.dataset, "__getitems__", None)
-        return self._collate(at_once(rows) if at_once else [self.dataset[row] for row in rows])
 
 
 @dataclass(frozen=True, slots=True)

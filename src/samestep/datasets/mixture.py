@@ -20,7 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from samestep.datasets.batch import Dataset, SampleDraw, read_samples
+from samestep.datasets.batch import Dataset
+from samestep.datasets.reading import SampleDraw, read_samples
 from samestep.errors import DataError
 
 
@@ -69,13 +70,14 @@ class Mixture:
     ) -> dict[str, Tensor] | tuple[Tensor, ...]:
         """Return samples as tensors with the batch dimension first."""
         which, places = self._places(indices)
+        draw = None if draw is None else SampleDraw(draw.seed, draw.step)  # whose whole batch is of all parts
         if not len(indices):
             return read_samples(self.parts[0], indices, draw)
         order = np.argsort(which, kind="stable")
         read = [read_samples(self.parts[part], places[which == part], draw) for part in np.unique(which)]
         back = torch.from_numpy(np.argsort(order))
         if isinstance(read[0], dict):
-            return {name: torch.cat([samples[name] for samples in read])[back] for name in read[0]}  # type: ignore[call-overload]
+            return {name: torch.cat([samples[name] for samples in read])[back] for name in read[0]}
         return tuple(torch.cat(tensors)[back] for tensors in zip(*read, strict=True))
 
     def _places(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

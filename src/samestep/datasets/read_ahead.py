@@ -4,8 +4,8 @@ The samples of a step are a function of (seed, step), so what a rank will read i
 step's micro-batches, of the next step's, and so on. They are read in that order, a few ahead of the one in use:
 
     run.data_workers = 0    a thread reads the next two micro-batches, once a read has taken a millisecond or more (before
-                            that, handing one over would take as long as reading it), unless reading moves a generator
-                            of the process, as `random.seed(index)` does: a forward meanwhile would be blamed for it;
+                            that, handing one over would take as long as reading it), unless reading draws from a generator
+                            of the process (`reading.py`): a forward meanwhile would be blamed for it;
                             and not in float64, whose forwards change the default dtype of the process
     run.data_workers = N    N processes read two micro-batches each, as torch's DataLoader distributes them
 
@@ -15,15 +15,12 @@ read at once by the caller. So a resumed run may have another number of workers 
 
 from __future__ import annotations
 
-import pickle
-import random
 import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +30,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from samestep.datasets.order import Integers
+from samestep.datasets.reading import THREAD_NAME, DrawnInThreadError
 from samestep.errors import SamestepError, WorkerError
 from samestep.trees import tree_map_only
 
@@ -61,15 +59,22 @@ class ReadAhead:
     """The micro-batches of one rank in the order in which its steps take them, read before they are taken."""
 
     def __init__(
-        self, read: Read, coming: Iterator[Wanted], *, num_workers: int, pin: bool, threads: bool = True
+        self,
+        read: Read,
+        coming: Iterator[Wanted],
+        *,
+        num_workers: int,
+        pin: bool,
+        threads: bool = True,
+        draws: Callable[[], bool] = lambda: False,
     ) -> None:
         """Read `coming`, the samples of each micro-batch, in a thread if `threads` and it pays; `pin` puts tensors
-        into memory that a GPU copies from."""
+        into memory that a GPU copies from, and `draws` says whether reading has drawn from a generator of the process."""
         self._lock = threading.Lock()  # a data set is read by one thread at a time
         self._read, self._pin, self._threads = read, pin, threads
         self._coming = coming
         self._next: Wanted | None = next(coming, None)
-        self._draws: bool | None = None  # whether reading moves a generator of the process; None before the first read
+        self._draws = draws
         self._ready: _InThread | _InProcesses | None = None
         if num_workers:
             self._ready = _InProcesses(read, self._foreseen(), num_workers, pin)
@@ -79,18 +84,21 @@ class ReadAhead:
         if self._next is None or not wanted.is_same(self._next):
             return self._read_here(wanted)
         if self._ready is not None:
-            samples, self._next = self._ready.take()
-            return samples
+            try:
+                samples, self._next = self._ready.take()
+                return samples
+            except DrawnInThreadError:
+                assert isinstance(self._ready, _InThread), "processes have generators of their own"
+                self._coming = self._ready.foreseen()
+                self._next = next(self._coming, None)
+                self._ready.close()
+                self._ready = None
+                return self.take(wanted)
         self._next = next(self._coming, None)
-        if self._draws is None:
-            with _generators_watched() as moved:
-                samples = self._read_here(wanted)
-            self._draws = bool(moved)
-            return samples
         began = time.perf_counter()
         samples = self._read_here(wanted)
         is_slow = time.perf_counter() - began >= WORTH_A_THREAD_S
-        if is_slow and self._threads and self._next is not None and not self._draws:
+        if is_slow and self._threads and self._next is not None and not self._draws():
             self._ready = _InThread(self._read_here, self._foreseen())
         return samples
 
@@ -117,15 +125,23 @@ class _InThread:
 
     def __init__(self, read: Read, foreseen: Iterator[Wanted]) -> None:
         self._read, self._foreseen = read, foreseen
-        self._pool = ThreadPoolExecutor(1, "samestep reads ahead")
+        self._pool = ThreadPoolExecutor(1, THREAD_NAME)
         self._held: deque[tuple[Wanted, Future[Any]]] = deque()
         self._fill()
 
     def take(self) -> tuple[Any, Wanted | None]:
         """Return the next micro-batch, and the samples of the one after it."""
-        _, future = self._held.popleft()
+        _, future = self._held[0]
+        if isinstance(future.exception(), DrawnInThreadError):
+            raise DrawnInThreadError
+        self._held.popleft()
         self._fill()
         return future.result(), self._held[0][0] if self._held else None
+
+    def foreseen(self) -> Iterator[Wanted]:
+        """Yield the samples of every micro-batch that is still to be taken."""
+        yield from [wanted for wanted, _ in self._held]
+        yield from self._foreseen
 
     def _fill(self) -> None:
         while len(self._held) < AHEAD and (wanted := next(self._foreseen, None)) is not None:
@@ -209,31 +225,6 @@ class _Reads(TorchDataset[Any]):
             return self._read(wanted)
         except SamestepError as error:  # which a DataLoader would give another text
             return error
-
-
-@contextmanager
-def _generators_watched() -> Iterator[list[str]]:
-    """Yield a list that gets an entry if a process-wide generator was moved meanwhile, even back to its earlier
-    state."""
-    moved: list[str] = []
-    before = _generators()
-    random.random(), np.random.random(), torch.rand(1)  # where none stands that was seeded for the same samples before
-    drawn = _generators()
-    yield moved
-    if _bytes(_generators()) != _bytes(drawn):
-        moved.append("moved")
-    else:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
-
-
-def _generators() -> tuple[Any, Any, Tensor]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def _bytes(states: tuple[Any, Any, Tensor]) -> bytes:
-    return pickle.dumps((states[0], states[1], states[2].numpy().tobytes()))
 
 
 def _identity(samples: Any) -> Any:

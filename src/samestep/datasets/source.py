@@ -18,13 +18,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from samestep.datasets.batch import Dataset, SampleDraw, check_map_style, read_samples
+from samestep.datasets.batch import Dataset, check_map_style
 from samestep.datasets.columns import Origin, Shards
 from samestep.datasets.digits import digits_part
 from samestep.datasets.documents import PackedDocuments, packed_part
 from samestep.datasets.images import ImageFolder, class_names, images_part
 from samestep.datasets.mixture import Mixture
 from samestep.datasets.module_search import looked_in, make_importable
+from samestep.datasets.reading import SampleDraw, read_samples
 from samestep.datasets.rows import hf_rows, jsonl_rows, parquet_rows
 from samestep.datasets.split import Split, name_of_part, part_of
 from samestep.datasets.text import stdlib, text_tokens, tokens_of, topics
@@ -55,7 +56,8 @@ class DatasetSlice:
         self, indices: npt.NDArray[np.int64], draw: SampleDraw | None
     ) -> dict[str, Tensor] | tuple[Tensor, ...]:
         """Return samples as tensors with the batch dimension first."""
-        return read_samples(self.dataset, indices + self.part.start, draw)
+        here = None if draw is None else SampleDraw(draw.seed, draw.step)  # the whole batch is known by other indices
+        return read_samples(self.dataset, indices + self.part.start, here)
 
 
 def function_part(data: DataTable, split: Split, folder: str | None = None) -> DatasetSlice:

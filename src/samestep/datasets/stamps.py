@@ -22,10 +22,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from samestep.datasets.batch import Dataset, read_samples
+from samestep.datasets.batch import Dataset
 from samestep.datasets.files import sorted_files
 from samestep.datasets.mixture import Mixture
 from samestep.datasets.order import sample_indices
+from samestep.datasets.reading import read_samples
 from samestep.datasets.text import stdlib, topics
 from samestep.errors import DataError
 from samestep.job import Job

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from samestep.building.torch_seams import DisableTorchFunction
 from samestep.datasets import Batch, Dataset, batches
-from samestep.datasets.batch import SampleDraw, read_samples
+from samestep.datasets.reading import SampleDraw, read_samples
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout

@@ -14,7 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 from samestep.datasets.batch import check_batch
-from samestep.datasets.values import GivenBatch, joined, num_samples, tensors_of_arrays
+from samestep.datasets.given_batch import GivenBatch
+from samestep.datasets.values import joined, num_samples, tensors_of_arrays
 from samestep.errors import DataError
 from samestep.job import Job
 from samestep.layout import Layout
