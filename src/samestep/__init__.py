@@ -41,6 +41,7 @@ from samestep.layout import Layout
 
 if TYPE_CHECKING:
     __version__: str
+    from samestep.building.loss_scope import whole_batch
     from samestep.datasets import batches
     from samestep.independence.row_rules import independent
     from samestep.measurement.profile import measure
@@ -76,6 +77,7 @@ _LAZY = {
     "track": ("samestep.training.tracking", "track"),
     "train": ("samestep.training.train", "train"),
     "verify": ("samestep.proof.verify", "verify"),
+    "whole_batch": ("samestep.building.loss_scope", "whole_batch"),
 }
 
 __all__ = [
@@ -115,6 +117,7 @@ __all__ = [
     "track",
     "train",
     "verify",
+    "whole_batch",
 ]
 
 

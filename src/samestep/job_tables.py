@@ -25,6 +25,7 @@ from samestep.rules import RULES
 
 Precision = Literal["float64", "float32", "bf16", "fp16"]
 PRESET = "preset:"
+LossOver = Literal["sample", "batch"]
 OnNonFinite = Literal["skip", "stop", "continue"]
 OnSpike = Literal["continue", "skip", "rollback"]
 OptimizerStates = Literal["float32", "bf16", "8bit"]
@@ -233,6 +234,9 @@ class TrainTable(Table):
     """Seed of the initial weights, the order of samples and the dropout masks."""
     loss: str = "cross_entropy"
     """`cross_entropy` (next token, by `data.labels`, or class), `mse`, or `module:function` of (outputs, batch) -> (sum, count)."""
+    loss_over: LossOver = "sample"
+    """What the loss is given: `sample`, a part of the samples, over which it is a sum; or `batch`, the outputs and the batch of all
+    samples of the step, as a contrastive loss needs, which may return the loss itself (`samestep.whole_batch`)."""
     evaluate_samples: Annotated[int, Field(ge=0, le=MOST_SAMPLES)] = 256
     """Number of held-out samples in the loss at the end; 0 skips it."""
     evaluate_every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
@@ -255,24 +259,6 @@ class TrainTable(Table):
     watch_every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 100
     """Steps between checks: ranks agree, and a sample's forward and a weight's update, done again, are the same; 0: none but
     that of samples in the first step."""
-    record: str = ""
-    """Steps whose time is recorded op by op for `samestep explain`: `FIRST:LAST`, counted from 1, or a number of steps."""
-
-    @field_validator("record", mode="before")
-    @classmethod
-    def _record_may_be_a_number(cls, given: Any) -> Any:
-        return str(given) if isinstance(given, int) and not isinstance(given, bool) else given
-
-    @field_validator("record")
-    @classmethod
-    def _record_is_steps(cls, text: str) -> str:
-        if text and not (_STEPS.fullmatch(text) or re.fullmatch("[1-9][0-9]{0,5}", text)):
-            raise ValueError(
-                f"{text!r} names no steps: FIRST:LAST works, such as 100:104, and so does a number of steps"
-            )
-        if int(text.partition(":")[2] or MOST_STEPS) < int(text.partition(":")[0] or 0):
-            raise ValueError(f"{text!r} ends before it begins: FIRST:LAST works, such as 100:104")
-        return text
 
 
 class NumericsTable(Table):

@@ -69,6 +69,8 @@ class TaskKind(StrEnum):
     """The gradients of the weights."""
     UPDATE = "U"
     """The optimizer's update, once a step."""
+    OUTPUTS = "O"
+    """A forward for its outputs alone, which a loss over all samples needs before any backward; no order has it."""
 
 
 class Action(NamedTuple):

@@ -72,6 +72,7 @@ def test_the_public_names_are_these() -> None:
         "track",
         "train",
         "verify",
+        "whole_batch",
     ]
     assert all(getattr(samestep, name).__doc__ for name in samestep.__all__)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from samestep.building.imported import import_function
 from samestep.building.loss_result import Amount, Loss, LossResult, loss_result, measured
+from samestep.building.loss_scope import scoped
 from samestep.errors import JobError, ModelError, did_you_mean, failures_of
 from samestep.job import Job
 from samestep.trees import tree_leaves
@@ -29,23 +30,25 @@ def loss_of(job: Job) -> Loss:
     Raises:
         JobError: there is no loss of this name.
     """
-    return named_loss(job.train.loss, job.run.folder)
+    return named_loss(job.train.loss, job.run.folder, functools.partial(scoped, job=job))
 
 
-def named_loss(name: str, folder: str | None = None) -> Loss:
+def named_loss(name: str, folder: str | None = None, scope: Callable[[Loss], Loss] = lambda loss: loss) -> Loss:
     """Return the loss that a word of the key `train.loss` names; a module is looked for in `folder` too.
+
+    `scope` marks a loss that is one of the whole batch.
 
     Raises:
         JobError: there is no loss of this name.
     """
     losses: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mse}
     if name in losses:
-        return losses[name]
+        return scope(losses[name])
     if ":" not in name:
         raise JobError(
             f"train.loss = {name!r} is none of {', '.join(losses)}{did_you_mean(name, losses)}, nor module:function"
         )
-    return check_results_of(import_function(name, "train.loss", JobError, folder))
+    return check_results_of(scope(import_function(name, "train.loss", JobError, folder)))
 
 
 def check_results_of(loss: Loss) -> Callable[[Any, Any], LossResult]:

@@ -51,10 +51,9 @@ class CombinedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Run one step of each member that holds weights on this rank."""
+        """Run one step of each member."""
         for member in self.members:
-            if any(group["params"] for group in member.param_groups):
-                member.step()
+            member.step()
 
 
 def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:

@@ -35,7 +35,7 @@ from samestep.independence import kept_state, samples, sequence_boundaries, sequ
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.analysis import ModelAnalysis, StateSpec
-from samestep.models.spec import MaskSpec, ModelSpec
+from samestep.models.spec import LossTensor, MaskSpec, ModelSpec
 from samestep.randomness import masks
 from samestep.state import snapshot
 from samestep.tracing import called_again, pending_logits
@@ -199,6 +199,9 @@ def build_spec(
         chunk_refusal=found.chunk_refusal,
         called_again=found.samples.called_again,
     )
+    if (reads := found.samples.loss_reads) is not None:
+        unknown = LossTensor(of="outputs", index=0, elements=spec.layers[-1].output_elements, rows=None)
+        spec = replace(spec, loss_reads=reads or (unknown,))
     spec = with_experts(spec, forward.dispatches, None if has_own_loss else module)
     if plan is None or forward.cuts is None:
         reason = "its plan of tensor parallelism was not examined"

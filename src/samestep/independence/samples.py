@@ -13,14 +13,15 @@ and the operation. What is not clear is listed to be tried on the run's first ba
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from samestep.building.loss_scope import mark_of
 from samestep.building.named_tensors import address
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import ModelError
@@ -29,6 +30,7 @@ from samestep.independence.dimension_maps import bind_arguments
 from samestep.independence.row_prover import Prover
 from samestep.independence.row_rules import assume_rows_stay
 from samestep.models.analysis import ExpertModules
+from samestep.models.spec import LossTensor
 from samestep.state.snapshot import preserve_function
 from samestep.tracing.batch_norms import OPERATIONS, InsideCalls
 from samestep.tracing.called_again import Groups, groups_of, record_calls
@@ -54,6 +56,8 @@ class Findings:
     """Modules whose calls of batch norm take statistics of samples that lie along the first dimension."""
     called_again: Groups = ()
     """Modules that the forward of several samples calls several times."""
+    loss_reads: tuple[LossTensor, ...] | None = None
+    """What a loss of the whole batch reads; empty where several samples cannot be traced, None for a sum over samples."""
 
 
 def examine(
@@ -85,7 +89,8 @@ def examine(
     except (ModelError, NeedsValuesError) as error:
         # One sample can be traced, and several cannot: what their number changes is seen on real batches.
         reason = str(error).removeprefix("the model cannot be traced: ") or f"{watch.where} looks at values"
-        return Findings(tried=(f"the forward on several samples ({reason})",))
+        unknown = () if mark_of(loss) is not None else None
+        return Findings(tried=(f"the forward on several samples ({reason})",), loss_reads=unknown)
     read = watch.read_by(loss, outputs)
     refusal, tried = watch.mixed_gradient, list(watch.tried)
     if both := watch.batch_norm_owners & watch.otherwise_called:
@@ -102,7 +107,8 @@ def examine(
             tried.append(found.where if isinstance(found, Mixed) else "the outputs, which are not one for each sample")
     tried += [f"{where}, which looks at values" for where in watch.reads]
     listed = () if refusal else tuple(dict.fromkeys(tried))
-    return Findings(refusal, listed, frozenset(watch.batch_norm_owners), groups_of(calls))
+    reads = None if mark_of(loss) is None else (*watch.loss_tensors("outputs", outputs), *watch.loss_tensors("batch"))
+    return Findings(refusal, listed, frozenset(watch.batch_norm_owners), groups_of(calls), reads)
 
 
 RowsOf = Callable[[Tensor], tuple[int, int] | None]
@@ -191,6 +197,20 @@ class _SampleProver(Prover):
                 return
         self.tried.append(f"{where}, which uses a constant with a row for each sample")
 
+    def loss_tensors(self, of: Literal["outputs", "batch"], outputs: Any = None) -> Iterator[LossTensor]:
+        """Yield what the loss has read of the outputs or of the batch; of a loss that was not seen to read, all."""
+        for index, tensor in enumerate(tensors_in(self._batch if of == "batch" else outputs)):
+            if self._read is None or address(tensor) in self._read:
+                is_number = tensor.is_floating_point() or tensor.is_complex()
+                each = tensor.numel() // NUM_SAMPLES * (1 if is_number else tensor.element_size())
+                yield LossTensor(
+                    of=of,
+                    index=index,
+                    elements=each * (2 if tensor.is_complex() else 1),
+                    dtype="" if is_number else "uint8",
+                    rows=self.rows_of(tensor),
+                )
+
     def read_by(self, loss: Callable[[Any, Any], Any], outputs: Any) -> set[int] | None:
         """Return the storages that a loss reads; None if it does not run on the meta device."""
         self._read = set()
@@ -199,7 +219,7 @@ class _SampleProver(Prover):
             with self, torch.no_grad(), preserve_function(loss):
                 loss(outputs, self._batch)
         except Exception:  # the user's own code, which may look at values
-            return None
+            self._read = None
         return self._read
 
     def __torch_dispatch__(

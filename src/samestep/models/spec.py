@@ -11,7 +11,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Concatenate, TypeVar
+from typing import Concatenate, Literal, TypeVar
 from typing import ParamSpec as ParamSpecification
 
 from samestep.models.layer_spec import LayerSpec
@@ -47,6 +47,31 @@ class MaskSpec:
     def name(self) -> str:
         """Return the kind of the draw, as an error names it."""
         return "random numbers" if self.is_numbers else "a dropout mask"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTensor:
+    """One tensor of the outputs or of the batch that a loss over all samples of the step reads."""
+
+    of: Literal["outputs", "batch"]
+    index: int
+    """Its number among the tensors of the outputs, or of the batch."""
+    elements: int
+    """Elements of one sample."""
+    dtype: str = ""
+    """Its dtype; empty for floating numbers, which the loss is given in master precision."""
+    rows: tuple[int, int] | None = (0, 0)
+    """Its dimension of samples and the positions of one side by side, as in `MaskSpec.rows`; None if the trace does not show it."""
+
+    @property
+    def name(self) -> str:
+        """Name of its gather in the program."""
+        return f"loss.{self.of}.{self.index}"
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether ranks have other samples of it; what depends on no sample is the same on all."""
+        return self.rows is None or self.rows[0] >= 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +127,8 @@ class ModelSpec:
     """Why experts may not work on a part of the tokens under sequence parallelism; empty if they may."""
     loss_names: LossNames = field(default_factory=LossNames)
     """The names of the terms of its loss, each a sum with a count of its own, and of the values that it reports."""
+    loss_reads: tuple[LossTensor, ...] | None = None
+    """What a loss over all samples of the step reads; None where the loss is a sum over samples."""
     slices: tuple[tuple[str, int], ...] = ()
     """Arguments of blocks with a row for each token: their place, and the dimension of the tokens."""
 

@@ -19,9 +19,9 @@ from samestep.models.layer_spec import (
 )
 from samestep.models.loss_names import LossNames
 from samestep.models.param_spec import Cut, ParamSpec, Use
-from samestep.models.spec import MaskSpec, ModelSpec
+from samestep.models.spec import LossTensor, MaskSpec, ModelSpec
 
-FORMAT_VERSION = 15
+FORMAT_VERSION = 16
 
 
 def to_json(model: ModelSpec) -> str:
@@ -45,8 +45,15 @@ def from_json(text: str) -> ModelSpec:
     masks = tuple(_mask_from(mask) for mask in fields.pop("masks", ()))
     slices = tuple((name, dim) for name, dim in fields.pop("slices"))
     names = LossNames(**{key: tuple(found) for key, found in fields.pop("loss_names").items()})
+    reads = fields.pop("loss_reads", None)
     paths["called_again"] = tuple(map(tuple, fields.pop("called_again", ())))
+    paths["loss_reads"] = None if reads is None else tuple(map(_loss_tensor_from, reads))
     return ModelSpec(loss_names=names, layers=layers, params=params, masks=masks, slices=slices, **paths, **fields)
+
+
+def _loss_tensor_from(fields: dict[str, Any]) -> LossTensor:
+    rows = fields["rows"]
+    return LossTensor(**{**fields, "rows": None if rows is None else tuple(rows)})
 
 
 def _mask_from(fields: dict[str, Any]) -> MaskSpec:

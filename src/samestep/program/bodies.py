@@ -50,7 +50,7 @@ class Task(NamedTuple):
 
     @property
     def kind(self) -> TaskKind:
-        """The kind of task: forward, backward, weight gradient or update."""
+        """The kind of task: forward, backward, weight gradient, update, or a forward for its outputs alone."""
         return self.body.kind
 
     @property
@@ -89,5 +89,5 @@ def is_backward(body: BodyKey) -> bool:
 
 
 def is_forward(body: BodyKey) -> bool:
-    """Return whether the body is that of a forward task."""
-    return body.kind is TaskKind.FORWARD
+    """Return whether the body is that of a forward task, whether a backward follows it or not."""
+    return body.kind in (TaskKind.FORWARD, TaskKind.OUTPUTS)

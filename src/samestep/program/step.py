@@ -52,6 +52,8 @@ class StepSpec:
     """Samples of the micro-batch that the ops are written for; None for the largest of the step."""
     cuts_loss: bool = True
     """Whether the loss works on logits that are cut by vocabulary; if not, they are gathered for it."""
+    loss_over_batch: bool = False
+    """Whether the loss sees the outputs of all samples of the step."""
     compiles_blocks: bool = False
     """Whether blocks run as graphs of `torch.compile`."""
     codec_backend: str = ""
@@ -115,6 +117,7 @@ class StepSpec:
             stage=stage,
             replica=replica,
             cuts_loss=job.train.loss == "cross_entropy" if cuts_loss is None else cuts_loss,
+            loss_over_batch=job.train.loss_over == "batch" or model.loss_reads is not None,
             compiles_blocks=job.run.compile == "blocks",
             codec_backend=job.run.compile_backend if job.run.compile == "blocks" else "",
             tf32=job.numerics.tf32,
@@ -175,6 +178,11 @@ class StepSpec:
         if not any(layer.batch_norms for layer in self.model.layers):
             return None
         return SampleGroups.of(self.global_batch, self.coupled_samples, self.layout.dp, self.num_microbatches)
+
+    @property
+    def runs_outputs_first(self) -> bool:
+        """Whether every micro-batch runs forward once for its outputs alone, since the loss needs those of all."""
+        return self.loss_over_batch and self.num_microbatches > 1
 
     @property
     def compute_dtype(self) -> str:

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from samestep import calls
 from samestep.building.families import facts_named, family_of
 from samestep.building.loss import loss_of, named_loss
+from samestep.building.loss_scope import scoped
 from samestep.building.model import configuration_of, model_source
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import Dataset, example_of, open_dataset
@@ -92,6 +93,7 @@ def verify(
     began = time.perf_counter()
     job = (job or Job()).with_stages(stages)
     loss = named_loss(loss) if isinstance(loss, str) else loss
+    loss = loss if loss is None else scoped(loss, job)
     if steps < 2:
         raise JobError(
             f"steps={steps} is too few, since a stale weight shows in the second step; steps=2 or more works"

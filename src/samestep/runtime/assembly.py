@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from samestep.building import nf4
 from samestep.building.initial_values import fill_rest
 from samestep.building.loss import check_results_of, cross_entropy
+from samestep.building.loss_scope import mark_of
 from samestep.building.optimizer import OptimizerSource, learning_rate_factor
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import JobError
@@ -48,6 +49,7 @@ from samestep.runtime.axes import (
     precision,
     recompute,
     tensor,
+    whole_batch,
 )
 from samestep.runtime.axes.compiled_blocks import CompiledBlocks, compile_blocks
 from samestep.runtime.axes.pipeline import stage as pipeline
@@ -138,11 +140,13 @@ class Objective:
     """The sum that a step minimises."""
 
     loss: Loss
+    scope: whole_batch.OwnSamples | whole_batch.WholeBatch
+    """The samples that the loss sees at once."""
     balance: expert.Balance | expert.NoBalance
     """The auxiliary loss that balances experts."""
     nominal_count: float
     """A power of two near the count of a whole step: dividing by it loses no bit."""
-    terms: loss_terms.SeveralTerms | loss_terms.OneTerm
+    terms: loss_terms.SeveralTerms | loss_terms.OneTerm | whole_batch.WholeBatch
     """What makes one sum and one count of the loss's terms."""
     names: LossNames
     """The names of what the loss returns, for which the step's scalars have places."""
@@ -394,11 +398,16 @@ def _objective(decided: _Decided, mesh: meshes.Mesh, example: Any) -> Objective:
     # In chunks each part of the logits knows that it is cut.
     if tensor.cuts_logits(program) and program.step.layout.loss_chunk is None:
         loss = functools.partial(tensor.cut_loss, mesh)
+    scope: whole_batch.OwnSamples | whole_batch.WholeBatch = whole_batch.OwnSamples()
+    if (asked := mark_of(decided.source.loss)) is not None:
+        keeps = bool(decided.traced.analysis.states) or decided.spec.couples_samples
+        scope = whole_batch.WholeBatch(program, mesh, asked, keeps_state=keeps)
     return Objective(
         loss=loss,
+        scope=scope,
         balance=expert.Balance.of(decided.traced, program, mesh),
         nominal_count=_nominal_count(example, decided.job.train.global_batch, by_samples=len(names.terms) > 1),
-        terms=loss_terms.SeveralTerms.of(loss, program, mesh),
+        terms=scope if isinstance(scope, whole_batch.WholeBatch) else loss_terms.SeveralTerms.of(loss, program, mesh),
         names=names,
     )
 

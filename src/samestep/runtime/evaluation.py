@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +24,7 @@ from samestep.runtime import microbatches
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision, tensor
 from samestep.runtime.axes.forward_only import forward_only
+from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.held_assembly import PreparedRun
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.processes.messages import broadcast_from, gather_values
@@ -49,20 +51,27 @@ def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | No
     Collective over the world, see [Note: collective calls].
     """
     parallel, used = assembly.parallel, None if measure is None else values_of(measure)
-    terms = assembly.objective.names.terms or (UNNAMED,)
+    scope, terms = assembly.objective.scope, assembly.objective.names.terms or (UNNAMED,)
     zeros = torch.zeros(2, dtype=torch.float64, device=parallel.mesh.device)
     totals = {name: zeros.clone() for name in (*terms, *assembly.objective.names.values)}
+
+    def add(found: Mapping[str, Amount]) -> None:
+        for name, pair in found.items():
+            like = totals.setdefault(name, zeros.clone())
+            like += torch.stack([as_number(value, like) for value in pair])
+
     with _forward_only(assembly):
-        for part, mine in _parts(assembly, batch):
+        for index, (part, mine) in enumerate(_parts(assembly, batch)):
             samples, weight = microbatches.read(assembly, batch, mine)
             drawing = _drawing(assembly, seed, mine if len(mine) else part[:1])
             with drawing, parallel.slicing.of(samples), parallel.batch_norms.of_evaluation(len(part)):
                 outputs = forward(assembly, samples, nullcontext if used else parallel.pending)
-            if outputs is None or not weight:
+            if outputs is None:
                 continue
-            for name, pair in _values(assembly, outputs, parallel.slicing.part(samples), used).items():
-                like = totals.setdefault(name, zeros.clone())
-                like += torch.stack([as_number(value, like) for value in pair])
+            if isinstance(scope, WholeBatch):
+                add(scope.evaluated(index, outputs, samples, assembly.objective.loss))
+            if weight:
+                add(_values(assembly, outputs, parallel.slicing.part(samples), used))
     means = _means(assembly, totals, is_agreed=used is None)
     counted = [mean for name in terms if not math.isnan(mean := means[name])]
     loss = sum(counted) if counted else math.nan
@@ -79,8 +88,10 @@ def _parts(assembly: Assembly, batch: StepBatch, size: int | None = None) -> Ite
     most = size or parallel.program.step.microbatch_samples * dp
     at_once = parallel.batch_norms.num_evaluated_at_once(most)
     everything = batch.shares(0, 1, 1)[0]
-    for start in range(0, max(1, len(everything)), at_once):
-        part = everything[start : start + at_once]
+    ends = assembly.objective.scope.ends(len(everything), at_once)
+    parts = [everything[start:stop] for start, stop in itertools.pairwise((0, *ends))]
+    assembly.objective.scope.begin_evaluation([np.array_split(part, dp) for part in parts])
+    for part in parts:
         yield part, np.array_split(part, dp)[parallel.mesh.index("dp")]
 
 
@@ -89,13 +100,19 @@ def _values(
 ) -> dict[str, Amount]:
     """Return the sums and counts of the loss's terms and values, and those of a measure, of this rank's samples."""
     program, loss = assembly.parallel.program, assembly.objective.loss
+    is_whole = assembly.objective.scope.is_whole  # a loss that sees other samples too
     if measure is None:
-        found = loss_result(loss(outputs, samples)).checked(assembly.objective.names)
-        return {**found.terms, **found.values}
+        return {} if is_whole else _amounts(assembly, loss(outputs, samples))
     whole = tensor.whole_logits(outputs, program, assembly.parallel.mesh)
     # The loss of a layout with loss_chunk is that of whole logits, where these exist.
-    found = loss_result(loss(outputs if program.step.layout.loss_chunk is None else whole, samples))
-    return {**found.terms, **found.values, **measure(whole, samples)}
+    given = outputs if program.step.layout.loss_chunk is None else whole
+    return {**({} if is_whole else _amounts(assembly, loss(given, samples))), **measure(whole, samples)}
+
+
+def _amounts(assembly: Assembly, returned: Any) -> dict[str, Amount]:
+    """Return the sums and counts of what a loss has returned."""
+    found = loss_result(returned).checked(assembly.objective.names)
+    return {**found.terms, **found.values}
 
 
 def _means(assembly: Assembly, totals: Mapping[str, Tensor], *, is_agreed: bool) -> dict[str, float]:

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from samestep.building.loss import with_graph
-from samestep.building.loss_result import as_number, loss_result
+from samestep.building.loss_result import as_number
 from samestep.job import Job
 from samestep.program.bodies import Task
 from samestep.randomness import mode as dropout
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.expert import NoBalance
+from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import to_device
 from samestep.runtime.microbatches import Microbatches, StepBatch
@@ -43,10 +44,6 @@ class Interpreter:
     trials: StepTrials
     step: int
     """The step, counted from 1."""
-    backward: int = 0
-    """The number of backwards of the step before this one."""
-    delivers: bool = True
-    """Whether an update follows at once, so that gradients go to the ranks that update whole weights."""
     data_wait_s: float = field(default=0.0, init=False)
     """Seconds for which it has waited for data."""
     _constant: set[int] = field(default_factory=set, init=False)
@@ -60,9 +57,7 @@ class Interpreter:
         """
         parallel, store = self.assembly.parallel, self.assembly.weights.store
         layout = parallel.program.step.layout
-        totals = torch.zeros(
-            2 + self.assembly.objective.names.num_numbers, dtype=torch.float64, device=self.place.device
-        )
+        totals = torch.zeros(2 + parallel.program.step.num_reported, dtype=torch.float64, device=self.place.device)
         held: dict[tuple[int, int], Tensor | None] = {}
         terms = self.assembly.objective.terms
         reading = self.trials.reading if layout.pp > 1 or terms.reads_ahead else nullcontext
@@ -71,11 +66,15 @@ class Interpreter:
         store.begin_step()
         terms.begin_step()
         parallel.stage.begin_step(microbatches.shapes_of)
+        self.assembly.objective.scope.begin(batch.shares)
         with parallel.checkpoints():
             for task in parallel.program.tasks_of(index):
                 samples = microbatches.indices(task.microbatch)
                 counts = bool(len(samples)) and task.microbatch not in self._constant
                 with self.observer.running(task, samples), store.running(task, counts=counts):
+                    if task.kind is TaskKind.OUTPUTS:
+                        self._outputs_alone(task, microbatches)
+                        continue
                     if task.kind is TaskKind.FORWARD:
                         held[task.microbatch, task.chunk] = self._forward(task, microbatches, totals)
                         continue
@@ -85,7 +84,7 @@ class Interpreter:
                         self._backward(task, held.pop((task.microbatch, task.chunk)))
                     self.trials.check_generators(self.assembly, self.step, "the backward")
         self.data_wait_s = microbatches.wait_s
-        store.finish_gradients(delivers=self.delivers)
+        store.finish_gradients()
         if self.observer.dropout_mode() is None:
             self.assembly.model.dropout.end_step(self.assembly.model.module)
         parallel.stage.finish()
@@ -97,19 +96,15 @@ class Interpreter:
         samples, weight = microbatches.samples(task.microbatch)
         if task.chunk == parallel.stage.num_chunks - 1:
             microbatches.forget(task.microbatch)
-        self.trials.settle()
         with self._forward_modes(microbatches, task.microbatch):
-            own = self.trials.communication("the forward")
-            with parallel.slicing.of(samples), parallel.pending(), parallel.batch_norms.of(task.microbatch), own:
-                outputs = parallel.stage.forward(task.microbatch, task.chunk, samples)
+            outputs = self._outputs(task, samples)
             self.assembly.model.replaced.note()
-            self.trials.check_generators(self.assembly, self.step, "the forward", samples)
             if not parallel.stage.is_last(task.chunk):
                 return None
             part = parallel.slicing.part(samples)
             with self.trials.communication("the loss"):
                 given_outputs = precision.for_loss(outputs)
-                result = loss_result(objective.loss(given_outputs, part))
+                result = objective.scope.result(task.microbatch, given_outputs, part, objective.loss)
             self.trials.check_generators(self.assembly, self.step, "the loss")
             mine = part, len(microbatches.indices(task.microbatch))
             loss_sum, count = objective.terms.summed(
@@ -133,6 +128,32 @@ class Interpreter:
         for index in range(task.microbatch + 1, (task.microbatch // size + 1) * size):
             yield parallel.slicing.part(microbatches.samples(index)[0]), len(microbatches.indices(index))
 
+    def _outputs(self, task: Task, samples: Any) -> Any:
+        """Run the forward of one chunk on a micro-batch; return the model's outputs where the chunk ends the model."""
+        parallel = self.assembly.parallel
+        self.trials.settle()
+        own = self.trials.communication("the forward")
+        with parallel.slicing.of(samples), parallel.pending(), parallel.batch_norms.of(task.microbatch), own:
+            outputs = parallel.stage.forward(task.microbatch, task.chunk, samples)
+        self.trials.check_generators(self.assembly, self.step, "the forward", samples)
+        return outputs
+
+    def _outputs_alone(self, task: Task, microbatches: Microbatches) -> None:
+        """Run a forward that no backward follows, for a loss over all samples of the step."""
+        model, objective, parallel = self.assembly.model, self.assembly.objective, self.assembly.parallel
+        assert isinstance(objective.scope, WholeBatch), "only its program has such tasks"
+        samples, _ = microbatches.samples(task.microbatch)
+        takes_gradients = bool(model.spec.differentiates_at)
+        with self._forward_modes(microbatches, task.microbatch):
+            with objective.scope.outputs_alone(model.module, takes_gradients=takes_gradients):
+                outputs = self._outputs(task, samples)
+            if not objective.scope.left:
+                parallel.stage.finish_forward()
+            if parallel.stage.is_last(task.chunk):
+                with self.trials.communication("the loss"):
+                    objective.scope.keep(task.microbatch, outputs, samples, objective.loss)
+                self.trials.check_generators(self.assembly, self.step, "the loss")
+
     @contextmanager
     def _forward_modes(self, microbatches: Microbatches, microbatch: int) -> Iterator[None]:
         """Return the context of a training forward: raised float32 islands, and the dropout mode if one is needed."""
@@ -143,7 +164,7 @@ class Interpreter:
                 yield
                 return
             samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.place.device)
-            draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples, self.backward)
+            draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples)
             with (make_mode or dropout.DropoutMode)(model.module, draw, model.mask_part) as mode:
                 mode.allows_random = "random" in self.job.run.allow
                 yield

@@ -12,6 +12,7 @@ from samestep.program.bodies import BodyKey
 from samestep.program.ops import BYTES_OF, Buffer, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
+from samestep.schedules import TaskKind
 from samestep.simulation.layer_memory import Saved, saved_bytes
 
 
@@ -42,7 +43,7 @@ def peak_of(program: Program, arriving: dict[str, int]) -> Peak:
     for task in program.tasks:
         key = (task.body, buffers)
         if key not in known:
-            live = _LiveBytes(sizes, buffers)
+            live = _LiveBytes(sizes, buffers, keeps=task.kind is not TaskKind.OUTPUTS)
             live.follow(program.bodies[task.body])
             known[key] = live.peak, live.activations, live.logits, frozenset(live.buffers.values())
         found, more_activations, more_logits, buffers = known[key]
@@ -100,8 +101,9 @@ class _LiveBytes:
     Activations and logits count from the start of the body; buffers are those that ops allocate and free.
     """
 
-    def __init__(self, sizes: _OpSizes, buffers: frozenset[Buffer]) -> None:
-        self.sizes = sizes
+    def __init__(self, sizes: _OpSizes, buffers: frozenset[Buffer], *, keeps: bool = True) -> None:
+        """Begin with some buffers; `keeps` is whether forwards keep anything for a backward."""
+        self.sizes, self.keeps = sizes, keeps
         self.buffers = {buffer.name: buffer for buffer in buffers}
         self.buffer_bytes = {"gradients": 0, "buffers": 0}
         for buffer in buffers:
@@ -125,7 +127,7 @@ class _LiveBytes:
                     self._allocate(op.allocates)
                 self._look(op)
                 self._allocate(op.allocates)
-            elif op.axis == "pp" and goes_forward and op.kind in self.sizes.kept_boundaries:
+            elif op.axis == "pp" and goes_forward and self.keeps and op.kind in self.sizes.kept_boundaries:
                 self.activations += 0 if op.owner in self.sizes.without_gradient else op.size_bytes
             self._free(op.frees)
             if op.name in self.sizes.arriving:
@@ -136,7 +138,9 @@ class _LiveBytes:
             self.activations -= sum(op.size_bytes for op in ops if op.axis == "pp" and op.kind in freed)
 
     def _compute(self, op: Op, saved: Saved) -> None:
-        if op.kind is OpKind.FORWARD:
+        if op.kind is OpKind.FORWARD and not self.keeps:
+            self._look(op, activations=saved.kept + self._unpacked(op))
+        elif op.kind is OpKind.FORWARD:
             self.activations, self.logits = self.activations + saved.kept, self.logits + saved.loss
             self._look(op, logits=saved.loss_made)
             self._look(op, activations=self._unpacked(op))

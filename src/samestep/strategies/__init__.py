@@ -35,13 +35,15 @@ from samestep.strategies import (
     sequence,
     shard,
     tensor,
+    whole_batch,
     whole_update,
 )
 
 # The order matters. `chunked_loss` leaves the last layer a chunk of its logits; `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
 # the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives; `batch_norm`
 # sends statistics, which no repeated forward takes again; `pipeline` leaves a stage its layers; `loss_terms` exchanges counts where the model ends; `shard` adds gathers and scatters; `data` reduces what they leave replicated,
-# `compress` what is encoded of it; `whole_update` brings to one rank what it must update whole.
+# `compress` what is encoded of it; `whole_update` brings to one rank what it must update whole,
+# and `whole_batch` repeats the forwards that are written by then.
 STACK: tuple[ModuleType, ...] = (
     precision,
     chunked_loss,
@@ -57,6 +59,7 @@ STACK: tuple[ModuleType, ...] = (
     data,
     compress,
     whole_update,
+    whole_batch,
 )
 
 

@@ -29,8 +29,9 @@ def refusal(step: StepSpec) -> str | None:
 
 
 def axis_of(step: StepSpec) -> str | None:
-    """Return the axis over which counts are summed; None where a rank has the whole batch, or the loss has one term."""
-    if len(step.model.loss_names.terms) < 2:
+    """Return the axis over which counts are summed; None where a rank or the loss has the whole batch, or the loss has one
+    term."""
+    if len(step.model.loss_names.terms) < 2 or step.loss_over_batch:
         return None
     axis: str | None = AXIS
     if step.trains_apart:  # then over the ranks of a replica

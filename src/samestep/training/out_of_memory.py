@@ -35,7 +35,12 @@ _ALLOCATOR_MESSAGES = re.compile(r"can't allocate memory|not enough memory|out o
 """Texts of the RuntimeError that torch's CPU allocators raise."""
 _CLEARLY_LESS = 0.8
 """A suggested layout must be predicted to need at most this fraction of the bytes predicted for the one that failed."""
-_TASKS = {TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.WEIGHT: "gradients of weights"}
+_TASKS = {
+    TaskKind.FORWARD: "forward",
+    TaskKind.OUTPUTS: "forward for outputs",
+    TaskKind.BACKWARD: "backward",
+    TaskKind.WEIGHT: "gradients of weights",
+}
 
 
 def is_shortage(error: BaseException) -> bool:

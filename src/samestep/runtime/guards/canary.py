@@ -405,9 +405,15 @@ class WatchedStep(StepObserver):
         return pair if is_alike else self._indices
 
     def _of_second(self, index: int, leaf: Tensor) -> Tensor:
-        """Return the rows of the second of two samples."""
+        """Return the rows of the second of two samples: side by side, or those of stacked views where these are nearer."""
         dim = self._canary.dims.get(index, 0)
-        return leaf if leaf.dim() <= dim or leaf.shape[dim] % 2 else rows_of(leaf, dim, 1, 2)
+        if leaf.dim() <= dim or leaf.shape[dim] % 2:
+            return leaf
+        ways = [rows_of(leaf, dim, 1, 2), leaf.unflatten(dim, (-1, 2)).select(dim + 1, 1)]
+        kept = self._outputs[index][1] if index < len(self._outputs) else []
+        if not kept or kept[0].shape != ways[0].shape:
+            return ways[0]
+        return min(ways, key=lambda one: relative_deviation(kept[0], one))
 
     def _has_other_inputs(self) -> bool:
         """Return whether the sample, read again, is not what the step has read."""

@@ -44,6 +44,7 @@ from samestep.examination.examine import Loss
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision, tensor
+from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards import loss_paths, loss_trial, randomness
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.ledger import outside_step
@@ -275,6 +276,12 @@ class StepTrials:
         """Try whether the loss, whose sum is `total`, reads nothing of the model but its outputs, and whether it is a sum over
         the samples, and under cp over the tokens, until a micro-batch has shown it.
         """
+        if isinstance(scope := held.objective.scope, WholeBatch):  # no sum over samples, on any rank
+            self.loss_is_tried = True
+            if scope.graph is not None and (way := loss_paths.beside_outputs(*scope.graph, held.model.module)):
+                self._refuse_path(way)
+            scope.graph = None
+            return
         makes_logits = self._layout.loss_chunk is not None  # and so reads the head
         if not makes_logits and (way := loss_paths.beside_outputs(total, outputs, held.model.module)):
             self.loss_is_tried = True

@@ -32,7 +32,6 @@ import torch.distributed as dist
 from samestep import errors
 from samestep.building.torch_seams import names_of_groups
 from samestep.program.bodies import Task
-from samestep.runtime.recording import marks
 
 
 @dataclass(slots=True)
@@ -70,8 +69,7 @@ def apart(name: str) -> Iterator[None]:
     save`."""
     _progress.apart.append(name)
     try:
-        with marks.region("checkpoint" if "save" in name else f"host:{name}"):
-            yield
+        yield
     finally:
         _progress.apart.pop()
 

@@ -21,7 +21,7 @@ A forward without a backward (held-out loss) leaves the last unit gathered, so i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from samestep.building import nf4
 from samestep.errors import LayoutError
 from samestep.models.param_spec import ParamSpec
-from samestep.program.bodies import UPDATE_BODY, Task, ends_step
+from samestep.program.bodies import UPDATE_BODY, Task, ends_step, is_forward
 from samestep.program.ops import BYTES_OF, Op, OpKind
 from samestep.program.program import Program
 from samestep.program.units import partial_sizes
@@ -54,7 +54,6 @@ from samestep.runtime.weights.fsdp_units import (
     sharded_shape,
 )
 from samestep.runtime.weights.gradient_codes import EncodedScatter, UnitCodes
-from samestep.runtime.weights.named_comms import NamedAllGather, NamedReduceScatter
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece, squared_norm
 from samestep.runtime.weights.replica_exchange import UnitExchange
@@ -88,8 +87,6 @@ class Sharded:
         whole_writes.allow()
         whole_writes.take_single_numbers(slots, {one.name for one in program.step.model.params if not one.shape})
         for running in self._units:
-            running.fsdp.set_custom_all_gather(NamedAllGather(running.unit.name))
-            running.fsdp.set_custom_reduce_scatter(NamedReduceScatter(running.unit.name))
             if (scatter := self.codes.scatters.of_unit.get(running.unit.name)) is not None:
                 running.fsdp.set_custom_reduce_scatter(_EncodedReduceScatter(scatter))
 
@@ -170,7 +167,7 @@ class Sharded:
         units = [unit for unit in self._units if unit.chunk == task.chunk]
         last = ends_step(task.body)
         for unit in units:
-            if task.kind is TaskKind.FORWARD:
+            if is_forward(task.body):
                 unit.begin_forward(task.microbatch)
             else:
                 unit.begin_backward(
@@ -184,8 +181,10 @@ class Sharded:
         yield
         self._order.end()
         for unit in units:
-            if task.kind is TaskKind.FORWARD:
+            if is_forward(task.body):
                 unit.end_forward()
+                if task.kind is TaskKind.OUTPUTS and step.zero == 3:  # no backward would free what is kept for it
+                    unit.fsdp.reshard()
             else:
                 unit.complete()
                 unit.check_late()
@@ -195,7 +194,7 @@ class Sharded:
         made = set[str]().union(*(unit.made for unit in self._units))
         return {name: not param.requires_grad for name, param in self._trained.items() if name not in made}
 
-    def finish_gradients(self, *, delivers: bool = True) -> None:
+    def finish_gradients(self) -> None:
         """Wait for FSDP2's reductions; sum gradients over tied stages, and over axes on which they are partial.
 
         Collective over these stages and `tp`, see [Note: collective calls].
@@ -229,33 +228,13 @@ class Sharded:
             dist.all_reduce(whole, group=self.mesh.groups[op.axis])
         torch._foreach_copy_(gradients, windows)
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradient of each weight, a DTensor of which this rank has its rows."""
-        return {
-            name: param.grad
-            for name, param in self._trained.items()
-            if _gradient(param) is not None and param.grad is not None
-        }
-
-    def deliver(self) -> None:
-        """Do nothing: the ranks that have the gradients update the weights."""
-
-    @property
-    def reduced(self) -> list[Piece]:
-        """The pieces that this rank updates."""
-        return self.pieces
-
-    def norm_squared(self, names: Set[str] | None = None) -> Tensor:
-        """Return this rank's share of the squared norm of all gradients, or of some: the shares of all ranks add up to the whole."""
+    def norm_squared(self) -> Tensor:
+        """Return this rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
         step = self.program.step
         copies = {param.name: step.holding(param).num_copies for param in step.model.params}
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for number in sorted(set(copies.values())):
-            alike = [
-                piece.gradient()
-                for piece in self.pieces
-                if copies[piece.name] == number and (names is None or piece.name in names)
-            ]
+            alike = [piece.gradient() for piece in self.pieces if copies[piece.name] == number]
             total += squared_norm(alike, self.mesh.device) / number
         return total / math.prod(map(self.mesh.size, step.summed_replicas))
 

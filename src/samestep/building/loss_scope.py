@@ -1,0 +1,95 @@
+"""Losses over all samples of a step: how a loss is marked as one, and the sum and the count that it returns.
+
+A contrastive loss compares each sample with all others, so it is no sum over samples: a rank that sees a part of the batch
+cannot compute its part of it. `samestep.whole_batch` marks such a loss; a layout then gives it the outputs and the batch of
+all samples of the step (`runtime/axes/whole_batch.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, overload
+
+from torch import Tensor
+
+from samestep.building.loss_result import Loss
+from samestep.errors import JobError
+from samestep.job import Job
+from samestep.trees import tensors_in
+
+_MARK = "over_whole_batch"
+
+
+@dataclass(frozen=True, slots=True)
+class OverBatch:
+    """What a loss of the whole batch asks for."""
+
+    pad: float | None = None
+    """The value with which tensors of different sizes are padded; None refuses them."""
+
+
+@overload
+def whole_batch(loss: Loss, *, pad: float | None = None) -> Loss: ...
+
+
+@overload
+def whole_batch(loss: None = None, *, pad: float | None = None) -> Callable[[Loss], Loss]: ...
+
+
+def whole_batch(loss: Loss | None = None, *, pad: float | None = None) -> Any:
+    """Mark a loss that sees the outputs and the batch of all samples of a step, in the order of the global batch.
+
+    It is a function of (outputs, batch) that returns the step's loss, a tensor of one number, which nothing divides; or (sum, count),
+    or terms; each may be followed by values to report. Each rank computes it on what all ranks have gathered, and goes back through its own samples alone. Where
+    ranks run several micro-batches, each of them runs forward twice: once for its outputs, and once more to go back. An output
+    without a dimension of samples, such as a temperature, must be the same on all ranks.
+
+    Args:
+        loss: the loss; without it the call returns a decorator.
+        pad: the value with which outputs and labels of other sizes on other ranks are padded; by default they are refused.
+
+    Raises:
+        JobError: the loss is no function.
+    """
+    if loss is None:
+        return functools.partial(whole_batch, pad=pad)
+    if not callable(loss):
+        raise JobError(
+            f"samestep.whole_batch marks a function of (outputs, batch), and was given a {type(loss).__name__}"
+        )
+
+    @functools.wraps(loss)
+    def over_all(outputs: Any, batch: Any) -> Any:
+        found = loss(outputs, batch)
+        number, values = (found[0], found[1:]) if _has_values(found) else (found, ())
+        if isinstance(number, Tensor):
+            size = num_samples(batch)
+            return (number * size, size, *values)
+        return found
+
+    setattr(over_all, _MARK, OverBatch(pad))
+    return over_all
+
+
+def _has_values(found: Any) -> bool:
+    """Return whether a loss has returned a number and values to report."""
+    is_pair = isinstance(found, tuple | list) and len(found) == 2
+    return is_pair and isinstance(found[0], Tensor) and isinstance(found[1], Mapping)
+
+
+def mark_of(loss: Loss) -> OverBatch | None:
+    """Return what a loss of the whole batch asks for; None for a loss that is a sum over samples."""
+    found: OverBatch | None = getattr(loss, _MARK, None)
+    return found
+
+
+def scoped(loss: Loss, job: Job) -> Loss:
+    """Return a loss, marked as one of the whole batch where the job says so."""
+    return whole_batch(loss) if job.train.loss_over == "batch" and mark_of(loss) is None else loss
+
+
+def num_samples(batch: Any) -> int:
+    """Return the number of samples of a batch, which is the size of its first tensor's first dimension."""
+    return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)

@@ -1,0 +1,116 @@
+"""A loss over all samples of a step: ranks gather outputs, and each goes back through its own samples.
+
+A loss that compares samples (Chen et al. 2020, arXiv:2002.05709; Radford et al. 2021, arXiv:2103.00020) is a function
+L(z_1, ..., z_B) of the outputs of all B samples, so that no micro-batch can compute its part of it. Where a rank has one
+micro-batch, ranks gather the outputs behind its forward, and compute L and its gradient by them alike. Where it has several, no
+backward may begin before the last forward has ended; to keep the graphs of all would take the memory that micro-batches
+save. So each runs forward twice (Gao et al. 2021, arXiv:2101.06983): once for its outputs alone, and once more to go back with
+the slice of the gradient that is its own.
+
+```
+one micro-batch a rank       F ─ gather ─ L, dL/dz ─ B                                       one pass
+several                      O O O O ─ gather ─ L, dL/dz ─ F B F B F B F B                   two passes
+```
+What it costs: the gathers of B samples' outputs; each rank computes the whole L, whose matrix of pairs has B^2 elements; and with
+several micro-batches one more forward of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from samestep.models.spec import LossTensor
+from samestep.program.bodies import BodyKey, Task, ends_step, starts_step
+from samestep.program.ops import Buffer, Op, OpKind, Ops
+from samestep.program.program import Program
+from samestep.program.step import StepSpec
+from samestep.schedules import TaskKind
+
+AXIS = "dp"
+"""The ranks that read different samples; their group serves nothing else, since compute waits for it."""
+SIZES = 8
+"""Sizes of a tensor that ranks compare before they gather it."""
+
+
+def refusal(step: StepSpec) -> str | None:
+    """Return why a layout cannot give a loss the outputs of all samples."""
+    if not step.loss_over_batch:
+        return None
+    if step.layout.cp > 1:
+        return (
+            f"cp={step.layout.cp} slices sequences, and a loss over the whole batch is given whole outputs: cp=1 works"
+        )
+    if step.trains_apart:
+        return (
+            f"numerics.exchange_every = {step.exchange_every} trains replicas apart, each on samples of its own, and the loss is one "
+            "over the whole batch: exchange_every = 1 works"
+        )
+    return None
+
+
+def reads_of(step: StepSpec) -> tuple[LossTensor, ...]:
+    """Return what the loss reads; where no trace shows it, the output of the last layer."""
+    if step.model.loss_reads is not None:
+        return step.model.loss_reads
+    return (LossTensor(of="outputs", index=0, elements=step.model.layers[-1].output_elements),)
+
+
+def apply(program: Program) -> Program:
+    """Return the program with the gathers before the loss, and with the forwards for outputs alone in front of all others."""
+    step = program.step
+    if not step.loss_over_batch:
+        return program
+    axes = {**program.axes, **({AXIS: step.layout.dp} if step.layout.dp > 1 else {})}
+    last_chunk = _last_chunk(program)
+    gathers = tuple(_gathers(step)) if step.layout.dp > 1 else ()
+    kind = TaskKind.OUTPUTS if step.runs_outputs_first else TaskKind.FORWARD
+    bodies: dict[BodyKey, Ops] = {}
+    tasks: tuple[Task, ...] = ()
+    if step.runs_outputs_first:
+        tasks = tuple(_outputs_task(task) for task in program.tasks if task.kind is TaskKind.FORWARD)
+        bodies = {key._replace(kind=kind): ops for key, ops in program.bodies.items() if key.kind is TaskKind.FORWARD}
+    bodies |= {key: _with_held_units(key, ops, step) for key, ops in program.bodies.items()}
+    for key, ops in bodies.items():
+        if key.kind is kind and ends_step(key) and last_chunk is not None and key.chunk == last_chunk[0]:
+            bodies[key] = (*ops, *(op.but(after=(_last_compute(ops),)) for op in gathers))
+    return replace(program, bodies=bodies, tasks=(*tasks, *program.tasks), axes=axes)
+
+
+def _outputs_task(task: Task) -> Task:
+    return task._replace(body=task.body._replace(kind=TaskKind.OUTPUTS))
+
+
+def _last_chunk(program: Program) -> tuple[int | None] | None:
+    """Return the chunk of this stage that ends the model; None where it has none."""
+    if not program.chunks:
+        return (None,)
+    stop = len(program.step.model.layers)
+    return next(((index,) for index, layers in enumerate(program.chunks) if layers.stop == stop), None)
+
+
+def _with_held_units(key: BodyKey, ops: Ops, step: StepSpec) -> Ops:
+    """Return the ops of a body without the gathers of units that zero=2 holds since the forwards for outputs."""
+    if not (step.zero == 2 and step.runs_outputs_first and key.kind is TaskKind.FORWARD and starts_step(key)):
+        return ops
+    return tuple(op for op in ops if not (op.implied and op.kind is OpKind.ALL_GATHER))
+
+
+def _last_compute(ops: Ops) -> str:
+    return next(op.name for op in reversed(ops) if op.kind is OpKind.FORWARD)
+
+
+def _gathers(step: StepSpec) -> Iterator[Op]:
+    """Yield the all_gathers of the tensors' sizes, and of each tensor's samples, as many places on each rank as the largest has."""
+    tensors = [one for one in reads_of(step) if one.is_gathered]
+    if not tensors:
+        return
+    sizes = Op(kind=OpKind.ALL_GATHER, owner="loss.sizes", axis=AXIS, dtype="int64", is_exposed=True)
+    yield sizes.sized(step.layout.dp * SIZES * len(tensors))
+    for one in tensors:
+        op = Op(
+            kind=OpKind.ALL_GATHER, owner=one.name, axis=AXIS, dtype=one.dtype or step.master_dtype, is_exposed=True
+        )
+        op = op.sized(step.layout.dp * step.rank_samples * one.elements)
+        buffer = Buffer(f"samples of {one.name}", "buffers", op.size_bytes)
+        yield op.but(allocates=(buffer,), frees=(buffer.name,))

@@ -1,0 +1,200 @@
+"""Losses over all samples of a step, their models and data, and the plain loop with which runs are held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import samestep
+from samestep.datasets import batches
+from samestep.job import Job
+from samestep.randomness.mode import Draw, DropoutMode, place_samples
+
+STEPS, BATCH, WIDTH = 5, 8, 6
+
+
+class Views:
+    """Two noisy views of a point, and its class."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(1)
+        centre = torch.randn(40, WIDTH, generator=draw, dtype=torch.float64)
+        self.views = [centre + 0.3 * torch.randn(40, WIDTH, generator=draw, dtype=torch.float64) for _ in range(2)]
+        self.classes = torch.randint(3, (40,), generator=draw)
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"one": self.views[0][index], "two": self.views[1][index], "labels": self.classes[index]}
+
+
+class Block(nn.Module):
+    def __init__(self, dropped: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.drop = nn.Dropout(dropped)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(torch.tanh(self.up(x))))
+
+
+class Encoder(nn.Module):
+    def __init__(self, dropped: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropped) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def embed(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Stacked(Encoder):
+    """SimCLR: both views one behind the other in one batch."""
+
+    def forward(self, one: Tensor, two: Tensor) -> Tensor:
+        return self.embed(torch.cat([one, two]))
+
+
+class Dropped(Stacked):
+    def __init__(self) -> None:
+        super().__init__(0.3)
+
+
+class Clip(Encoder):
+    """Pairs of embeddings, and a learned temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+        self.text = nn.Linear(WIDTH, 4)
+
+    def forward(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return F.normalize(self.embed(one), dim=-1), F.normalize(self.text(two), dim=-1), self.logit_scale.exp()
+
+
+class Tokens(Encoder):
+    """Three rows for each sample, and a part without a gradient."""
+
+    def forward(self, one: Tensor, two: Tensor) -> dict[str, Tensor]:
+        rows = self.embed(torch.stack([one, two, one - two], 1)).flatten(0, 1)
+        return {"rows": rows, "picked": rows.detach().argmax(-1), "first": rows.unflatten(0, (-1, 3))[:, 0].T}
+
+
+def simclr(z: Tensor, batch: Any) -> Tensor:
+    z = F.normalize(z, dim=-1)
+    logits = z @ z.T / 0.5
+    logits = logits.masked_fill(torch.eye(len(z), dtype=torch.bool, device=z.device), -1e9)
+    targets = torch.arange(len(z), device=z.device).roll(len(z) // 2)
+    return F.cross_entropy(logits, targets)
+
+
+def clip(outputs: Any, batch: Any) -> Tensor:
+    image, text, scale = outputs
+    logits = scale * image @ text.T
+    targets = torch.arange(len(image), device=image.device)
+    return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
+
+
+def barlow(z: Tensor, batch: Any) -> Tensor:
+    one, two = ((part - part.mean(0)) / (part.std(0) + 1e-3) for part in z.chunk(2))
+    c = one.T @ two / len(one)
+    return (c.diagonal() - 1).square().sum() + 0.01 * (c - c.diagonal().diag()).square().sum()
+
+
+def triplet(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    """The hardest pair of each sample, by classes; a sum and a count that values decide."""
+    z, labels = outputs[: len(batch["labels"])], batch["labels"]
+    far = (z[:, None] - z[None]).square().sum(-1)
+    alike = labels[:, None] == labels[None]
+    hardest = far.masked_fill(~alike, 0).max(1).values - far.masked_fill(alike, 1e9).min(1).values
+    lost = F.relu(hardest + 1.0)
+    return lost.sum(), max(1, int((lost > 0).sum()))
+
+
+def of_rows(outputs: Any, batch: Any) -> Tensor:
+    """Attention pools of all rows, whose order and picks matter."""
+    rows, picked, first = outputs["rows"], outputs["picked"], outputs["first"]
+    weight = torch.arange(1, len(rows) + 1, dtype=rows.dtype, device=rows.device)
+    spread = (rows * weight[:, None]).std(0).sum() + rows[picked == 1].square().sum() / len(rows)
+    return spread + (first @ first.T).square().mean() * (1 + batch["labels"]).prod().to(rows.dtype) ** 0.01
+
+
+def dice(z: Tensor, batch: Any) -> Tensor:
+    target = F.one_hot(batch["labels"].repeat(2), 4).to(z.dtype)
+    shares = z.softmax(-1)
+    return 1 - (2 * (shares * target).sum() + 1) / (shares.sum() + target.sum() + 1)
+
+
+def terms(outputs: Any, batch: Any) -> Any:
+    """Terms with counts that values decide, and a value to report."""
+    image, text, scale = outputs
+    logits, labels = scale * image @ text.T, batch["labels"]
+    alike = labels[:, None] == labels[None]
+    near = (logits > 0).sum()
+    right = (logits.argmax(1) == torch.arange(len(image), device=image.device)).sum()
+    found = {"alike": (logits[alike].square().sum(), alike.sum()), "near": (F.softplus(logits).sum(), near)}
+    return found, {"right": (right, len(image))}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: Callable[[], nn.Module]
+    loss: Callable[[Any, Any], Any]
+
+
+CASES = {
+    "simclr": Case(Stacked, samestep.whole_batch(simclr)),
+    "dropout": Case(Dropped, samestep.whole_batch(simclr)),
+    "clip": Case(Clip, samestep.whole_batch(clip)),
+    "barlow": Case(Stacked, samestep.whole_batch(barlow)),
+    "triplet": Case(Stacked, samestep.whole_batch(triplet)),
+    "dice": Case(Stacked, samestep.whole_batch(dice)),
+    "terms": Case(Clip, samestep.whole_batch(terms)),
+    "rows": Case(Tokens, samestep.whole_batch(of_rows)),
+}
+
+
+def job(batch: int = BATCH, **tables: Any) -> Job:
+    train = {"global_batch": batch, "steps": STEPS, "watch_every": 0, **tables.pop("train", {})}
+    return Job(
+        train=train,
+        numerics={"precision": "float64", **tables.pop("numerics", {})},
+        optimizer={"name": "sgd", "lr": 0.1, "options": {"momentum": 0.9}, "clip_norm": 2.0},
+        **tables,
+    )
+
+
+def mean_of(found: Any) -> Any:
+    """Return the loss that a result stands for."""
+    if isinstance(found[0], dict):
+        return sum(total / count for total, count in found[0].values())
+    return found[0] / found[1]
+
+
+def plain(name: str, start: dict[str, Tensor], masks: Any, batch: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses and the weights of a loop without samestep; `masks` says how random numbers are drawn."""
+    case, settings = CASES[name], job(batch)
+    model = case.model().double()
+    model.load_state_dict(start)
+    place_samples(model, masks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in batches(Views(), settings):
+        given = step.samples(step.indices)
+        with DropoutMode(model, Draw(settings.train.seed, step.step, torch.as_tensor(step.indices))):
+            found = case.loss.__wrapped__(model(given["one"], given["two"]), given)  # type: ignore[attr-defined]
+        loss = found if isinstance(found, Tensor) else mean_of(found)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 2.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {key: value.clone() for key, value in model.state_dict().items()}
