@@ -67,6 +67,10 @@ def _path(name: str, value: Any) -> None:
 
 
 def _model(name: str, value: Any) -> None:
+    if isinstance(value, dict) and value:
+        for key, one in value.items():
+            _model(f"{name}[{key!r}]", one)
+        return
     if not callable(value):
         raise ModelError(
             f"{name} = {short_repr(value)} is {_kind(value)}: a function that builds an nn.Module works, or a module"

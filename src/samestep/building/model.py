@@ -160,7 +160,7 @@ class JobModel:
 
 def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
     """Call the model on a batch: a dict by the forward's argument names, without labels; a tuple by position, without
-    its target.
+    its target. A forward of the user's own around models (`several_models.py`) is given the batch as it is.
 
     A tuple (input, target, *extra) is passed as (input, *extra), as many as the forward takes by position. A forward
     with **kwargs is given every key of a dict but labels. Packed documents are attended one by one, or with `plainly`
@@ -169,12 +169,16 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
     Raises:
         ModelError: the forward takes nothing of the batch, or not its position_ids.
     """
-    accepted = _accepted_arguments(type(unwrap(model)).forward)
+    inner = unwrap(model)
+    if getattr(type(inner), "takes_batch", False):
+        with nullcontext() if plainly or not isinstance(batch, Mapping) else packed_documents(inner):
+            return model(batch)
+    accepted = _accepted_arguments(type(inner).forward)
     if isinstance(batch, Mapping):
         given = {name: value for name, value in batch.items() if accepted.takes(name) and name != "labels"}
         if not given or ("position_ids" in batch and "position_ids" not in given):
             raise ModelError(_unfit(model, batch, accepted.names))
-        with nullcontext() if plainly else packed_documents(unwrap(model)):
+        with nullcontext() if plainly else packed_documents(inner):
             return model(**given)
     if isinstance(batch, (tuple, list)):
         inputs = (batch[0], *batch[2:])
@@ -185,6 +189,8 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
 def why_unfit(model: nn.Module, batch: Any) -> str:
     """Return why a forward fails on a batch: it needs labels, or names none of its keys; empty if it names one, or
     none at all."""
+    if getattr(type(unwrap(model)), "takes_batch", False):
+        return ""
     names = _accepted_arguments(type(unwrap(model)).forward).names
     if (
         isinstance(batch, Mapping)

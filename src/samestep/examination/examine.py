@@ -24,6 +24,7 @@ from samestep.building.loss import cross_entropy
 from samestep.building.loss_result import Loss as Loss
 from samestep.building.model import JobModel
 from samestep.building.optimizer import OptimizerSource
+from samestep.building.several_models import Models
 from samestep.datasets import blame_samples
 from samestep.errors import LayoutError, ModelError, failures_of
 from samestep.examination import plan_search
@@ -303,6 +304,10 @@ def set_training(model: nn.Module) -> None:
 
     A class that keeps a part in evaluation mode, as one with frozen batch norms does, says so in a `train` of its own.
     """
+    if isinstance(model, Models):
+        for one in model.trained():
+            set_training(one)
+        return
     modes = {part: part.training for part in model.modules()}
     is_loaded_for_inference = not model.training
     if is_loaded_for_inference or any(type(part).train is not nn.Module.train for part in modes):

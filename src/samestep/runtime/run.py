@@ -26,6 +26,7 @@ from samestep import calls
 from samestep.building.loss import named_loss
 from samestep.building.loss_scope import scoped
 from samestep.building.pretrained_form import PretrainedForm
+from samestep.building.several_models import Built, Forward, as_one
 from samestep.datasets.batch import Dataset, batch_to_evaluate
 from samestep.errors import LayoutError, ModelError
 from samestep.examination.examine import Loss, Source, build_blueprint
@@ -495,13 +496,14 @@ class Run:
 
 @calls.checked
 def parallelize(
-    model: Callable[[], nn.Module] | nn.Module,
+    model: Built | Mapping[str, Built],
     loss: Loss | str,
     optimizer: OptimizerLike | Sequence[OptimizerLike] | Mapping[str, OptimizerLike],
     *,
     layout: str | Layout = "",
     job: Job | None = None,
     stages: Sequence[str] | None = None,
+    forward: Forward | None = None,
 ) -> Run:
     """Put any model into a layout; `run.step(batch)` then takes one optimizer step of the job.
 
@@ -511,7 +513,8 @@ def parallelize(
     take steps in turn, are refused.
 
     Args:
-        model: a build function, whose weights start as functions of (seed, name); or an instance, whose values stay.
+        model: a build function, whose weights start as functions of (seed, name); or an instance, whose values stay; or several of
+            these by name, with a `forward`. Those whose weights take no gradient are frozen.
         loss: (outputs, batch) -> (sum, count), or one of `samestep.whole_batch`, or a word of the key `train.loss`: "cross_entropy", "mse".
         optimizer: a function of the list of parameters, or of a list of (name, parameter); an instance over the model instance
             that has not stepped; or a list or a dict of these, which together hold each weight once.
@@ -521,6 +524,8 @@ def parallelize(
             its optimizer table are not read: the arguments above replace them.
         stages: names of modules with which the later stages of a pipeline may begin, such as ["encoder.3", "head"]; by default
             those of `job.model.stages`, and else blocks, or the calls of any modules.
+        forward: a function of the model, or of the models by name, and of a batch with its labels, which returns the outputs that
+            the loss is given; by default the model is called with what its forward takes of the batch.
 
     Raises:
         InputError: a model, optimizer or layout that cannot run; the text says what would.
@@ -539,6 +544,7 @@ def parallelize(
             join.leave()
         raise
     loss = scoped(named_loss(loss) if isinstance(loss, str) else loss, job)
+    model = as_one(model, forward)
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
     source = Source(model, loss, optimizer_source(optimizer, names), name)

@@ -1,0 +1,125 @@
+"""Several models as one module, and a forward of the user's own around one or several.
+
+```python
+run = samestep.parallelize({"policy": f, "reference": g}, loss, optimizer, forward=lambda models, batch: ...)
+```
+The module is an `nn.ModuleDict`, so that a weight of a model has its name behind that of the model: `policy.head.weight`. There is one
+program, one trace and one checkpoint, and a rule about one of the models is one about a prefix of names. A model none of whose weights
+takes a gradient is frozen: it has no gradient, no optimizer state, and stays in the mode in which it was given.
+
+A forward of one model keeps the names of its weights. The module is then of a class of its own, whose forward gives the user's
+function the same weights and submodules as a model of the given class.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from torch import nn
+
+from samestep.building.named_tensors import copy_module
+from samestep.errors import ModelError, short_repr
+
+Forward = Callable[[Any, Any], Any]
+"""A function of the model, or of a mapping of models by name, and of a batch, which returns the outputs."""
+Built = Callable[[], nn.Module] | nn.Module
+
+
+class Models(nn.ModuleDict):
+    """Models by name, whose forward is a function of the user's."""
+
+    takes_batch: ClassVar[bool] = True
+    """Whether the forward is given the batch as it is, its labels too."""
+
+    def __init__(self, models: Mapping[str, nn.Module], forward: Forward) -> None:
+        super().__init__(models)
+        self._forward_of_models = forward
+
+    def forward(self, batch: Any) -> Any:
+        """Return what the user's function makes of the models and a batch."""
+        return self._forward_of_models(self, batch)
+
+    def trained(self) -> list[nn.Module]:
+        """Return the models that have a weight which takes a gradient."""
+        return [model for model in self.values() if any(param.requires_grad for param in model.parameters())]
+
+
+def as_one(model: Built | Mapping[str, Built], forward: Forward | None) -> Built:
+    """Return one model, or a function that builds it: of several models those that `model` names, with the forward around them.
+
+    An instance is the result where all models are instances, with their own parameters.
+
+    Raises:
+        ModelError: several models are given without a forward, or what is given for one is no model.
+    """
+    if not isinstance(model, Mapping):
+        return model if forward is None else _around_one(model, forward)
+    if forward is None:
+        raise ModelError(
+            f"model = {{{', '.join(map(repr, model))}}} has several models, and no forward says how a batch goes through them: "
+            "forward=lambda models, batch: ... works, with models[name] for each"
+        )
+    for name, one in model.items():
+        if not isinstance(name, str) or not name or "." in name or not callable(one):
+            raise ModelError(
+                f"model[{name!r}] = {short_repr(one)}: a name without dots works, with a module or a function that builds one"
+            )
+    if all(isinstance(one, nn.Module) for one in model.values()):
+        return Models({name: one for name, one in model.items() if isinstance(one, nn.Module)}, forward)
+    return functools.partial(_build, dict(model), forward)
+
+
+def _build(models: Mapping[str, Built], forward: Forward) -> Models:
+    """Build each model that is a function; an instance is copied, so that each call gives other parameters."""
+    return Models(
+        {name: copy_module(one) if isinstance(one, nn.Module) else _called(name, one) for name, one in models.items()},
+        forward,
+    )
+
+
+def _called(name: str, build: Callable[[], nn.Module]) -> nn.Module:
+    model = build()
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model[{name!r}] returned a {type(model).__name__}; it must return an nn.Module")
+    return model
+
+
+def _around_one(model: Built, forward: Forward) -> Built:
+    if isinstance(model, nn.Module):
+        return _with_forward(model, forward)
+    build = model
+
+    def built() -> nn.Module:
+        return _with_forward(build(), forward)
+
+    built.__name__ = built.__qualname__ = getattr(model, "__name__", "model")
+    return built
+
+
+def _with_forward(model: nn.Module, forward: Forward) -> nn.Module:
+    """Return a module with the parameters and submodules of a model, whose forward is the user's function of the model and a batch.
+
+    The user's function calls the model's own forward, without the hooks of the module, which are those of the outer forward.
+    """
+    given = type(model)
+
+    class Inner(given):  # type: ignore[misc, valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return given.forward(self, *args, **kwargs)
+
+    class Outer(given):  # type: ignore[misc, valid-type]
+        takes_batch = True
+
+        def forward(self, batch: Any) -> Any:
+            inner = object.__new__(Inner)
+            object.__setattr__(inner, "__dict__", self.__dict__)
+            return forward(inner, batch)
+
+    for made in (Inner, Outer):
+        made.__name__, made.__qualname__, made.__module__ = given.__name__, given.__qualname__, given.__module__
+    outer = copy.copy(model)
+    outer.__class__ = Outer
+    return outer

@@ -1,0 +1,183 @@
+"""Several models in one run, and forwards of the user's own, train as in a plain loop in every layout."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import samestep
+from samestep.errors import ModelError
+from samestep.runtime.run import Run
+from tests.laboratory import combinations, job_of
+from tests.models import Plain, Tokens
+from tests.pool import pool
+
+STEPS = 5
+JOB = job_of("float64", STEPS, optimizer={"clip_norm": 0.5}, train={"watch_every": 4})
+
+
+class Pairs(Tokens):
+    """A chosen and a rejected continuation for each sample."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        other = (index * 7 + 3) % len(self)
+        return {
+            "chosen": self.input_ids[index],
+            "chosen_labels": self.labels[index],
+            "rejected": self.input_ids[other],
+            "rejected_labels": self.labels[other],
+        }
+
+
+def plain_model(seed: int, blocks: int = 2) -> nn.Module:
+    torch.manual_seed(seed)
+    return Plain(blocks=blocks)
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    return model.requires_grad_(False).eval()
+
+
+def log_prob(logits: Tensor, labels: Tensor) -> Tensor:
+    counts = labels != -100
+    each = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return (each * counts).sum(1)
+
+
+def dpo_forward(models: Any, batch: Any) -> dict[str, Tensor]:
+    found = {}
+    for name in ("policy", "reference"):
+        for side in ("chosen", "rejected"):
+            found[f"{name}_{side}"] = log_prob(models[name](batch[side]), batch[f"{side}_labels"])
+    return found
+
+
+def dpo(outputs: Any, batch: Any) -> Any:
+    ratio = outputs["policy_chosen"] - outputs["policy_rejected"]
+    margin = ratio - (outputs["reference_chosen"] - outputs["reference_rejected"])
+    return -F.logsigmoid(0.1 * margin).sum(), len(margin), {"accuracy": ((margin > 0).sum(), len(margin))}
+
+
+def distil_forward(models: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        teacher = models["teacher"](batch["input_ids"])
+    return models["student"](batch["input_ids"]), teacher
+
+
+def distil(outputs: Any, batch: Any) -> Any:
+    student, teacher = outputs
+    counts = batch["labels"] != -100
+    hard = F.cross_entropy(student.transpose(1, 2), batch["labels"], reduction="sum")
+    soft = F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+    return {"hard": (hard, counts.sum()), "soft": (2.0 * soft.sum(), soft.numel())}
+
+
+def two_views(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """A forward of one model, which calls it twice and reads the labels."""
+    ids = batch["input_ids"]
+    return model(ids), model(ids.flip(1)).mean(1) + (batch["labels"] == 3).sum(1, keepdim=True)
+
+
+def of_views(outputs: Any, batch: Any) -> Any:
+    logits, other = outputs
+    loss = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="sum")
+    return {"tokens": (loss, (batch["labels"] != -100).sum()), "views": (other.square().mean(1).sum(), len(other))}
+
+
+Kind = tuple[Callable[[], Any], Callable[[Any, Any], Any], Callable[[Any, Any], Any], type[Tokens]]
+KINDS: dict[str, Kind] = {
+    "dpo": (lambda: {"policy": plain_model(1), "reference": frozen(plain_model(1))}, dpo_forward, dpo, Pairs),
+    "distillation": (
+        lambda: {"student": plain_model(1), "teacher": frozen(plain_model(2, 3))},
+        distil_forward,
+        distil,
+        Tokens,
+    ),
+    "two views": (lambda: plain_model(3), two_views, of_views, Tokens),
+}
+
+
+def adam(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+def steps_of(run: Run, dataset: Any, start: int, stop: int) -> list[float]:
+    found = []
+    for batch in samestep.batches(dataset, JOB, first_step=start):
+        if batch.step == stop:
+            break
+        found.append(run.step(batch).loss)
+    return found
+
+
+def parallel(rank: int, world: int, layout: str, kind: str, folder: str = "") -> tuple[list[float], dict[str, Tensor]]:
+    """Train in a layout, and with `folder` go on after two steps from a checkpoint."""
+    build, forward, loss, dataset = KINDS[kind]
+
+    def make() -> Run:
+        return samestep.parallelize(build(), loss, adam, layout=layout, job=JOB, forward=forward)
+
+    if not folder:
+        return steps_of(run := make(), dataset(), 0, STEPS), run.state_dict(on_every_rank=True)
+    first = make()
+    losses = steps_of(first, dataset(), 0, 2)
+    first.save(folder)
+    run = make()
+    run.load(folder)
+    return [*losses, *steps_of(run, dataset(), 2, STEPS)], run.state_dict(on_every_rank=True)
+
+
+@functools.cache
+def plain(kind: str) -> tuple[list[float], dict[str, Tensor]]:
+    """One device with the whole batch."""
+    build, forward, loss, dataset = KINDS[kind]
+    built = build()
+    models = nn.ModuleDict(built).double() if isinstance(built, dict) else built.double()
+    trained = [param for param in models.parameters() if param.requires_grad]
+    optimizer, losses = adam(trained), []
+    for batch in samestep.batches(dataset(), JOB):
+        samples = batch.samples(batch.indices)
+        found = loss(forward(models, samples), samples)
+        terms = found.values() if isinstance(found, dict) else [found[:2]]
+        total = sum(part / count for part, count in terms)
+        optimizer.zero_grad()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        optimizer.step()
+        losses.append(total.item())
+    return losses, {name: value.detach() for name, value in models.state_dict().items()}
+
+
+def assert_plain(kind: str, found: tuple[list[float], dict[str, Tensor]]) -> None:
+    losses, weights = plain(kind)
+    assert found[0] == pytest.approx(losses, rel=1e-9)
+    assert found[1].keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-7, atol=1e-9)
+
+
+LAYOUTS = ["dp=2 microbatch=3", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4", "dp=2 zero=1 microbatch=2"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_device_is_the_plain_loop(kind: str) -> None:
+    for layout in ("dp=1", "dp=1 microbatch=3"):
+        assert_plain(kind, pool(1).run(parallel, layout, kind)[0])
+
+
+@pytest.mark.parametrize(("layout", "kind"), combinations(LAYOUTS, [*KINDS]))
+def test_models_of_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
+    for found in pool(2).run(parallel, layout, kind, str(tmp_path / "saved")):
+        assert_plain(kind, found)
+
+
+def test_several_models_need_a_forward() -> None:
+    with pytest.raises(ModelError, match="no forward says how a batch goes through them.*works"):
+        samestep.parallelize({"a": plain_model(1), "b": plain_model(2)}, dpo, adam)
