@@ -79,6 +79,7 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
     "one term": one_term,
     "an empty term": with_an_empty_term,
     "outputs decide": count_that_outputs_decide,
+    "in two passes": samestep.whole_batch(count_that_outputs_decide),
 }
 
 
@@ -165,7 +166,7 @@ def assert_plain(kind: str, followed: Followed) -> None:
 LAYOUTS = ["dp=2 microbatch=3", "tp=2", "dp=2 zero=3 microbatch=1", "dp=2", "pp=2 zero=1 microbatch=2", "dp=2 zero=3"]
 
 
-SPLIT = [kind for kind in LOSSES if kind != "outputs decide"]
+SPLIT = [kind for kind in LOSSES if kind not in ("outputs decide", "in two passes")]
 
 
 @pytest.mark.parametrize("kind", SPLIT)
@@ -184,6 +185,12 @@ def test_terms_and_values_of_two_ranks(layout: str, kind: str, tmp_path: Path) -
 def test_a_count_that_outputs_decide(layout: str) -> None:
     for followed in pool(2).run(parallel, layout, "outputs decide"):
         assert_plain("outputs decide", followed)
+
+
+@pytest.mark.parametrize("layout", ["dp=2 microbatch=2", pytest.param("pp=2 microbatch=2", marks=pytest.mark.nightly)])
+def test_a_count_that_outputs_decide_in_two_passes(layout: str) -> None:
+    for followed in pool(2).run(parallel, layout, "in two passes"):
+        assert_plain("in two passes", followed)
 
 
 @pytest.mark.parametrize("layout", ["dp=2 microbatch=2", "pp=2 microbatch=2"])

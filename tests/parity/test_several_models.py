@@ -179,5 +179,5 @@ def test_models_of_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
 
 
 def test_several_models_need_a_forward() -> None:
-    with pytest.raises(ModelError, match="no forward says how a batch goes through them.*works"):
+    with pytest.raises(ModelError, match=r"no forward says how a batch goes through them.*works"):
         samestep.parallelize({"a": plain_model(1), "b": plain_model(2)}, dpo, adam)

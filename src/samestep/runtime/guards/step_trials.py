@@ -330,7 +330,8 @@ class StepTrials:
             self._refusals.add(
                 "loss",
                 f"the count of {name} depends on the outputs, and a step of several micro-batches needs it before their forwards: "
-                "one micro-batch a rank works, and so does a count that follows from the batch",
+                "one micro-batch a rank works, and so does samestep.whole_batch(loss), which is given all samples at once, or a count "
+                "that follows from the batch",
             )
 
     def _refuse_path(self, way: str) -> None:
