@@ -73,6 +73,10 @@ class CheckpointError(InputError):
     """The checkpoint is missing, belongs to another job, or is damaged."""
 
 
+class RecordError(InputError):
+    """A record or trace of a run's steps that `explain` cannot read."""
+
+
 class RunError(SamestepError, RuntimeError):
     """A run failed on the way, though what it was given can run; the text says where and why."""
 

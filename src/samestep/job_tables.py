@@ -259,6 +259,24 @@ class TrainTable(Table):
     watch_every: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 100
     """Steps between checks: ranks agree, and a sample's forward and a weight's update, done again, are the same; 0: none but
     that of samples in the first step."""
+    record: str = ""
+    """Steps whose time is recorded op by op for `samestep explain`: `FIRST:LAST`, counted from 1, or a number of steps."""
+
+    @field_validator("record", mode="before")
+    @classmethod
+    def _record_may_be_a_number(cls, given: Any) -> Any:
+        return str(given) if isinstance(given, int) and not isinstance(given, bool) else given
+
+    @field_validator("record")
+    @classmethod
+    def _record_is_steps(cls, text: str) -> str:
+        if text and not (_STEPS.fullmatch(text) or re.fullmatch("[1-9][0-9]{0,5}", text)):
+            raise ValueError(
+                f"{text!r} names no steps: FIRST:LAST works, such as 100:104, and so does a number of steps"
+            )
+        if int(text.partition(":")[2] or MOST_STEPS) < int(text.partition(":")[0] or 0):
+            raise ValueError(f"{text!r} ends before it begins: FIRST:LAST works, such as 100:104")
+        return text
 
 
 class NumericsTable(Table):

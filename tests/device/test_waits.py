@@ -6,6 +6,7 @@ What is counted is the last step of a run, by function. A new wait, or one more 
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from samestep.building.loss import mse
 from samestep.building.loss_result import as_number
 from samestep.datasets import batches
 from samestep.job import Job
+from samestep.program.recorded import path_of, read_record
 from tests.device import real_gpu, waits
 from tests.device.real_gpu import refusal
 from tests.laboratory import clipped, job_of, make_run, on_ranks
@@ -23,8 +25,8 @@ from tests.pool import pool
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
 
-SCALARS = ("to host pinned asynchronous", "runtime/stepper.py:Stepper._step")
-STEP_BEFORE = ("synchronize", "runtime/stepper.py:Stepper._closed")
+SCALARS = ("to host pinned asynchronous", "runtime/stepper.py:Stepper.open")
+STEP_BEFORE = ("synchronize", "runtime/stepper.py:Stepper.read")
 WRITTEN = ("to host pinned asynchronous", "runtime/weights/pieces.py:LiveWeights.begin_step")
 WRITTEN_THERE = ("synchronize", "runtime/weights/pieces.py:LiveWeights.was_written_early")
 SAMPLES = ("to device pinned asynchronous", "runtime/host_copies.py:to_device")
@@ -76,6 +78,21 @@ EXPECTED: list[tuple[str, str, dict[tuple[str, str], int]]] = [
 ]
 
 
+def counted_in_a_window(rank: int, world: int, model: str, layout: str, job: Job, folder: str) -> Counter[waits.Place]:
+    """Return the same of a step whose ops are all recorded; the record has been written when the run is closed."""
+    run = make_run(rank, world, model, layout, job)
+    run.record("2:3", folder)
+    stream = batches(Tokens(), job)
+    with waits.counting():
+        for _ in range(job.train.steps):
+            waits.clear()
+            run.step(next(stream))
+    seen = Counter(waits.counted)
+    run.recorder.close()
+    assert [*read_record(path_of(Path(folder), range(2, 4), rank)).steps] == [2, 3]
+    return seen
+
+
 def expected(row: tuple[str, str, dict[tuple[str, str], int]]) -> dict[tuple[str, str], int]:
     """Return all waits and copies of a row; `docs/reference/waits.md` shows them."""
     return {SCALARS: 1, STEP_BEFORE: 1, **row[2]}
@@ -98,6 +115,15 @@ def test_a_step_waits_once(layout: str, model: str, others: dict[tuple[str, str]
     for seen in on_ranks(layout, counted, model, RUNNING_AHEAD, device="cuda"):
         assert waits.by_function(seen) == waits.by_function(awaited)
         assert seen == awaited or real_gpu.is_asked(), "a real GPU tells of waits alone"
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=3 microbatch=2"])
+def test_recording_adds_no_wait(layout: str, tmp_path: Path) -> None:
+    row = next(row for row in EXPECTED if row[0] == layout)
+    awaited = Counter({waits.Place(*place): count for place, count in expected(row).items()})
+    for seen in on_ranks(layout, counted_in_a_window, "llama", RUNNING_AHEAD, str(tmp_path), device="cuda"):
+        assert waits.by_function(seen) == waits.by_function(awaited)
+        assert seen == awaited or real_gpu.is_asked()
 
 
 ADDING_NO_WAIT = {

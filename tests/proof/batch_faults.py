@@ -340,7 +340,7 @@ def the_norm_is_that_of_the_shard(patch: Patch) -> None:
 
 @fault(Cause.CLIP_NORM, "dp=1 tp=2", "attentive", optimizer={"clip_norm": 0.05})
 def the_norm_counts_whole_weights_once_a_tp_rank(patch: Patch) -> None:
-    def norm(original: Any, self: Replicated) -> Tensor:
+    def norm(original: Any, self: Replicated, names: Any) -> Tensor:
         return squared_norm([piece.gradient() for piece in self.pieces], self.mesh.device)
 
     around(patch, Replicated, "norm_squared", norm)

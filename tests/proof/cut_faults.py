@@ -220,7 +220,7 @@ def a_rank_skips_by_itself(patch: Patch) -> None:
         return changed(found, norm_squared=float("inf")) if rank() == 1 and self.steps_taken == 1 else found
 
     around(patch, Stepper, "_agree", agree)
-    patch.setattr(Stepper, "_diagnose", lambda self, batch: "overflow")
+    patch.setattr(Stepper, "_diagnose", lambda self, *_: "overflow")
 
 
 @fault(Cause.SKIP, "dp=1 pp=2 microbatch=4", "llama", own_precision=True, numerics=FP16)
@@ -231,4 +231,4 @@ def a_stage_skips_by_itself(patch: Patch) -> None:
         return changed(found, norm_squared=float("inf")) if overflows else found
 
     around(patch, Stepper, "_agree", agree)
-    patch.setattr(Stepper, "_diagnose", lambda self, batch: "overflow")
+    patch.setattr(Stepper, "_diagnose", lambda self, *_: "overflow")

@@ -51,9 +51,10 @@ class CombinedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Run one step of each member."""
+        """Run one step of each member that holds weights on this rank."""
         for member in self.members:
-            member.step()
+            if any(group["params"] for group in member.param_groups):
+                member.step()
 
 
 def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:

@@ -66,12 +66,15 @@ class BatchStream(Iterator["Batch"]):
         """The step whose micro-batches are being taken."""
         self.before_next: Callable[[], None] | None = None
         """Called before the next batch is yielded: a step that is still under way may end the stream."""
+        self.is_over = False
+        """Whether the loop over the batches has ended."""
 
     def __next__(self) -> Batch:
         if self.before_next is not None:
             self.before_next()
         if self._stopped or self._next >= self._job.train.steps:
             self.stop()
+            self.is_over = True
             raise StopIteration
         self._next += 1
         step, seed = self._next - 1, self._job.train.seed
@@ -152,6 +155,11 @@ class Batch:
     def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Integers]:
         """Return the sample indices of each micro-batch of one data rank."""
         return shares(self.indices, rank, num_ranks, num_microbatches, by_microbatch=self.by_microbatch)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the loop over the stream that yielded this batch has ended."""
+        return self.stream is not None and self.stream.is_over
 
     def end_stream(self) -> None:
         """End the stream that yielded this batch: it yields no further one."""

@@ -282,7 +282,7 @@ class ObservedRun(StepObserver):
             size = math.sqrt(sum(float(piece.master().double().square().sum()) for piece in updater.pieces))
             self.learning_rate = FIRST_MOVE * size / norm if norm > 0.0 else FIRST_MOVE
         for _, assembly in replicas_of(self.run):
-            rates = assembly.weights.updater.first_lr
+            rates = assembly.weights.updater.rates.first
             rates[:] = [self.learning_rate or 0.0] * len(rates)
 
     @torch.no_grad()

@@ -27,7 +27,7 @@ FILE = "proof.json"
 """The file of the proof in a run folder."""
 _VERSIONS = ("torch", "samestep", "transformers")
 _LEFT_OUT = {
-    "train": {"steps", "evaluate_samples", "prompt", "sample_tokens", "sample_temperature", "watch_every"},
+    "train": {"steps", "evaluate_samples", "prompt", "sample_tokens", "sample_temperature", "watch_every", "record"},
     "data": {"held_out"},
     "layout": True,
     "checkpoint": True,

@@ -69,6 +69,8 @@ class Draw:
     step: int
     samples: Tensor
     """Global index of each sample of the micro-batch, int64 [B], in the order of dimension 0."""
+    backward: int = 0
+    """The number of backwards of the step before this one, where a loop calls several."""
 
 
 class Dropout(enum.Enum):
@@ -345,7 +347,8 @@ class DropoutMode(MaskSource):
         return frame.name, frame.entry, -frame.num_numbers
 
     def _key_of(self, draw: DrawKey) -> int:
-        text = "/".join(map(str, (self._draw.seed, self._draw.step, *draw)))
+        step = f"{self._draw.step}.{self._draw.backward}" if self._draw.backward else self._draw.step
+        text = "/".join(map(str, (self._draw.seed, step, *draw)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
     def drop(self, x: Tensor, shape: torch.Size, p: float, what: str) -> Tensor:

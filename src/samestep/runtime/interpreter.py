@@ -44,6 +44,10 @@ class Interpreter:
     trials: StepTrials
     step: int
     """The step, counted from 1."""
+    backward: int = 0
+    """The number of backwards of the step before this one."""
+    delivers: bool = True
+    """Whether an update follows at once, so that gradients go to the ranks that update whole weights."""
     data_wait_s: float = field(default=0.0, init=False)
     """Seconds for which it has waited for data."""
     _constant: set[int] = field(default_factory=set, init=False)
@@ -57,7 +61,9 @@ class Interpreter:
         """
         parallel, store = self.assembly.parallel, self.assembly.weights.store
         layout = parallel.program.step.layout
-        totals = torch.zeros(2 + parallel.program.step.num_reported, dtype=torch.float64, device=self.place.device)
+        totals = torch.zeros(
+            2 + self.assembly.objective.names.num_numbers, dtype=torch.float64, device=self.place.device
+        )
         held: dict[tuple[int, int], Tensor | None] = {}
         terms = self.assembly.objective.terms
         reading = self.trials.reading if layout.pp > 1 or terms.reads_ahead else nullcontext
@@ -84,7 +90,7 @@ class Interpreter:
                         self._backward(task, held.pop((task.microbatch, task.chunk)))
                     self.trials.check_generators(self.assembly, self.step, "the backward")
         self.data_wait_s = microbatches.wait_s
-        store.finish_gradients()
+        store.finish_gradients(delivers=self.delivers)
         if self.observer.dropout_mode() is None:
             self.assembly.model.dropout.end_step(self.assembly.model.module)
         parallel.stage.finish()
@@ -164,7 +170,7 @@ class Interpreter:
                 yield
                 return
             samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.place.device)
-            draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples)
+            draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples, self.backward)
             with (make_mode or dropout.DropoutMode)(model.module, draw, model.mask_part) as mode:
                 mode.allows_random = "random" in self.job.run.allow
                 yield

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from samestep.building.torch_seams import DispatchMode, RecordFunctionFast
 from samestep.program.program import LedgerRow, ledger_key
 from samestep.program.ranks import BESIDE
+from samestep.runtime.recording import marks
 from samestep.trees import operands
 
 _KINDS = {
@@ -53,21 +54,30 @@ class owned:  # noqa: N801 (a context manager, named as what one calls)
     """Label the collectives issued inside as belonging to the op `name`, in a profile and in the ledger.
 
     Uses torch's fast record function: `torch.profiler.record_function` takes twenty times as long, because it is
-    dispatched as an operation.
+    dispatched as an operation. `kind` is needed where a stage sends and receives under one name.
     """
 
-    __slots__ = ("_label", "_name")
+    __slots__ = ("_issue", "_kind", "_label", "_name")
 
-    def __init__(self, name: str) -> None:
-        self._name, self._label = name, RecordFunctionFast(f"samestep::owner {name}")
+    def __init__(self, name: str, kind: str = "") -> None:
+        self._name, self._kind, self._label = name, kind, RecordFunctionFast(f"samestep::owner {name}")
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> owned:
         _owners.names.append(self._name)
         self._label.__enter__()
+        listener = marks.listener()
+        self._issue = None if listener is None or _owners.is_outside else listener.issue(self._name, self._kind)
+        return self
 
     def __exit__(self, *error: object) -> None:
+        if self._issue is not None:
+            self._issue.end()
         self._label.__exit__(*error)
         _owners.names.pop()
+
+    def sent(self, work: Any) -> Any:
+        """Return the work of a collective for which the host does not wait, so that a recorder hears its waits."""
+        return work if self._issue is None else self._issue.sent(work)
 
 
 @contextmanager
@@ -75,7 +85,8 @@ def outside_step() -> Iterator[None]:
     """Keep the collectives issued inside out of the ledger: checks during a run are no part of the step's program."""
     before, _owners.is_outside = _owners.is_outside, True
     try:
-        yield
+        with marks.region("watching"):
+            yield
     finally:
         _owners.is_outside = before
 

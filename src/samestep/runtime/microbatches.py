@@ -16,6 +16,7 @@ from samestep.randomness.mode import after_reading
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.host_copies import batch_to_device
+from samestep.runtime.recording import marks
 from samestep.runtime.step_observer import Indices
 from samestep.trees import tree_leaves
 
@@ -101,7 +102,7 @@ class Microbatches:
         """Return the samples of a micro-batch, and the weight of its loss."""
         if microbatch not in self._held:
             began = time.perf_counter()
-            with self._reading():
+            with marks.region("data"), self._reading():
                 self._held[microbatch] = read(self._assembly, self.batch, self._shares[microbatch])
             after_reading(self._assembly.model.module)
             self.wait_s += time.perf_counter() - began

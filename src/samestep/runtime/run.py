@@ -32,6 +32,7 @@ from samestep.errors import LayoutError, ModelError
 from samestep.examination.examine import Loss, Source, build_blueprint
 from samestep.job import Job
 from samestep.layout import Layout
+from samestep.program import recorded
 from samestep.program.program import Program
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
@@ -48,10 +49,12 @@ from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.next_labels import NextLabels
 from samestep.runtime.optimizers.optimizer_source import OptimizerLike, optimizer_source
 from samestep.runtime.optimizers.optimizer_step import Updater
+from samestep.runtime.own_steps.steps_in_parts import StepsInParts
 from samestep.runtime.processes import join, mesh, rank_order
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.mesh import forget_groups
 from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.recording.step_recorder import StepRecorder
 from samestep.runtime.step_observer import StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
@@ -96,7 +99,10 @@ class Run:
         self.receivers: list[Receiver] = []
         """What is given the report of each step: those of `samestep.track`."""
         self._own = HeldAssembly(source, layout, job, place)
-        self._stepper = Stepper(self._own, observer, owns_weights=owns_weights)
+        self.recorder = StepRecorder(observer, place.device, place.rank)
+        """Where the time of its steps goes."""
+        self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights)
+        self._parts = StepsInParts(self._stepper, self._own)
         self._labels = NextLabels(source.loss, job)
         self._given_batches = GivenBatches(job, place)
         self._shared = shared
@@ -120,6 +126,7 @@ class Run:
     def steps_taken(self, number: int) -> None:
         self._stepper.steps_taken = number
         self._stepper.loop_changes = None  # a load, which changes weights too
+        self._parts.forget()
 
     @property
     def spikes(self) -> SpikeWatch:
@@ -205,6 +212,7 @@ class Run:
             SaveError: the file system does not allow it; what was saved before is untouched.
         """
         self._refuse_within("save")
+        self._parts.refuse_waiting("save")
         if (unread := self._unread) is not None:  # no step was left to take
             return checkpoint.copy_checkpoint(self, unread, Path(folder))
         return checkpoint.save(self, Path(folder), self.job.checkpoint.keep)
@@ -330,24 +338,97 @@ class Run:
             RepeatError: a sample that is run again in such a step, or a weight's update, gives something else; in the
                 first step it is an UnprovenError, before any weight has changed.
         """
-        self._refuse_within("step")
-        given = self.batch_of(batch, "run.step", local=local)
+        self._parts.refuse_waiting("step")
+        report, batch = self._taken(batch, "step", self._stepper.take, local=local)
+        self.replicas.exchange(self.steps_taken)
+        if len(self.replicas.assemblies) > 1:  # what the first one is at the next step, the loop has changed
+            self._stepper.loop_changes = LoopChanges(self._own.current, len(self.replicas.assemblies))
+        return self._received(report, batch)
+
+    def backward(
+        self,
+        batch: StepBatch | Any,
+        loss: Loss | str | None = None,
+        into: str | int | None = None,
+        *,
+        local: bool = False,
+    ) -> StepReport:
+        """Run the forwards and backwards of a batch, and let the gradients wait for `run.update`; return the report of what waits.
+
+        Gradients add up, each backward's divided by its own count. A step is one batch, however many backwards it has.
+
+        Args:
+            batch: one of `samestep.batches`, or values of a whole batch as `step` takes them.
+            loss: (outputs, batch) -> (sum, count), or a word of the key `train.loss`; by default that of the run.
+            into: the name of an optimizer: for its weights alone, to which all others are constants.
+            local: whether each data rank is given its own samples, as `step` takes them.
+
+        Collective over the world, see [Note: collective calls].
+
+        Raises:
+            ModelError: no optimizer has the name, or the job trains replicas apart or compresses gradients.
+            InputError: as `step` says.
+        """
+        loss = named_loss(loss) if isinstance(loss, str) else loss
+        report, _ = self._taken(batch, "backward", lambda given: self._parts.backward(given, loss, into), local=local)
+        return report
+
+    def update(self, name: str | int | None = None, **options: Any) -> StepReport:
+        """Let an optimizer, or all, update their weights by the gradients that wait, which then wait no more; return the report.
+
+        The gradients of what is updated are clipped by their common norm (`optimizer.clip_norm`). `options` go to the optimizer's
+        `step`.
+
+        Collective over the world, see [Note: collective calls].
+
+        Raises:
+            ModelError: no gradient waits, no optimizer has the name, or its `step` does not take the options.
+            NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
+        """
+        self._refuse_within("update")
+        with self._kernels():
+            return self._received(*self._parts.update(name, options))
+
+    def zero_grad(self, name: str | int | None = None) -> None:
+        """Forget the gradients that wait for an optimizer, or for all. Every rank calls it; it sends nothing.
+
+        Raises:
+            ModelError: no optimizer has the name.
+        """
+        self._parts.zero_grad(name)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients that wait, by weight: summed over all ranks, divided by the counts, not clipped.
+
+        They may be changed in place, which `run.update` then uses. Under zero=2, zero=3 and tp they are DTensors, of which a rank has
+        its part; under pp a rank has those of its stage.
+
+        Collective over the axes that divide the weights, see [Note: collective calls].
+
+        Raises:
+            ModelError: no gradient waits.
+        """
+        return self._parts.gradients()
+
+    def _taken(
+        self, batch: StepBatch | Any, method: str, take: Callable[[StepBatch], StepReport], *, local: bool
+    ) -> tuple[StepReport, StepBatch]:
+        """Take a step or a backward on a batch that is checked and labelled; return the report, and that batch."""
+        self._refuse_within(method)
+        given = self.batch_of(batch, f"run.{method}", local=local)
         batch = self.labelled(given)
         self._hear(given)
         self.changes += self.data.begin_step(given)
         is_last = batch.step + 1 >= self.job.train.steps
         shared = SharedWeights() if self._shared is None else self._shared
         try:
-            with self._kernels(), shared.stepping(is_last) as reports:
-                reports.append(report := self._stepper.take(batch))
+            with self._kernels(), shared.stepping(is_last) as reports, self._recorded(batch.step + 1):
+                reports.append(report := take(batch))
         except BaseException:
             if self.layout.pp > 1:  # messages that nobody has received would meet those of the next run of this process
                 forget_groups()
             raise
-        self.replicas.exchange(self.steps_taken)
-        if len(self.replicas.assemblies) > 1:  # what the first one is at the next step, the loop has changed
-            self._stepper.loop_changes = LoopChanges(self._own.current, len(self.replicas.assemblies))
-        return self._received(report, batch)
+        return report, batch
 
     def _received(self, report: StepReport, batch: StepBatch) -> StepReport:
         """Return a report as its receivers leave it; the stream of the batch ends where one of them says so."""
@@ -356,6 +437,22 @@ class Run:
             if report is not given and report.stop:
                 batch.end_stream()
         return report
+
+    def _recorded(self, step: int) -> AbstractContextManager[None]:
+        assembly = self._own.current
+        return self.recorder.taking(step, assembly.parallel.program, assembly.model.module, assembly.model.spec)
+
+    def record(self, steps: int | str, folder: str | Path = recorded.FOLDER) -> Path:
+        """Record where the time of some steps goes, op by op, for `samestep explain FOLDER`; return the folder.
+
+        `steps` is `FIRST:LAST`, counted from 1, or a number of steps. Every rank calls it, and writes a file of its own, in a
+        folder that all ranks share.
+
+        Raises:
+            InputError: the text names no steps.
+        """
+        self.recorder.record(recorded.parse_steps(str(steps), self.steps_taken), Path(folder), self.job)
+        return Path(folder)
 
     def forward_backward(self, batch: StepBatch) -> Tensor:
         """Run the forwards and backwards of the program; return this rank's loss sum and count, float64 [2].

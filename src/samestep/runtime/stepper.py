@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -40,38 +39,15 @@ from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import StepBatch
-from samestep.runtime.optimizers.optimizer_step import Updater, clip_factor
+from samestep.runtime.open_step import WHOLE, OpenStep, StepBackward
+from samestep.runtime.optimizers.optimizer_step import clip_factor
+from samestep.runtime.optimizers.optimizers_by_name import ALL
 from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes import join
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.runtime.step_report import StepReport, forget_peak, peak_memory_bytes, peak_reserved_bytes
 from samestep.runtime.step_scalars import Decision, StepNumbers, SummedScalars, decide, flag_slots
-
-
-@dataclass(slots=True)
-class OpenStep:
-    """A step after its all_reduce."""
-
-    batch: StepBatch
-    began_s: float
-    running_buffers: list[tuple[Tensor, Tensor]]
-    """Buffers that the forwards wrote, with their values before the step."""
-    sums: Reading
-    """The summed scalars, and the two numbers of its decider's `begin`."""
-    numerator: float
-    """The scale of the gradients is this over the count."""
-    lr_factor: float
-    data_wait_s: float
-    state: StepState
-    report: StepReport | None = None
-    """What the caller holds already, of a step whose update was launched: it is completed when the step is closed."""
-
-    def prepare(self, updater: Updater) -> None:
-        """Let an updater have the step's learning rate and number."""
-        updater.set_lr(self.lr_factor)
-        updater.step_index = self.batch.step
-
 
 _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
 
@@ -125,15 +101,19 @@ class Stepper:
         """Let the host wait for the next update, as for the first one of the process: the weights were read from files."""
         self._num_updates = 0
 
-    def take(self, batch: StepBatch) -> StepReport:
-        """Take a step, and where one is due, do a part of it once more and compare what ranks hold.
+    def take(
+        self, batch: StepBatch, take: Callable[[], StepReport] | None = None, *, watches: bool = True
+    ) -> StepReport:
+        """Take a step, or the part of one that `take` takes, and where one is due, do a part of it once more and compare what ranks
+        hold, if it `watches`.
 
         Collective over the world, see [Note: collective calls].
         """
         for reason in () if self.is_amid_step else self.held.model.replaced.take_over(inside=False):
             self._refuse_state(batch, reason)
         self.is_amid_step = True
-        report = self._taken(batch)
+        steps = take or functools.partial(self._step, batch)
+        report = self._taken(batch, steps, replays=take is None) if watches else steps()
         self.is_amid_step = False
         return report
 
@@ -147,21 +127,21 @@ class Stepper:
             or step_trials.is_early(every, taken, program)
         )
 
-    def _taken(self, batch: StepBatch) -> StepReport:
+    def _taken(self, batch: StepBatch, take: Callable[[], StepReport], *, replays: bool) -> StepReport:
         self._num_taken += 1
         every, taken = self.job.train.watch_every, self._num_taken
         regularly = step_trials.is_regular(batch.step, every, taken, self.held.parallel.program)
         if len(self._own.replicas.assemblies) > 1:  # the canary knows one model
-            return self._step(batch)
+            return take()
         if not regularly and not step_trials.is_early(every, taken, self.held.parallel.program):
-            return self._step(batch)
+            return take()
         self.held.weights.store.settle()  # what is repeated or compared reads any weight
         if self._observer.is_proof:  # which compares more
-            return self._take_compared_step(batch) if regularly else self._step(batch)
+            return self._compared(batch, take) if regularly else take()
         self._trials.loss_is_tried &= not regularly  # again: a loss may come to couple samples later
-        watching = self._canary.watching(batch, self._observer, is_first=taken == 1, replays=regularly)
+        watching = self._canary.watching(batch, self._observer, is_first=taken == 1, replays=regularly and replays)
         with watching as canary, self._observe_with(canary):
-            return canary.checked(self._take_compared_step(batch) if regularly else self._step(batch))
+            return canary.checked(self._compared(batch, take) if regularly else take())
 
     @functools.cached_property
     def _drift_monitor(self) -> DriftMonitor:
@@ -176,7 +156,8 @@ class Stepper:
         return StepTrials(self.held, self._own.source.loss, self.refusals, self.place.device)
 
     @functools.cached_property
-    def _used(self) -> UsedWeights:
+    def used(self) -> UsedWeights:
+        """The agreement of the ranks on the weights that steps use."""
         parallel, number = self.held.parallel, self._own.replicas.number
         return UsedWeights.of(parallel.program, parallel.mesh, self.held.model.spec, number)
 
@@ -184,11 +165,11 @@ class Stepper:
     def _outside(self) -> OutsideChanges:
         return OutsideChanges(self._own.source.model, self.held)
 
-    def _take_compared_step(self, batch: StepBatch) -> StepReport:
-        """Take a step, and compare what several ranks must hold alike."""
+    def _compared(self, batch: StepBatch, take: Callable[[], StepReport]) -> StepReport:
+        """Take a step or a part of one, and compare what several ranks must hold alike."""
         if self._own.layout.world_size == 1:
-            return self._step(batch)
-        return self._drift_monitor.watch(lambda: self._step(batch), batch.shares(0, 1, 1)[0])
+            return take()
+        return self._drift_monitor.watch(take, batch.shares(0, 1, 1)[0])
 
     @contextmanager
     def _observe_with(self, observer: StepObserver) -> Iterator[None]:
@@ -202,6 +183,14 @@ class Stepper:
 
     def _step(self, batch: StepBatch) -> StepReport:
         """Take a step; on a GPU return before the device has done it, if that is possible and allowed."""
+        opened, decider = self.open(batch)
+        return self._launch(opened, decider) if isinstance(decider, DeviceDecides) else self._closed(opened)
+
+    def open(self, batch: StepBatch, of: StepBackward = WHOLE) -> tuple[OpenStep, HostDecides | DeviceDecides]:
+        """Run the forwards and backwards of a step, or of one of its backwards, and sum its scalars; return it and who decides.
+
+        Collective over the world, see [Note: collective calls].
+        """
         began = time.perf_counter()
         forget_peak(self.place.device)
         # Trials: what the loop has changed since the last step, and whether all ranks read the same samples.
@@ -212,10 +201,10 @@ class Stepper:
         running = nonfinite.save_values(self.held.model.running_buffers)
         if self._device_may_decide:
             weights.updater.live.begin_step(self.place.device)
-        own = [self._own_scalars(batch, index, *of) for index, of in enumerate(self._own.each())]
+        own = [self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.each())]
         # Agree: one all_reduce, whose sums the host does not wait for.
         numerator = self.held.objective.nominal_count / weights.updater.loss_scale.scale
-        decider = self._decider(numerator)
+        decider = self._decider(numerator, is_apart=of.is_apart)
         sums = self._agree(own, decider.wrote_unseen(self.place.device))
         opened = OpenStep(
             batch=batch,
@@ -223,12 +212,12 @@ class Stepper:
             running_buffers=running,
             sums=Reading(torch.cat([sums, decider.begin(sums)])),
             numerator=numerator,
-            lr_factor=weights.lr_factor(batch.step),
+            lr_factor=weights.updater.rates.factors(weights.lr_factor, batch.step),
             data_wait_s=self._data_wait_s,
             state=decider.first_state,
+            names=(of.held or self.held).objective.names,
         )
-        # Decide, update, report.
-        return self._launch(opened, decider) if isinstance(decider, DeviceDecides) else self._closed(opened)
+        return opened, decider
 
     def _look_at_changes(self, batch: StepBatch) -> None:
         """Let all replicas follow the modes of the first one's modules, and refuse what the loop may not change."""
@@ -244,16 +233,21 @@ class Stepper:
     def _refuse_state(self, batch: StepBatch, reason: str) -> None:
         self.refusals.add("state", f"step {batch.step + 1}: {reason}")
 
-    def _decider(self, numerator: float) -> HostDecides | DeviceDecides:
+    def _decider(self, numerator: float, *, is_apart: bool) -> HostDecides | DeviceDecides:
         """Return who decides on a step whose backwards are launched: the device, if that is possible and allowed."""
 
         def follow(sums: Tensor) -> Decision:
-            return decide(sums, numerator, self.job.optimizer.clip_norm, self._used.expected_flags())
+            return decide(sums, numerator, self.job.optimizer.clip_norm, self.used.expected_flags())
 
         updater = self.held.weights.updater
-        is_usual = not self._own.replicas.are_apart and self._num_updates > 0 and not self._observer.hears_scalars
+        is_usual = (
+            not is_apart
+            and not self._own.replicas.are_apart
+            and self._num_updates > 0
+            and not self._observer.hears_scalars
+        )
         may_decide = self._device_may_decide
-        if is_usual and may_decide and not self.spikes.acts and self._used.can_be_expected():
+        if is_usual and may_decide and not self.spikes.acts and self.used.can_be_expected():
             return DeviceDecides(updater, follow)
         sends = is_usual and updater.is_apart(self.place.device)
         return HostDecides(updater, follow, sends=sends, is_exception=may_decide)
@@ -264,8 +258,8 @@ class Stepper:
         opened.prepare(updater)
         if updater.live.was_written_early():
             updater.live.take_over()
-        updater.unused = self._used.expected()
-        self._update(self.held, decider.update)
+        updater.unused = self.used.expected()
+        self.update(self.held, decider.update)
         self.steps_taken = opened.batch.step + 1
         opened.report = StepReport.late(self.steps_taken, self.close)
         self._open = opened
@@ -292,20 +286,18 @@ class Stepper:
     def _closed(self, opened: OpenStep) -> StepReport:
         """Wait for a step's sums, decide on its update unless the device has made it, and return the report."""
         # Agree: read what all ranks have summed, and exchange what a flag asks for.
-        *sums, held_back, was_written = opened.sums.numbers()
-        if opened.state is StepState.OPEN:
-            opened.state = StepState.HELD_BACK if held_back else StepState.CLOSED
-        summed = SummedScalars.of(sums, len(self._used.unsure), self.held.objective.names.num_numbers)
-        self._answer(summed, opened.batch)
+        summed, held_back, was_written = self.read(opened)
         # Decide: the step is taken or skipped, or the run stops.
         numbers = StepNumbers.of(summed.agreed, opened.numerator)
-        note, skipped = self._judge(numbers, opened)
+        spike = self.spikes.judge(numbers.loss) if numbers.are_finite else ""
+        note = self.note_of(numbers, opened.batch) or spike
+        skipped = self.judge(note, numbers, opened)
         # Update: what the device has not made, of each replica.
         must_reread = bool(was_written) or self._own.replicas.are_apart
         for number, assembly in self._own.each():
             updater = assembly.weights.updater
             if opened.state is StepState.HELD_BACK:
-                updater.unused = self._used.unused(number)
+                updater.unused = self.used.unused(number)
                 if opened.report is None:  # else it was when its update was launched
                     opened.prepare(updater)
                 if skipped or (scale := numbers.scales[number]) is None:
@@ -314,13 +306,25 @@ class Stepper:
                     factor = scale * clip_factor(numbers.norms[number], self.job.optimizer.clip_norm)
                     if must_reread:
                         updater.reread()
-                    self._update(assembly, functools.partial(updater.step, factor, was_held_back=held_back > 0))
+                    self.update(assembly, functools.partial(updater.step, factor, was_held_back=held_back > 0))
             if math.isfinite(numbers.loss):
-                self._adapt_loss_scale(assembly, overflowed=not numbers.are_finite)
+                self.adapt_loss_scale(assembly, overflowed=not numbers.are_finite)
         # Report.
         opened.state = StepState.CLOSED
         self.steps_taken = opened.batch.step + 1
-        return self._report(opened, summed, numbers, note, skipped)
+        return self.report(opened, summed, numbers, note, skipped=skipped)
+
+    def read(self, opened: OpenStep) -> tuple[SummedScalars, float, float]:
+        """Wait for a step's sums and exchange what a flag asks for; return them, and the two numbers of its decider.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        *sums, held_back, was_written = opened.sums.numbers()
+        if opened.state is StepState.OPEN:
+            opened.state = StepState.HELD_BACK if held_back else StepState.CLOSED
+        summed = SummedScalars.of(sums, len(self.used.unsure), opened.names.num_numbers)
+        self._answer(summed, opened.batch)
+        return summed, held_back, was_written
 
     def _answer(self, summed: SummedScalars, batch: StepBatch) -> None:
         """Exchange and raise what the flags of any rank ask for, and let the observer and the stream know of the step.
@@ -332,7 +336,7 @@ class Stepper:
         """
         if summed.flags[StepFlag.REFUSES]:
             self.refusals.raise_agreed(self._own.layout.world_size)
-        self._used.read(summed.uses, exchanges=summed.flags[StepFlag.UNUSED_CHANGED] > 0)
+        self.used.read(summed.uses, exchanges=summed.flags[StepFlag.UNUSED_CHANGED] > 0)
         if summed.flags[StepFlag.WROTE_UNSEEN]:
             self._wait_from_now_on(batch)
         self._observer.agreed(summed.agreed)
@@ -340,14 +344,16 @@ class Stepper:
             batch.end_stream()
             join.note_stop()
 
-    def _judge(self, numbers: StepNumbers, opened: OpenStep) -> tuple[str, bool]:
-        """Return why a step is unusual, or an empty text, and whether it is skipped, whose buffers then are as before it.
+    def note_of(self, numbers: StepNumbers, batch: StepBatch, of: StepBackward = WHOLE) -> str:
+        """Return why the numbers of a step are unusual; empty where they are not. What is not finite is looked for in a second run."""
+        return MASKED if numbers.is_masked else "" if numbers.are_finite else self._diagnose(batch, of)
+
+    def judge(self, note: str, numbers: StepNumbers, opened: OpenStep) -> bool:
+        """Return whether a step is skipped, which is unusual if there is a note; its buffers then are as before it.
 
         Raises:
             NonFiniteError, SpikeError, DataError: as `SkippedSteps.skips` says.
         """
-        spike = self.spikes.judge(numbers.loss) if numbers.are_finite else ""
-        note = MASKED if numbers.is_masked else spike if numbers.are_finite else self._diagnose(opened.batch)
         skipped = bool(note) and self._skipped.skips(
             opened.batch.step + 1,
             note,
@@ -360,20 +366,21 @@ class Stepper:
         if skipped:
             nonfinite.put_back(opened.running_buffers)
         else:
-            self._used.updated(is_first=not self._num_updates)
+            self.used.updated(is_first=not self._num_updates)
             self._num_updates += 1
-        return note, skipped
+        return skipped
 
-    def _report(
-        self, opened: OpenStep, summed: SummedScalars, numbers: StepNumbers, note: str, skipped: bool
+    def report(
+        self, opened: OpenStep, summed: SummedScalars, numbers: StepNumbers, note: str, *, skipped: bool = False
     ) -> StepReport:
+        """Return the report of a step whose sums are read, or of one of its backwards."""
         updater, step_s = self.held.weights.updater, time.perf_counter() - opened.began_s
-        terms, values = self.held.objective.names.means(summed.reported)
+        terms, values = opened.names.means(summed.reported)
         return StepReport(
             step=self.steps_taken,
             loss=numbers.loss,
             grad_norm=numbers.norm,
-            lr=updater.first_lr[0] * opened.lr_factor if updater.first_lr else math.nan,
+            lr=updater.rates.first_with(opened.lr_factor, ALL),
             tokens=int(summed.agreed.count),
             step_s=step_s,
             tokens_per_s=summed.agreed.count / step_s,
@@ -390,7 +397,7 @@ class Stepper:
             values=values,
         )
 
-    def _adapt_loss_scale(self, assembly: Assembly, *, overflowed: bool) -> None:
+    def adapt_loss_scale(self, assembly: Assembly, *, overflowed: bool) -> None:
         """Adapt the loss scale after a step, and what codes have lost of gradients under it."""
         loss_scale = assembly.weights.updater.loss_scale
         before = loss_scale.scale
@@ -398,29 +405,31 @@ class Stepper:
         if loss_scale.scale != before and not self._own.replicas.are_apart:
             assembly.weights.store.codes.scale(loss_scale.scale / before)
 
-    def _own_scalars(self, batch: StepBatch, index: int, number: int, assembly: Assembly) -> Tensor:
+    def _own_scalars(self, batch: StepBatch, of: StepBackward, index: int, number: int, assembly: Assembly) -> Tensor:
         """Run the forwards and backwards of the replica at `index`, of this number; return this rank's share of its loss, count
         and squared norm, and its uses of weights.
         """
-        totals = self.forward_backward(batch, index)
+        totals = self.forward_backward(batch, index, of)
         weights = assembly.weights
-        uses = self._used.note(number, weights.store.without_gradient())
-        if reason := self._used.unproven(number):
+        uses = self.used.note(number, weights.store.without_gradient())
+        if reason := self.used.unproven(number):
             self._refuse_state(batch, reason)
         for name in weights.store.watch.written():
             self._refuse_state(batch, forward_state.explain_lost_write(name, f"zero={self._own.layout.zero}"))
-        norm_squared = weights.store.norm_squared() + weights.updater.overflow(self.place.device)
+        norm_squared = weights.store.norm_squared(of.names) + weights.updater.overflow(self.place.device, of.names)
         weights.store.watch.take_back()
         return torch.cat([totals[:2], norm_squared.view(1), uses, totals[2:]])
 
-    def forward_backward(self, batch: StepBatch, index: int = 0) -> Tensor:
+    def forward_backward(self, batch: StepBatch, index: int = 0, of: StepBackward = WHOLE) -> Tensor:
         """Run the forwards and backwards of the program; return this rank's loss sum and count, and what the loss reports, float64.
 
         Of a rank that trains several replicas, they are those of the replica at `index`.
 
         Collective over the world, see [Note: collective calls].
         """
-        interpreter = Interpreter(self.held, self.job, self.place, self._observer, self._trials, self.steps_taken + 1)
+        held, trials = of.held or self.held, of.trials or self._trials
+        step, delivers = self.steps_taken + 1, not of.is_apart
+        interpreter = Interpreter(held, self.job, self.place, self._observer, trials, step, of.number, delivers)
         totals = interpreter.forward_backward(batch, index)
         self._data_wait_s = interpreter.data_wait_s
         for reason in self.held.model.replaced.take_over(inside=True):
@@ -436,7 +445,7 @@ class Stepper:
             StepFlag.SAVE: join.save_requested(),
             StepFlag.WROTE_UNSEEN: wrote_unseen,
             StepFlag.REFUSES: self.refusals.is_pending,
-            StepFlag.UNUSED_CHANGED: self._used.has_changed,
+            StepFlag.UNUSED_CHANGED: self.used.has_changed,
         }
         sums = torch.cat([self._own.replicas.sums(own), flag_slots(flags, self.place.device)])
         if self._own.layout.world_size > 1:
@@ -469,7 +478,7 @@ class Stepper:
             )
             self.refusals.remark(self.job.run.waived("state", reason))
 
-    def _update(self, assembly: Assembly, update: Callable[[], None]) -> None:
+    def update(self, assembly: Assembly, update: Callable[[], None]) -> None:
         """Update this rank's weights of a replica, and make them visible to the next forward."""
         weights = assembly.weights
         with self._observer.running(assembly.parallel.program.tasks[-1], _NO_SAMPLES):
@@ -480,6 +489,6 @@ class Stepper:
             weights.updater.publish()
             weights.store.publish(waits=not self._owns_weights)
 
-    def _diagnose(self, batch: StepBatch) -> str:
+    def _diagnose(self, batch: StepBatch, of: StepBackward) -> str:
         """Run the step's forwards and backwards once more, and name the first module that makes a non-finite value."""
-        return nonfinite.cause_of_nonfinite(self.held, lambda: self.forward_backward(batch)[0], batch)
+        return nonfinite.cause_of_nonfinite(self.held, lambda: self.forward_backward(batch, 0, of)[0], batch)

@@ -60,7 +60,7 @@ Key = tuple[str, str | None]
 """Name and axis of a row."""
 
 
-class Row(NamedTuple):
+class TimeRow(NamedTuple):
     """A part of a lane's step, in seconds."""
 
     stage: int
@@ -109,7 +109,7 @@ class Lanes(Protocol):
         """Yield the span of every op of one lane."""
 
 
-def partition(timeline: Lanes) -> tuple[Row, ...]:
+def partition(timeline: Lanes) -> tuple[TimeRow, ...]:
     """Return the rows of every lane: those of one lane add up to the seconds of the step."""
     found: dict[int, dict[Key, float]] = {}
     for stage in timeline.stages:
@@ -122,7 +122,7 @@ def partition(timeline: Lanes) -> tuple[Row, ...]:
     _part_imbalance(found)
     order = {name: index for index, name in enumerate(ROWS)}
     return tuple(
-        Row(stage, name, axis, seconds)
+        TimeRow(stage, name, axis, seconds)
         for stage, rows in found.items()
         for (name, axis), seconds in sorted(rows.items(), key=lambda row: (order[row[0][0]], row[0][1] or ""))
     )
@@ -133,7 +133,7 @@ def gaps(timeline: Lanes, stage: int) -> Iterator[Gap]:
     return (part for part in _walk(timeline, stage) if isinstance(part, Gap))
 
 
-def seconds_of(rows: Iterable[Row], *names: str, stage: int | None = None, axis: str | None = None) -> float:
+def seconds_of(rows: Iterable[TimeRow], *names: str, stage: int | None = None, axis: str | None = None) -> float:
     """Return the seconds of the rows with one of these names, of one lane and one axis if they are given."""
     return sum(
         row.seconds

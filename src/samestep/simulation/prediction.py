@@ -19,7 +19,7 @@ from samestep.program.program import Program
 from samestep.simulation import clock, memory
 from samestep.simulation.cost import dtype_on
 from samestep.simulation.memory import MemoryUse
-from samestep.simulation.partition import BUBBLE, IMBALANCE, REST, WAIT, Row, seconds_of
+from samestep.simulation.partition import BUBBLE, IMBALANCE, REST, WAIT, TimeRow, seconds_of
 from samestep.simulation.timeline import Timeline
 from samestep.strategies import programs_of
 
@@ -146,7 +146,7 @@ class Prediction:
         return max((self.timeline.exposed_s(stage) for stage in self.timeline.stages), default=0.0)
 
     @property
-    def parts(self) -> tuple[Row, ...]:
+    def parts(self) -> tuple[TimeRow, ...]:
         """The parts of the step on the stage that computes longest; with the share of exchanges they add up to `step_s`."""
         rows = self.timeline.rows
         stages = self.timeline.stages

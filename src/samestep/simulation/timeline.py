@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from samestep.program.ops import OpKind
-from samestep.simulation.partition import TRANSFER, Row, partition
+from samestep.simulation.partition import TRANSFER, TimeRow, partition
 from samestep.simulation.spans import COMPUTE, LineSpan, Span
 
 LETTERS = {
@@ -98,7 +98,7 @@ class Timeline:
         return self.step_s - self.busy_s(stage, stream)
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[TimeRow, ...]:
         """The parts of every stage's step: `partition`."""
         return partition(self)
 

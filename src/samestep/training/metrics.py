@@ -44,6 +44,7 @@ from samestep.models.spec import ModelSpec
 from samestep.output.output_file import write_whole
 from samestep.program.ops import COMPUTE_DTYPE, TF32
 from samestep.runtime.guards.skipped_steps import MASKED
+from samestep.runtime.recording.sums import StepSums
 from samestep.runtime.step_report import StepReport
 from samestep.training.trackers import Tracker
 
@@ -233,8 +234,8 @@ class Metrics:
         """Lines that did not fit on the disk."""
         self._first, self._every, self._speed, self._trackers = first_step + 1, log_every or 1, speed, trackers
 
-    def write(self, report: StepReport, is_last: bool = False) -> None:
-        """Append one step, unless `log_every` leaves it out."""
+    def write(self, report: StepReport, is_last: bool = False, sums: StepSums | None = None) -> None:
+        """Append one step, unless `log_every` leaves it out; `sums` are of the newest step whose times are known."""
         is_due = is_last or report.step == self._first or report.step % self._every == 0
         if not is_due and not report.note and not report.held_out:
             return
@@ -251,12 +252,14 @@ class Metrics:
         }
         if report.reserved_bytes is not None:
             row["reserved_bytes"] = report.reserved_bytes
-        scalars = scalars_of(report, self._speed)
+        scalars = scalars_of(report, self._speed) | (sums.scalars() if sums else {})
         row |= {name: scalars[f"perf/{name}"] for name in ("tflops_per_device", "mfu") if f"perf/{name}" in scalars}
         row = _finite(row)
         for key in ("terms", "values", "held_out"):
             if named := getattr(report, key):
                 row[key] = _finite(named)
+        if sums is not None and sums.step:
+            row["time"] = _finite(sums.to_record())
         if report.skipped:
             row["skipped"] = True
         if report.note:

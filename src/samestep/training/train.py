@@ -31,6 +31,7 @@ from samestep.errors import JobError, OutOfMemoryError, RunError, WorkerError
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.output.output_file import write_whole
+from samestep.program import recorded
 from samestep.proof import record
 from samestep.proof.record import ProofRecord
 from samestep.proof.verify import verify
@@ -343,6 +344,8 @@ def _train_rank(run: Run, place: RankInfo, checked: Checked, profiler: Profiler)
     if checked.first_weights is not None:
         checked.first_weights.load(run)
     first = run.steps_taken
+    if run.job.train.record:
+        run.record(run.job.train.record, folder / recorded.FOLDER)
     screen = metrics = None
     if place.rank == 0:
         _write_head(checked)
@@ -465,7 +468,7 @@ def _loop(
                 losses = evaluated.losses() if evaluated.is_due(report.step) and not report.stop else {}
             if screen is not None and metrics is not None:
                 logged = dataclasses.replace(report, held_out=losses) if losses else report
-                metrics.write(logged, is_last=report.stop or report.step == until)
+                metrics.write(logged, is_last=report.stop or report.step == until, sums=run.recorder.sums)
                 screen.show(logged)
             with whereabouts.apart("a save of the best weights"):
                 line = evaluated.add(report.step, losses) if losses else ""
@@ -485,6 +488,7 @@ def _loop(
             if is_last:
                 break
     profiler.close()  # a run that was stopped
+    run.recorder.close()
 
 
 def _print_sample(run: Run, workload: Workload, screen: Screen | None, when: str) -> None:

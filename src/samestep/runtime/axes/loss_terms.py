@@ -78,12 +78,26 @@ class SeveralTerms:
     """The name of a term whose count on the real outputs is another than that which followed from the batch."""
 
     @classmethod
-    def of(cls, loss: Loss, program: Program, mesh: Mesh) -> SeveralTerms | OneTerm:
-        """Return the terms of a loss in a layout."""
-        names, axis = program.step.model.loss_names, axis_of(program.step)
-        if len(names.terms) < 2:
+    def of(cls, loss: Loss, program: Program, mesh: Mesh, names: LossNames | None = None) -> SeveralTerms | OneTerm:
+        """Return the terms of a loss in a layout; the `names` are by default those of the loss that was traced.
+
+        Raises:
+            JobError: a loss that was not traced has several terms, and the layout has no group of the ranks that add up counts.
+        """
+        traced, layout = program.step.model.loss_names, program.step.layout
+        if len((names or traced).terms) < 2:
             return OneTerm()
-        return cls(loss, names, mesh.groups[axis] if axis else None, program.step.layout.cp)
+        axis = axis_of(program.step)
+        if names is None:
+            return cls(loss, traced, mesh.groups[axis] if axis else None, layout.cp)
+        everyone = "world" if layout.world_size == layout.dp * layout.cp else ""
+        group = mesh.groups.get(axis or everyone)
+        if group is None and layout.dp * layout.cp > 1:
+            raise JobError(
+                f"a loss of the terms {', '.join(names.terms)} for one backward: in a layout with tp or pp the loss of the run must have "
+                "several terms too; several backwards, whose means add up, work"
+            )
+        return cls(loss, names, group, layout.cp)
 
     def begin_step(self) -> None:
         """Forget the counts of the step before."""

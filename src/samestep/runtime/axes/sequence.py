@@ -175,7 +175,7 @@ def _reduce_scattering(
     degree = dist.get_world_size(group)
     parts = x.unflatten(1, (degree, -1)).transpose(0, 1).contiguous()
     mine = torch.empty_like(parts[0])
-    with owned(owner):
-        work = reduce_scatter(mine, parts.flatten(0, 1), group=group, async_op=True)
+    with owned(owner) as issue:
+        work = issue.sent(reduce_scatter(mine, parts.flatten(0, 1), group=group, async_op=True))
     assert work is not None
     return mine, work.wait

@@ -287,8 +287,8 @@ def _summing(x: Tensor, group: dist.ProcessGroup, owner: str, is_alone: bool) ->
     """Begin to sum x over the group; return the sum, and a function that waits for it. Where others may hold x, it
     is copied."""
     total = x if is_alone else x.clone(memory_format=torch.contiguous_format)
-    with owned(owner):
-        work = dist.all_reduce(total, group=group, async_op=True)
+    with owned(owner) as issue:
+        work = issue.sent(dist.all_reduce(total, group=group, async_op=True))
     assert work is not None
     return total, work.wait
 

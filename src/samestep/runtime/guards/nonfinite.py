@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from samestep.randomness.mode import named_modules
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.microbatches import StepBatch
-from samestep.runtime.optimizers.optimizer_step import LARGEST_SUM
+from samestep.runtime.optimizers.loss_scale import LARGEST_SUM
 from samestep.runtime.processes.messages import gather_values
 from samestep.tracing.pending_logits import PendingLogits
 from samestep.trees import tensors_in
@@ -113,7 +113,8 @@ def _bad_samples(assembly: Assembly, batch: StepBatch) -> list[int]:
 
 def save_values(buffers: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return tensors with copies of their values, for `put_back`."""
-    return [(buffer, buffer.clone()) for buffer in buffers]
+    held = [*buffers]
+    return [*zip(held, torch._foreach_mul(held, 1) if held else (), strict=True)]  # one call for all copies
 
 
 @torch.no_grad()

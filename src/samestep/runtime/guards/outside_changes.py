@@ -81,7 +81,7 @@ class OutsideChanges:
         """Whether the loop loads the instance with what the run has trained, to evaluate it as it likes."""
         self._of_optimizer = [
             (type(given).__name__, *watched)
-            for given in held.weights.updater.given.values()
+            for given in held.weights.updater.rates.given.values()
             for watched in given_optimizer.watch(given)
         ]
         if isinstance(given, nn.Module):

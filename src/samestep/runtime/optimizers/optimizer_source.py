@@ -170,6 +170,25 @@ def given_instances(source: OptimizerSource, optimizer: Optimizer | None) -> dic
     return found
 
 
+def member_of_weight(source: OptimizerSource, whole: WholeWeights) -> dict[str, int]:
+    """Return the index of the optimizer that holds each weight of the whole model, where a user gave several.
+
+    Raises:
+        ModelError: two of them hold a weight, or none does.
+    """
+    if not isinstance(source, NamedOptimizers) or not whole.shapes:
+        return {}
+    optimizer, weights = skeleton(source, whole.shapes, whole.attributes)
+    check_partition(optimizer, weights)
+    names = {id(weight): name for name, weight in weights.items()}
+    return {
+        names[id(param)]: index
+        for index, member in enumerate(members_of(optimizer))
+        for group in member.param_groups
+        for param in group["params"]
+    }
+
+
 # -- over the pieces of a rank ---------------------------------------------------------------------
 
 

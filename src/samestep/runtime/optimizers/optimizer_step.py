@@ -13,7 +13,7 @@ with some others, a chunk of all pieces, so that the wider values of few pieces 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,40 +27,24 @@ from samestep.errors import InputError, ModelError
 from samestep.job_tables import NumericsTable
 from samestep.program.step import update_chunks
 from samestep.runtime import host_copies
+from samestep.runtime.optimizers.group_rates import GroupRates
+from samestep.runtime.optimizers.loss_scale import LARGEST_SUM, LossScale
 from samestep.runtime.optimizers.one_process import alone
-from samestep.runtime.optimizers.optimizer_source import ALONE, WholeWeights, build_over, check_step, given_instances
+from samestep.runtime.optimizers.optimizer_source import (
+    ALONE,
+    WholeWeights,
+    build_over,
+    check_step,
+    given_instances,
+    member_of_weight,
+)
+from samestep.runtime.optimizers.optimizers_by_name import ALL, UpdatedPart, step_members
 from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.optimizers.update_rule import TRIED, has_hooks, is_torchs_own
 from samestep.runtime.optimizers.used_weights import Unused
 from samestep.runtime.weights.pieces import LiveWeights, Piece, WeightAverages
 from samestep.runtime.weights.split_masters import SplitMasters
 from samestep.state.fingerprints import optimizer_digests
-
-LARGEST_SUM = torch.finfo(torch.float16).max / 2
-"""The largest sum of gradients under a loss scale: partial sums, some of which cancel, then fit float16 as well."""
-
-
-@dataclass(slots=True)
-class LossScale:
-    """Dynamic loss scaling for fp16: halved at an overflow, doubled after `growth_steps` without one."""
-
-    scale: float = 1.0
-    growth_steps: float = math.inf
-    steps_since: int = 0
-
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether the scale may change; it stays 1 in other precisions than fp16."""
-        return self.growth_steps < math.inf
-
-    def after(self, *, overflowed: bool) -> None:
-        """Adapt the scale after a step. Every rank passes the same `overflowed`, so every rank holds the same scale."""
-        if overflowed:
-            self.scale, self.steps_since = max(self.scale / 2, min(self.scale, 1.0)), 0
-            return
-        self.steps_since += 1
-        if self.steps_since >= self.growth_steps:
-            self.scale, self.steps_since = self.scale * 2, 0
 
 
 @dataclass(slots=True)
@@ -71,20 +55,15 @@ class Updater:
     optimizer: Optimizer | None
     """None on a rank without pieces, as the last ones of more ranks than rows."""
     loss_scale: LossScale
-    first_lr: list[float] = field(default_factory=list)
-    """The learning rate of each group, before the job's schedule."""
+    rates: GroupRates
+    """The learning rates of its groups."""
     whole: WholeWeights = ALONE
-    given: Mapping[int, Optimizer] = field(default_factory=dict)
-    """The instances that the user gave, whose options act here too, by the index of their first group."""
     couples_weights: bool = False
     """Whether the update of a weight is known to depend on which other weights the optimizer holds."""
     factor: float = 1.0
     """What the gradients of the last update were multiplied by: the division by the count, and the clipping."""
     _sent: list[Tensor] | None = None
     """The gradients of this step, multiplied, on their way to where the pieces are."""
-    _set_lr: list[float] = field(default_factory=list)
-    _given_lr: dict[int, float] = field(default_factory=dict)
-    _given_options: dict[int, dict[str, Any]] = field(default_factory=dict)
     first_digests: dict[str, int] = field(default_factory=dict)
     """Digests of the optimizer's options and attributes before its first step."""
     live: LiveWeights = field(default_factory=lambda: LiveWeights([]))
@@ -99,6 +78,8 @@ class Updater:
     """Names of the weights that the step gave no gradient: the next update leaves them, and their states, as they are."""
     averages: WeightAverages | None = None
     """Moving averages of the pieces; None where the job keeps none."""
+    member_of_weight: Mapping[str, int] = field(default_factory=dict)
+    """The index of the member that holds each weight of the whole model, where the user gave several optimizers."""
 
     @classmethod
     def over(
@@ -123,6 +104,9 @@ class Updater:
         for piece in pieces:
             piece.value.requires_grad_(True)
             piece.value.__dict__.update(whole.attributes.get(piece.name, {}))
+        holders = member_of_weight(
+            source, whole
+        )  # in front: the optimizer in use is the last one that a function makes
         optimizer = build_over(source, [(piece.name, piece.value) for piece in pieces], whole)
         if optimizer is not None:
             check_step(optimizer)
@@ -133,78 +117,24 @@ class Updater:
                 f"a group of {type(optimizer).__name__} has no learning rate `lr`, which the job's schedule sets: "
                 'schedule.name = "constant" without warm-up works'
             )
-        given = given_instances(source, optimizer)
-        rates = _rates(optimizer)
+        rates = GroupRates(optimizer, given_instances(source, optimizer))
         made = cls(
             pieces,
             optimizer,
             scale,
             rates,
             whole=whole,
-            given=given,
             couples_weights=couples_weights,
-            _set_lr=list(rates),
-            _given_lr=_given_rates(given),
-            _given_options=_given_options(given),
         )
-        made.packing, made.averages = packing, averages
+        made.packing, made.averages, made.member_of_weight = packing, averages, holders
         made.chunks = _chunks(pieces, optimizer, splits_masters=splits_masters, packs_states=packing is not None)
         made.live = LiveWeights(pieces)
         made.first_digests = optimizer_digests(optimizer) if optimizer else {}
         return made
 
-    def set_lr(self, factor: float) -> None:
-        """Set each group's learning rate to `factor` times its own; one that was set from outside meanwhile is kept.
-
-        Raises:
-            ModelError: the job's schedule and another hand both change the learning rate, or the optimizer that was given
-                has another number of groups now.
-        """
-        if self.optimizer is None:
-            return
-        self._follow_options()
-        changed = {
-            index: now
-            for index, (now, before) in enumerate(zip(_rates(self.optimizer), self._set_lr, strict=True))
-            if now != before
-        }
-        theirs = _given_rates(self.given)
-        changed |= {i: now for i, now in theirs.items() if now != self._given_lr[i]}
-        self._given_lr = theirs
-        if changed and factor != 1.0:
-            raise ModelError(
-                f"the learning rate of group {min(changed)} was set to {changed[min(changed)]:g} from outside, and the job's "
-                'schedule sets it too: schedule.name = "constant" without warm-up leaves it to you'
-            )
-        for index, rate in changed.items():
-            self.first_lr[index] = rate
-        for group, first in zip(self.optimizer.param_groups, self.first_lr, strict=True):
-            if "lr" not in group:
-                continue
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(first * factor)
-            else:
-                group["lr"] = first * factor
-        self._set_lr = _rates(self.optimizer)
-
-    def _follow_options(self) -> None:
-        """Take over what was changed in the groups of the given instance, as the momentum that a scheduler changes with the
-        rate."""
-        assert self.optimizer is not None
-        theirs = _given_options(self.given)
-        for whose, held, number in (
-            ("optimizer that was given", theirs, len(self._given_options)),
-            ("run's optimizer", self.optimizer.param_groups, len(self.first_lr)),
-        ):
-            if len(held) != number:
-                raise ModelError(
-                    f"the {whose} has {len(held)} groups, and had {number} when the run was made: "
-                    "groups of all weights from the start, some with lr = 0, work"
-                )
-        for index, now in theirs.items():
-            group, before = self.optimizer.param_groups[index], self._given_options[index]
-            group.update({key: value for key, value in now.items() if key in group and value != before.get(key)})
-        self._given_options = theirs
+    def set_lr(self, factor: float | Mapping[int, float]) -> None:
+        """Set the learning rates as `GroupRates.set` does."""
+        self.rates.set(factor)
 
     @property
     def can_hold_back(self) -> bool:
@@ -236,16 +166,23 @@ class Updater:
         self._sent = host_copies.send_to_values(gradients, [piece.value for piece in self.pieces])
 
     @torch.no_grad()
-    def step(self, factor: float, *, was_held_back: bool = False) -> None:
-        """Multiply the gradients by `factor`, unless they were when they were sent, and update the pieces."""
+    def step(self, factor: float, *, was_held_back: bool = False, part: UpdatedPart = ALL) -> None:
+        """Multiply the gradients by `factor`, unless they were when they were sent, and update the pieces of a part."""
         self.factor = factor
         sent, self._sent = self._sent, None
-        if self.optimizer is None:
+        pieces = self.pieces_of(part)
+        if self.optimizer is None or not pieces:
             return
-        gradients = [piece.gradient() for piece in self.pieces] if sent is None else sent
+        gradients = [piece.gradient() for piece in pieces] if sent is None else sent
         if factor != 1.0 and (sent is None or was_held_back):
             torch._foreach_mul_(gradients, factor)
-        self._update(gradients)
+        self._update(gradients, part=part)
+
+    def pieces_of(self, part: UpdatedPart) -> list[Piece]:
+        """Return the pieces of the members of a part."""
+        if part.members is None:
+            return self.pieces
+        return [piece for piece in self.pieces if self.member_of_weight[piece.name] in part.members]
 
     def forget_sent(self) -> None:
         """Drop gradients that were sent for a step that is skipped."""
@@ -272,15 +209,19 @@ class Updater:
             scaling.__dict__.pop("grad_scale", None)
             del scaling.found_inf
 
-    def _update(self, gradients: list[Tensor], held_back: Tensor | None = None) -> None:
+    def _update(self, gradients: list[Tensor], held_back: Tensor | None = None, part: UpdatedPart = ALL) -> None:
         """Lend the gradients to the pieces, let the optimizer update them, chunk by chunk, and average them.
 
         The device changes nothing where `held_back` is 1.
         """
         assert self.optimizer is not None
-        gradients = host_copies.beside(gradients, [piece.value for piece in self.pieces])
-        of_piece = {id(piece): gradient for piece, gradient in zip(self.pieces, gradients, strict=True)}
-        for chunk in self._together():
+        pieces = self.pieces_of(part)
+        gradients = host_copies.beside(gradients, [piece.value for piece in pieces])
+        of_piece = {id(piece): gradient for piece, gradient in zip(pieces, gradients, strict=True)}
+        for together in self._together():
+            chunk = [piece for piece in together if id(piece) in of_piece]
+            if not chunk:
+                continue
             is_all = len(chunk) == len(self.pieces)
             with _use_masters(chunk), self._unpacked(chunk), _holding_only(self.optimizer, None if is_all else chunk):
                 lent = [piece.value for piece in chunk if piece.value.grad is None]
@@ -293,7 +234,7 @@ class Updater:
                         piece.value.grad = gradient if has_shape else gradient.view_as(piece.value)
                 try:
                     with alone(type(self.optimizer).__name__):
-                        self.optimizer.step()
+                        step_members(self.optimizer, part)
                 except TRIED as error:  # of the user's own code, such as an assertion that a closure is given
                     if self.step_index or isinstance(
                         error, InputError | torch.OutOfMemoryError | torch.AcceleratorError
@@ -309,7 +250,7 @@ class Updater:
                         value.grad = None
                 if self.averages is not None:
                     self.averages.update(chunk, held_back)
-        for given in self.given.values():
+        for given in self.rates.given.values():
             given._opt_called = True  # type: ignore[attr-defined]  # what a scheduler over the instance asks for
 
     def _together(self) -> list[list[Piece]]:
@@ -357,8 +298,8 @@ class Updater:
         return dict(state) if self.packing is None else self.packing.wide(piece, state)
 
     @torch.no_grad()
-    def overflow(self, device: torch.device) -> Tensor:
-        """Return infinity if a gradient of this rank, under the loss scale, exceeds float16; else 0 (float64 []).
+    def overflow(self, device: torch.device, names: Set[str] | None = None) -> Tensor:
+        """Return infinity if a gradient of this rank, of these weights or any, under the loss scale exceeds float16; else 0 (float64 []).
 
         Whether float16 overflows on the way depends on how many samples a micro-batch adds up; their sum over the whole
         step does not. So the sum alone decides whether a step is skipped, and all layouts decide alike.
@@ -366,7 +307,8 @@ class Updater:
         none = torch.zeros((), dtype=torch.float64, device=device)
         if self.loss_scale.scale <= 1.0:
             return none
-        gradients = [gradient for piece in self.pieces if (gradient := piece.gradient()).numel()]
+        mine = [piece for piece in self.pieces if names is None or piece.name in names]
+        gradients = [gradient for piece in mine if (gradient := piece.gradient()).numel()]
         if not gradients:
             return none
         largest = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
@@ -450,25 +392,6 @@ def _holding_only(optimizer: Optimizer, chunk: list[Piece] | None) -> Iterator[N
     finally:
         for group, params in zip(optimizer.param_groups, held, strict=True):
             group["params"] = params
-
-
-def _given_options(given: Mapping[int, Optimizer]) -> dict[int, dict[str, Any]]:
-    """Return the numbers among the options of each group of the given instances, but for its learning rate."""
-    plain = (bool, int, float, tuple)
-    return {
-        first + index: {key: value for key, value in group.items() if key != "lr" and type(value) in plain}
-        for first, optimizer in given.items()
-        for index, group in enumerate(optimizer.param_groups)
-    }
-
-
-def _given_rates(given: Mapping[int, Optimizer]) -> dict[int, float]:
-    return {first + i: rate for first, optimizer in given.items() for i, rate in enumerate(_rates(optimizer))}
-
-
-def _rates(optimizer: Optimizer | None) -> list[float]:
-    """Return the learning rate of each group; 0 for one without."""
-    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups] if optimizer is not None else []
 
 
 def clip_factor(norm: float, limit: float | None) -> float:

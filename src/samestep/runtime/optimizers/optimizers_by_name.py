@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.building.optimizer import CombinedOptimizer, OptimizerSource
+from samestep.building.optimizer import CombinedOptimizer, OptimizerSource, members_of
 from samestep.errors import ModelError
 from samestep.runtime.optimizers.one_process import alone
 from samestep.runtime.optimizers.update_rule import TRIED
@@ -147,6 +147,11 @@ def check_partition(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None
         )
 
 
+def names_of(source: OptimizerSource) -> Names:
+    """Return the names of the optimizers that a source builds; none where the user gave one."""
+    return tuple(source.sources) if isinstance(source, NamedOptimizers) else ()
+
+
 def names_in(optimizer: Optimizer | None) -> Names:
     """Return the names of the optimizers that the user gave; none where there is one."""
     return optimizer.names if isinstance(optimizer, CombinedOptimizer) else ()
@@ -169,3 +174,46 @@ def sources_by_name(
                 f"optimizer has {key!r} as a name: a dict of optimizers has names as keys, as in {{'d': ...}}"
             )
     return NamedOptimizers({key: source_of(one, key if isinstance(key, str) else "") for key, one in pairs})
+
+
+# -- the members of an update ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatedPart:
+    """The members of an optimizer that an update is for, or all of them, and the options that their `step` is given."""
+
+    members: tuple[int, ...] | None = None
+    """The indices of the members; None for the whole optimizer."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+ALL = UpdatedPart()
+
+
+def member_index(names: Names, name: str | int | None, method: str) -> tuple[int, ...] | None:
+    """Return the indices of the members that a name stands for; None, for the whole optimizer, without a name.
+
+    Raises:
+        ModelError: no optimizer has the name.
+    """
+    if name is None:
+        return None
+    if name not in names:
+        known = (
+            ", ".join(map(repr, names))
+            if names
+            else 'one optimizer without a name, and optimizer={"d": f, "g": g} names two'
+        )
+        raise ModelError(f"{method}({name!r}): the run has {known}; no name stands for all")
+    return (names.index(name),)
+
+
+def step_members(optimizer: Optimizer, part: UpdatedPart) -> None:
+    """Let the members of a part that hold weights on this rank take a step."""
+    if part is ALL:
+        optimizer.step()
+        return
+    for index, member in enumerate(members_of(optimizer)):
+        if (part.members is None or index in part.members) and any(group["params"] for group in member.param_groups):
+            member.step(**part.options)

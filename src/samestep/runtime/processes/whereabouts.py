@@ -32,6 +32,7 @@ import torch.distributed as dist
 from samestep import errors
 from samestep.building.torch_seams import names_of_groups
 from samestep.program.bodies import Task
+from samestep.runtime.recording import marks
 
 
 @dataclass(slots=True)
@@ -69,7 +70,8 @@ def apart(name: str) -> Iterator[None]:
     save`."""
     _progress.apart.append(name)
     try:
-        yield
+        with marks.region("checkpoint" if "save" in name else f"host:{name}"):
+            yield
     finally:
         _progress.apart.pop()
 

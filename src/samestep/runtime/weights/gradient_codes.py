@@ -91,8 +91,9 @@ class BucketCodes:
 
         Collective over `op.axis`, see [Note: collective calls].
         """
-        with owned(op.owner):
-            return self.exchanges[op.owner].send([gradients])
+        with owned(op.owner) as issue:
+            work: dist.Work = issue.sent(self.exchanges[op.owner].send([gradients]))
+        return work
 
     def finish(self, bucket: str, gradients: Tensor) -> None:
         """Set a bucket's gradients to the sum of all contributions, which has arrived."""
@@ -188,8 +189,8 @@ class UnitCodes:
         if op.kind is not OpKind.ALL_GATHER:
             for gradients, windows in _pairs(shard):
                 torch._foreach_copy_(windows, gradients)
-        with owned(op.owner):
-            shard.work = shard.exchange.send(shard.buffers)
+        with owned(op.owner) as issue:
+            shard.work = issue.sent(shard.exchange.send(shard.buffers))
 
     def finish(self) -> None:
         """Wait for the exchanges of a step, and set the gradients to the sums."""

@@ -58,17 +58,27 @@ class Owning:
         self.frozen, self.exchange, self.codes, self.watch = store.frozen, store.exchange, store.codes, store.watch
         self.hook_gradients, self.begin_step, self.running = store.hook_gradients, store.begin_step, store.running
         self.without_gradient, self.norm_squared = store.without_gradient, store.norm_squared
-        self.settle, self.end_forward_only = store.settle, store.end_forward_only
+        self.settle, self.end_forward_only, self.gradients = store.settle, store.end_forward_only, store.gradients
         taken = {id(piece) for piece in pieces}
         self._lent = LiveWeights([piece for piece in store.pieces if id(piece) not in taken])
 
-    def finish_gradients(self) -> None:
-        """Finish the store's reductions, and gather weights and gradients at their owners.
+    @property
+    def reduced(self) -> list[Piece]:
+        """The pieces of the other store."""
+        return self._store.reduced
+
+    def finish_gradients(self, *, delivers: bool = True) -> None:
+        """Finish the store's reductions, and gather weights and gradients at their owners unless that comes later.
 
         Collective over the store's axes, and those over which weights have owners: see [Note: collective calls] in
         runtime/processes/mesh.py.
         """
         self._store.finish_gradients()
+        if delivers:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Gather weights and gradients at their owners; collective over the axes on which weights have owners."""
         self.watch.take_back()
         self._lent.reread()
         for level in self._levels:

@@ -13,6 +13,8 @@ torch's optimizer goes on with the old tensor, so nothing trains the new one. A 
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,13 +41,37 @@ class _ModulePlace:
     """The full name of the weight or the module."""
 
 
+class _Places:
+    """The attributes of all modules that hold weights, or submodules. As long as all hold what they held, one comparison shows it."""
+
+    def __init__(self, places: list[_ModulePlace], items: list[dict[str, Any]]) -> None:
+        self.places, self._items = places, items
+        self._seen = self._values()
+
+    def _values(self) -> list[Any]:
+        return [*itertools.chain.from_iterable(map(dict.values, self._items))]
+
+    def are_as_seen(self) -> bool:
+        """Return whether every attribute holds what it held, and none is new."""
+        now, seen = self._values(), self._seen
+        return len(now) == len(seen) and all(map(operator.is_, now, seen))
+
+    def changed(self) -> list[_ModulePlace]:
+        """Return the places that hold something else."""
+        if self.are_as_seen():
+            return []
+        changed = [place for place in self.places if place.items.get(place.key) is not place.held]
+        # Stand-ins are of weights that are being gathered, and of modules of other stages.
+        return [place for place in changed if not isinstance(place.items.get(place.key), StandIn | LayerStandIn)]
+
+
 @dataclass(slots=True)
 class ReplacedWeights:
     """The attributes that hold a rank's weights, and the tensors that code has assigned to them."""
 
     model: nn.Module
-    places: list[_ModulePlace]
-    modules: list[_ModulePlace]
+    weights: _Places
+    modules: _Places
     owners: list[tuple[str, nn.Module]]
     first_names: dict[str, str]
     """The first name of each weight, by all of its names."""
@@ -76,12 +102,20 @@ class ReplacedWeights:
         names = {
             place.name: first.setdefault(id(place.held), place.name) for place in weights if place.held is not None
         }
-        return cls(model, weights, modules, owners, names, frozenset(known), program)
+        return cls(
+            model,
+            _Places(weights, [owner._parameters for _, owner in owners]),
+            _Places(modules, [owner._modules for _, owner in owners]),
+            owners,
+            names,
+            frozenset(known),
+            program,
+        )
 
     def note(self) -> None:
         """Put weights back that a forward has replaced; they take over the values after the backward, which may read the old ones."""
         if not self._is_gathered:
-            for place in _changed_places(self.places):
+            for place in self.weights.changed():
                 self._put_back(place)
 
     def take_over(self, *, inside: bool) -> Iterator[str]:
@@ -90,11 +124,11 @@ class ReplacedWeights:
         `inside` says that a forward and its backward have run since the last call; otherwise the loop's code has.
         """
         if not (inside and self._is_gathered):
-            for place in _changed_places(self.modules):
+            for place in self.modules.changed():
                 yield from self._other_module(place)
-            for place in _changed_places(self.places):
+            for place in self.weights.changed():
                 yield from self._other_tensor(place)
-        if sum(len(owner._parameters) for _, owner in self.owners) > len(self.places):
+        if not self.weights.are_as_seen():
             yield from self._added_weights()
         for name, new in self._new.items():
             held = self._weight(name)
@@ -113,12 +147,12 @@ class ReplacedWeights:
     def _other_tensor(self, place: _ModulePlace) -> Iterator[str]:
         """Put a weight back; yield why what was assigned, or deleted, cannot be a weight."""
         if place.held is None:
-            self.places.remove(place)
+            self.weights.places.remove(place)
             yield _new_weight(place.name)
         elif isinstance(place.items.get(place.key), Tensor):
             self._put_back(place)
         else:
-            self.places.remove(place)
+            self.weights.places.remove(place)
             if not any(param is place.held for param in self.model.parameters()):  # a parametrization has it elsewhere
                 yield f"{place.name} was taken out of the model, and the run trains it on: to set it to zeros works"
 
@@ -126,7 +160,7 @@ class ReplacedWeights:
         """Yield why a module that replaces another one is refused, unless it has the same weights."""
         now = place.items.get(place.key)
         theirs = {id(param) for param in now.parameters()} if isinstance(now, nn.Module) else set()
-        self.modules.remove(place)
+        self.modules.places.remove(place)
         if not all(id(param) in theirs for param in place.held.parameters()):
             yield (
                 f"another module was put in the place of {place.name}, whose weights the run trains on: to write into these "
@@ -135,11 +169,13 @@ class ReplacedWeights:
 
     def _added_weights(self) -> Iterator[str]:
         """Yield which weights are new."""
-        known = {place.name for place in self.places}
+        if sum(len(owner._parameters) for _, owner in self.owners) <= len(self.weights.places):
+            return
+        known = {place.name for place in self.weights.places}
         for path, owner in self.owners:
             for key in owner._parameters:
                 if f"{path}{key}" not in known:
-                    self.places.append(
+                    self.weights.places.append(
                         _ModulePlace(owner._parameters, key, owner._parameters[key], owner, f"{path}{key}")
                     )
                     yield _new_weight(f"{path}{key}")
@@ -194,14 +230,8 @@ class ReplacedWeights:
         return word or (f"recompute={layout.recompute}" if layout.recompute != "none" else "")
 
     def _weight(self, name: str) -> Tensor:
-        held: Tensor = next(place.held for place in self.places if place.name == name)
+        held: Tensor = next(place.held for place in self.weights.places if place.name == name)
         return held
-
-
-def _changed_places(places: list[_ModulePlace]) -> list[_ModulePlace]:
-    changed = [place for place in places if place.items.get(place.key) is not place.held]
-    # Stand-ins are of weights that are being gathered, and of modules of other stages.
-    return [place for place in changed if not isinstance(place.items.get(place.key), StandIn | LayerStandIn)]
 
 
 def _new_weight(name: str) -> str:

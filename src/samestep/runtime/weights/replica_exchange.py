@@ -88,8 +88,8 @@ class BucketExchange:
             moved = mine[op.owner]
             assert moved.moves is not None, "an exchange that has not started"
             moved.wait()
-            with owned(op.owner):
-                moved.work = moved.exchange.send([moved.moves])
+            with owned(op.owner) as issue:
+                moved.work = issue.sent(moved.exchange.send([moved.moves]))
 
     def end(self, part: int) -> None:
         """Wait for an exchange, and set the gradients to its sums."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -90,6 +90,8 @@ class _WholeWatch:
 
     def __init__(self, params: Mapping[str, nn.Parameter], places: Mapping[str, Tensor]) -> None:
         self._params, self._places = params, places
+        self._held = [*params.values()]
+        self._addresses = [places[name].data_ptr() for name in params]
 
     def compare_values(self, compares: bool) -> None:
         """Do nothing, since no write is lost."""
@@ -100,6 +102,8 @@ class _WholeWatch:
 
     def take_back(self) -> None:
         """Copy weights that a user has given another storage, by `param.data = ...`, back to the one in use."""
+        if [*map(Tensor.data_ptr, self._held)] == self._addresses:
+            return
         for name, param in self._params.items():
             if param.data_ptr() != self._places[name].data_ptr():
                 param.data = self._places[name].copy_(param.data)
@@ -305,7 +309,7 @@ class Replicated:
         for op in flat.starts:
             flat.work = self._send(flat, op, flat.gradients)
 
-    def finish_gradients(self) -> None:
+    def finish_gradients(self, *, delivers: bool = True) -> None:
         """Start the buckets that no backward completed, issue the collectives that follow, and wait for all.
 
         Collective over the axes of the program's buckets, see [Note: collective calls].
@@ -321,6 +325,31 @@ class Replicated:
             _wait(flat)
             self.codes.finish(flat.bucket.name, flat.remaining)
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradient of each weight; under zero=1 the ranks gather it.
+
+        Collective over `dp_shard` with zero=1, see [Note: collective calls].
+        """
+        if not self._flats:
+            return {name: _gradient_or_zero(param) for name, param in self.params.items()}
+        for flat in self._flats:
+            for op in flat.gathers:
+                flat.work = self._send(flat, op, flat.gradients)
+                _wait(flat)
+        spans = {member.name: (flat, member) for flat in self._flats for member in flat.bucket.members}
+        return {
+            name: flat.gradients[member.offset : member.offset + member.numel].view(self.params[name].shape)
+            for name, (flat, member) in spans.items()
+        }
+
+    def deliver(self) -> None:
+        """Do nothing: the ranks that have the gradients update the weights."""
+
+    @property
+    def reduced(self) -> list[Piece]:
+        """The pieces that this rank updates."""
+        return self.pieces
+
     def _chunk_of(self, flat: _FlatBuffer) -> Tensor:
         """Return the gradients of a bucket that this rank updates: all, or its chunk of them under zero=1."""
         holding = flat.bucket.holding
@@ -333,36 +362,49 @@ class Replicated:
         if self.codes.sends(op):
             return self.codes.send(op, flat.remaining)
         group = self.mesh.groups[op.axis]
-        with owned(op.owner):
-            work = _start_collective(op.kind, flat.remaining if op.kind is OpKind.ALL_REDUCE else whole, group)
+        with owned(op.owner) as issue:
+            sent = flat.remaining if op.kind is OpKind.ALL_REDUCE else whole
+            work: dist.Work = issue.sent(_start_collective(op.kind, sent, group))
         if op.kind is OpKind.REDUCE_SCATTER:
             flat.chunk = _own_part(whole, group)
         elif op.kind is OpKind.ALL_GATHER:
             flat.chunk = None
         return work
 
-    def norm_squared(self) -> Tensor:
-        """Return this rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
+    def norm_squared(self, names: Set[str] | None = None) -> Tensor:
+        """Return this rank's share of the squared norm of all gradients, or of some: the shares of all ranks add up to the whole."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if not self._flats:
             step = self.program.step
             copies_of = {param.name: step.holding(param).num_copies for param in step.model.params}
             for copies in sorted(set(copies_of.values())):
-                mine = [_gradient_or_zero(param) for name, param in self.params.items() if copies_of[name] == copies]
+                mine = [
+                    _gradient_or_zero(param)
+                    for name, param in self.params.items()
+                    if copies_of[name] == copies and (names is None or name in names)
+                ]
                 total += squared_norm(mine, self.mesh.device) / copies
             return total
         for copies in sorted({flat.bucket.holding.num_copies for flat in self._flats}):
             alike = [flat for flat in self._flats if flat.bucket.holding.num_copies == copies]
             _, repeated_over = self.program.step.norm_axes(alike[0].bucket.holding)
-            mine = [self._norm_share(flat) for flat in alike]
+            mine = [part for flat in alike for part in self._norm_share(flat, names)]
             total += squared_norm(mine, self.mesh.device) / (math.prod(map(self.mesh.size, repeated_over)) * copies)
         return total
 
-    def _norm_share(self, flat: _FlatBuffer) -> Tensor:
-        """Return the run of a bucket's gradients whose squares this rank adds up."""
+    def _norm_share(self, flat: _FlatBuffer, names: Set[str] | None) -> Iterator[Tensor]:
+        """Yield the runs of a bucket's gradients, or of those of some weights, whose squares this rank adds up."""
         divided_over, _ = self.program.step.norm_axes(flat.bucket.holding)
         number, index = (self.mesh.size(divided_over), self.mesh.index(divided_over)) if divided_over else (1, 0)
-        return flat.gradients.view(number, -1)[index]
+        share = flat.gradients.view(number, -1)[index]
+        if names is None:
+            yield share
+            return
+        first = index * share.numel()
+        for member in flat.bucket.members:
+            start, stop = max(member.offset - first, 0), min(member.offset + member.numel - first, share.numel())
+            if member.name in names and start < stop:
+                yield share[start:stop]
 
     def publish(self, *, waits: bool = True, part: int | None = None) -> None:
         """Gather every rank's chunk of the updated weights under zero=1, first those that the next forward needs first.

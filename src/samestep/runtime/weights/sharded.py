@@ -21,7 +21,7 @@ A forward without a backward (held-out loss) leaves the last unit gathered, so i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,7 @@ from samestep.runtime.weights.fsdp_units import (
     sharded_shape,
 )
 from samestep.runtime.weights.gradient_codes import EncodedScatter, UnitCodes
+from samestep.runtime.weights.named_comms import NamedAllGather, NamedReduceScatter
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece, squared_norm
 from samestep.runtime.weights.replica_exchange import UnitExchange
@@ -87,6 +88,8 @@ class Sharded:
         whole_writes.allow()
         whole_writes.take_single_numbers(slots, {one.name for one in program.step.model.params if not one.shape})
         for running in self._units:
+            running.fsdp.set_custom_all_gather(NamedAllGather(running.unit.name))
+            running.fsdp.set_custom_reduce_scatter(NamedReduceScatter(running.unit.name))
             if (scatter := self.codes.scatters.of_unit.get(running.unit.name)) is not None:
                 running.fsdp.set_custom_reduce_scatter(_EncodedReduceScatter(scatter))
 
@@ -194,7 +197,7 @@ class Sharded:
         made = set[str]().union(*(unit.made for unit in self._units))
         return {name: not param.requires_grad for name, param in self._trained.items() if name not in made}
 
-    def finish_gradients(self) -> None:
+    def finish_gradients(self, *, delivers: bool = True) -> None:
         """Wait for FSDP2's reductions; sum gradients over tied stages, and over axes on which they are partial.
 
         Collective over these stages and `tp`, see [Note: collective calls].
@@ -228,13 +231,33 @@ class Sharded:
             dist.all_reduce(whole, group=self.mesh.groups[op.axis])
         torch._foreach_copy_(gradients, windows)
 
-    def norm_squared(self) -> Tensor:
-        """Return this rank's share of the squared gradient norm: the shares of all ranks add up to the whole."""
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradient of each weight, a DTensor of which this rank has its rows."""
+        return {
+            name: param.grad
+            for name, param in self._trained.items()
+            if _gradient(param) is not None and param.grad is not None
+        }
+
+    def deliver(self) -> None:
+        """Do nothing: the ranks that have the gradients update the weights."""
+
+    @property
+    def reduced(self) -> list[Piece]:
+        """The pieces that this rank updates."""
+        return self.pieces
+
+    def norm_squared(self, names: Set[str] | None = None) -> Tensor:
+        """Return this rank's share of the squared norm of all gradients, or of some: the shares of all ranks add up to the whole."""
         step = self.program.step
         copies = {param.name: step.holding(param).num_copies for param in step.model.params}
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for number in sorted(set(copies.values())):
-            alike = [piece.gradient() for piece in self.pieces if copies[piece.name] == number]
+            alike = [
+                piece.gradient()
+                for piece in self.pieces
+                if copies[piece.name] == number and (names is None or piece.name in names)
+            ]
             total += squared_norm(alike, self.mesh.device) / number
         return total / math.prod(map(self.mesh.size, step.summed_replicas))
 

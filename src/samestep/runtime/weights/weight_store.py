@@ -16,7 +16,7 @@ collective method alike, since they agree on skipping a step first, see [Note: c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -38,6 +38,11 @@ class WeightStore(Protocol):
     @property
     def pieces(self) -> list[Piece]:
         """The pieces that this rank updates, in the order of the model's parameters."""
+        ...
+
+    @property
+    def reduced(self) -> list[Piece]:
+        """The pieces whose gradients this rank has once they are reduced: `pieces`, unless other ranks update them whole."""
         ...
 
     @property
@@ -83,8 +88,8 @@ class WeightStore(Protocol):
         """
         ...
 
-    def finish_gradients(self) -> None:
-        """Wait for all reductions of the step, and issue those that follow its last backward.
+    def finish_gradients(self, *, delivers: bool = True) -> None:
+        """Wait for all reductions of the step, and issue those that follow its last backward; `deliver` them too, unless told not to.
 
         Called once a step, after its last task, by every rank. Collective over the data axes, over `tp` for weights
         used on a part of the sequence, and over the stages that share a tied weight: see [Note: collective calls] in
@@ -92,11 +97,26 @@ class WeightStore(Protocol):
         """
         ...
 
-    def norm_squared(self) -> Tensor:
-        """Return this rank's share of the squared gradient norm: the shares of all ranks, or of all ranks of its replica
-        where replicas are trained independently, add up to the whole.
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the finished gradient of each trained weight of which this rank has a part, with that part's shape: what is changed
+        in it is changed in `reduced`.
 
-        Called once a step, after `finish_gradients`, by every rank; sends nothing.
+        Called by every rank. Collective over `dp_shard` with zero=1, see [Note: collective calls].
+        """
+        ...
+
+    def deliver(self) -> None:
+        """Send finished gradients to the ranks that update whole weights, where some do.
+
+        Called before an update, by every rank. Collective over the axes of such weights, see [Note: collective calls].
+        """
+        ...
+
+    def norm_squared(self, names: Set[str] | None = None) -> Tensor:
+        """Return this rank's share of the squared gradient norm of all weights, or of those with these names: the shares of all
+        ranks, or of all ranks of its replica where replicas are trained independently, add up to the whole.
+
+        Called after `finish_gradients`, by every rank; sends nothing.
         """
         ...
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from samestep.errors import LayoutError
 from samestep.runtime.weights.fsdp_units import ParamSlots
@@ -175,7 +175,8 @@ def _rows_of(value: Any, target: DTensor) -> Any:
         value = value.full_tensor()
     rows = value.expand(target.shape)
     for axis, placement in enumerate(target.placements):
-        if placement.is_shard():
-            each = -(-len(rows) // target.device_mesh.size(axis))
-            rows = rows[target.device_mesh.get_local_rank(axis) * each :][:each]
+        if isinstance(placement, Shard):
+            each = -(-rows.shape[placement.dim] // target.device_mesh.size(axis))
+            first = min(target.device_mesh.get_local_rank(axis) * each, rows.shape[placement.dim])
+            rows = rows.narrow(placement.dim, first, min(each, rows.shape[placement.dim] - first))
     return rows

@@ -85,9 +85,11 @@ class Messages:
                     f"{_describe_tensor(one.shape, one.dtype)}, so the next stage of the pipeline cannot take it: pp=1 works"
                 )
             kept = tensor.contiguous()
-            with owned(one.owner):
+            with owned(one.owner, "send") as issue:
                 group = self._mesh.links[self._link_of(action, sends=True)]
-                work = dist.isend(kept, self._peer(step), group=group, tag=self._tag(boundary, action, index))
+                work = issue.sent(
+                    dist.isend(kept, self._peer(step), group=group, tag=self._tag(boundary, action, index))
+                )
             assert work is not None
             pending.append((work, kept))
         self._sent[action] = pending
@@ -126,8 +128,10 @@ class Messages:
         pending: Pending = []
         for index, one in enumerate(awaited):
             into = torch.empty(one.shape, dtype=one.dtype, device=self._mesh.device)
-            with owned(one.owner):
-                work = dist.irecv(into, self._peer(step), group=group, tag=self._tag(boundary, action, index))
+            with owned(one.owner, "recv") as issue:
+                work = issue.sent(
+                    dist.irecv(into, self._peer(step), group=group, tag=self._tag(boundary, action, index))
+                )
             assert work is not None
             pending.append((work, into))
         return pending

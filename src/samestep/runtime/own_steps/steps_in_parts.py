@@ -1,0 +1,315 @@
+"""Steps that a loop takes in parts: backwards, whose gradients add up, and updates of all or some of the optimizers.
+
+```
+run.backward(batch, d_loss, into="d");  run.update("d")
+run.backward(batch, g_loss, into="g");  run.update("g")
+```
+A step is one batch, however many parts it has: `steps_taken` and the keys of random numbers count it once, and the number of its
+backwards before is part of the key of masks. Each backward is the first half of `Stepper.take`, up to the one agreement of all ranks;
+an update is the second half. After one backward for the same weights it needs no other number, else the ranks add up a norm.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.building.loss import check_results_of
+from samestep.building.loss_result import loss_result
+from samestep.building.named_tensors import cast_floating
+from samestep.building.optimizer import members_of
+from samestep.errors import JobError, ModelError
+from samestep.examination.examine import Loss
+from samestep.models.loss_names import LossNames
+from samestep.randomness import mode as dropout
+from samestep.runtime import evaluation
+from samestep.runtime.assembly import Assembly
+from samestep.runtime.axes import loss_terms, tensor
+from samestep.runtime.guards.step_trials import StepTrials
+from samestep.runtime.held_assembly import HeldAssembly
+from samestep.runtime.ledger import owned
+from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.open_step import OpenStep, StepBackward
+from samestep.runtime.optimizers.optimizer_step import clip_factor
+from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart, member_index, names_of
+from samestep.runtime.own_steps import gradient_views
+from samestep.runtime.own_steps.waiting_gradients import WaitingGradients
+from samestep.runtime.step_report import StepReport
+from samestep.runtime.step_scalars import StepNumbers
+from samestep.runtime.stepper import Stepper
+from samestep.runtime.weights import given_instance
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A backward whose gradients wait."""
+
+    opened: OpenStep
+    numbers: StepNumbers
+    note: str
+    """Why its numbers are unusual; mostly empty."""
+    report: StepReport
+    names: Set[str]
+    """The weights to which it gave a gradient."""
+
+
+class StepsInParts:
+    """The backwards and updates that the loop of a run calls itself."""
+
+    def __init__(self, stepper: Stepper, own: HeldAssembly) -> None:
+        self._stepper, self._own = stepper, own
+        self._waiting: WaitingGradients | None = None
+        self._taken: list[_Taken] = []
+        """The backwards of which something waits."""
+        self._last: tuple[int, int] = (-1, 0)
+        """The step of the last backward, and the number of its backwards so far."""
+        self._known: dict[object, tuple[StepTrials, LossNames]] = {}
+        """The trials of each loss other than the run's, and the names of what it reports, by its code."""
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def backward(self, batch: StepBatch, loss: Loss | None, into: str | int | None) -> StepReport:
+        """Run the forwards and backwards of a batch, and let the gradients wait; return the report of all that waits.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        self._refuse_layout("run.backward")
+        held = self._stepper.held
+        if self._waiting is None:
+            self._waiting = WaitingGradients(held.weights.store)
+        if getattr(batch, "is_over", False):
+            raise ModelError(
+                f"run.backward was given the batch of step {batch.step + 1}, and its stream has ended: within the loop over the batches "
+                "it works"
+            )
+        names = self._names_of(member_index(self._names, into, "run.backward"))
+        number = self._last[1] if self._last[0] == batch.step else int(self._stepper.steps_taken == batch.step + 1)
+        of = StepBackward(number, None if into is None else names, *self._with_loss(held, loss, batch), is_apart=True)
+        self._last = batch.step, number + 1
+        return self._stepper.take(batch, functools.partial(self._backward, batch, of), watches=number == 0)
+
+    def _backward(self, batch: StepBatch, of: StepBackward) -> StepReport:
+        waiting = self._waiting
+        assert waiting is not None
+        waiting.make_room()
+        opened, _ = self._stepper.open(batch, of)
+        summed, *_ = self._stepper.read(opened)
+        numbers = StepNumbers.of(summed.agreed, opened.numerator)
+        note = self._stepper.note_of(numbers, batch, of)
+        given = self._names_of(None) - self._stepper.used.unused(0)
+        names = given if of.names is None else given & of.names
+        waiting.add(names, numbers.scales[0] or 0.0)
+        report = self._stepper.report(opened, summed, numbers, note)
+        total = numbers.loss + sum(one.numbers.loss for one in self._taken)
+        report = replace(report, loss=total, step=batch.step + 1)
+        self._taken.append(_Taken(opened, numbers, note, report, names or self._names_of(None)))
+        return report
+
+    def _with_loss(
+        self, held: Assembly, loss: Loss | None, batch: StepBatch
+    ) -> tuple[Assembly | None, StepTrials | None]:
+        """Return the assembly with another loss than the run's, and the trials of that loss, which functions of one code share.
+
+        Raises:
+            ModelError: the logits of the run's own loss are cut, or never whole, which another loss needs.
+        """
+        if loss is None or loss is self._own.source.loss:
+            return None, None
+        program = held.parallel.program
+        if tensor.cuts_logits(program) or program.step.layout.loss_chunk is not None:
+            word = f"tp={program.step.layout.tp}" if tensor.cuts_logits(program) else "loss_chunk"
+            raise ModelError(
+                f"run.backward was given another loss than that of the run, for which {word} never makes whole logits: a loss of the "
+                "run that is a function of (outputs, batch) in place of its word works"
+            )
+        key, checked = getattr(loss, "__code__", loss), check_results_of(loss)
+        if key not in self._known:
+            trials = StepTrials(held, loss, self._stepper.refusals, self._stepper.place.device)
+            self._known[key] = trials, self._names_in(held, loss, batch)
+            checked = check_results_of(given_instance.watching(loss, self._own.source.model, held.model.module))
+            if held.model.dropout.dropout is dropout.Dropout.ABSENT:  # this loss may draw
+                held.model.dropout.dropout = dropout.Dropout.UNKNOWN
+                dropout.track_modules(held.model.module)
+        trials, names = self._known[key]
+        terms = loss_terms.SeveralTerms.of(checked, program, held.parallel.mesh, names)
+        return replace(held, objective=replace(held.objective, loss=checked, names=names, terms=terms)), trials
+
+    def _names_in(self, held: Assembly, loss: Loss, batch: StepBatch) -> LossNames:
+        """Return the names of what a loss reports, as one sample shows them; none where it needs gradients to be computed.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        samples = batch.samples(batch.shares(0, 1, 1)[0][:1])
+        outputs = evaluation.outputs_of(held, samples, self._stepper.job.train.seed)
+        try:
+            return loss_result(loss(outputs, cast_floating(samples, held.model.master_dtype))).names
+        except (JobError, RuntimeError):  # which the backward itself will raise, if it does
+            return LossNames()
+
+    # -- update ------------------------------------------------------------------------------------
+
+    def update(self, name: str | int | None, options: Mapping[str, Any]) -> tuple[StepReport, StepBatch]:
+        """Clip the gradients that wait for an optimizer, or for all, and let it update its weights; return the report, and the batch.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        part = UpdatedPart(member_index(self._names, name, "run.update"), dict(options))
+        mine = self._names_of(part.members)
+        waiting, names = self._waiting_for(mine, "run.update")
+        held, stepper = self._stepper.held, self._stepper
+        updater = held.weights.updater
+        self._check_options(part)
+        taken = next((one for one in self._taken if one.note and one.names & mine), self._taken[-1])
+        if waiting.are_one_backward(names):
+            numbers = taken.numbers
+        else:
+            waiting.add_up()
+            norm = self._norm_of(names)
+            numbers = replace(taken.numbers, norm=norm if not taken.note else math.inf, norms=[norm])
+        note = taken.note or ("" if numbers.are_finite else "the gradients that wait are not finite")
+        skipped = stepper.judge(note, numbers, taken.opened)
+        step = self._taken[-1].opened.batch.step
+        factors = updater.rates.factors(held.weights.lr_factor, step)
+        if not skipped:
+            updater.set_lr(factors)
+            updater.step_index = step
+            updater.unused = frozenset(mine - names)
+            factor = waiting.factor * clip_factor(numbers.norms[0], stepper.job.optimizer.clip_norm)
+            updater.reread()
+            held.weights.store.deliver()
+            stepper.update(held, functools.partial(updater.step, factor, part=part))
+        if math.isfinite(numbers.loss):
+            stepper.adapt_loss_scale(held, overflowed=not numbers.are_finite)
+        updater.rates.count(step, part)
+        report = replace(
+            self._taken[-1].report,
+            grad_norm=numbers.norm,
+            lr=updater.rates.first_with(factors, part),
+            skipped=skipped,
+            note=note,
+        )
+        batch = self._taken[-1].opened.batch
+        self._drop(mine)
+        stepper.steps_taken = step + 1
+        return report, batch
+
+    def _check_options(self, part: UpdatedPart) -> None:
+        """Refuse options that the step of an optimizer does not take.
+
+        Raises:
+            ModelError: there is one.
+        """
+        optimizer = self._stepper.held.weights.updater.optimizer
+        for index, member in enumerate(members_of(optimizer) if part.options and optimizer is not None else ()):
+            if part.members is not None and index not in part.members:
+                continue
+            try:
+                inspect.signature(type(member).step).bind(member, **part.options)
+            except TypeError as error:
+                raise ModelError(
+                    f"run.update gives {', '.join(part.options)} to {type(member).__name__}.step, which does not take it ({error}): "
+                    "options of the optimizer's own step work"
+                ) from None
+
+    def _norm_of(self, names: Set[str]) -> float:
+        """Return the norm of the gradients of some weights, which the store has, over all ranks; the host waits for it."""
+        held = self._stepper.held
+        total = held.weights.store.norm_squared(names)
+        if self._own.layout.world_size > 1:
+            with owned("scalars"):
+                dist.all_reduce(total, group=held.parallel.mesh.groups["world"])
+        return math.sqrt(float(total)) if math.isfinite(float(total)) else math.inf
+
+    # -- what waits --------------------------------------------------------------------------------
+
+    def zero_grad(self, name: str | int | None) -> None:
+        """Let the gradients of an optimizer, or of all, wait no more; sends nothing."""
+        members = member_index(self._names, name, "run.zero_grad")
+        if self._waiting is None:
+            return
+        self._drop(self._names_of(members))
+        if self._last[0] >= 0:  # the batch is used up
+            self._stepper.steps_taken = max(self._stepper.steps_taken, self._last[0] + 1)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return what waits, by weight: reduced over all ranks, divided by the counts, not clipped. It may be changed in place.
+
+        Collective over the axes on which ranks hold parts of gradients, see [Note: collective calls].
+        """
+        waiting, names = self._waiting_for(self._names_of(None), "run.gradients")
+        waiting.add_up()
+        held = self._stepper.held
+        found = held.weights.store.gradients()
+        return gradient_views.of_whole_weights(held, {name: one for name, one in found.items() if name in names})
+
+    def refuse_waiting(self, method: str) -> None:
+        """Refuse a call while gradients wait.
+
+        Raises:
+            ModelError: some do.
+        """
+        if self._waiting is not None and self._waiting.names:
+            name = min(self._waiting.names)
+            raise ModelError(
+                f"run.{method} while gradients wait, of {name} for one: run.update uses them, and run.zero_grad forgets them; behind "
+                "either it works"
+            )
+
+    def forget(self) -> None:
+        """Forget all that waits, since the weights were read from files."""
+        if self._waiting is not None:
+            self._drop(self._names_of(None))
+        self._last = -1, 0
+
+    def _drop(self, names: Set[str]) -> None:
+        assert self._waiting is not None
+        self._waiting.drop(names)
+        left = self._waiting.names
+        self._taken = [one for one in self._taken if one.names & left]
+
+    def _waiting_for(self, mine: Set[str], method: str) -> tuple[WaitingGradients, frozenset[str]]:
+        """Return what waits, and of which of these weights.
+
+        Raises:
+            ModelError: nothing does.
+        """
+        self._refuse_layout(method)
+        waiting = self._waiting
+        if waiting is None or not (waiting.names & mine or any(one.note and one.names & mine for one in self._taken)):
+            raise ModelError(f"{method}: no gradient waits for it; run.backward(batch, loss) in front of it works")
+        return waiting, waiting.names & mine
+
+    @property
+    def _names(self) -> tuple[str | int, ...]:
+        return names_of(self._own.source.optimizer)
+
+    def _names_of(self, members: tuple[int, ...] | None) -> frozenset[str]:
+        """Return the trained weights of the whole model that some of the optimizers hold."""
+        updater = self._stepper.held.weights.updater
+        trained = frozenset(self._stepper.used.names)
+        if members is None:
+            return trained
+        return frozenset(name for name in trained if updater.member_of_weight[name] in members)
+
+    def _refuse_layout(self, method: str) -> None:
+        """Refuse what cannot be taken in parts.
+
+        Raises:
+            ModelError: replicas are trained apart, or gradients are compressed.
+        """
+        numerics = self._stepper.job.numerics
+        if numerics.exchange_every != 1:
+            raise ModelError(
+                f"{method} with numerics.exchange_every = {numerics.exchange_every}: run.step works, and so does 1"
+            )
+        if numerics.compression != "none":
+            raise ModelError(
+                f'{method} with numerics.compression = "{numerics.compression}": run.step works, and so does "none"'
+            )

@@ -1,0 +1,83 @@
+"""Gradients that wait for an update, from the backwards that a loop calls itself: they add up as means.
+
+A backward leaves the gradients of its sum in the store; the factor that makes them those of a mean is known once the ranks have
+added up its count. The next backward needs the store, so what waits there moves to copies first:
+
+```
+backward 1 ─► store: g1, factor 1/c1
+backward 2 ─► copies: g1/c1         store: g2, factor 1/c2
+gradients  ─► store: g1/c1 + g2/c2, factor 1
+update     ─► what it has updated waits no more; the rest does
+```
+So one backward in front of each update, the usual case, makes no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import torch
+from torch import Tensor
+
+from samestep.runtime.weights.weight_store import WeightStore
+
+
+class WaitingGradients:
+    """The gradients of one rank that no update has used yet, by weight."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+        self.names: frozenset[str] = frozenset()
+        """The weights of the whole model to which a backward gave a gradient that waits."""
+        self.factor = 1.0
+        """What the gradients in the store are multiplied by, to be those of a mean."""
+        self._fresh: frozenset[str] = frozenset()
+        """Those of the weights whose gradients of the last backward wait in the store."""
+        self._kept: dict[int, Tensor] = {}
+        """Copies of what waits from earlier backwards, by the index of the store's piece."""
+        self._is_as_left = False
+        """Whether the store has what the last backward has left, for all weights that it was for."""
+
+    @torch.no_grad()
+    def make_room(self) -> None:
+        """Copy what waits in the store, which the next backward needs."""
+        for index, piece in enumerate(self._store.reduced):
+            if piece.name not in self._fresh:
+                continue
+            gradient = piece.gradient()
+            if index in self._kept:
+                self._kept[index].add_(gradient, alpha=self.factor)
+            else:
+                self._kept[index] = gradient * self.factor
+        self._fresh, self.factor, self._is_as_left = frozenset(), 1.0, False
+
+    def add(self, names: Set[str], factor: float) -> None:
+        """Let the gradients of these weights wait, which a backward has left in the store."""
+        self._fresh, self.factor, self._is_as_left = frozenset(names), factor, True
+        self.names |= names
+
+    def are_one_backward(self, names: Set[str]) -> bool:
+        """Return whether what waits of these weights is what one backward has left, which was for no others."""
+        return self._is_as_left and not self._kept and self._fresh == names
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Let the store have all that waits, as gradients of means."""
+        for index, piece in enumerate(self._store.reduced):
+            gradient = piece.gradient()
+            if piece.name in self._fresh:
+                gradient.mul_(self.factor)
+            else:
+                gradient.zero_()
+            if index in self._kept:
+                gradient.add_(self._kept.pop(index))
+        self._fresh, self.factor, self._is_as_left = self.names, 1.0, False
+
+    def drop(self, names: Set[str]) -> None:
+        """Let the gradients of these weights wait no more."""
+        self._is_as_left &= not self._fresh & names
+        self.names -= names
+        self._fresh -= names
+        for index, piece in enumerate(self._store.reduced):
+            if piece.name in names:
+                self._kept.pop(index, None)

@@ -1,0 +1,54 @@
+"""Stamps: points of time of the host on a CPU, or of a GPU's stream, which are read once the device has passed them.
+
+A stamp of a GPU is an event: the host launches it and goes on. Its time follows from that of an event at the begin of the step,
+without any value that the host would wait for.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+Stamp = Any
+"""Nanoseconds, or an event of a GPU."""
+
+
+class HostClock:
+    """The monotonic clock of the host."""
+
+    now = staticmethod(time.perf_counter_ns)
+
+    def is_past(self, stamp: Stamp) -> bool:
+        """Return whether the time of a stamp can be read without a wait."""
+        return True
+
+    def ns(self, stamp: Stamp, base: tuple[int, Stamp]) -> int:
+        """Return the time of a stamp in nanoseconds."""
+        found: int = stamp
+        return found
+
+
+class DeviceClock:
+    """The clock of a GPU's current stream, in the host's nanoseconds."""
+
+    def now(self) -> Stamp:
+        """Return a new event."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def is_past(self, stamp: Stamp) -> bool:
+        """Return whether the device has passed an event."""
+        return bool(stamp.query())
+
+    def ns(self, stamp: Stamp, base: tuple[int, Stamp]) -> int:
+        """Return the time of an event, from that of the step's begin."""
+        began_ns, first = base
+        return began_ns + round(first.elapsed_time(stamp) * 1e6)
+
+
+def clock_of(device: torch.device) -> HostClock | DeviceClock:
+    """Return the clock by which the ops of a device are measured."""
+    return DeviceClock() if device.type == "cuda" else HostClock()

@@ -1,0 +1,82 @@
+"""The marks of the runtime: what is sent, waited for and done outside of tasks, for the recorder that listens, if one does.
+
+A mark costs a look at one variable where nobody listens. A listener belongs to the process, since collectives are issued by hooks
+and threads of autograd, too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+
+class Listener(Protocol):
+    """Hears the marks of one process."""
+
+    def issue(self, owner: str, kind: str) -> Issue:
+        """Hear that a collective or message is being issued."""
+
+    def begin(self, region: str) -> Callable[[], None]:
+        """Hear that the host begins to do something outside of tasks; the result is called at its end."""
+
+
+class Issue(Protocol):
+    """One collective or message that is being issued."""
+
+    def sent(self, work: Any) -> Any:
+        """Return the work in a form whose `wait` is heard."""
+
+    def end(self) -> None:
+        """Hear that it was issued; without `sent` it has ended, too."""
+
+
+class _Listeners:
+    """The listener of this process, which nothing keeps alive here."""
+
+    current: Callable[[], Listener | None] = staticmethod(lambda: None)
+
+
+def listener() -> Listener | None:
+    """Return who listens."""
+    return _Listeners.current()
+
+
+def listen(one: Listener | None) -> None:
+    """Let one listener hear the marks of this process from now on, and no other."""
+    _Listeners.current = staticmethod((lambda: None) if one is None else weakref.ref(one))
+
+
+@contextmanager
+def region(name: str) -> Iterator[None]:
+    """Mark what the host does outside of tasks, such as `data` or `checkpoint`."""
+    one = listener()
+    if one is None:
+        yield
+        return
+    end = one.begin(name)
+    try:
+        yield
+    finally:
+        end()
+
+
+class TimedWork:
+    """A work of torch whose waits are heard; all else is the work's own."""
+
+    def __init__(self, work: dist.Work, waited: Callable[[], Callable[[], None]]) -> None:
+        self._work, self._waited = work, waited
+
+    def wait(self, *given: Any) -> Any:
+        """Wait as the work does."""
+        end = self._waited()
+        try:
+            return self._work.wait(*given)
+        finally:
+            end()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)

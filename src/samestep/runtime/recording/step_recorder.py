@@ -1,0 +1,377 @@
+"""The recorder of a run: where the time of its steps goes, as sums in every step, and op by op in a window of steps.
+
+```
+step k      begin ── host ── F0 ──── B0 ──── reductions, agreement ── U ── end ── log, save, next batch ── until
+                              │ layer, sent, wait, region: `program/recorded.py`                            begin of k + 1
+```
+It asks the device for no value: on a GPU the times are those of events, read once the device has passed them, a step later. It adds
+no node to a graph: layers are marked by hooks on modules and on the gradients of their outputs, in a window alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from samestep.job import Job
+from samestep.models.spec import ModelSpec
+from samestep.models.spec_json import to_json
+from samestep.output.output_file import write_whole
+from samestep.program import recorded
+from samestep.program.bodies import Task
+from samestep.program.program import Program
+from samestep.program.recorded import RecordedStep, RecordHead, SentOp
+from samestep.runtime.recording import marks
+from samestep.runtime.recording.device_clock import Stamp, clock_of
+from samestep.runtime.recording.layer_marks import mark_layers
+from samestep.runtime.recording.sums import StepSums, sums_of
+from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
+
+
+@dataclass(slots=True)
+class _OpenStep:
+    """A step whose events are heard, or not yet read."""
+
+    step: int
+    base: tuple[int, Stamp]
+    """The host's time at its begin, and the stamp of that."""
+    cpu_ns: int
+    is_in_window: bool
+    events: list[list[Any]] = field(default_factory=list)
+    memory: list[tuple[Stamp, int]] = field(default_factory=list)
+    begun: list[tuple[int, Stamp]] = field(default_factory=list)
+    """The host's time at the begin of each task, and the stamp of that, where the device is another clock."""
+    counts: Counter[str] = field(default_factory=Counter)
+    end: Stamp = None
+    until: Stamp = None
+
+    @property
+    def hears(self) -> bool:
+        """Whether ops belong to it: after its end those of evaluations come, of which there may be any number."""
+        return self.end is None
+
+
+def _unheard() -> _OpenStep:
+    return _OpenStep(0, (0, 0), 0, False)
+
+
+class _Issued:
+    """A collective or message that is issued; it is an `Issue`."""
+
+    __slots__ = ("_event", "_number", "_recorder", "_step")
+
+    def __init__(self, recorder: StepRecorder, owner: str, kind: str, step: _OpenStep) -> None:
+        self._recorder, self._step = recorder, step.step
+        key = f"{owner} {kind}" if kind else owner
+        self._number = step.counts[key]
+        step.counts[key] += 1
+        self._event = ["sent", owner, recorder.now(), None, self._number, kind, 0]
+        step.events.append(self._event)
+
+    def sent(self, work: Any) -> Any:
+        if work is None:
+            return None
+        self._event[6] = 1
+        return marks.TimedWork(work, self._wait)
+
+    def end(self) -> None:
+        self._event[3] = self._recorder.now()
+
+    def _wait(self) -> Callable[[], None]:
+        event = ["wait", self._event[1], self._recorder.now(), None, self._number, self._event[5], self._step]
+        return self._recorder.add(event)
+
+
+class StepRecorder(StepObserver):
+    """Records the steps of a run on one rank; what it observes, the observer that it is given observes too."""
+
+    def __init__(self, inner: StepObserver, device: torch.device, rank: int) -> None:
+        self._inner, self._device, self._rank = inner, device, rank
+        self._clock = clock_of(device)
+        self.now: Callable[[], Stamp] = self._clock.now
+        self._open: _OpenStep | None = None
+        self._unread: deque[_OpenStep] = deque()
+        self._window: _Window | None = None
+        self._axes: dict[str, str] = {}
+        self.sums = StepSums()
+        """The sums of the newest step whose times are known."""
+
+    # -- what the run calls ------------------------------------------------------------------------
+
+    def record(self, steps: range, folder: Path, job: Job) -> None:
+        """Record every op of some steps into a folder, in a file of this rank."""
+        self._end_window()
+        self._window = _Window(steps, folder, job)
+
+    @contextmanager
+    def taking(self, step: int, program: Program, module: nn.Module, spec: ModelSpec) -> Iterator[None]:
+        """Surround a step, counted from 1."""
+        self._next(step, program, module, spec)
+        opened = self._open
+        yield
+        if opened is not None and self._open is opened:
+            opened.end = self.now()
+            opened.cpu_ns = time.thread_time_ns() - opened.cpu_ns
+
+    def close(self) -> None:
+        """Write what is left of the window; the steps of this run are over, or a loop has ended its window."""
+        self._finish_open()
+        if self._unread and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._read()
+        self._end_window()
+        if marks.listener() is self:
+            marks.listen(None)
+
+    # -- what is observed --------------------------------------------------------------------------
+
+    @property
+    def is_proof(self) -> bool:  # type: ignore[override]
+        """Whether the observer that it is given compares steps with those of another run."""
+        return self._inner.is_proof
+
+    @property
+    def hears_scalars(self) -> bool:
+        """Whether the observer that it is given is told a step's scalars."""
+        return self._inner.hears_scalars
+
+    def dropout_mode(self) -> MakeMode | None:
+        """Return the factory of the observer that it is given."""
+        return self._inner.dropout_mode()
+
+    def agreed(self, scalars: StepScalars) -> None:
+        """Pass the scalars on."""
+        self._inner.agreed(scalars)
+
+    @contextmanager
+    def running(self, task: Task, samples: Indices) -> Iterator[None]:
+        """Note when a task begins and ends."""
+        opened = self._open
+        with self._inner.running(task, samples):
+            if opened is None or opened.end is not None:
+                yield
+                return
+            event = ["task", f"{task.kind}{task.microbatch}", self.now(), None]
+            if self._device.type == "cuda":
+                opened.begun.append((time.perf_counter_ns(), event[2]))
+            end = self.add(event)
+            yield
+            end()
+            if opened.is_in_window:
+                opened.memory.append((event[3], _bytes_in_use(self._device)))
+
+    def issue(self, owner: str, kind: str) -> marks.Issue:
+        """Note that a collective or message is issued."""
+        opened = self._open
+        return _Issued(self, owner, kind, opened if opened is not None and opened.hears else _unheard())
+
+    def begin(self, region: str) -> Callable[[], None]:
+        """Note that the host does something outside of tasks."""
+        return self.add(["region", region, self.now(), None])
+
+    def add(self, event: list[Any]) -> Callable[[], None]:
+        """Add an event that has begun; return a function that ends it."""
+        if self._open is not None and (self._open.hears or event[0] == "region"):
+            self._open.events.append(event)
+
+        def end() -> None:
+            event[3] = self.now()
+
+        return end
+
+    # -- steps and windows -------------------------------------------------------------------------
+
+    def _next(self, step: int, program: Program, module: nn.Module, spec: ModelSpec) -> None:
+        self._finish_open()
+        window = self._window
+        if window is not None and step >= window.steps.stop:
+            self._read(until_empty=self._device.type != "cuda")
+            if not self._unread:
+                self._end_window()
+                window = None
+        is_in = window is not None and step in window.steps
+        if is_in and window is not None and not window.is_open:
+            window.open(self, program, module, spec, self._rank, self._device)
+        if not self._axes:
+            self._axes = {op.owner: op.axis for op in sent_ops(program)}
+        self._open = _OpenStep(step, (time.perf_counter_ns(), self.now()), time.thread_time_ns(), is_in)
+        marks.listen(self)
+        self._read()
+
+    def _finish_open(self) -> None:
+        if self._open is None:
+            return
+        opened, self._open = self._open, None
+        opened.until = self.now()
+        if opened.end is None:  # the step has failed
+            return
+        self._unread.append(opened)
+        if self._device.type != "cuda":
+            self._read()
+
+    def _read(self, until_empty: bool = False) -> None:
+        """Read the steps that the device has passed."""
+        while self._unread and (until_empty or self._clock.is_past(self._unread[0].until)):
+            one = self._unread.popleft()
+            step = self._closed(one)
+            self.sums = sums_of(step, self._axes)
+            if one.is_in_window and self._window is not None:
+                self._window.write(step)
+
+    def _closed(self, one: _OpenStep) -> RecordedStep:
+        """Return a step with its times in nanoseconds."""
+        base, clock = one.base, self._clock
+        begin = clock.ns(base[1], base)
+
+        def since(stamp: Stamp) -> int:
+            return clock.ns(stamp, base) - begin
+
+        until = since(one.until)
+        events = [
+            [form, name, since(start), until if stop is None else since(stop), *more]
+            for form, name, start, stop, *more in one.events
+        ]
+        ahead = [clock.ns(stamp, base) - host for host, stamp in one.begun]
+        return RecordedStep(
+            step=one.step,
+            begin_ns=begin,
+            end_ns=begin + since(one.end),
+            until_ns=begin + until,
+            cpu_ns=one.cpu_ns,
+            ahead_ns=max(0, *ahead) if ahead else 0,
+            events=events,
+            memory=[(since(stamp), size) for stamp, size in one.memory],
+        )
+
+    def _end_window(self) -> None:
+        window, self._window = self._window, None
+        if window is not None:
+            window.close()
+
+
+class _Window:
+    """The steps that are recorded op by op, and the file that holds them."""
+
+    def __init__(self, steps: range, folder: Path, job: Job) -> None:
+        self.steps, self._folder, self._job = steps, folder, job
+        self._file: IO[str] | None = None
+        self._handles: list[RemovableHandle] = []
+        self._collecting: Callable[[str, Mapping[str, int]], None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step of it has begun."""
+        return self._file is not None
+
+    def open(
+        self,
+        recorder: StepRecorder,
+        program: Program,
+        module: nn.Module,
+        spec: ModelSpec,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        """Mark the layers and begin the file."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            write_whole(self._folder / recorded.MODEL, to_json(spec))
+            write_whole(self._folder / recorded.JOB, self._job.to_toml(with_folder=True))
+        self._file = recorded.path_of(self._folder, self.steps, rank).open("w", encoding="utf-8")
+        self._file.write(recorded.head_line(_head(program, spec, rank, device)))
+
+        def forward(name: str) -> Callable[[], None]:
+            return recorder.add(["layer", name, recorder.now(), None])
+
+        def backward(name: str) -> None:
+            recorder.add(["backward", name, recorder.now(), None])()
+
+        self._handles = mark_layers(module, spec, forward, backward)
+        ends: list[Callable[[], None]] = []
+
+        def collecting(phase: str, _: Mapping[str, int]) -> None:
+            if phase == "start":
+                ends.append(recorder.begin("host:gc"))
+            elif ends:
+                ends.pop()()
+
+        self._collecting = collecting
+        gc.callbacks.append(collecting)
+
+    def write(self, step: RecordedStep) -> None:
+        """Append a step."""
+        if self._file is not None:
+            self._file.write(recorded.step_line(step))
+            self._file.flush()
+
+    def close(self) -> None:
+        """Remove the marks and close the file."""
+        for handle in self._handles:
+            handle.remove()
+        if self._collecting is not None:
+            gc.callbacks.remove(self._collecting)
+        if self._file is not None:
+            self._file.close()
+        self._handles, self._collecting, self._file = [], None, None
+
+
+def sent_ops(program: Program) -> list[SentOp]:
+    """Return the collectives and messages of a step, in the order of the program, and those of exchanges behind them."""
+    found = [
+        SentOp(op.owner, str(op.kind), op.axis, op.size_bytes, f"{task.kind}{task.microbatch}")
+        for task, op in program.ops()
+        if op.axis is not None
+    ]
+    exchanged = [op for phases in program.exchanges for ops in phases.values() for op in ops if op.axis is not None]
+    last = f"{program.tasks[-1].kind}{program.tasks[-1].microbatch}"
+    return found + [SentOp(op.owner, str(op.kind), str(op.axis), op.size_bytes, last) for op in exchanged]
+
+
+def _head(program: Program, spec: ModelSpec, rank: int, device: torch.device) -> RecordHead:
+    step = program.step
+    ops = sent_ops(program)
+    return RecordHead(
+        rank=rank,
+        world_size=step.layout.world_size,
+        host=socket.gethostname(),
+        clock=_clock_identity(),
+        layout=str(step.layout),
+        stage=step.stage,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        groups={axis: list(step.ranks.group(rank, axis)) for axis in dict.fromkeys(op.axis for op in ops)},
+        ops=ops,
+        layers=[layer.name for layer in spec.layers],
+    )
+
+
+def _clock_identity() -> str:
+    """Return a word that is equal for processes with the same monotonic clock: that of the boot, and the host's name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
+_PAGE = 4096
+
+
+def _bytes_in_use(device: torch.device) -> int:
+    """Return the bytes allocated on a GPU, or the resident bytes of this process; 0 where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        with Path("/proc/self/statm").open(encoding="ascii") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except OSError:
+        return 0

@@ -1,0 +1,57 @@
+"""The sums of a step that every run logs: seconds of each kind of task, of waits by axis, of data and of the host's other work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from samestep.program.recorded import RecordedStep
+
+_TASKS = {"F": "forward_s", "B": "backward_s", "W": "backward_s", "U": "update_s"}
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """The sums of one step on one rank, in seconds."""
+
+    step: int = 0
+    """The step, counted from 1; 0 before any is known."""
+    values: Mapping[str, float] = field(default_factory=dict)
+
+    def scalars(self) -> dict[str, float]:
+        """Return the sums under their names in trackers, in milliseconds."""
+        return {f"time/{name[:-2]}_ms": value * 1e3 for name, value in self.values.items() if name.endswith("_s")}
+
+    def to_record(self) -> dict[str, float]:
+        """Return the sums as plain data for JSON, with the step that they are of."""
+        return {"step": self.step, **{name: round(value, 9) for name, value in self.values.items()}}
+
+
+def sums_of(step: RecordedStep, axes: Mapping[str, str]) -> StepSums:
+    """Return the sums of a step; `axes` are those of owners."""
+    found: dict[str, float] = {"sent": 0}
+
+    def add(name: str, begin: int, end: int) -> None:
+        found[name] = found.get(name, 0.0) + (end - begin) / 1e9
+
+    tasks = []
+    waits = []
+    for form, name, begin, end, *more in step.events:
+        if form == "task":
+            tasks.append((_TASKS.get(name[:1], "host_s"), begin, end))
+        elif form == "region":
+            add(f"{name.partition(':')[0]}_s", begin, end)
+            waits.append((begin, end))
+        elif form == "sent":
+            found["sent"] += 1
+        if form == "wait" or (form == "sent" and not more[2]):
+            add(f"wait_{axes.get(name, 'other')}_s", begin, end)
+            waits.append((begin, end))
+    waits.sort()
+    for name, begin, end in tasks:  # own work alone
+        inside = sum(min(end, stop) - max(begin, start) for start, stop in waits if start < end and stop > begin)
+        add(name, begin, end - inside)
+    if step.ahead_ns:
+        found["host_ahead_s"] = step.ahead_ns / 1e9
+    found["cpu_s"] = step.cpu_ns / 1e9
+    return StepSums(step.step, found)

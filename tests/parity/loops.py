@@ -1,0 +1,375 @@
+"""Loops that take their steps in parts, each as plain torch and with a run: what they compute must be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+import samestep
+from samestep.job import Job
+from samestep.runtime.run import Run
+
+STEPS = 5
+Result = tuple[list[float], dict[str, Tensor]]
+Batches = Iterator[Any]
+
+
+class Points(torch.utils.data.Dataset[Any]):
+    """Points with labels, and numbers from which a generator makes others."""
+
+    def __len__(self) -> int:
+        return 29
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        drawn = torch.randn(12, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        return {"x": drawn[:6], "z": drawn[6:10], "y": drawn[10:]}
+
+
+class Regression(nn.Module):
+    """Two heads over a body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.one, self.two = nn.Linear(8, 2), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.body(x)
+        return self.one(found), self.two(found)
+
+
+class Gan(nn.Module):
+    """A generator and a discriminator; with a penalty, on the gradient of the latter between real and made points."""
+
+    def __init__(self, penalty: bool = False) -> None:
+        super().__init__()
+        self.g = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.d = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.penalty = penalty
+
+    def forward(self, z: Tensor, x: Tensor) -> dict[str, Tensor]:
+        made = self.g(z)
+        found = {"real": self.d(x), "made": self.d(made)}
+        if self.penalty:
+            share = torch.sigmoid(z[:, :1])
+            between = (share * x + (1 - share) * made.detach()).requires_grad_()
+            (slope,) = torch.autograd.grad(self.d(between).sum(), between, create_graph=True)
+            found["penalty"] = (slope.norm(2, dim=1) - 1).square()
+        return found
+
+
+def one_loss(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    return (outputs[0] - batch["y"]).square().sum(), outputs[0].numel()
+
+
+def two_loss(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """A loss with a count of its own."""
+    counted = (batch["y"] > -0.7).double()
+    return ((outputs[1] + batch["y"]).abs() * counted).sum(), counted.sum()
+
+
+def both(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    return one_loss(outputs, batch)[0] + outputs[1].square().sum(), outputs[0].numel()
+
+
+def d_loss(outputs: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, int]:
+    return softplus(-outputs["real"]).sum() + softplus(outputs["made"]).sum(), len(outputs["real"])
+
+
+def g_loss(outputs: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, int]:
+    return softplus(-outputs["made"]).sum(), len(outputs["made"])
+
+
+def critic_loss(outputs: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, int]:
+    total = outputs["made"].sum() - outputs["real"].sum() + 10.0 * outputs["penalty"].sum()
+    return total, len(outputs["real"])
+
+
+def wasserstein_loss(outputs: Mapping[str, Tensor], batch: Any) -> tuple[Tensor, int]:
+    return -outputs["made"].sum(), len(outputs["made"])
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.02, betas=(0.5, 0.9), eps=1e-3)
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+# -- as plain torch --------------------------------------------------------------------------------
+
+
+class Plain:
+    """What a plain loop has: a model, its optimizers by name, and backwards of means."""
+
+    def __init__(self, model: nn.Module, optimizers: Any) -> None:
+        self.model = model
+        named = [*model.named_parameters()]
+        given = optimizers if isinstance(optimizers, dict) else {"": optimizers}
+        self.optimizers = {
+            key: make([param for name, param in named if name.startswith(f"{key}." if key else "")])
+            for key, make in given.items()
+        }
+
+    def mean(self, batch: Any, loss: Callable[..., Any]) -> Tensor:
+        names = self.model.forward.__code__.co_varnames[1 : self.model.forward.__code__.co_argcount]
+        total, count = loss(self.model(**{name: batch[name] for name in names}), batch)
+        mean: Tensor = total / count
+        return mean
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+    def params(self, key: str) -> list[Tensor]:
+        return [param for group in self.optimizers[key].param_groups for param in group["params"]]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop in both forms, each a function of the model or run, one batch, and the index of its step; it returns losses."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable[..., Any]
+    optimizers: Any
+    plain: Callable[[Plain, Any, int], list[float]] = lambda *_: []
+    parts: Callable[[Run, Any, int], list[float]] = lambda *_: []
+    clip_norm: float | None = None
+
+
+def job_of(loop: Loop, steps: int = STEPS, **tables: Any) -> Job:
+    return Job(
+        train={"global_batch": 8, "steps": steps, "watch_every": 0},
+        numerics={"precision": "float64"},
+        optimizer={"clip_norm": loop.clip_norm},
+        run={"device": "cpu"},
+        **tables,
+    )
+
+
+def built(loop: Loop) -> nn.Module:
+    torch.manual_seed(5)
+    return loop.build()
+
+
+def plain_result(loop: Loop) -> Result:
+    plain = Plain(built(loop).double(), loop.optimizers)
+    losses = []
+    for batch in samestep.batches(Points(), job_of(loop)):
+        losses += loop.plain(plain, batch.samples(batch.indices), batch.step)
+    return losses, plain.model.state_dict()
+
+
+def run_of(loop: Loop, layout: str, **tables: Any) -> Run:
+    return samestep.parallelize(built(loop), loop.loss, loop.optimizers, layout=layout, job=job_of(loop, **tables))
+
+
+def parts_result(
+    loop: Loop, layout: str, folder: Path | None = None, first: int = 0, last: int = STEPS
+) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Return the losses of each step and the weights of a loop with a run, which loads a checkpoint or saves one in between."""
+    run = run_of(loop, layout)
+    if first:
+        assert folder is not None
+        run.load(folder)
+    losses = []
+    for batch in samestep.batches(Points(), run.job, run.steps_taken):
+        if batch.step == last:
+            break
+        losses.append(loop.parts(run, batch, batch.step))
+        assert run.steps_taken == batch.step + 1
+    if folder is not None and last < STEPS:
+        run.save(folder)
+    return losses, run.state_dict(on_every_rank=True)
+
+
+# -- the loops -------------------------------------------------------------------------------------
+
+
+def _plain_step(plain: Plain, batch: Any, step: int) -> list[float]:
+    plain.zero_grad()
+    loss = plain.mean(batch, both)
+    loss.backward()
+    nn.utils.clip_grad_norm_(plain.model.parameters(), 0.1)
+    for one in plain.optimizers.values():
+        one.step()
+    return [loss.item()]
+
+
+def _one_backward(run: Run, batch: Any, step: int) -> list[float]:
+    report = run.backward(batch)
+    run.update()
+    return [report.loss]
+
+
+def _plain_two_losses(plain: Plain, batch: Any, step: int) -> list[float]:
+    plain.zero_grad()
+    one = plain.mean(batch, one_loss)
+    one.backward()
+    two = plain.mean(batch, two_loss)
+    two.backward()
+    nn.utils.clip_grad_norm_(plain.model.parameters(), 0.1)
+    for optimizer in plain.optimizers.values():
+        optimizer.step()
+    return [one.item(), (one + two).item()]
+
+
+def _two_losses(run: Run, batch: Any, step: int) -> list[float]:
+    losses = [run.backward(batch, one_loss).loss, run.backward(batch, two_loss).loss]
+    run.update()
+    return losses
+
+
+def _plain_in_turn(real: Callable[..., Any], made: Callable[..., Any], every: int) -> Callable[..., Any]:
+    def turn(plain: Plain, batch: Any, step: int) -> list[float]:
+        plain.zero_grad()
+        first = plain.mean(batch, real)
+        first.backward()
+        plain.optimizers["d"].step()
+        if (step + 1) % every:
+            return [first.item()]
+        plain.zero_grad()
+        second = plain.mean(batch, made)
+        second.backward()
+        plain.optimizers["g"].step()
+        return [first.item(), second.item()]
+
+    return turn
+
+
+def _in_turn(real: Callable[..., Any], made: Callable[..., Any], every: int) -> Callable[..., Any]:
+    def turn(run: Run, batch: Any, step: int) -> list[float]:
+        losses = [run.backward(batch, real, into="d").loss]
+        run.update("d")
+        if (step + 1) % every:
+            return losses
+        losses.append(run.backward(batch, made, into="g").loss)
+        run.update("g")
+        return losses
+
+    return turn
+
+
+def _leaking(run: Run, batch: Any, step: int) -> list[float]:
+    """Without `into`, as a plain loop does it: what the loss of the one adds to the other is forgotten."""
+    run.zero_grad()
+    losses = [run.backward(batch, d_loss).loss]
+    run.update("d")
+    run.zero_grad("g")
+    losses.append(run.backward(batch, g_loss).loss)
+    run.update("g")
+    run.zero_grad()
+    return losses
+
+
+def _project(mine: list[Tensor], other: list[Tensor]) -> None:
+    """Take from one gradient its part along another that it contradicts (PCGrad)."""
+    dot = sum(float(torch.sum(a * b)) for a, b in zip(mine, other, strict=True))
+    if dot < 0:
+        length = sum(float(torch.sum(b * b)) for b in other)
+        for a, b in zip(mine, other, strict=True):
+            a.sub_(b, alpha=dot / length)
+
+
+def _combined(one: list[Tensor], two: list[Tensor]) -> list[Tensor]:
+    first, second = [g.clone() for g in one], [g.clone() for g in two]
+    _project(first, two)
+    _project(second, one)
+    return [a + b for a, b in zip(first, second, strict=True)]
+
+
+def conflicting(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    return (outputs[0] + outputs[1] - batch["y"].flip(1)).square().sum() - 2 * outputs[0].sum(), outputs[0].numel()
+
+
+def _plain_pcgrad(plain: Plain, batch: Any, step: int) -> list[float]:
+    found, losses = [], []
+    params = [*plain.model.parameters()]
+    for loss in (both, conflicting):
+        plain.zero_grad()
+        mean = plain.mean(batch, loss)
+        mean.backward()
+        losses.append(mean.item())
+        found.append([p.grad.clone() for p in params if p.grad is not None])
+    for param, gradient in zip(params, _combined(*found), strict=True):
+        param.grad = gradient
+    plain.optimizers[""].step()
+    return losses
+
+
+def _pcgrad(run: Run, batch: Any, step: int) -> list[float]:
+    found, losses = [], []
+    for loss in (both, conflicting):
+        run.zero_grad()
+        losses.append(run.backward(batch, loss).loss)
+        found.append([g.clone() for g in run.gradients().values()])
+    for gradient, new in zip(run.gradients().values(), _combined(*found), strict=True):
+        gradient.copy_(new)
+    run.update()
+    return losses
+
+
+def _plain_by_value(plain: Plain, batch: Any, step: int) -> list[float]:
+    plain.zero_grad()
+    loss = plain.mean(batch, both)
+    loss.backward()
+    nn.utils.clip_grad_value_(plain.model.parameters(), 0.01)
+    for one in plain.optimizers.values():
+        one.step()
+    return [loss.item()]
+
+
+def _by_value(run: Run, batch: Any, step: int) -> list[float]:
+    loss = run.backward(batch).loss
+    for gradient in run.gradients().values():
+        gradient.clamp_(-0.01, 0.01)
+    run.update()
+    return [loss]
+
+
+def _plain_body_every_other(plain: Plain, batch: Any, step: int) -> list[float]:
+    """A body that is updated every other step by the gradients of two batches, and heads in each."""
+    for key in ("one", "two") if step % 2 else plain.optimizers:
+        plain.optimizers[key].zero_grad()
+    loss = plain.mean(batch, both)
+    loss.backward()
+    for key in plain.optimizers if step % 2 else ("one", "two"):
+        plain.optimizers[key].step()
+    waiting, vars(plain)["waiting"] = vars(plain).get("waiting", 0.0), loss.item()
+    return [loss.item() + (waiting if step % 2 else 0.0)]
+
+
+def _body_every_other(run: Run, batch: Any, step: int) -> list[float]:
+    if step % 2:
+        assert all(name.startswith("body") for name in run.gradients())
+    else:
+        run.zero_grad()
+    report = run.backward(batch)
+    for key in ("body", "one", "two") if step % 2 else ("one", "two"):
+        run.update(key)
+    return [report.loss]
+
+
+OF_HEADS = {"body": adam, "one": momentum, "two": adam}
+LOOPS = {
+    "one backward": Loop(Regression, both, adam, _plain_step, _one_backward, clip_norm=0.1),
+    "two losses": Loop(Regression, both, OF_HEADS, _plain_two_losses, _two_losses, clip_norm=0.1),
+    "gan": Loop(Gan, d_loss, {"d": adam, "g": adam}, _plain_in_turn(d_loss, g_loss, 1), _in_turn(d_loss, g_loss, 1)),
+    "leaking gan": Loop(Gan, d_loss, {"d": adam, "g": momentum}, _plain_in_turn(d_loss, g_loss, 1), _leaking),
+    "wgan-gp": Loop(
+        lambda: Gan(penalty=True),
+        critic_loss,
+        {"d": adam, "g": adam},
+        _plain_in_turn(critic_loss, wasserstein_loss, 2),
+        _in_turn(critic_loss, wasserstein_loss, 2),
+    ),
+    "pcgrad": Loop(Regression, both, adam, _plain_pcgrad, _pcgrad),
+    "body every other step": Loop(Regression, both, OF_HEADS, _plain_body_every_other, _body_every_other),
+    "by value": Loop(Regression, both, {"body": adam, "one": momentum, "two": adam}, _plain_by_value, _by_value),
+}

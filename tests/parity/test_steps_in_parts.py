@@ -1,0 +1,230 @@
+"""Steps that a loop takes in parts are those of the plain loop: several losses, GANs in turn, gradients that are changed."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import samestep
+from samestep.errors import InputError
+from samestep.layout import Layout
+from samestep.runtime.run import Run
+from tests.parity.loops import (
+    LOOPS,
+    OF_HEADS,
+    STEPS,
+    Loop,
+    Points,
+    Regression,
+    Result,
+    both,
+    parts_result,
+    plain_result,
+    run_of,
+)
+from tests.pool import pool
+
+
+@functools.cache
+def plain(name: str) -> Result:
+    return plain_result(LOOPS[name])
+
+
+def parts(
+    rank: int, world: int, name: str, layout: str, folder: Path | None = None, first: int = 0, last: int = STEPS
+) -> Any:
+    return parts_result(LOOPS[name], layout, folder, first, last)
+
+
+def assert_equal(found: tuple[list[list[float]], dict[str, Tensor]], wanted: Result, left_out: int = 0) -> None:
+    losses = [loss for of_step in found[0] for loss in of_step]
+    assert losses == pytest.approx(wanted[0][left_out:], rel=1e-9, abs=1e-12)
+    for name, value in wanted[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-8, atol=1e-10, msg=name)
+
+
+LAYOUTS = ["dp=1 microbatch=4", "dp=2", "dp=2 zero=1 microbatch=2", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4"]
+ELSEWHERE = {("wgan-gp", "tp=2")}
+CASES = [(name, layout) for name in LOOPS for layout in LAYOUTS if (name, layout) not in ELSEWHERE]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_a_loop_in_parts_is_the_plain_loop(name: str, layout: str) -> None:
+    for found in pool(Layout.parse(layout).world_size).run(parts, name, layout):
+        assert_equal(found, plain(name))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_in_parts_is_resumed_in_another_layout(name: str, tmp_path: Path) -> None:
+    first, *_ = pool(2).run(parts, name, "dp=2 zero=3", tmp_path, 0, 2)
+    (found,) = pool(1).run(parts, name, "dp=1", tmp_path, 2)
+    assert_equal(found, plain(name), sum(map(len, first[0])))
+
+
+# -- what a step is --------------------------------------------------------------------------------
+
+
+def both_ways(rank: int, world: int, layout: str) -> tuple[Any, Any]:
+    """Return the losses, norms and weights of whole steps, and of steps in two parts."""
+    found = []
+    for in_parts in (False, True):
+        run = run_of(LOOPS["one backward"], layout, schedule={"name": "cosine", "warmup_steps": 2})
+        seen = []
+        for batch in samestep.batches(Points(), run.job):
+            if in_parts:
+                run.backward(batch)
+            report = run.update() if in_parts else run.step(batch)
+            seen.append((report.step, report.loss, report.grad_norm, report.lr, report.tokens))
+        found.append((seen, run.state_dict(on_every_rank=True)))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("layout", ["dp=1 microbatch=4", "dp=2", "dp=2 zero=1", "dp=2 zero=3"])
+def test_a_step_is_a_backward_and_an_update_to_the_bit(layout: str) -> None:
+    for whole, in_parts in pool(Layout.parse(layout).world_size).run(both_ways, layout):
+        assert whole[0] == in_parts[0]
+        assert all(torch.equal(value, in_parts[1][name]) for name, value in whole[1].items())
+
+
+class Dropping(Regression):
+    """A model that drops activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[1] = torch.nn.Dropout(0.5)
+
+
+def still(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.0)
+
+
+def masks(rank: int, world: int, layout: str) -> tuple[list[float], list[float], list[float]]:
+    """Return the losses of backwards of one batch, of whole steps, and of a backward behind a whole step, at a rate of zero."""
+    loop = Loop(Dropping, both, still)
+    run = run_of(loop, layout)
+    backwards, steps, behind = [], [], []
+    for batch in samestep.batches(Points(), run.job):
+        steps.append(run.step(batch).loss)
+        behind.append(run.backward(batch).loss)
+        run.zero_grad()
+    run = run_of(loop, layout)
+    for batch in samestep.batches(Points(), run.job):
+        for _ in range(2):
+            backwards.append(run.backward(batch).loss)
+            run.update()
+    return backwards, steps, behind
+
+
+def test_masks_depend_on_the_number_of_the_backward_and_on_no_layout() -> None:
+    (alone,) = pool(1).run(masks, "dp=1 microbatch=4")
+    backwards, steps, behind = alone
+    assert backwards[::2] == steps
+    assert backwards[1::2] == behind
+    assert all(one != other for one, other in zip(steps, behind, strict=True))
+    for found in pool(2).run(masks, "dp=2 zero=3"):
+        for mine, other in zip(found, alone, strict=True):
+            assert mine == pytest.approx(other, rel=1e-9)
+
+
+def rates(rank: int, world: int) -> list[tuple[float, float]]:
+    """Return the rates of two optimizers, of which one makes two updates a step and the other one in every second step."""
+    run = run_of(Loop(Regression, both, OF_HEADS), "", schedule={"name": "linear"})
+    found = []
+    for batch in samestep.batches(Points(), run.job):
+        for _ in range(2):
+            run.backward(batch)
+            one = run.update("body").lr
+        two = run.update("two").lr if batch.step % 2 else 0.0
+        run.zero_grad()
+        found.append((one, two))
+    return found
+
+
+def test_each_optimizer_counts_its_own_updates() -> None:
+    (found,) = pool(1).run(rates)
+
+    def at(count: int) -> float:
+        return 0.02 * max(0.0, 1 - count / (STEPS - 1))
+
+    wanted = [(at(2 * step + 1), at(step // 2) if step % 2 else 0.0) for step in range(STEPS)]
+    assert [rate for pair in found for rate in pair] == pytest.approx([rate for pair in wanted for rate in pair])
+
+
+# -- wrong uses ------------------------------------------------------------------------------------
+
+
+def _first(run: Run) -> Any:
+    return next(samestep.batches(Points(), run.job))
+
+
+def _step_while_gradients_wait(run: Run) -> None:
+    run.backward(_first(run))
+    run.step(_first(run))
+
+
+def _save_amid_a_step(run: Run) -> None:
+    run.backward(_first(run))
+    run.save("nowhere")
+
+
+def _update_twice(run: Run) -> None:
+    run.backward(_first(run))
+    run.update()
+    run.update()
+
+
+def _update_of_others(run: Run) -> None:
+    run.backward(_first(run), into="one")
+    run.update("two")
+
+
+def _after_the_end(run: Run) -> None:
+    *_, last = samestep.batches(Points(), run.job)
+    run.backward(last)
+
+
+def _of_an_option(run: Run) -> None:
+    run.backward(_first(run))
+    run.update("two", bs=3)
+
+
+def _of_a_mean(run: Run) -> None:
+    run.backward(_first(run), lambda outputs, batch: outputs[0].mean())
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "update first": (lambda run: run.update(), r"no gradient waits for it; run.backward\(batch, loss\) in front of it works"),
+    "gradients first": (lambda run: run.gradients(), r"run.gradients: no gradient waits for it"),
+    "unknown": (lambda run: run.backward(_first(run), into="three"), r"run.backward\('three'\): the run has 'body', 'one', 'two'"),
+    "unknown to zero": (lambda run: run.zero_grad("three"), r"run.zero_grad\('three'\): the run has"),
+    "step": (_step_while_gradients_wait, r"run.step while gradients wait, of body.0.bias for one"),
+    "save": (_save_amid_a_step, r"run.save while gradients wait"),
+    "twice": (_update_twice, r"run.update: no gradient waits for it"),
+    "of others": (_update_of_others, r"run.update: no gradient waits for it"),
+    "after the end": (_after_the_end, r"the batch of step 5, and its stream has ended"),
+    "option": (_of_an_option, r"run.update gives bs to Adam.step, which does not take it"),
+    "mean": (_of_a_mean, r"\(sum, count\) works"),
+}  # fmt: skip
+
+
+def wrong(rank: int, world: int, case: str) -> str:
+    run = run_of(Loop(Regression, both, OF_HEADS), "")
+    run.prepare(_first(run).samples([0]))
+    try:
+        WRONG[case][0](run)
+    except InputError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_use_is_refused_in_one_line(case: str) -> None:
+    for text in pool(2).run(wrong, case):
+        assert re.search(WRONG[case][1], text), text
+        assert "\n" not in text

@@ -1,0 +1,222 @@
+"""The recorder hears every op of the program, changes no bit and no graph, and refuses files that are no records."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from samestep.datasets import batches
+from samestep.errors import InputError, RecordError
+from samestep.job import Job
+from samestep.program.recorded import RankRecord, parse_steps, path_of, read_record
+from samestep.runtime.recording import marks
+from samestep.trees import tree_leaves
+from tests.laboratory import job_of, make_run, on_ranks
+
+STEPS = 4
+WINDOW = range(2, 4)
+JOB = job_of("float32", STEPS, train={"watch_every": 0})
+LAYOUTS = [
+    ("dp=2 microbatch=2", "llama"),
+    ("dp=2 zero=3 microbatch=2", "llama"),
+    ("dp=2 zero=1", "llama"),
+    ("tp=2", "llama"),
+    ("tp=2 sequence_parallel", "llama"),
+    ("cp=2", "llama"),
+    ("pp=2 microbatch=2 schedule=zero-bubble", "deep_llama"),
+    ("dp=2 recompute=full", "llama"),
+]
+
+
+def nodes_of(outputs: Any) -> int:
+    """The nodes of the graph behind a forward's outputs."""
+    found = {leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
+    ahead = [*found]
+    while ahead:
+        for node, _ in ahead.pop().next_functions:
+            if node is not None and node not in found:
+                found.add(node)
+                ahead.append(node)
+    return len(found)
+
+
+def trained(
+    rank: int, world: int, model: str, layout: str, job: Job, folder: str
+) -> tuple[list[float], list[Tensor], list[int]]:
+    """Take some steps, two of which are recorded if a folder is given; return losses, weights and the graphs' sizes."""
+    run = make_run(rank, world, model, layout, job)
+    if folder:
+        assert run.record(f"{WINDOW.start}:{WINDOW.stop - 1}", folder) == Path(folder)
+    sizes: list[int] = []
+    losses = []
+    for batch in batches_of(job):
+        losses.append(run.step(batch).loss)
+        if not sizes:  # from the second step on
+            run.model.register_forward_hook(lambda _m, _a, outputs: sizes.append(nodes_of(outputs)))
+    assert marks.listener() is run.recorder
+    run.recorder.close()
+    assert marks.listener() is None
+    return losses, [piece.value.clone() for piece in run.updater.pieces], sizes
+
+
+def batches_of(job: Job) -> Any:
+    from tests.models import Tokens
+
+    return batches(Tokens(), job)
+
+
+@pytest.mark.parametrize(("layout", "model"), LAYOUTS, ids=[layout for layout, _ in LAYOUTS])
+def test_a_window_changes_no_bit_and_no_graph_and_holds_every_op(layout: str, model: str, tmp_path: Path) -> None:
+    plain = on_ranks(layout, trained, model, JOB, "")
+    recorded = on_ranks(layout, trained, model, JOB, str(tmp_path))
+    for (losses, weights, sizes), (others, values, nodes) in zip(plain, recorded, strict=True):
+        assert (losses, sizes) == (others, nodes)
+        assert all(torch.equal(one, other) for one, other in zip(weights, values, strict=True))
+    for rank in range(len(plain)):
+        record = read_record(path_of(tmp_path, WINDOW, rank))
+        assert [*record.steps] == [*WINDOW]
+        for step in WINDOW:
+            assert_holds_every_op(record, step)
+
+
+def assert_holds_every_op(record: RankRecord, number: int) -> None:
+    """Hold a step's events against the program: tasks, forwards and backwards of layers, and all that is sent."""
+    step, head = record.steps[number], record.head
+    assert step.begin_ns < step.end_ns <= step.until_ns
+    assert all(0 <= begin <= end <= step.until_ns - step.begin_ns for _, _, begin, end, *_ in step.events)
+    tasks = [name for form, name, *_ in step.events if form == "task"]
+    assert tasks[-1].startswith("U")
+    assert {op.task for op in head.ops} <= set(tasks)
+    sent = Counter(name for form, name, *_ in step.events if form == "sent")
+    assert sent == Counter(op.owner for op in head.ops)
+    kinds = {
+        name: {more[1] for form, other, _, _, *more in step.events if form == "sent" and other == name} for name in sent
+    }
+    assert all(
+        kind in ("", *(op.kind for op in head.ops if op.owner == name)) for name in kinds for kind in kinds[name]
+    )
+    forwards = {name for form, name, *_ in step.events if form == "layer"}
+    backwards = {name for form, name, *_ in step.events if form == "backward"}
+    assert backwards <= forwards  # a later stage calls a stand-in of the embeddings
+    assert forwards <= {*head.layers}
+    assert len(forwards) >= len(head.layers) / 2
+    assert [form for form, *_ in step.events].count("task") == len(tasks) == len(step.memory)
+
+
+def sums_of_steps(rank: int, world: int, model: str, layout: str, job: Job) -> list[tuple[int, dict[str, float]]]:
+    run = make_run(rank, world, model, layout, job)
+    seen = []
+    for batch in batches_of(job):
+        run.step(batch)
+        seen.append((run.recorder.sums.step, dict(run.recorder.sums.values)))
+    return seen
+
+
+def test_every_step_has_sums_without_a_window() -> None:
+    for ranks in (on_ranks(layout, sums_of_steps, "llama", JOB) for layout in ("dp=2", "tp=2")):
+        for steps in ranks:
+            assert [step for step, _ in steps] == [0, 1, 2, 3]  # known when the next one begins
+            for _, values in steps[1:]:
+                assert values["sent"] > 0
+                assert {"forward_s", "backward_s", "update_s", "data_s", "wait_world_s", "cpu_s"} <= values.keys()
+                assert all(value >= 0 for value in values.values())
+
+
+def test_a_recorder_is_not_kept_alive_by_its_marks() -> None:
+    run = make_run(0, 1, "plain", "dp=1", JOB)
+    run.step(next(batches_of(JOB)))
+    seen = weakref.ref(run.recorder)
+    assert marks.listener() is run.recorder
+    del run
+    gc.collect()
+    assert seen() is None
+    assert marks.listener() is None
+
+
+def test_a_mark_without_a_listener_does_nothing() -> None:
+    with marks.region("data"):
+        assert marks.listener() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"), [("100:104", range(100, 105)), ("7:7", range(7, 8)), ("3", range(4, 8)), ("1", range(4, 6))]
+)
+def test_windows(text: str, steps: range) -> None:
+    assert parse_steps(text, 0) == steps
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "a", "4:2", "1:b", ":3", "1:2:3"])
+def test_what_names_no_steps_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="names no steps: FIRST:LAST works"):
+        parse_steps(text, 0)
+
+
+def recorded_file(folder: Path) -> Path:
+    run = make_run(0, 1, "plain", "dp=1", JOB)
+    run.record("2:3", folder)
+    for batch in batches_of(JOB):
+        run.step(batch)
+    run.recorder.close()
+    return path_of(folder, WINDOW, 0)
+
+
+def test_damaged_records_are_one_line(tmp_path: Path) -> None:
+    path = recorded_file(tmp_path)
+    whole = path.read_text()
+    head, first, second = whole.splitlines()
+    assert [*read_record(path).steps] == [2, 3]
+    step = json.loads(first)
+    harmed = {
+        "": "is no record of samestep",
+        "\x00\x01": "damaged",
+        '{"traceEvents": []}': "is no record of samestep",
+        "[]\n": "is no record of samestep",
+        head.replace('"version": 1', '"version": 2') + "\n": "is a record of version 2; this samestep reads version 1",
+        head.replace('"rank"', '"place"') + "\n": "damaged",
+        f"{head}\n{first[:40]}\n{second}\n": ":2: damaged",
+        f"{head}\n{json.dumps({**step, 'until_ns': 0})}\n": ":2: damaged: ends before it begins",
+        f"{head}\n{json.dumps({**step, 'events': [['task']]})}\n": ":2: damaged",
+        f"{head}\n{json.dumps({**step, 'events': [['task', 'F0', 'a', 'b']]})}\n": ":2: damaged",
+        f"{head}\n[1]\n": ":2: damaged: the line is no step",
+        f"{head}\n{json.dumps({**step, 'colour': 1})}\n": ":2: damaged",
+    }
+    for text, words in harmed.items():
+        path.write_text(text)
+        with pytest.raises(RecordError) as caught:
+            read_record(path)
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecordError, match="it is no text"):
+        read_record(path)
+    path.write_text(f"{head}\n{first}\n{second[:50]}")  # a run that was killed
+    assert [*read_record(path).steps] == [2]
+    with pytest.raises(RecordError, match="cannot be read"):
+        read_record(tmp_path / "nothing")
+
+
+def test_layers_are_named_once_and_their_marks_are_removed(tmp_path: Path) -> None:
+    run = make_run(0, 1, "plain", "dp=1", JOB)
+    run.record("2:2", tmp_path)
+    stream = batches_of(JOB)
+    run.step(next(stream))
+    before = hooks_of(run.model)
+    collecting = len(gc.callbacks)
+    run.step(next(stream))
+    assert hooks_of(run.model) > before
+    assert len(gc.callbacks) == collecting + 1
+    run.step(next(stream))
+    assert hooks_of(run.model) == before
+    assert len(gc.callbacks) == collecting
+
+
+def hooks_of(module: nn.Module) -> int:
+    return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in module.modules())
