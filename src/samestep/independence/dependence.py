@@ -1,5 +1,6 @@
-"""The dependences of a traced forward along one axis: on which rows (samples, or tokens) each value depends.
+"""The dependences of a traced forward along one axis: on which rows (samples, or tokens) each value depends, and how it was computed.
 
+## Dependences
 A forward runs on the meta device on n rows. Each storage that depends on rows has one of three descriptions, whose size
 does not depend on that of the storage:
 
@@ -16,14 +17,14 @@ summed over, the result is mixed.
 Rows may also be picked by an index tensor whose values are not known, as `x[mask]` or `x[chosen]`: their order is then
 that `Pick`, and writing them back by the same index restores the order.
 
-One operation of a traced forward as the rules of rows see it: its operands, their dependences, and those of its results.
+## Operations
+The rules of rows see an operation (`Call`) as its operands, their dependences, and those of its results. `dimension_maps.py`
+states which dimensions of the results those of operands become. A result with an operand whose rows lie along a dimension that
+is SUMMED is mixed.
 
-The dimensions that operands become are stated in `dimension_maps.py`. A result with an operand whose rows lie along a
-dimension that is SUMMED is mixed.
-
-What a traced forward computes for each row (sample, or token), where it computes some rows by themselves.
-
-Rows that are computed alone are fine as long as all of them are computed alike, in chunks or one after the other:
+## Histories
+A forward may compute some rows separately from others (`RowHistories`). That is fine as long as all of them are computed alike,
+in chunks or one after the other:
 
     torch.cat([mlp(part) for part in x.chunk(4, 1)], 1)     every token: mlp
     torch.cat([2 * x[:, :1], x[:, 1:]], 1)                  token 0: mul 2, the others: nothing

@@ -1,6 +1,6 @@
 """The assembly that one rank holds: its model in the layout, or each of its independently trained replicas in turn.
 
-What checkpoints read of a run, and set again: its weights and their optimizer, and how far it has come.
+`PreparedRun` is the part of a run that checkpoints read, and set again: weights, optimizer, and the number of steps taken.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What code can keep outside of modules: variables that a forward or a loss reaches from its functions.
+"""The state that code can keep outside of modules: variables that a forward, a loss or an optimizer's step reaches from its functions.
+
+Of a forward and a loss:
 
     globals             of the file of a function, by the names in its code
     closures            the variables around a function, and its default arguments and attributes
@@ -7,7 +9,7 @@
 
 Only code of the user is followed: libraries (the standard library and installed packages) keep what they keep.
 
-What the code of an optimizer's step reaches: its functions, the numbers in them, and what they keep between steps.
+Of an optimizer's step, whose functions also hold numbers that decide how it updates:
 
 ```
 class Warm(Optimizer):

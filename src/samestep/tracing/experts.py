@@ -1,8 +1,6 @@
 """Experts of a model: the modules that hold them, the arguments they are called with, and the rows of each dispatch.
 
-A trial of a user's own module of experts: it must compute the sum of weight x expert(row), and nothing else.
-
-Expert parallelism calls the module with one choice of weight 1 for each row, and adds up the weighted results itself. So
+A user's own module of experts is tried: it must compute the sum of weight x expert(row), and nothing else. Expert parallelism calls the module with one choice of weight 1 for each row, and adds up the weighted results itself. So
 what a module does beyond that sum would be lost or come twice: weights that it normalises, a factor of the slot, a
 residual, a norm of the sum, rows that influence each other.
 

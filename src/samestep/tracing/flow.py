@@ -21,9 +21,7 @@ The boundary before a layer is the event that calls its first module. A value cr
 read there or later, unless it is a weight: every stage that uses one holds it. A tensor that reaches a module past its arguments (through an attribute, a cache, a closure) cannot
 be passed on; the boundaries that it crosses are refused.
 
-Lists and dictionaries that a module is given and changes: an auxiliary loss that is appended, keys and values that are kept.
-
-A change is written down as plain data, so that it can be made again where the module does not run.
+A module may also change lists and dictionaries that it is given: it appends an auxiliary loss, or keeps keys and values. Such a change is written down as plain data, so that it can be made again where the module does not run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Tensors of the meta device: their identity, operations on them, and the values of those that are known.
 
-Operations on meta tensors, whose results' shapes are found once: a model repeats its blocks, and is run several times.
-
-Torch finds out the shapes of most results in Python, which is most of what an operation on the meta device costs. They
+The shapes of results are found once, since a model repeats its blocks and is run several times. Torch finds out the shapes of most results in Python, which is most of what an operation on the meta device costs. They
 follow from shapes, strides and dtypes of what is given, and from its other arguments. They are remembered where the
 results are tensors that share no storage with anything; views and operations that write are run as they are.
 """
