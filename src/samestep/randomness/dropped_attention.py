@@ -34,6 +34,9 @@ BLOCK_ELEMENTS = 2**24
 """Elements of the weights of a block, of all samples and heads."""
 LEAST_QUERIES = 16
 """The least number of queries in a block: fewer give products that are too narrow."""
+KEPT_ELEMENTS = 2**16
+"""Elements of the weights of a whole call that are kept for the backward with their mask: so few take longer to compute again than
+their memory is worth."""
 
 DropPart = Callable[[int, int, int], Tensor]
 """Returns which weights are dropped, bool [..., queries, keys], of the queries from the first to before the second number, and
@@ -61,51 +64,85 @@ def attend_with_dropout(call: AttentionCall, drop: DropPart) -> Tensor:
     query, key, value, mask, p, is_causal, scale, enable_gqa = call
     repeats = query.size(-3) // key.size(-3) if enable_gqa else 1
     documents = mask if isinstance(mask, DocumentMask) else None
-    each = math.prod(torch.broadcast_shapes(query.shape[:-2], _repeat_heads(key, repeats).shape[:-2])) * key.size(-2)
+    of_keys = key.shape[:-2] if repeats == 1 else (*key.shape[:-3], key.size(-3) * repeats)
+    each = math.prod(broadcast(query.shape[:-2], of_keys)) * key.size(-2)
     block = max(BLOCK_ELEMENTS // max(each, 1), LEAST_QUERIES)
     how = _Dropped(drop, p, query.size(-1) ** -0.5 if scale is None else scale, is_causal, repeats, block, documents)
     result: Tensor = _DroppedAttention.apply(query, key, value, None if documents is not None else mask, how)
     return result
 
 
+def broadcast(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape to which two shapes are broadcast."""
+    return tuple(first) if tuple(first) == tuple(second) else tuple(torch.broadcast_shapes(first, second))
+
+
 class _DroppedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: _Dropped) -> Tensor:
-        ctx.save_for_backward(query, key, value, mask)
         ctx.how = how
+        kept: tuple[Tensor, ...] = ()
         with disable_current_modes():  # selective recompute would keep the products of all blocks
             k_bhsd, v_bhsd = (_repeat_heads(_widen(x), how.repeats) for x in (key, value))
             parts = []
             for rows in _blocks(query, key, how):
-                weights_bhls = _weights(rows, query, k_bhsd, mask, how)
-                parts.append(_apply_drop(weights_bhls, how.drop(*rows), how.p) @ v_bhsd[..., : rows.num_keys, :])
+                weights_bhls, drop_bhls = _weights(rows, query, k_bhsd, mask, how), how.drop(*rows)
+                parts.append(_apply_drop(weights_bhls, drop_bhls, how.p) @ v_bhsd[..., : rows.num_keys, :])
+                if weights_bhls.numel() <= KEPT_ELEMENTS and rows.stop - rows.start == query.size(-2):
+                    kept = weights_bhls, drop_bhls
+            ctx.save_for_backward(query, key, value, mask, *kept)
             return (parts[0] if len(parts) == 1 else torch.cat(parts, -2)).to(query.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        query, key, value, mask = ctx.saved_tensors
+        query, key, value, mask, *kept = ctx.saved_tensors
         how: _Dropped = ctx.how
         k_bhsd, v_bhsd = (_repeat_heads(_widen(x), how.repeats) for x in (key, value))
-        of_keys, of_values = torch.zeros_like(k_bhsd), torch.zeros_like(v_bhsd)
+        of_keys, of_values = _Total(k_bhsd), _Total(v_bhsd)
         of_queries: list[Tensor] = []
         of_mask = torch.zeros_like(mask) if ctx.needs_input_grad[3] else None
         for rows in _blocks(query, key, how):
-            weights_bhls, drop_bhls = _weights(rows, query, k_bhsd, mask, how), how.drop(*rows)
+            weights_bhls, drop_bhls = kept or (_weights(rows, query, k_bhsd, mask, how), how.drop(*rows))
             given_bhld = _widen(gradients[0][..., rows.start : rows.stop, :])
             some = slice(rows.num_keys)
-            _add(of_values[..., some, :], _apply_drop(weights_bhls, drop_bhls, how.p).transpose(-2, -1) @ given_bhld)
-            found_bhls = (given_bhld @ v_bhsd[..., some, :].transpose(-2, -1)).sum_to_size(weights_bhls.shape)
+            of_values.add(some, _apply_drop(weights_bhls, drop_bhls, how.p).transpose(-2, -1) @ given_bhld)
+            found_bhls = _fit(given_bhld @ v_bhsd[..., some, :].transpose(-2, -1), weights_bhls.shape)
             found_bhls = _apply_drop(found_bhls, drop_bhls, how.p)
             found_bhls = torch.ops.aten._softmax_backward_data(found_bhls, weights_bhls, -1, weights_bhls.dtype)
             if of_mask is not None:
-                _add(_of_rows(of_mask, rows), found_bhls)
+                part = _of_rows(of_mask, rows)
+                part.add_(_fit(found_bhls, part.shape))
             found_bhls = found_bhls * how.scale
             of_queries.append(found_bhls @ k_bhsd[..., some, :])
             q_bhld = _widen(query[..., rows.start : rows.stop, :])
-            _add(of_keys[..., some, :], found_bhls.transpose(-2, -1) @ q_bhld)
-        found = torch.cat(of_queries, -2).sum_to_size(query.shape).to(query.dtype)
-        kept = (_sum_heads(one, how.repeats, x) for one, x in ((of_keys, key), (of_values, value)))
-        return found, *kept, of_mask, None
+            of_keys.add(some, found_bhls.transpose(-2, -1) @ q_bhld)
+        found = _fit(of_queries[0] if len(of_queries) == 1 else torch.cat(of_queries, -2), query.shape).to(query.dtype)
+        sums = (_sum_heads(one.value, how.repeats, x) for one, x in ((of_keys, key), (of_values, value)))
+        return found, *sums, of_mask, None
+
+
+class _Total:
+    """The sum of the gradients that blocks of queries give to keys or values [..., S, D]."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._sum: Tensor | None = None
+
+    def add(self, some: slice, part: Tensor) -> None:
+        """Add the gradient of the first keys."""
+        like = self._like
+        if self._sum is None and some.stop == like.size(-2):
+            self._sum = _fit(part, like.shape)
+            return
+        if self._sum is None:
+            self._sum = torch.zeros_like(like)
+        window = self._sum[..., some, :]
+        window.add_(_fit(part, window.shape))
+
+    @property
+    def value(self) -> Tensor:
+        """The sum."""
+        return torch.zeros_like(self._like) if self._sum is None else self._sum
 
 
 class _QueryBlock(NamedTuple):
@@ -128,8 +165,7 @@ def _weights(rows: _QueryBlock, query: Tensor, k_bhsd: Tensor, mask: Tensor | No
     q_bhld = _widen(query[..., rows.start : rows.stop, :]) * how.scale
     scores_bhls = q_bhld @ k_bhsd[..., : rows.num_keys, :].transpose(-2, -1)
     if how.is_causal:
-        future_ls = torch.ones(scores_bhls.shape[-2:], dtype=torch.bool, device=query.device).triu(rows.start + 1)
-        scores_bhls = scores_bhls.masked_fill(future_ls, -math.inf)
+        scores_bhls = scores_bhls.masked_fill(_future(*scores_bhls.shape[-2:], rows.start, query.device), -math.inf)
     if how.documents is not None:
         apart_b1ls = ~how.documents.rows(*rows)
         return scores_bhls.masked_fill(apart_b1ls, -math.inf).softmax(-1)
@@ -145,6 +181,20 @@ def _weights(rows: _QueryBlock, query: Tensor, k_bhsd: Tensor, mask: Tensor | No
     return scores_bhls.masked_fill(blind_bhl1, 0.0).softmax(-1).masked_fill(blind_bhl1, 0.0)
 
 
+def _future(num_queries: int, num_keys: int, start: int, device: torch.device) -> Tensor:
+    """Return which keys come after each query, bool [queries, keys]; the first query is at `start`."""
+    if num_queries * num_keys > KEPT_ELEMENTS or device.type == "meta":
+        return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).triu(start + 1)
+    key = (num_queries, num_keys, start, device)
+    if key not in _FUTURES:
+        _FUTURES[key] = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).triu(start + 1)
+    return _FUTURES[key]
+
+
+_FUTURES: dict[tuple[int, int, int, torch.device], Tensor] = {}
+"""Small causal masks that were made before."""
+
+
 def _apply_drop(x: Tensor, drop: Tensor, p: float) -> Tensor:
     """Return the elements of x that are not dropped, scaled, and zeros."""
     return torch.where(drop, 0.0, x).mul(1.0 / (1.0 - p) if p < 1.0 else 0.0)
@@ -157,8 +207,9 @@ def _of_rows(mask: Tensor, rows: _QueryBlock) -> Tensor:
     return mask[..., : rows.num_keys] if mask.size(-1) > 1 else mask
 
 
-def _add(total: Tensor, part: Tensor) -> None:
-    total.add_(part.sum_to_size(total.shape))
+def _fit(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor summed over the dimensions along which one of this shape was broadcast."""
+    return x if x.shape == shape else x.sum_to_size(shape)
 
 
 def _widen(x: Tensor) -> Tensor:
