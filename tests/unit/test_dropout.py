@@ -17,11 +17,24 @@ from torch.utils.checkpoint import checkpoint
 from samestep.errors import LayoutError, ModelError
 from samestep.models.param_spec import Cut, ParamSpec
 from samestep.models.spec import MaskSpec, ModelSpec
-from samestep.randomness import dropped_attention
-from samestep.randomness.masks import MaskSlice, drop_mask, has_dropout, hash_bits, hash_positions, mix, positions
+from samestep.randomness import dropped_attention, row_hashes
+from samestep.randomness.masks import (
+    MaskSlice,
+    drop_mask,
+    has_dropout,
+    hash_bits,
+    hash_positions,
+    mix,
+    positions,
+    row_halves,
+)
 from samestep.randomness.mode import Draw, DropoutMode, named_modules, recompute_contexts, track_modules
 from samestep.randomness.replacements import HANDLERS
 from tests.models import Call
+
+
+def bits_at(keys: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    return hash_bits(row_halves(keys, rows), columns)
 
 
 def draw(samples: list[int], seed: int = 1, step: int = 3) -> Draw:
@@ -165,7 +178,7 @@ def test_masks_look_random(p: float) -> None:
     samples, rows, columns = 8, 200, 300
     keys = mix(torch.arange(samples)) ^ 77
     z = (
-        drop_mask(hash_bits(keys, *hash_positions(torch.arange(rows), torch.arange(columns))), p).double() - p
+        drop_mask(bits_at(keys, *hash_positions(torch.arange(rows), torch.arange(columns))), p).double() - p
     ) / math.sqrt(p * (1 - p))
     assert z.mean().abs() * math.sqrt(z.numel()) < 5
     for dim in range(3):
@@ -187,14 +200,14 @@ def test_a_draw_outside_the_model_is_not_the_models_first() -> None:
 
 def test_a_cut_asks_for_its_rows_and_columns_only() -> None:
     keys = mix(torch.arange(3))
-    whole = drop_mask(hash_bits(keys, *hash_positions(torch.arange(40), torch.arange(64))), 0.3)
+    whole = drop_mask(bits_at(keys, *hash_positions(torch.arange(40), torch.arange(64))), 0.3)
     rows, columns = torch.arange(7, 31, 3), torch.arange(32, 64)
-    assert torch.equal(drop_mask(hash_bits(keys, *hash_positions(rows, columns)), 0.3), whole[:, rows][:, :, columns])
+    assert torch.equal(drop_mask(bits_at(keys, *hash_positions(rows, columns)), 0.3), whole[:, rows][:, :, columns])
 
 
 def test_the_hash_is_pinned() -> None:
     # A changed hash changes every run that goes on from a checkpoint.
-    mask = drop_mask(hash_bits(mix(torch.arange(2)), *hash_positions(torch.arange(2), torch.arange(16))), 0.5)
+    mask = drop_mask(bits_at(mix(torch.arange(2)), *hash_positions(torch.arange(2), torch.arange(16))), 0.5)
     assert ["".join(str(int(x)) for x in row) for row in mask.view(4, 16)] == PINNED
 
 
@@ -469,7 +482,7 @@ def test_a_part_of_a_mask_is_that_part(rows: tuple[int, int]) -> None:
 
 
 def test_attention_keeps_nothing_of_the_size_of_its_weights() -> None:
-    q = torch.randn(2, 4, 64, 8, requires_grad=True)
+    q = torch.randn(2, 4, 96, 8, requires_grad=True)
     kept: list[int] = []
     model = Call(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True))
     with (
@@ -631,13 +644,13 @@ COLUMNS = Cut(style="column", dim=0, groups=6)
 @pytest.mark.parametrize("degree", [2, 3])
 def test_a_part_of_a_mask_is_the_part_of_the_whole(shape: tuple[int, ...], dim: int | None, degree: int) -> None:
     model, keys, device = cut_model(shape, COLUMNS), mix(torch.arange(3)) ^ 5, torch.device("cpu")
-    whole = drop_mask(hash_bits(keys, *hash_positions(*positions(shape, (), device))), 0.4).view(3, *shape)
+    whole = drop_mask(bits_at(keys, *hash_positions(*positions(shape, (), device))), 0.4).view(3, *shape)
     for index in range(degree):
         part = MaskSlice(model, degree, index)
         mine = tuple(size // degree if at == dim else size for at, size in enumerate(shape))
         cuts = () if dim is None else ((dim, degree, index),)
         assert part.cuts(("a.drop", 0, 0), mine) == cuts
-        drawn = drop_mask(hash_bits(keys, *hash_positions(*positions(shape, cuts, device))), 0.4).view(3, *mine)
+        drawn = drop_mask(bits_at(keys, *hash_positions(*positions(shape, cuts, device))), 0.4).view(3, *mine)
         expected = whole if dim is None else whole.chunk(degree, dim + 1)[index]
         assert torch.equal(drawn, expected)
 
@@ -663,3 +676,59 @@ def test_what_is_fused_is_no_run_and_what_was_not_traced_has_no_part() -> None:
     assert MaskSlice(cut_model((1, 8), COLUMNS, fused), 2, 0).cuts(("a.drop", 0, 0), (1, 4)) == ((1, 2, 0),)
     with pytest.raises(LayoutError, match=r"a.drop draws a dropout mask that the traced forward did not"):
         MaskSlice(cut_model((1, 24), COLUMNS), 2, 0).cuts(("a.drop", 0, 1), (1, 12))
+
+
+# -- the rows of all draws at once -------------------------------------------------------------------
+
+
+class Several(nn.Module):
+    """Draws masks of several shapes: of features, of rows, and in an attention; `order` says which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = ["features", "attention", "features"]
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        found = []
+        for kind in self.order:
+            if kind == "attention":
+                heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+                found.append(F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.4))
+            else:
+                found.append(F.dropout(x if kind == "features" else x[:, :1], 0.3))
+        return found
+
+
+def drawn_by(model: Several, x: Tensor, samples: list[int]) -> list[Tensor]:
+    with DropoutMode(model, draw(samples)):
+        return model(x)
+
+
+@pytest.mark.parametrize("limit", [2**22, 10])
+def test_rows_that_are_hashed_at_once_are_those_of_each_draw(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_hashes, "LIMIT", limit)
+    warm = Several()
+    changes = [
+        (["features", "attention", "features"], 5, [0, 1]),
+        (["features", "attention", "features"], 5, [7, 3]),
+        (["features", "attention", "features"], 5, [4]),
+        (["features", "attention", "features"], 3, [4, 9]),
+        (["features", "features", "attention", "rows"], 3, [4, 9]),
+        (["features", "rows"], 5, [1, 2]),
+        (["attention"], 5, [1, 2]),
+        (["attention"], 5, [2, 1]),
+    ]
+    for order, length, samples in changes:
+        x = torch.randn(len(samples), length, 8)
+        warm.order = order
+        fresh = Several()
+        fresh.order = order
+        assert all(map(torch.equal, drawn_by(warm, x, samples), drawn_by(fresh, x, samples))), order
+
+
+def test_a_later_forward_hashes_the_rows_of_all_masks_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, calls = Several(), torch.randn(2, 5, 8), []
+    monkeypatch.setattr(row_hashes, "row_halves", lambda *given: calls.append(1) or row_halves(*given))
+    for expected in (3, 3, 3):  # the first forward hashes each, and the others none by itself
+        drawn_by(model, x, [0, 1])
+        assert len(calls) == expected

@@ -152,9 +152,13 @@ def hash_positions(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     return rows * _GOLDEN, mix(columns).view(torch.int32).view(-1, 2)[:, 0].contiguous()
 
 
-def hash_bits(keys: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return 32 hashed bits an element, int32 [B, R, C], for samples with these keys [B] at these hashed positions."""
-    halves = mix(keys[:, None] + rows).view(torch.int32).view(keys.numel(), rows.numel(), 2)
+def row_halves(keys: Tensor, rows: Tensor) -> Tensor:
+    """Return the two halves of each row, int32 [B, R, 2], for samples with these keys [B] at these hashed rows."""
+    return mix(keys[:, None] + rows).view(torch.int32).view(keys.numel(), rows.numel(), 2)
+
+
+def hash_bits(halves: Tensor, columns: Tensor) -> Tensor:
+    """Return 32 hashed bits an element, int32 [B, R, C], of rows with these halves at these hashed columns."""
     bits = columns ^ halves[..., :1]
     bits.addcmul_(bits, bits, value=2)
     bits.add_(halves[..., 1:])

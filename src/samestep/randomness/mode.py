@@ -42,13 +42,14 @@ from samestep.randomness.masks import (
     MaskCuts,
     MaskSlice,
     drop_mask,
-    hash_bits,
     hash_positions,
     mix,
     positions,
     rates_of,
+    row_halves,
 )
 from samestep.randomness.replacements import HANDLERS
+from samestep.randomness.row_hashes import OF_NO_SAMPLE, DrawBits, ForwardRows, KnownDraws
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 """Components of a module's name that wrappers add; the names in a job do not have them."""
@@ -57,8 +58,6 @@ DrawKey = tuple[str, int, int]
 """A mask, or a tensor of random numbers: the module that draws it, its entry, and the draw, as in `MaskSpec`."""
 IN_ORDER = (0, 0)
 """Rows of a mask whose samples are in order along dimension 0, each with as many positions as there are for it."""
-OF_NO_SAMPLE = -1
-"""The dimension of samples of a mask for a tensor that depends on none, such as a weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,44 +120,6 @@ class DropoutState:
             untrack_modules(model)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bits:
-    """The inputs of the hashed bits of a draw, or of a part of it."""
-
-    keys: Tensor
-    """Key of each sample, int64 [B]."""
-    rows: Tensor
-    columns: Tensor
-    """Hashed positions in a sample's tensor, as `hash_positions` returns them."""
-    shape: tuple[int, ...]
-    """Shape for all samples."""
-    each: tuple[int, ...]
-    """Shape for one sample."""
-    dim: int
-    inner: int
-    """The position of the samples in a row, as in `MaskSpec.rows`."""
-
-    def whole(self) -> Tensor:
-        """Return the bits of the whole draw, int32."""
-        return self._arranged(hash_bits(self.keys, self.rows, self.columns), self.shape, self.each)
-
-    def part(self, start: int, stop: int, num_columns: int) -> Tensor:
-        """Return the bits from `start` to before `stop` along the last dimension but one, of so many of the first columns."""
-        if self.dim >= len(self.shape) - 2:
-            return self.whole()[..., start:stop, :num_columns]
-        size = (stop - start, num_columns)
-        rows = self.rows.view(self.each[:-1])[..., start:stop].flatten()
-        bits = hash_bits(self.keys, rows, self.columns[:num_columns])
-        return self._arranged(bits, (*self.shape[:-2], *size), (*self.each[:-2], *size))
-
-    def _arranged(self, bits: Tensor, shape: tuple[int, ...], each: tuple[int, ...]) -> Tensor:
-        if self.dim == OF_NO_SAMPLE or (self.dim == 0 and self.inner in (0, each[0])):
-            return bits.view(shape)
-        inner = self.inner or each[self.dim]
-        bits = bits.view(self.keys.numel(), *each[: self.dim], each[self.dim] // inner, inner, *each[self.dim + 1 :])
-        return bits.movedim(0, self.dim + 1).reshape(shape)
-
-
 @dataclass(slots=True)
 class _Frame:
     """One running forward of a module."""
@@ -169,6 +130,10 @@ class _Frame:
     num_numbers: int = 0
     num_choices: int = 0
     """Number of expert choices recorded in this forward (`runtime/axes/expert.py`)."""
+
+
+_MOST_SHAPES = 64
+"""Shapes of masks whose hashed positions are remembered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -182,6 +147,10 @@ class _ModeTracker:
     """Modules that get no hooks, since a graph contains their calls; they draw nothing."""
     hooked: WeakKeyDictionary[nn.Module, RemovableHandle] = field(default_factory=WeakKeyDictionary)
     hooks: list[RemovableHandle] = field(default_factory=list)
+    known: KnownDraws = field(default_factory=KnownDraws)
+    """The draws of earlier forwards."""
+    hashed: dict[tuple[tuple[int, ...], MaskCuts, torch.device], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Hashed positions by the shape of a sample's whole mask and its cuts."""
     num_removed: int = 0
     """The number of times that the hooks were removed; a restored state of the model may bring removed ones back,
     which do nothing."""
@@ -192,6 +161,15 @@ class _ModeTracker:
         return any(
             handle.id in module._forward_pre_hooks for module, handle in itertools.islice(self.hooked.items(), 1)
         )
+
+    def positions_of(self, shape: tuple[int, ...], cuts: MaskCuts, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the hashed rows and columns, int64 [R] and int32 [C], of a sample's mask, or of a rank's part of it."""
+        key = (shape, cuts, device)
+        if key not in self.hashed:
+            if len(self.hashed) >= _MOST_SHAPES:
+                self.hashed.clear()
+            self.hashed[key] = hash_positions(*positions(shape, cuts, device))
+        return self.hashed[key]
 
 
 _TRACKERS: WeakKeyDictionary[nn.Module, _ModeTracker] = WeakKeyDictionary()
@@ -281,7 +259,7 @@ class DropoutMode(MaskSource):
         self._sample_keys: dict[torch.device, Tensor] = {}
         self._generator: Tensor | None = None
         self.settle()
-        self._hashed_positions: dict[tuple[tuple[int, ...], MaskCuts, torch.device], tuple[Tensor, Tensor]] = {}
+        self._rows = ForwardRows(self._tracker.known, self._key_of)
 
     def __enter__(self) -> DropoutMode:
         super().__enter__()
@@ -368,7 +346,7 @@ class DropoutMode(MaskSource):
         bits = self._mask_bits(x, shape, p, what)
         return lambda start, stop, num_keys: drop_mask(bits.part(start, stop, num_keys), p)
 
-    def _mask_bits(self, x: Tensor, shape: torch.Size, p: float, what: str) -> _Bits:
+    def _mask_bits(self, x: Tensor, shape: torch.Size, p: float, what: str) -> DrawBits:
         """Count a mask of the innermost module; return the inputs of its hashed bits."""
         mask = self._next_draw()
         if not 0.0 <= p <= 1.0:
@@ -409,7 +387,7 @@ class DropoutMode(MaskSource):
 
     def _arranged(
         self, draw: DrawKey, rows: tuple[int, int], shape: Sequence[int], device: torch.device, what: str
-    ) -> _Bits:
+    ) -> DrawBits:
         """Return the inputs of the hashed bits of a draw of this shape, with its samples at `rows`."""
         dim, inner = rows
         num_samples = 1 if dim == OF_NO_SAMPLE else self._draw.samples.numel()
@@ -425,11 +403,13 @@ class DropoutMode(MaskSource):
             cuts = self._part.cuts(draw, whole)
             for at, degree, _ in cuts:
                 whole = (*whole[:at], whole[at] * degree, *whole[at + 1 :])
-        key = (whole, cuts, device)
-        if key not in self._hashed_positions:
-            self._hashed_positions[key] = hash_positions(*positions(whole, cuts, device))
-        keys = self._keys_of_samples(device, of_samples=dim != OF_NO_SAMPLE) ^ self._key_of(draw)
-        return _Bits(keys, *self._hashed_positions[key], tuple(shape), each, dim, inner)
+        rows_of, columns = self._tracker.positions_of(whole, cuts, device)
+        keys = self._keys_of_samples(device, of_samples=dim != OF_NO_SAMPLE)
+        if dim == OF_NO_SAMPLE:
+            halves = row_halves(keys ^ self._key_of(draw), rows_of)
+        else:
+            halves = self._rows.halves(draw, keys, rows_of)
+        return DrawBits(halves, columns, tuple(shape), each, dim, inner)
 
     def _keys_of_samples(self, device: torch.device, *, of_samples: bool) -> Tensor:
         """Return a key for each sample, int64 [B]; for a mask that all samples share one key, 0."""
