@@ -165,7 +165,9 @@ def _weights(rows: _QueryBlock, query: Tensor, k_bhsd: Tensor, mask: Tensor | No
     q_bhld = _widen(query[..., rows.start : rows.stop, :]) * how.scale
     scores_bhls = q_bhld @ k_bhsd[..., : rows.num_keys, :].transpose(-2, -1)
     if how.is_causal:
-        scores_bhls = scores_bhls.masked_fill(_future(*scores_bhls.shape[-2:], rows.start, query.device), -math.inf)
+        scores_bhls = scores_bhls.masked_fill(
+            _future(scores_bhls.size(-2), rows.num_keys, rows.start, query.device), -math.inf
+        )
     if how.documents is not None:
         apart_b1ls = ~how.documents.rows(*rows)
         return scores_bhls.masked_fill(apart_b1ls, -math.inf).softmax(-1)
