@@ -17,8 +17,8 @@ from samestep.models.spec import MaskSpec
 from samestep.randomness.distributions import DRAWS
 from samestep.randomness.dropped_attention import DropPart
 from samestep.randomness.mode import IN_ORDER, Draw, DrawKey, DropoutMode, track_modules
-from samestep.randomness.row_hashes import OF_NO_SAMPLE
 from samestep.randomness.replacements import HANDLERS
+from samestep.randomness.row_hashes import OF_NO_SAMPLE
 
 
 class _RecordedError(ModelError):
