@@ -30,6 +30,7 @@ from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.processes.messages import broadcast_from, gather_values
 from samestep.runtime.step_observer import Indices
 from samestep.runtime.weights.pieces import Piece, WeightAverages
+from samestep.runtime.weights.unit_order import CalledAgainError
 from samestep.trees import (
     keystr,
     map_tensors,
@@ -50,10 +51,37 @@ def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | No
 
     Collective over the world, see [Note: collective calls].
     """
-    parallel, used = assembly.parallel, None if measure is None else values_of(measure)
-    scope, terms = assembly.objective.scope, assembly.objective.names.terms or (UNNAMED,)
+    used, terms = None if measure is None else values_of(measure), assembly.objective.names.terms or (UNNAMED,)
+    means = None
+    while means is None:  # once more after a rank has found which weights its samples need again
+        totals = _totals(assembly, batch, seed, (*terms, *assembly.objective.names.values), used)
+        means = _means(assembly, totals, is_agreed=used is None)
+    counted = [mean for name in terms if not math.isnan(mean := means[name])]
+    loss = sum(counted) if counted else math.nan
+    return {
+        "loss": loss,
+        **{name: mean for name, mean in means.items() if name and (name != "loss" or name not in terms)},
+    }
+
+
+_GAVE_UP = "\0"
+"""The name of the number of forwards that ranks have given up."""
+
+
+def _totals(
+    assembly: Assembly,
+    batch: StepBatch,
+    seed: int,
+    names: Sequence[str],
+    used: Callable[[Any, Any], Mapping[str, Amount]] | None,
+) -> dict[str, Tensor]:
+    """Return this rank's sums and counts by name, and the number of forwards that it has given up (float64 [2] each).
+
+    Collective over the world, see [Note: collective calls].
+    """
+    parallel, scope = assembly.parallel, assembly.objective.scope
     zeros = torch.zeros(2, dtype=torch.float64, device=parallel.mesh.device)
-    totals = {name: zeros.clone() for name in (*terms, *assembly.objective.names.values)}
+    totals = {name: zeros.clone() for name in (*names, _GAVE_UP)}
 
     def add(found: Mapping[str, Amount]) -> None:
         for name, pair in found.items():
@@ -65,20 +93,19 @@ def evaluate(assembly: Assembly, batch: StepBatch, seed: int, measure: Loss | No
             samples, weight = microbatches.read(assembly, batch, mine)
             drawing = _drawing(assembly, seed, mine if len(mine) else part[:1])
             with drawing, parallel.slicing.of(samples), parallel.batch_norms.of_evaluation(len(part)):
-                outputs = forward(assembly, samples, nullcontext if used else parallel.pending)
+                try:
+                    outputs = forward(assembly, samples, nullcontext if used else parallel.pending)
+                except CalledAgainError:
+                    assembly.weights.store.give_up_forward()
+                    totals[_GAVE_UP] += 1.0
+                    continue
             if outputs is None:
                 continue
             if isinstance(scope, WholeBatch):
                 add(scope.evaluated(index, outputs, samples, assembly.objective.loss))
             if weight:
                 add(_values(assembly, outputs, parallel.slicing.part(samples), used))
-    means = _means(assembly, totals, is_agreed=used is None)
-    counted = [mean for name in terms if not math.isnan(mean := means[name])]
-    loss = sum(counted) if counted else math.nan
-    return {
-        "loss": loss,
-        **{name: mean for name, mean in means.items() if name and (name != "loss" or name not in terms)},
-    }
+    return totals
 
 
 def _parts(assembly: Assembly, batch: StepBatch, size: int | None = None) -> Iterator[tuple[Indices, Indices]]:
@@ -115,8 +142,11 @@ def _amounts(assembly: Assembly, returned: Any) -> dict[str, Amount]:
     return {**found.terms, **found.values}
 
 
-def _means(assembly: Assembly, totals: Mapping[str, Tensor], *, is_agreed: bool) -> dict[str, float]:
-    """Return the means over all ranks by name; ranks of other stages than the last, and without samples, know no names."""
+def _means(assembly: Assembly, totals: Mapping[str, Tensor], *, is_agreed: bool) -> dict[str, float] | None:
+    """Return the means over all ranks by name, or None if one has given a forward up.
+
+    Ranks of other stages than the last, and without samples, know no names.
+    """
     mesh = assembly.parallel.mesh
     names = [*totals]
     if not is_agreed:
@@ -125,9 +155,10 @@ def _means(assembly: Assembly, totals: Mapping[str, Tensor], *, is_agreed: bool)
     sums = torch.stack([totals.get(name, torch.zeros_like(like)) for name in names])
     if mesh.size("world") > 1:
         dist.all_reduce(sums)
-    return {
-        name: total / count if count else math.nan for name, (total, count) in zip(names, sums.tolist(), strict=True)
-    }
+    found = dict(zip(names, sums.tolist(), strict=True))
+    if found.pop(_GAVE_UP)[0]:
+        return None
+    return {name: total / count if count else math.nan for name, (total, count) in found.items()}
 
 
 def predict(assembly: Assembly, batch: StepBatch, seed: int) -> Any:

@@ -78,6 +78,8 @@ class Interpreter:
                 samples = microbatches.indices(task.microbatch)
                 counts = bool(len(samples)) and task.microbatch not in self._constant
                 with self.observer.running(task, samples), store.running(task, counts=counts):
+                    if store.gave_up:
+                        continue
                     if task.kind is TaskKind.OUTPUTS:
                         self._outputs_alone(task, microbatches)
                         continue
@@ -91,7 +93,7 @@ class Interpreter:
                     self.trials.check_generators(self.assembly, self.step, "the backward")
         self.data_wait_s = microbatches.wait_s
         store.finish_gradients(delivers=self.delivers)
-        if self.observer.dropout_mode() is None:
+        if self.observer.dropout_mode() is None and not store.gave_up:
             self.assembly.model.dropout.end_step(self.assembly.model.module)
         parallel.stage.finish()
         return totals / layout.model_ranks  # which count the same samples

@@ -17,6 +17,25 @@ from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.step_report import StepReport
 
 
+@dataclass(frozen=True, slots=True)
+class StepBackward:
+    """One of the backwards of a step. A step of `run.step` has one, of the run's loss and for all weights."""
+
+    number: int = 0
+    """The number of backwards of the step before this one."""
+    names: Set[str] | None = None
+    """The weights whose gradients count; None for all."""
+    held: Assembly | None = None
+    """The assembly with the loss of this backward; None where it is the run's."""
+    trials: StepTrials | None = None
+    """The trials of that loss."""
+    is_apart: bool = False
+    """Whether the update is a call of its own, which may come later."""
+
+
+WHOLE = StepBackward()
+
+
 @dataclass(slots=True)
 class OpenStep:
     """A step after its all_reduce."""
@@ -35,6 +54,7 @@ class OpenStep:
     state: StepState
     names: LossNames
     """The names of what its loss reports."""
+    of: StepBackward
     report: StepReport | None = None
     """What the caller holds already, of a step whose update was launched: it is completed when the step is closed."""
 
@@ -42,22 +62,3 @@ class OpenStep:
         """Let an updater have the step's learning rate and number."""
         updater.set_lr(self.lr_factor)
         updater.step_index = self.batch.step
-
-
-@dataclass(frozen=True, slots=True)
-class StepBackward:
-    """One of the backwards of a step. A step of `run.step` has one, of the run's loss and for all weights."""
-
-    number: int = 0
-    """The number of backwards of the step before this one."""
-    names: Set[str] | None = None
-    """The weights whose gradients count; None for all."""
-    held: Assembly | None = None
-    """The assembly with the loss of this backward; None where it is the run's."""
-    trials: StepTrials | None = None
-    """The trials of that loss."""
-    is_apart: bool = False
-    """Whether the update is a call of its own, which may come later."""
-
-
-WHOLE = StepBackward()

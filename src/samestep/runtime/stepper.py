@@ -15,7 +15,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -72,6 +72,8 @@ class Stepper:
         self._open: OpenStep | None = None
         """The step whose update was launched, and whose sums the host has not read."""
         self._writes_unseen = False
+        self._is_repeating = False
+        """Whether a step is taken once more, which some rank gave up: the host decides on it."""
         self.is_amid_step = False
         """Whether a step is being taken or has failed, so that weights may still be gathered."""
         self._data_wait_s = 0.0
@@ -201,11 +203,12 @@ class Stepper:
         running = nonfinite.save_values(self.held.model.running_buffers)
         if self._device_may_decide:
             weights.updater.live.begin_step(self.place.device)
-        own = [self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.each())]
-        # Agree: one all_reduce, whose sums the host does not wait for.
         numerator = self.held.objective.nominal_count / weights.updater.loss_scale.scale
-        decider = self._decider(numerator, is_apart=of.is_apart)
-        sums = self._agree(own, decider.wrote_unseen(self.place.device))
+        with outside_step() if self._is_repeating else nullcontext():
+            own = [self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.each())]
+            # Agree: one all_reduce, whose sums the host does not wait for.
+            decider = self._decider(numerator, is_apart=of.is_apart)
+            sums = self._agree(own, decider.wrote_unseen(self.place.device))
         opened = OpenStep(
             batch=batch,
             began_s=began,
@@ -216,6 +219,7 @@ class Stepper:
             data_wait_s=self._data_wait_s,
             state=decider.first_state,
             names=(of.held or self.held).objective.names,
+            of=of,
         )
         return opened, decider
 
@@ -242,6 +246,7 @@ class Stepper:
         updater = self.held.weights.updater
         is_usual = (
             not is_apart
+            and not self._is_repeating
             and not self._own.replicas.are_apart
             and self._num_updates > 0
             and not self._observer.hears_scalars
@@ -317,25 +322,41 @@ class Stepper:
     def read(self, opened: OpenStep) -> tuple[SummedScalars, float, float]:
         """Wait for a step's sums and exchange what a flag asks for; return them, and the two numbers of its decider.
 
+        A step that some rank gave up is taken once more. Collective over the world, see [Note: collective calls].
+        """
+        while True:
+            *sums, held_back, was_written = opened.sums.numbers()
+            if opened.state is StepState.OPEN:
+                opened.state = StepState.HELD_BACK if held_back else StepState.CLOSED
+            summed = SummedScalars.of(sums, len(self.used.unsure), opened.names.num_numbers)
+            if self._answer(summed, opened.batch):
+                return summed, held_back, was_written
+            self._repeat(opened)
+
+    def _repeat(self, opened: OpenStep) -> None:
+        """Run the forwards and backwards of a step once more, from where it began, since some rank gave them up.
+
         Collective over the world, see [Note: collective calls].
         """
-        *sums, held_back, was_written = opened.sums.numbers()
-        if opened.state is StepState.OPEN:
-            opened.state = StepState.HELD_BACK if held_back else StepState.CLOSED
-        summed = SummedScalars.of(sums, len(self.used.unsure), opened.names.num_numbers)
-        self._answer(summed, opened.batch)
-        return summed, held_back, was_written
+        nonfinite.put_back(opened.running_buffers)
+        for _, assembly in self._own.each():
+            assembly.weights.updater.forget_sent()
+        self._is_repeating = True
+        again, _ = self.open(opened.batch, opened.of)
+        self._is_repeating = False
+        opened.sums, opened.state = again.sums, again.state
 
-    def _answer(self, summed: SummedScalars, batch: StepBatch) -> None:
-        """Exchange and raise what the flags of any rank ask for, and let the observer and the stream know of the step.
+    def _answer(self, summed: SummedScalars, batch: StepBatch) -> bool:
+        """Exchange and raise what the flags of any rank ask for, and let the observer and the stream know of the step; return
+        False where the step must be taken once more.
 
         Collective over the world, see [Note: collective calls]; all ranks read the same flags.
 
         Raises:
             UnprovenError: some rank refuses the step.
         """
-        if summed.flags[StepFlag.REFUSES]:
-            self.refusals.raise_agreed(self._own.layout.world_size)
+        if summed.flags[StepFlag.REFUSES] and self.refusals.raise_agreed(self._own.layout.world_size):
+            return False
         self.used.read(summed.uses, exchanges=summed.flags[StepFlag.UNUSED_CHANGED] > 0)
         if summed.flags[StepFlag.WROTE_UNSEEN]:
             self._wait_from_now_on(batch)
@@ -343,6 +364,7 @@ class Stepper:
         if summed.flags[StepFlag.STOP]:
             batch.end_stream()
             join.note_stop()
+        return True
 
     def note_of(self, numbers: StepNumbers, batch: StepBatch, of: StepBackward = WHOLE) -> str:
         """Return why the numbers of a step are unusual; empty where they are not. What is not finite is looked for in a second run."""
@@ -432,6 +454,7 @@ class Stepper:
         interpreter = Interpreter(held, self.job, self.place, self._observer, trials, step, of.number, delivers)
         totals = interpreter.forward_backward(batch, index)
         self._data_wait_s = interpreter.data_wait_s
+        self.refusals.gave_up_at = self.held.weights.store.gave_up
         for reason in self.held.model.replaced.take_over(inside=True):
             self._refuse_state(batch, reason)
         for line in self.whole_assembly.model.compiled.news():

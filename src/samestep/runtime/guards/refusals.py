@@ -23,6 +23,8 @@ class Refusals:
         self._num_reported = 0
         self._pending: tuple[str, Waiver] | None = None
         self._evaluated = self._agreed = frozenset[str]()
+        self.gave_up_at = ""
+        """The path of the module at which this rank has given the step up, which it asks for once more; empty if it has not."""
 
     def add(self, waiver: Waiver, reason: str) -> None:
         """Keep a reason to refuse the step, or only remark on it where `run.allow` waives it."""
@@ -48,8 +50,8 @@ class Refusals:
 
     @property
     def is_pending(self) -> bool:
-        """Whether this rank has a reason, or other modules in evaluation mode than the ranks have compared last."""
-        return self._pending is not None or self._evaluated != self._agreed
+        """Whether this rank has a reason, gave the step up, or has other modules in evaluation mode than were compared last."""
+        return self._pending is not None or bool(self.gave_up_at) or self._evaluated != self._agreed
 
     def raise_own(self) -> None:
         """Raise this rank's reason, if it has one, where no collective of the step follows.
@@ -60,8 +62,8 @@ class Refusals:
         if self._pending is not None:
             raise UnprovenError(*self._pending)
 
-    def raise_agreed(self, world_size: int) -> None:
-        """Raise the first rank's reason, if any has one.
+    def raise_agreed(self, world_size: int) -> bool:
+        """Raise the first rank's reason, if any has one; return whether some rank asks for the step once more.
 
         Collective over the world: every rank calls it where the sum of the flag `refuses` shows that some rank has a reason.
 
@@ -69,14 +71,21 @@ class Refusals:
             UnprovenError: some rank refuses the step.
         """
         with outside_step():
-            everyone = gather_values((self._pending, sorted(self._evaluated)), world_size)
-        self._agreed = self._evaluated
-        found = [reason for reason, _ in everyone if reason is not None]
+            everyone = gather_values((self._pending, sorted(self._evaluated), self.gave_up_at), world_size)
+        self._agreed, self.gave_up_at = self._evaluated, ""
+        found = [reason for reason, _, _ in everyone if reason is not None]
         if found:
             raise UnprovenError(*found[0])
-        if other := frozenset[str]().union(*(set(one) ^ set(everyone[0][1]) for _, one in everyone)):
+        if other := frozenset[str]().union(*(set(one) ^ set(everyone[0][1]) for _, one, _ in everyone)):
             raise UnprovenError(
                 f"{min(other)} is in evaluation mode on some ranks and in training mode on others: a loop that calls eval() and "
                 "train() of run.model on all ranks alike works",
                 "state",
             )
+        given_up = [(rank, path) for rank, (_, _, path) in enumerate(everyone) if path]
+        for rank, path in given_up:
+            self.remark(
+                f"{path} runs once more in a forward, or in another order than when the model was traced: rank {rank} keeps its "
+                "weights gathered from each forward to the end of its backward from now on"
+            )
+        return bool(given_up)

@@ -33,6 +33,7 @@ from samestep.runtime.axes.expert import RouteMode, Routes
 from samestep.runtime.guards.deviation import nudge_outputs
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.step_observer import Indices, MakeMode
+from samestep.runtime.weights.unit_order import CalledAgainError
 from samestep.state.snapshot import ModelState, preserve_function
 from samestep.trees import tree_leaves
 
@@ -83,11 +84,23 @@ class Repeat:
         around = functools.partial(self._around, indices, samples, microbatch)
         shaken = nudge_outputs(self._assembly.model.module, *nudge) if nudge else nullcontext()
         with self.state.restored(), precision.raise_islands(self._assembly.parallel.program), shaken:
-            outputs = evaluation.forward(self._assembly, samples, around)
+            outputs = self._forward(samples, around)
             if outputs is None or not num_losses or self._assembly.objective.scope.is_whole:
                 return outputs, []
             with preserve_function(self._loss_of_user):
                 return outputs, [self._loss(outputs, samples, modes) for _ in range(num_losses)]
+
+    def _forward(self, samples: Any, around: Callable[[], AbstractContextManager[None]]) -> Any:
+        """Return the outputs of samples; once more where a rank has found only then which weights its samples need again."""
+        while True:
+            outputs, gave_up = None, False
+            try:
+                outputs = evaluation.forward(self._assembly, samples, around)
+            except CalledAgainError:
+                self._assembly.weights.store.give_up_forward()
+                gave_up = True
+            if self._assembly.parallel.program.step.zero < 3 or not self.largest(float(gave_up)):
+                return outputs
 
     def largest(self, value: float) -> float:
         """Return the largest of all ranks' values."""

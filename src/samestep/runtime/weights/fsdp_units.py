@@ -98,6 +98,8 @@ class RunningUnit:
         }
         self._stays = unit.is_called_again
         """Whether its weights stay gathered between calls of its modules in a forward."""
+        self.is_kept = False
+        """Whether they stay gathered from a forward to the end of its backward, on this rank alone."""
         self._watched: set[int] = set()
         """The ids of gathered weights whose gradients are noted."""
         self._compares = False
@@ -155,6 +157,8 @@ class RunningUnit:
 
         Collective over the unit's axes, see [Note: collective calls].
         """
+        if self._in_backward and self.is_kept:
+            self.fsdp.reshard()  # what others wait for is a gather
         self.fsdp.unshard()
         if self._in_backward:
             if self.is_passed_over:
@@ -188,11 +192,19 @@ class RunningUnit:
 
     @property
     def _is_held(self) -> bool:
-        return self._stays or self.unit.is_read_by_loss
+        return self._stays or self.is_kept or self.unit.is_read_by_loss
+
+    def keep_for_backward(self) -> None:
+        """Keep its weights gathered from each forward to the end of its backward from now on, whenever its modules are called."""
+        self.is_kept = True
+        self.fsdp.set_reshard_after_forward(False, recurse=False)
+        self.fsdp.set_modules_to_backward_prefetch(
+            [self.fsdp]
+        )  # what it would gather ahead comes in the program's order
 
     def stay_gathered(self, stays: bool) -> None:
         """Let its weights stay gathered between its calls in the forwards to come, or free them after each as the program does."""
-        if stays is not self._stays and not self.unit.is_called_again:
+        if stays is not self._stays and not (self.unit.is_called_again or self.is_kept):
             self._stays = stays
             frees = not (self.unit.keep_after_forward or stays or self.unit.is_read_by_loss)
             self.fsdp.set_reshard_after_forward(frees, recurse=False)
@@ -285,8 +297,15 @@ class RunningUnit:
 
     def end_forward(self) -> None:
         """Reshard a unit that stayed gathered over several calls, or for the loss."""
-        if self._is_held and not self.unit.keep_after_forward:
+        if self._is_held and not (self.unit.keep_after_forward or self.is_kept):
             self.fsdp.reshard()
+
+    def give_up_forward(self) -> None:
+        """End a forward of the unit, if one was under way, that an error has ended."""
+        state = self.fsdp._get_fsdp_state()
+        state._modules_to_run_forward.clear()
+        state._state_ctx.iter_forward_root = None
+        state._training_state = self.group._training_state = TrainingState.IDLE
 
     # -- backward ----------------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ class Owning:
         self.hook_gradients, self.begin_step, self.running = store.hook_gradients, store.begin_step, store.running
         self.without_gradient, self.norm_squared = store.without_gradient, store.norm_squared
         self.settle, self.end_forward_only, self.gradients = store.settle, store.end_forward_only, store.gradients
+        self.give_up_forward = store.give_up_forward
         taken = {id(piece) for piece in pieces}
         self._lent = LiveWeights([piece for piece in store.pieces if id(piece) not in taken])
 
@@ -66,6 +67,11 @@ class Owning:
     def reduced(self) -> list[Piece]:
         """The pieces of the other store."""
         return self._store.reduced
+
+    @property
+    def gave_up(self) -> str:
+        """The module at which this rank has given the step up."""
+        return self._store.gave_up
 
     def finish_gradients(self, *, delivers: bool = True) -> None:
         """Finish the store's reductions, and gather weights and gradients at their owners unless that comes later.

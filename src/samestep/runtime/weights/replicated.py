@@ -112,6 +112,8 @@ class _WholeWatch:
 class Replicated:
     """A `WeightStore` of whole weights, in the working dtype; gradients and optimizer follow the program's buckets."""
 
+    gave_up = ""
+
     def __init__(self, model: nn.Module, program: Program, mesh: Mesh, materialize: Materialize) -> None:
         self.program, self.mesh = program, mesh
         self.params: dict[str, nn.Parameter] = {}
@@ -422,6 +424,9 @@ class Replicated:
     def settle(self) -> None:
         """Wait for the weights that are still gathered."""
         self._late.settle_all()
+
+    def give_up_forward(self) -> None:
+        """Do nothing: no forward waits for others."""
 
     def end_forward_only(self) -> None:
         """Do nothing: a forward gathers no weights here."""

@@ -58,7 +58,7 @@ from samestep.runtime.weights.named_comms import NamedAllGather, NamedReduceScat
 from samestep.runtime.weights.parameter_hooks import GradientHooks
 from samestep.runtime.weights.pieces import Piece, squared_norm
 from samestep.runtime.weights.replica_exchange import UnitExchange
-from samestep.runtime.weights.unit_order import UnitOrder
+from samestep.runtime.weights.unit_order import CalledAgainError, UnitOrder
 from samestep.runtime.weights.weight_store import Materialize
 from samestep.schedules import TaskKind
 
@@ -76,6 +76,7 @@ class Sharded:
         keep_order(model, self._units, self._order)
         self.pieces: list[Piece] = []
         self.frozen: list[Piece] = []
+        self.gave_up = ""
         self._params: dict[str, DTensor] = {}
         self._trained: dict[str, DTensor] = {}
         self._fill(slots, materialize)
@@ -151,6 +152,7 @@ class Sharded:
     def begin_step(self) -> None:
         """Discard the gradients of the previous step."""
         self.watch.take_back()
+        self.gave_up = ""
         for param in self._params.values():
             param.grad = None
         self.codes.begin_step()
@@ -181,7 +183,11 @@ class Sharded:
                     counts=counts,
                 )
         self._order.begin(task.body)
-        yield
+        try:
+            yield
+        except CalledAgainError as error:
+            self.gave_up = error.path
+            self.give_up_forward()
         self._order.end()
         for unit in units:
             if is_forward(task.body):
@@ -191,6 +197,15 @@ class Sharded:
             else:
                 unit.complete()
                 unit.check_late()
+
+    def give_up_forward(self) -> None:
+        """Take part in what others wait for in a forward that a `CalledAgainError` has ended on this rank alone.
+
+        Collective over the axes of the units, see [Note: collective calls].
+        """
+        for unit in self._units:
+            unit.give_up_forward()
+        self._order.end_forward()
 
     def without_gradient(self) -> Mapping[str, bool]:
         """Return the trained weights to which this rank gave no gradient in the step, and whether the loop has frozen them."""

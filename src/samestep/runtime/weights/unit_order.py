@@ -17,6 +17,11 @@ call needs no gather. Outside of steps a forward may have more samples than a mi
 Autograd runs the nodes of a graph in the reverse of the order in which the forward created them. So once the backward of a
 unit is over, or another one starts, units that were called after it get no more gradients: what is left of them is issued. A
 unit that was called before it, though the program lists it later, delays the reduction of the other one.
+
+A rank may find in the middle of a forward that its samples call a unit whose weights are freed: once more, or behind units that
+the program lists later. Nobody gathers it now. So the rank gives the step up: it takes part in what is left of the program's
+collectives, all ranks learn of it with the step's scalars, and take the step again. From then on the rank keeps this unit from each
+forward to the end of its backward, and takes part in the gather for the backward, of which it has no need.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from torch import Tensor, nn
 
 from samestep.building.torch_seams import current_backward_id
 from samestep.errors import LayoutError
-from samestep.program.bodies import BodyKey, is_forward, starts_step
+from samestep.program.bodies import UPDATE_BODY, BodyKey, is_forward, starts_step
 from samestep.program.ops import OpKind
 from samestep.program.program import Program
 from samestep.runtime.axes.forward_only import has_backward
@@ -37,6 +42,14 @@ from samestep.runtime.weights.fsdp_units import RunningUnit
 from samestep.trees import tree_leaves
 
 _REDUCING = (OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL)
+
+
+class CalledAgainError(LayoutError):
+    """This rank's samples call a unit whose weights were gathered and freed before in the same forward."""
+
+    def __init__(self, text: str, path: str) -> None:
+        super().__init__(text)
+        self.path = path
 
 
 class _OrderEntry(NamedTuple):
@@ -50,6 +63,8 @@ class UnitOrder:
 
     def __init__(self, program: Program, units: Sequence[RunningUnit]) -> None:
         self._zero = program.step.zero
+        self._may_give_up = _may_give_up(program)
+        """Whether this rank can give a step up and still take part in all that others wait for."""
         named = {running.unit.name: running for running in units}
         self._bodies: Mapping[BodyKey, list[_OrderEntry]] = {
             key: [
@@ -64,6 +79,7 @@ class UnitOrder:
             for chunk in range(max(1, len(program.chunks)))
         ]
         """The bodies of forwards outside of steps, by chunk."""
+        self._units = units
         self._several = [running for running in units if len(running.modules) > 1]
         again = {path for group in program.step.model.called_again for path in group}
         self._called_again = [one for one in units if not again.isdisjoint(one.unit.modules)]
@@ -110,24 +126,31 @@ class UnitOrder:
         self._pass_over(len(self._entries))
         for running in self._several:
             running.end_calls()
+        for running in self._units if not self._in_task else ():
+            if running.is_kept:
+                running.fsdp.reshard()  # the next forward gathers it again, as on the other ranks
 
     def before_forward(self, running: RunningUnit, *_: object) -> None:
         """Issue what the program lists before the gather of a unit that is called.
 
         Raises:
-            LayoutError: the unit was gathered and freed before in this forward.
+            CalledAgainError: the unit was gathered and freed before in this forward; the next one will keep it.
+            LayoutError: it was, and this rank cannot give the forward up.
         """
-        if current_backward_id() != -1:
-            return  # repeated inside a backward, which has gathered it
+        if current_backward_id() != -1:  # repeated inside a backward
+            self.before_backward(running, None)
+            return
         place = self._places.get(_OrderEntry(running, True))
         if place is not None and place >= self._next:
             self._pass_over(place)
             self._next = place + 1
         elif place is not None and not running.is_gathered:
-            raise LayoutError(
+            running.keep_for_backward()
+            text = (
                 f"{running.path} runs behind modules that it ran before when the model was traced, or once more, and "
                 f"zero={self._zero} gathers weights in that order on all ranks at once: zero=2 works, and so does zero=1"
             )
+            raise CalledAgainError(text, running.path) if self._may_give_up else LayoutError(text)
         self._calls += 1
         running.note_call(self._calls)
 
@@ -157,16 +180,16 @@ class UnitOrder:
                 f"the backward of {running.path} starts behind that of modules that ran after it when the model was traced, "
                 f"and zero={self._zero} reduces gradients in that order on all ranks at once: zero=1 works"
             )
-        this_one, next_one = (
-            self._places.get(_OrderEntry(one, True), -1) if one is not None else -1 for one in (running, ahead)
-        )
+        used = (None, None) if running.is_kept else (running, ahead)
+        this_one, next_one = (self._places.get(_OrderEntry(one, True), -1) if one is not None else -1 for one in used)
         if this_one >= self._next:
             self._pass_over(this_one)
             if next_one > this_one + 1:
                 self._issue()  # before those in between, after which FSDP2 would issue it
             self._next = this_one + 1
         if next_one >= self._next:
-            self._pass_over(next_one if running.prefetches else next_one + 1)
+            is_issued = running.prefetches and not (ahead is not None and ahead.is_kept)
+            self._pass_over(next_one if is_issued else next_one + 1)
             self._next = next_one + 1
 
     def after_backward(self, running: RunningUnit) -> None:
@@ -200,3 +223,11 @@ class UnitOrder:
             entry.unit.gather_for_others()
         else:
             entry.unit.complete()
+
+
+def _may_give_up(program: Program) -> bool:
+    """Return whether ranks of other samples wait for nothing in a step but gathers and reductions of units, and a code keeps
+    nothing of its gradients. What ranks of `tp` exchange is of the same samples.
+    """
+    others = (op.axis for key, ops in program.bodies.items() if key != UPDATE_BODY for op in ops if not op.implied)
+    return {*others} <= {None, "tp"} and program.step.contributions is None

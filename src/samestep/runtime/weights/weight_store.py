@@ -69,8 +69,22 @@ class WeightStore(Protocol):
         """Let the user's hooks change gradients before they are added up. Called once, by every rank; sends nothing."""
         ...
 
+    @property
+    def gave_up(self) -> str:
+        """The path of the module at which this rank has given the step up, in whose other tasks it only takes part in what
+        others wait for; empty if it has not.
+        """
+        ...
+
     def begin_step(self) -> None:
         """Discard the gradients of the previous step. Called first in a step, by every rank; sends nothing."""
+        ...
+
+    def give_up_forward(self) -> None:
+        """Take part in what others wait for in a forward that a `CalledAgainError` has ended on this rank alone.
+
+        Collective over the axes of the units, see [Note: collective calls].
+        """
         ...
 
     def without_gradient(self) -> Mapping[str, bool]:
