@@ -42,6 +42,7 @@ from samestep.layout import Layout
 if TYPE_CHECKING:
     __version__: str
     from samestep.building.loss_scope import whole_batch
+    from samestep.building.over_samples import batch_cat, batch_mean, batch_sum
     from samestep.datasets import batches
     from samestep.independence.row_rules import independent
     from samestep.measurement.profile import measure
@@ -61,6 +62,9 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "HeldOut": ("samestep.training.evaluations", "HeldOut"),
+    "batch_cat": ("samestep.building.over_samples", "batch_cat"),
+    "batch_mean": ("samestep.building.over_samples", "batch_mean"),
+    "batch_sum": ("samestep.building.over_samples", "batch_sum"),
     "batches": ("samestep.datasets", "batches"),
     "evaluate": ("samestep.training.trained", "evaluate"),
     "export": ("samestep.training.export", "export"),
@@ -100,6 +104,9 @@ __all__ = [
     "SpikeError",
     "UnprovenError",
     "WorkerError",
+    "batch_cat",
+    "batch_mean",
+    "batch_sum",
     "batches",
     "evaluate",
     "export",

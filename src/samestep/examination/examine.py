@@ -200,6 +200,7 @@ def build_spec(
         chunk_refusal=found.chunk_refusal,
         called_again=found.samples.called_again,
     )
+    spec = replace(spec, loss_values=() if found.samples.loss_reads is not None else found.samples.loss_values)
     if (reads := found.samples.loss_reads) is not None:
         unknown = LossTensor(of="outputs", index=0, elements=spec.layers[-1].output_elements, rows=None)
         spec = replace(spec, loss_reads=reads or (unknown,))

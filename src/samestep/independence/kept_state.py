@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -179,6 +179,11 @@ class _StateTracer(ForwardTracer):
             self.written.setdefault(self.key(tensor), set()).update(labels)
             self.labels.setdefault(self.key(tensor), set()).update(labels)
         return outcome
+
+    def take_values(self, kind: Literal["sum", "cat"], x: Tensor, result: Tensor) -> None:
+        """Let a value of all samples, which every rank computes alike, be none of the samples at hand."""
+        super().take_values(kind, x, result)
+        self.labels[self.key(result)] = self.labels.get(self.key(x), set()) - {SAMPLES}
 
     def record(self, given: list[Tensor], written: list[Tensor], *cost: Any) -> None:
         """Add an operation, and give its results the labels of its operands."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from samestep.building.loss_scope import mark_of
 from samestep.building.named_tensors import address
+from samestep.building.over_samples import within
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import ModelError
 from samestep.independence.dependence import NO_DIM, Along, Call, Dependence, Mixed
@@ -30,8 +31,10 @@ from samestep.independence.dimension_maps import bind_arguments
 from samestep.independence.row_prover import Prover
 from samestep.independence.row_rules import assume_rows_stay
 from samestep.models.analysis import ExpertModules
+from samestep.models.layer_spec import BatchValueCall
 from samestep.models.spec import LossTensor
 from samestep.state.snapshot import preserve_function
+from samestep.tracing.asked_values import TracedValues
 from samestep.tracing.batch_norms import OPERATIONS, InsideCalls
 from samestep.tracing.called_again import Groups, groups_of, record_calls
 from samestep.tracing.forward import ValueOf
@@ -56,6 +59,8 @@ class Findings:
     """Modules whose calls of batch norm take statistics of samples that lie along the first dimension."""
     called_again: Groups = ()
     """Modules that the forward of several samples calls several times."""
+    loss_values: tuple[BatchValueCall, ...] = ()
+    """Calls in the loss that take values of all samples."""
     loss_reads: tuple[LossTensor, ...] | None = None
     """What a loss of the whole batch reads; empty where several samples cannot be traced, None for a sum over samples."""
 
@@ -108,7 +113,7 @@ def examine(
     tried += [f"{where}, which looks at values" for where in watch.reads]
     listed = () if refusal else tuple(dict.fromkeys(tried))
     reads = None if mark_of(loss) is None else (*watch.loss_tensors("outputs", outputs), *watch.loss_tensors("batch"))
-    return Findings(refusal, listed, frozenset(watch.batch_norm_owners), groups_of(calls), reads)
+    return Findings(refusal, listed, frozenset(watch.batch_norm_owners), groups_of(calls), watch.loss_values, reads)
 
 
 RowsOf = Callable[[Tensor], tuple[int, int] | None]
@@ -131,6 +136,7 @@ class _SampleProver(Prover):
         self.otherwise_called: set[str] = set()
         """Modules that call batch norm on what does not have the samples along its first dimension."""
         self._batch: Any = None
+        self.loss_values: tuple[BatchValueCall, ...] = ()
         self._read: set[int] | None = None
 
     def given(self, batch: Any) -> Any:
@@ -197,6 +203,19 @@ class _SampleProver(Prover):
                 return
         self.tried.append(f"{where}, which uses a constant with a row for each sample")
 
+    def take_values(self, kind: Literal["sum", "cat"], x: Tensor, result: Tensor) -> None:
+        """Let a value of all samples, which every rank computes alike, depend on no single one."""
+        super().take_values(kind, x, result)
+        with disable_current_modes():
+            found = self.known.of(x)
+            in_rows = isinstance(found, Along) and found.dim == 0 and self.known.is_ordered(x)
+            text = f"{self.where} by batch_{kind}, whose rows are not those of samples in order"
+            if not in_rows and found is not None and not isinstance(found, Mixed):
+                self.mixed_gradient = self.mixed_gradient or text
+            elif not in_rows:
+                self.tried.append(text)
+            self.learn(result, None)
+
     def loss_tensors(self, of: Literal["outputs", "batch"], outputs: Any = None) -> Iterator[LossTensor]:
         """Yield what the loss has read of the outputs or of the batch; of a loss that was not seen to read, all."""
         for index, tensor in enumerate(tensors_in(self._batch if of == "batch" else outputs)):
@@ -215,11 +234,15 @@ class _SampleProver(Prover):
         """Return the storages that a loss reads; None if it does not run on the meta device."""
         self._read = set()
         self.is_following = False
+        of_forward, self.batch_values = self.batch_values, []
         try:
-            with self, torch.no_grad(), preserve_function(loss):
+            with within(TracedValues(super().take_values)), self, torch.enable_grad(), preserve_function(loss):
                 loss(outputs, self._batch)
         except Exception:  # the user's own code, which may look at values
             self._read = None
+        finally:
+            self.loss_values = tuple(replace(call, owner="") for _, call in self.batch_values)
+            self.batch_values = of_forward
         return self._read
 
     def __torch_dispatch__(

@@ -162,6 +162,21 @@ class BatchNormCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchValueCall:
+    """A call that takes the sum, or the rows, of all samples of the step (`samestep.batch_sum`, `batch_cat`)."""
+
+    owner: str
+    """Path of the module whose code calls it; empty for the loss, or the model itself."""
+    kind: Literal["sum", "cat"]
+    elements: int
+    """Elements of a row."""
+    dtype: str = ""
+    """Dtype in which it is sent; empty for floating numbers, which are sent in master precision."""
+    takes_gradient: bool = True
+    """Whether a gradient flows back into it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
     """A tensor that a pipeline stage is sent besides, or in place of, the output of the layer before its first."""
 
@@ -290,6 +305,8 @@ class LayerSpec:
     """Rows that it dispatches to experts, in order of the forward."""
     batch_norms: tuple[BatchNormCall, ...] = ()
     """Its calls of batch norm that take the statistics of samples, in order of the forward."""
+    batch_values: tuple[BatchValueCall, ...] = ()
+    """Its calls that take values of all samples, in order of the forward."""
     crossings: tuple[Crossing, ...] = ()
     """Tensors that cross the boundary before it, if a stage begins with it; empty if that is the output of the layer
     before alone, in the compute dtype."""

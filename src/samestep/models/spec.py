@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Concatenate, Literal, TypeVar
 from typing import ParamSpec as ParamSpecification
 
-from samestep.models.layer_spec import LayerSpec
+from samestep.models.layer_spec import BatchValueCall, LayerSpec
 from samestep.models.loss_names import LossNames
 from samestep.models.param_spec import ParamSpec
 
@@ -129,6 +129,8 @@ class ModelSpec:
     """The names of the terms of its loss, each a sum with a count of its own, and of the values that it reports."""
     loss_reads: tuple[LossTensor, ...] | None = None
     """What a loss over all samples of the step reads; None where the loss is a sum over samples."""
+    loss_values: tuple[BatchValueCall, ...] = ()
+    """Calls in the loss that take values of all samples."""
     slices: tuple[tuple[str, int], ...] = ()
     """Arguments of blocks with a row for each token: their place, and the dimension of the tokens."""
 
@@ -145,7 +147,12 @@ class ModelSpec:
     @property
     def couples_samples(self) -> bool:
         """Whether samples influence each other by statistics."""
-        return bool(self.coupled_modules) or any(layer.batch_norms for layer in self.layers)
+        return bool(self.coupled_modules) or any(layer.batch_norms or layer.batch_values for layer in self.layers)
+
+    @property
+    def uses_batch_values(self) -> bool:
+        """Whether the forward or the loss takes values of all samples by name (`samestep.batch_sum`)."""
+        return bool(self.loss_values) or any(layer.batch_values for layer in self.layers)
 
     @property
     def batch_norm_owners(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from samestep.models.layer_spec import (
     BatchNormCall,
+    BatchValueCall,
     Boundary,
     Crossing,
     Exchange,
@@ -47,6 +48,7 @@ def from_json(text: str) -> ModelSpec:
     names = LossNames(**{key: tuple(found) for key, found in fields.pop("loss_names").items()})
     reads = fields.pop("loss_reads", None)
     paths["called_again"] = tuple(map(tuple, fields.pop("called_again", ())))
+    paths["loss_values"] = tuple(BatchValueCall(**call) for call in fields.pop("loss_values", ()))
     paths["loss_reads"] = None if reads is None else tuple(map(_loss_tensor_from, reads))
     return ModelSpec(loss_names=names, layers=layers, params=params, masks=masks, slices=slices, **paths, **fields)
 
@@ -81,6 +83,7 @@ def _layer_from(fields: dict[str, Any]) -> LayerSpec:
         "sequence_boundaries": boundaries,
     }
     head = fields.get("head")
+    given["batch_values"] = tuple(BatchValueCall(**call) for call in fields.get("batch_values", ()))
     given |= {"exchanges": exchanges, "dispatches": dispatches, "crossings": crossings, "batch_norms": batch_norms}
     given["head"] = HeadSpec(**head) if head else None
     return LayerSpec(**{**fields, **given, **sums})

@@ -110,7 +110,7 @@ class Interpreter:
             if not parallel.stage.is_last(task.chunk):
                 return None
             part = parallel.slicing.part(samples)
-            with self.trials.communication("the loss"):
+            with self.trials.communication("the loss"), parallel.batch_norms.values.of_step():
                 given_outputs = precision.for_loss(outputs)
                 result = objective.scope.result(task.microbatch, given_outputs, part, objective.loss)
             self.trials.check_generators(self.assembly, self.step, "the loss")

@@ -23,6 +23,7 @@ from samestep.program.step import MOST_MICROBATCHES, StepSpec
 from samestep.schedules import TaskKind
 from samestep.strategies import (
     batch_norm,
+    batch_values,
     chunked_loss,
     compress,
     context,
@@ -40,8 +41,8 @@ from samestep.strategies import (
 )
 
 # The order matters. `chunked_loss` leaves the last layer a chunk of its logits; `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
-# the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives; `batch_norm`
-# sends statistics, which no repeated forward takes again; `pipeline` leaves a stage its layers; `loss_terms` exchanges counts where the model ends; `shard` adds gathers and scatters; `data` reduces what they leave replicated,
+# the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives; `batch_norm` and `batch_values`
+# send statistics, which no repeated forward takes again; `pipeline` leaves a stage its layers; `loss_terms` exchanges counts where the model ends; `shard` adds gathers and scatters; `data` reduces what they leave replicated,
 # `compress` what is encoded of it; `whole_update` brings to one rank what it must update whole,
 # and `whole_batch` repeats the forwards that are written by then.
 STACK: tuple[ModuleType, ...] = (
@@ -53,6 +54,7 @@ STACK: tuple[ModuleType, ...] = (
     expert,
     recompute,
     batch_norm,
+    batch_values,
     pipeline,
     loss_terms,
     shard,

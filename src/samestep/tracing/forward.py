@@ -13,6 +13,7 @@ tokens takes the branch it would really take; on request all values of the sampl
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,7 +28,7 @@ from samestep.building.families import facts_of
 from samestep.building.named_tensors import address, inner_tensor, tensors_of
 from samestep.building.torch_seams import DispatchMode, autograd_sequence_number
 from samestep.errors import ModelError, module_name
-from samestep.models.layer_spec import BatchNormCall, Cutting, Exchange, Factors, Product
+from samestep.models.layer_spec import BatchNormCall, BatchValueCall, Cutting, Exchange, Factors, Product
 from samestep.tracing import batch_norms
 from samestep.tracing.custom_functions import report_module_hooks
 from samestep.tracing.flow import Flow, makes_event
@@ -123,6 +124,8 @@ class ForwardTracer(DispatchMode):
         """Inputs and outputs of attentions, with region and storage."""
         self.batch_norms: list[tuple[str, BatchNormCall]] = []
         """Calls of batch norm that take the statistics of samples, with their regions."""
+        self.batch_values: list[tuple[str, BatchValueCall]] = []
+        """Calls that take values of all samples by name, with their regions."""
         self.saves: Counter[int] = Counter()
         """Number of times that each storage is kept."""
         self.pairs: set[int] = set()
@@ -147,6 +150,18 @@ class ForwardTracer(DispatchMode):
         self._grouped_fallback = facts.grouped_fallback
         self._norms = {path for path, part in module.named_modules() if facts.is_norm(part)}
         self._frozen = {self.key(param) for param in module.parameters() if not param.requires_grad}
+
+    def take_values(self, kind: Literal["sum", "cat"], x: Tensor, result: Tensor) -> None:
+        """Receive a call that takes values of all samples, with its result."""
+        is_number = x.is_floating_point() or x.is_complex()
+        call = BatchValueCall(
+            owner="".join(self._running[-1:]),
+            kind=kind,
+            elements=math.prod(x.shape[1:]) * (2 if x.is_complex() else 1),
+            dtype="" if is_number else "int64",
+            takes_gradient=result.requires_grad,
+        )
+        self.batch_values.append((self.region, call))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

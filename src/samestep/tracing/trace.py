@@ -334,6 +334,7 @@ def _layer_specs(
                 for region, key, exchange in watch.exchanges
                 if layer.is_block and region in layer.regions
             ),
+            batch_values=tuple(call for region, call in watch.batch_values if region in layer.regions),
             batch_norms=tuple(call for region, call in watch.batch_norms if region in layer.regions),
         )
         specs.append(spec)

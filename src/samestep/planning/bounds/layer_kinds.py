@@ -173,8 +173,8 @@ def one_of_each(model: ModelSpec) -> tuple[ModelSpec, list[int]]:
         for index in chosen
         for param in owned.get(index, [])
     )
-    # What batch norm sends depends on the data axes, which bounds leave open, so they leave it out.
-    layers = tuple(replace(model.layers[index], batch_norms=()) for index in chosen)
+    # What batch norm and its like send depends on the data axes, which bounds leave open, so they leave it out.
+    layers = tuple(replace(model.layers[index], batch_norms=(), batch_values=()) for index in chosen)
     return replace(model, layers=layers, params=params), kind_of
 
 
@@ -192,7 +192,7 @@ def _kind(layer: LayerSpec, params: Sequence[ParamSpec]) -> object:
     return (
         replace(
             layer, name="", modules=(), again=(), repeats="", forward_sums=(), backward_sums=(), sequence_boundaries=(), dispatches=(), products=(),
-            crossings=(), crossing_refusal="", batch_norms=(),
+            crossings=(), crossing_refusal="", batch_norms=(), batch_values=(),
         ),
         *(named(parts) for parts in (layer.forward_sums, layer.sequence_boundaries, layer.dispatches)),
         summed(layer.backward_sums),

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -31,10 +30,10 @@ from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import DataError, ModelError
 from samestep.program.program import Program
 from samestep.program.sample_groups import GroupPart, SampleGroups
+from samestep.runtime.axes.batch_values import BatchValues
+from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.recompute import Anew
-from samestep.runtime.ledger import owned
-from samestep.runtime.processes.mesh import Mesh, all_gather
-from samestep.strategies.batch_norm import AXIS
+from samestep.runtime.processes.mesh import Mesh
 from samestep.tracing.batch_norms import FUNCTIONS, bind_batch_norm
 from samestep.tracing.checkpointed import Contexts
 
@@ -93,7 +92,7 @@ class _Found:
 
     statistics: _Statistics
     part: _MicrobatchPart
-    group: dist.ProcessGroup | None
+    ranks: DataRanks | None
     """The ranks over which the backward sums; None where it sums nowhere."""
     owner: str
 
@@ -115,7 +114,9 @@ class BatchNorms:
         step = program.step
         self._groups, self._data_rank = step.sample_groups, mesh.index("dp") if step.layout.dp > 1 else 0
         self._job_groups = step.sample_groups
-        self._group, self._layout = mesh.groups.get(AXIS), step.layout
+        self._ranks, self._layout = DataRanks(mesh, step.layout.dp), step.layout
+        self.values = BatchValues(program, self._ranks)
+        """Sums and rows of all samples, for which code asks by name."""
         self._size = step.coupled_samples
         self._part: _MicrobatchPart | None = None
         self._repeats: Iterator[_Found] | None = None
@@ -132,6 +133,7 @@ class BatchNorms:
         Raises:
             DataError: its samples are no whole groups in each micro-batch.
         """
+        self.values.begin_step(batch.num_samples)
         if self._groups is None or self._job_groups is None:
             return
         count, shares = batch.num_samples, self._job_groups.shares
@@ -154,7 +156,7 @@ class BatchNorms:
     @property
     def sends(self) -> bool:
         """Whether a training forward waits for other ranks."""
-        return self._groups is not None and self._group is not None
+        return (self._groups is not None or self.values.are_used) and self._ranks.send
 
     def of(self, microbatch: int) -> AbstractContextManager[None]:
         """Return the context of a training forward of a micro-batch.
@@ -163,7 +165,7 @@ class BatchNorms:
         others wait until the time limit.
         """
         if self._groups is None or self._groups.is_one_forward:
-            return nullcontext()
+            return self.values.of_step()
         return self._taking(_MicrobatchPart.of(self._groups, self._data_rank, microbatch))
 
     def of_evaluation(self, num_samples: int) -> AbstractContextManager[None]:
@@ -172,7 +174,7 @@ class BatchNorms:
         Only batch norms without running statistics take any there; collective as `of` is.
         """
         if self._groups is None:
-            return nullcontext()
+            return self.values.of(num_samples)
         groups = SampleGroups.of(num_samples, self._size, self._layout.dp, 1)
         return self._taking(_MicrobatchPart.of(groups, self._data_rank, 0))
 
@@ -182,15 +184,17 @@ class BatchNorms:
 
     def recompute_contexts(self) -> Contexts:
         """Return the contexts of a checkpointed forward, which records statistics, and of its repetition, which takes them."""
-        if self._groups is None:
+        if self._groups is None and not self.values.are_used:
             return nullcontext(), nullcontext()
         found: list[_Found] = []
+        recording, replaying = self.values.recompute_contexts()
 
         @contextmanager
         def first() -> Iterator[None]:
             self._records.append(found)
             try:
-                yield
+                with recording():
+                    yield
             finally:
                 self._records.remove(found)
 
@@ -199,7 +203,8 @@ class BatchNorms:
             before = self._repeats, self._records
             self._repeats, self._records = iter(found), []
             try:
-                yield
+                with replaying():
+                    yield
             finally:
                 self._repeats, self._records = before
 
@@ -209,7 +214,8 @@ class BatchNorms:
     def _taking(self, part: _MicrobatchPart) -> Iterator[None]:
         before, self._part = self._part, part
         try:
-            yield
+            with self.values.of(part.groups.shares.global_batch):
+                yield
         finally:
             self._part = before
 
@@ -231,8 +237,8 @@ class BatchNorms:
         found = next(self._repeats, None) if self._repeats is not None else None
         is_repeated = found is not None
         if found is None and self._part is not None:
-            group = self._group if self._part.groups.spans_ranks else None
-            found = _Found(self._taken(x.detach(), self._part, owner, keeps), self._part, group, owner)
+            ranks = self._ranks if self._part.groups.spans_ranks else None
+            found = _Found(self._taken(x.detach(), self._part, owner, keeps), self._part, ranks, owner)
         if found is not None:
             for record in self._records:
                 record.append(found)
@@ -240,7 +246,7 @@ class BatchNorms:
 
     def _taken(self, x: Tensor, part: _MicrobatchPart, owner: str, keeps: bool) -> _Statistics:
         """Return the statistics of all groups of a micro-batch; those of other ranks' groups are zeros if nobody needs them."""
-        groups, is_sent = part.groups, self._group is not None and (part.groups.spans_ranks or keeps)
+        groups, is_sent = part.groups, self._ranks.send and (part.groups.spans_ranks or keeps)
         slots, channels = groups.num_slots, x.shape[1]
         if groups.size * x.shape[2:].numel() * x.shape[0] == sum(run.num_samples for run in part.runs):
             raise ModelError(
@@ -254,11 +260,7 @@ class BatchNorms:
                 mean, variance = torch.batch_norm_update_stats(rows.to(wide), None, None, 0.0)
                 count = rows.numel() // channels
                 torch.cat([mean.new_full((1,), count), mean, variance * count], out=row)
-        everything = mine
-        if is_sent:
-            everything = mine.new_empty(groups.shares.num_ranks * slots, 1 + 2 * channels)
-            with owned(owner):
-                all_gather(everything, mine, group=self._group)
+        everything = self._ranks.gather(mine, owner) if is_sent else mine
         ranges = part.slots if is_sent else _own_slots(part)
         merged = [_merge_runs(everything[where.start : where.stop], channels) for where in ranges]
         return _Statistics(*(torch.stack(parts) for parts in zip(*merged, strict=True)))
@@ -370,9 +372,8 @@ class _Normalised(torch.autograd.Function):
         local = sums.sum(0)
         x_gradient = None
         if ctx.needs_input_grad[0]:
-            if found.group is not None:
-                with owned(found.owner):
-                    dist.all_reduce(sums, group=found.group)
+            if found.ranks is not None:
+                found.ranks.sum(sums, found.owner)
             if not found.part.counts:  # no statistic depends on what it runs
                 sums = torch.zeros_like(sums)
             scale = inverse if weight is None else inverse * weight.to(wide)

@@ -25,22 +25,23 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samestep.building.loss import with_graph
 from samestep.building.loss_result import Amount, Loss, LossResult, loss_result
 from samestep.building.loss_scope import OverBatch
+from samestep.building.over_samples import within
 from samestep.errors import JobError
 from samestep.program.program import Program
 from samestep.runtime.axes import precision
+from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import forward_only
-from samestep.runtime.ledger import outside_step, owned
-from samestep.runtime.processes.mesh import Mesh, all_gather
+from samestep.runtime.ledger import outside_step
+from samestep.runtime.processes.mesh import Mesh
 from samestep.schedules import TaskKind
 from samestep.state.snapshot import KeptValues
-from samestep.strategies.whole_batch import AXIS, SIZES, reads_of
+from samestep.strategies.whole_batch import SIZES, reads_of
 from samestep.trees import map_tensors, tensors_in
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -80,41 +81,6 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> Any:
         return None, None, *(given[0].to(one.dtype) * one for one in ctx.gradients)
-
-
-class DataRanks:
-    """The ranks that read different samples, and what they send each other within a forward or a backward."""
-
-    def __init__(self, mesh: Mesh, num_ranks: int) -> None:
-        self._group, self.num_ranks = mesh.groups.get(AXIS), num_ranks
-        self.index = mesh.index("dp") if num_ranks > 1 else 0
-
-    @property
-    def sends(self) -> bool:
-        """Whether there is more than one."""
-        return self._group is not None
-
-    def gather(self, mine: Tensor, owner: str) -> Tensor:
-        """Return the tensors of all ranks, one behind the other along the first dimension.
-
-        Collective over `dp`, see [Note: collective calls].
-        """
-        if self._group is None:
-            return mine
-        everything = mine.new_empty((self.num_ranks * mine.shape[0], *mine.shape[1:]))
-        with owned(owner):
-            all_gather(everything, mine.contiguous(), group=self._group)
-        return everything
-
-    def sum(self, tensor: Tensor, owner: str) -> Tensor:
-        """Sum a tensor over all ranks, in its place, and return it.
-
-        Collective over `dp`, see [Note: collective calls].
-        """
-        if self._group is not None:
-            with owned(owner):
-                dist.all_reduce(tensor, group=self._group)
-        return tensor
 
 
 class OwnSamples:
@@ -243,7 +209,7 @@ class WholeBatch:
 
         Collective over `dp`, see [Note: collective calls].
         """
-        if not self._num_alone and not self._ranks.sends:
+        if not self._num_alone and not self._ranks.send:
             return self._plain(outputs, part, loss)
         if not self._num_alone:
             self.keep(microbatch, outputs, part, loss)
@@ -360,7 +326,7 @@ class WholeBatch:
         """Call the loss with tensors of all samples in the places of those of the first micro-batch."""
         outputs, batch = iter(given[:num_outputs]), iter(given[num_outputs:])
         first = self._kept[0]
-        with torch.enable_grad():
+        with torch.enable_grad(), within(None):  # it sees all samples already
             found = loss(
                 map_tensors(first.outputs, lambda _: next(outputs)), map_tensors(first.batch, lambda _: next(batch))
             )
@@ -372,7 +338,7 @@ class WholeBatch:
         columns = zip(*(tensors_in(one.outputs if of == "outputs" else one.batch) for one in kept), strict=True)
         for index, parts in enumerate(columns):
             known = self._reads.get((of, index))
-            is_read = known is not None or not self._is_known or not self._ranks.sends
+            is_read = known is not None or not self._is_known or not self._ranks.send
             place = RowsPlace(*known.rows) if known is not None and known.rows is not None else self._place(parts[0])
             yield _Tensor(of, list(parts), place, is_read)
 
@@ -447,7 +413,7 @@ class WholeBatch:
         mine = [_largest(one) for one in shapes]
         differ = [any(shape != largest for shape in one) for one, largest in zip(shapes, mine, strict=True)]
         everything = [mine]
-        if self._ranks.sends:
+        if self._ranks.send:
             rows = [
                 [*sizes, *[0] * (SIZES - 1 - len(sizes)), int(one)] for sizes, one in zip(mine, differ, strict=True)
             ]
@@ -476,17 +442,7 @@ class WholeBatch:
 
     def _all_rows(self, mine: Tensor, owner: str) -> Tensor:
         """Return the rows of all samples, in their order, from those of this rank's."""
-        if self._ranks.sends:
-            totals = [sum(of_rank) for of_rank in self._sizes]
-            most = max(totals)
-            padded = mine if len(mine) == most else torch.cat([mine, mine.new_zeros(most - len(mine), *mine.shape[1:])])
-            everything = self._ranks.gather(padded, owner)
-            whole = min(totals) == most
-            mine = (
-                everything
-                if whole
-                else torch.cat([everything[rank * most : rank * most + total] for rank, total in enumerate(totals)])
-            )
+        mine = self._ranks.gather_rows(mine, [sum(of_rank) for of_rank in self._sizes], owner)
         return mine if self._order is None else mine[self._order.to(mine.device)]
 
     def _own_part(self, gradient: Tensor, place: RowsPlace) -> Tensor:

@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 from samestep.building.loss import IGNORED_LABEL
 from samestep.building.loss_result import UNNAMED, VALUES, Loss, loss_result
 from samestep.building.named_tensors import cast_floating
+from samestep.building.over_samples import within
 from samestep.building.torch_seams import disable_current_modes
 from samestep.datasets.values import is_by_sample
 from samestep.runtime.axes.precision import RaiseIslands
@@ -325,7 +326,9 @@ def _try_sums(loss: Loss, trees: Trees, parts: _Parts) -> LossTrial:
     for raised, graph in ((True, False), (True, True), (False, False), (False, True)):
         try:
             given = [(trees[0], parts[0]), *zip(trees, parts, strict=True)]
-            whole, again, *halves = [_evaluate_loss(loss, tree, part, raised, graph) for tree, part in given]
+            values = _ValuesOfWhole()
+            with within(values):
+                whole, again, *halves = [values.evaluate(loss, tree, part, raised, graph) for tree, part in given]
         except torch.OutOfMemoryError:
             raise
         except Exception as caught:  # of the user's own code, which may raise anything
@@ -339,6 +342,38 @@ def _try_sums(loss: Loss, trees: Trees, parts: _Parts) -> LossTrial:
         return _compare_halves(whole, halves, raised)
     words = str(error).strip().partition("\n")[0]
     return LossTrial(f"it cannot be evaluated on a part of a micro-batch ({type(error).__name__}: {words})")
+
+
+class _ValuesOfWhole:
+    """The scope of `samestep.batch_sum` and its like in a trial: halves are given what the first evaluation, of the whole, has found."""
+
+    def __init__(self) -> None:
+        self._found: list[Any] = []
+        self._next: Iterator[Any] | None = None
+
+    def evaluate(self, *given: Any) -> _LossValue:
+        """Evaluate a loss, the first time on the whole."""
+        value = _evaluate_loss(*given)
+        self._next = iter(self._found)
+        return value
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of the rows of the whole."""
+        return cast("Tensor", self._of_whole(x.sum(0)))
+
+    def cat(self, x: Tensor) -> Tensor:
+        """Return the rows of the whole."""
+        return cast("Tensor", self._of_whole(x))
+
+    def num_rows(self, x: Tensor) -> int:
+        """Return the number of rows of the whole."""
+        return cast("int", self._of_whole(len(x)))
+
+    def _of_whole(self, found: Any) -> Any:
+        if self._next is not None:
+            return next(self._next, found)
+        self._found.append(found.detach() if isinstance(found, Tensor) else found)
+        return found
 
 
 def _compare_halves(whole: _LossValue, halves: list[_LossValue], raised: bool) -> LossTrial:

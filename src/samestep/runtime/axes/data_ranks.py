@@ -1,0 +1,62 @@
+"""What the ranks that read different samples send each other within a forward or a backward, in a group that serves nothing else."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.runtime.ledger import owned
+from samestep.runtime.processes.mesh import Mesh, all_gather
+
+AXIS = "dp"
+
+
+class DataRanks:
+    """The ranks that read different samples."""
+
+    def __init__(self, mesh: Mesh, num_ranks: int) -> None:
+        self._group, self.num_ranks = mesh.groups.get(AXIS), num_ranks
+        self.index = mesh.index(AXIS) if num_ranks > 1 else 0
+
+    @property
+    def send(self) -> bool:
+        """Whether there are several, which exchange something."""
+        return self._group is not None
+
+    def gather(self, mine: Tensor, owner: str) -> Tensor:
+        """Return the tensors of all ranks, one behind the other along the first dimension.
+
+        Collective over `dp`, see [Note: collective calls].
+        """
+        if self._group is None:
+            return mine
+        everything = mine.new_empty((self.num_ranks * mine.shape[0], *mine.shape[1:]))
+        with owned(owner):
+            all_gather(everything, mine.contiguous(), group=self._group)
+        return everything
+
+    def gather_rows(self, mine: Tensor, sizes: list[int], owner: str) -> Tensor:
+        """Return the rows of all ranks, of which each has as many as `sizes` says.
+
+        Collective over `dp`, see [Note: collective calls].
+        """
+        if self._group is None:
+            return mine
+        most = max(sizes)
+        if len(mine) < most:
+            mine = torch.cat([mine, mine.new_zeros(most - len(mine), *mine.shape[1:])])
+        everything = self.gather(mine, owner)
+        if min(sizes) == most:
+            return everything
+        return torch.cat([everything[rank * most : rank * most + size] for rank, size in enumerate(sizes)])
+
+    def sum(self, tensor: Tensor, owner: str) -> Tensor:
+        """Sum a tensor over all ranks, in its place, and return it.
+
+        Collective over `dp`, see [Note: collective calls].
+        """
+        if self._group is not None:
+            with owned(owner):
+                dist.all_reduce(tensor, group=self._group)
+        return tensor

@@ -1,0 +1,150 @@
+"""Models and losses that take sums and rows of all samples by name, with state that follows from them, and a plain loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from samestep import batch_cat, batch_mean, batch_sum
+from samestep.building.loss import cross_entropy
+from samestep.datasets import batches
+from tests.parity.whole_batch import WIDTH, Case, Encoder, Views, job
+
+
+class Centred(Encoder):
+    """Features less their mean, scaled by their spread, and attention over the samples of the batch."""
+
+    def forward(self, one: Tensor, two: Tensor) -> Tensor:
+        x = one
+        for block in self.blocks:
+            x = block(x)
+            centred = x - batch_mean(x)
+            x = centred / (batch_mean(centred.square()) + 0.1).sqrt()
+        keys, near = batch_cat(self.head(two)), self.head(x)
+        return (near @ keys.T).softmax(-1) @ keys + near / (1 + batch_sum(near.square()))
+
+
+class Teacher(Encoder):
+    """DINO: targets of a frozen head, less a centre that follows their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(WIDTH, 4)
+        self.teacher.requires_grad_(False)
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            target = self.teacher(two)
+            share = ((target - self.centre) / 0.5).softmax(-1)
+            if self.training:
+                self.centre.mul_(0.9).add_(0.1 * batch_mean(target))
+        return self.embed(one), share
+
+
+class Codebook(Encoder):
+    """VQ-VAE with a codebook of moving averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(4)
+        self.register_buffer("codes", torch.randn(5, 4, generator=draw))
+        self.register_buffer("usage", torch.ones(5))
+        self.register_buffer("sums", self.codes.clone())
+        self.back = nn.Linear(4, WIDTH)
+
+    def forward(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        z = self.embed(one)
+        picked = F.one_hot(torch.cdist(z, self.codes).argmin(-1), 5).to(z.dtype)
+        code = picked @ self.codes
+        if self.training:
+            with torch.no_grad():
+                self.usage.mul_(0.8).add_(0.2 * batch_sum(picked))
+                self.sums.mul_(0.8).add_(0.2 * batch_sum(picked[:, :, None] * z[:, None, :]))
+                self.codes.copy_(self.sums / (self.usage[:, None] + 1e-3))
+        return self.back(z + (code - z).detach()), z, code.detach()
+
+
+class Queue(Encoder):
+    """MoCo: a queue of the keys of earlier steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(WIDTH, 4)
+        self.key.requires_grad_(False)
+        draw = torch.Generator().manual_seed(3)
+        self.register_buffer("queue", torch.randn(16, 4, generator=draw))
+
+    def forward(self, one: Tensor, two: Tensor) -> Tensor:
+        with torch.no_grad():
+            key = F.normalize(self.key(two), dim=-1)
+        query = F.normalize(self.embed(one), dim=-1)
+        logits = torch.cat([(query * key).sum(-1, keepdim=True), query @ self.queue.clone().T], 1) / 0.2
+        if self.training:
+            with torch.no_grad():
+                self.queue.copy_(torch.cat([batch_cat(key), self.queue])[: len(self.queue)])
+        return logits
+
+
+class Plain(Encoder):
+    def forward(self, one: Tensor, two: Tensor) -> Tensor:
+        return self.embed(one)
+
+
+def to_class(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    return cross_entropy(outputs, batch)
+
+
+def to_share(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    student, share = outputs
+    return -(share * (student / 0.3).log_softmax(-1)).sum(), len(student)
+
+
+def to_input(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    back, z, code = outputs
+    return (back - batch["one"]).square().sum() + 0.25 * (z - code).square().sum(), len(z)
+
+
+def to_first(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return -logits.log_softmax(-1)[:, 0].sum(), len(logits)
+
+
+def whitened(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
+    """PPO: advantages less their mean over the batch, divided by their spread."""
+    gain = batch["two"].sum(-1)
+    centred = gain - batch_mean(gain)
+    gain = centred / (batch_mean(centred.square()) + 1e-8).sqrt()
+    chosen = logits.log_softmax(-1).gather(1, batch["labels"][:, None])[:, 0]
+    entropy = batch_mean(logits.softmax(-1))
+    return -(gain * chosen).sum() + (logits.softmax(-1) * entropy).sum(), len(logits)
+
+
+CASES = {
+    "centred": Case(Centred, to_class),
+    "teacher": Case(Teacher, to_share),
+    "codebook": Case(Codebook, to_input),
+    "queue": Case(Queue, to_first),
+    "whitened": Case(Plain, whitened),
+}
+
+
+def plain(name: str, start: dict[str, Tensor], batch: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses and the state of a loop without samestep, in which the functions are those of torch."""
+    case, settings = CASES[name], job(batch)
+    model = case.model().double()
+    model.load_state_dict(start)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    losses = []
+    for step in batches(Views(), settings):
+        given = step.samples(step.indices)
+        total, count = case.loss(model(given["one"], given["two"]), given)
+        optimizer.zero_grad()
+        (total / count).backward()
+        nn.utils.clip_grad_norm_(trained, 2.0)
+        optimizer.step()
+        losses.append(float(total.detach() / count))
+    return losses, {key: value.clone() for key, value in model.state_dict().items()}

@@ -1,0 +1,86 @@
+"""Sums, means and rows of all samples, and state that follows from them, are those of a plain loop in every layout."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from samestep import batch_cat, batch_mean, batch_sum
+from samestep.building.optimizer import optimizer_of
+from samestep.datasets import batches
+from samestep.errors import LayoutError, ModelError
+from samestep.examination.examine import Source
+from samestep.layout import Layout
+from samestep.runtime.processes.join import RankInfo
+from samestep.runtime.run import Run
+from tests import traced
+from tests.laboratory import TOLERANCE, Observed, assert_ledger, follow
+from tests.parity.batch_values import CASES, plain
+from tests.parity.whole_batch import Views, job
+from tests.pool import pool
+
+Found = tuple[Observed, dict[str, Tensor], dict[str, float]]
+
+
+def run_of(rank: int, world: int, name: str, layout: str, batch: int = 8) -> Run:
+    case, settings = CASES[name], job(batch)
+    source = Source(case.model, case.loss, optimizer_of(settings), name)
+    example = next(batches(Views(), settings)).samples([0])
+    prepared = traced.prepared(("batch values", name), source, settings, example, Layout.parse(layout))
+    place = RankInfo(rank, rank, world, world, torch.device("cpu"))
+    return Run(replace(source, prepared=prepared), Layout.parse(layout), settings, place)
+
+
+def observe(rank: int, world: int, name: str, layout: str, batch: int = 8) -> Found:
+    run = run_of(rank, world, name, layout, batch)
+    seen = follow(run, Views(), run.job, record=True)
+    return seen, run.state_dict(on_every_rank=True), run.evaluate(next(batches(Views(), job(20))))
+
+
+@functools.cache
+def expected(name: str, batch: int = 8) -> tuple[list[float], dict[str, Tensor]]:
+    run = run_of(0, 1, name, "dp=1", batch)
+    run.prepare(next(batches(Views(), job(batch))).samples([0]))
+    return plain(name, run.state_dict(), batch)
+
+
+LAYOUTS = ("dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=3", "dp=2 recompute=full", "tp=2", "pp=2", "dp=2 pp=2", "dp=3")
+ROWS = [(name, layout, batch) for layout in LAYOUTS for name in CASES for batch in (8, 5, 2)]
+DAILY = {(sorted(CASES)[index % len(CASES)], layout, (8, 5, 2)[index % 3]) for index, layout in enumerate(LAYOUTS)}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "batch"),
+    [pytest.param(*row, marks=() if row in DAILY else pytest.mark.nightly) for row in ROWS],
+)
+def test_a_layout_is_equal_to_a_plain_loop(name: str, layout: str, batch: int) -> None:
+    """Of five samples ranks have unequal numbers; of two a third rank has none."""
+    losses, state = expected(name, batch)
+    world = Layout.parse(layout).world_size
+    ranks = pool(world).run(observe, name, layout, batch) if world > 1 else [observe(0, 1, name, layout, batch)]
+    for seen, ours, held_out in ranks:
+        assert seen.losses == pytest.approx(losses, rel=TOLERANCE)
+        assert ours.keys() == state.keys()
+        for key, value in state.items():
+            assert torch.allclose(ours[key], value, rtol=TOLERANCE, atol=TOLERANCE), key
+        assert held_out == ranks[0][2]
+    if world > 1:
+        assert_ledger([seen for seen, *_ in ranks], layout)
+
+
+def test_outside_of_a_run_they_are_those_of_torch() -> None:
+    x = torch.arange(6.0).view(3, 2)
+    assert torch.equal(batch_sum(x), x.sum(0))
+    assert torch.equal(batch_mean(x), x.mean(0))
+    assert batch_cat(x) is x
+    with pytest.raises(ModelError, match="takes a tensor with a row for each sample, and was given a tensor"):
+        batch_sum(torch.zeros(()))
+
+
+def test_several_micro_batches_are_refused_with_what_works() -> None:
+    with pytest.raises(LayoutError, match=r"takes values of all samples of the step within one .*: microbatch=8 works"):
+        run_of(0, 1, "centred", "dp=1 microbatch=2").prepare(next(batches(Views(), job())).samples([0]))
