@@ -8,7 +8,8 @@ SamestepError (Exception)
 │   ├── ModelError                  the model: cannot be built, traced, initialised or cut
 │   ├── DataError                   the data: missing, too short, badly formed
 │   ├── UnprovenError               nothing shows that the layout computes what one device does; `run.allow` may waive it
-│   └── CheckpointError             the checkpoint: missing, of another job, damaged
+│   ├── CheckpointError             the checkpoint: missing, of another job, damaged
+│   └── RecordError                 the record of a run's time: none, damaged, of another version
 └── RunError (RuntimeError)         the run failed on the way, though what was given can run; exit status 1
     ├── SaveError                   a checkpoint cannot be written: no space, no permission
     ├── WorkerError                 a worker process died: its rank and its last output
