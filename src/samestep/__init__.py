@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from samestep.building.loss_scope import whole_batch
     from samestep.building.over_samples import batch_cat, batch_mean, batch_sum
     from samestep.datasets import batches
+    from samestep.engines.launch import launch
     from samestep.independence.row_rules import independent
     from samestep.measurement.profile import measure
     from samestep.planning.legality import layouts
     from samestep.planning.plan import plan
     from samestep.proof.verify import verify
     from samestep.runtime.checkpoints.manifests import latest
-    from samestep.runtime.processes.workers import launch
     from samestep.runtime.run import parallelize
     from samestep.simulation.simulate import simulate
     from samestep.training.evaluations import HeldOut
@@ -72,7 +72,7 @@ _LAZY = {
     "inspect": ("samestep.training.inspection", "inspect"),
     "independent": ("samestep.independence.row_rules", "independent"),
     "latest": ("samestep.runtime.checkpoints.manifests", "latest"),
-    "launch": ("samestep.runtime.processes.workers", "launch"),
+    "launch": ("samestep.engines.launch", "launch"),
     "layouts": ("samestep.planning.legality", "layouts"),
     "measure": ("samestep.measurement.profile", "measure"),
     "parallelize": ("samestep.runtime.run", "parallelize"),

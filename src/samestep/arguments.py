@@ -97,6 +97,24 @@ def _add_hosts(parser: ArgumentParser) -> None:
     parser.add_argument("--token-file", type=Path, metavar="FILE", help=about)
 
 
+def add_launch(parser: ArgumentParser) -> None:
+    """Add the arguments of `launch`."""
+    _add_job(parser)
+    about = "what starts the ranks: slurm, ray, kubernetes, mpi, ssh or torchrun"
+    parser.add_argument("--on", required=True, metavar="ENGINE", help=about)
+    parser.add_argument("--nodes", metavar="N|H1,H2", help="the number of nodes, or their names; default: 1")
+    about = "the ranks on each node; default: the layout's, shared equally"
+    parser.add_argument("--ranks-per-node", type=_ranks, metavar="M", help=about)
+    _add_layout(parser)
+    about = "the run folder, which all nodes see; default: one below runs/ by the name of the job"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=about)
+    parser.add_argument("--name", metavar="NAME", help="the name of the run; default: that of the job file")
+    about = "the settings of the site, such as a partition or an image, as TOML"
+    parser.add_argument("--site", type=Path, metavar="FILE", help=about)
+    parser.add_argument("--emit", type=Path, metavar="FILE", help="write the script to a file")
+    parser.add_argument("--submit", action="store_true", help="hand the script over to the engine")
+
+
 def add_verify(parser: ArgumentParser) -> None:
     """Add the arguments of `verify`."""
     _add_job(parser)

@@ -102,8 +102,10 @@ def _measure(name: str, value: Any) -> None:
 
 
 def _main(name: str, value: Any) -> None:
-    if not callable(value):
-        raise InputError(f"{name} = {short_repr(value)} is {_kind(value)}: a function works, which every rank calls")
+    if not callable(value) and not isinstance(value, Job | str | os.PathLike):
+        raise InputError(
+            f"{name} = {short_repr(value)} is {_kind(value)}: a function works, which every rank calls, or a job or its path"
+        )
 
 
 def _takes(name: str, function: Any, args: tuple[Any, ...], what: str, error: type[InputError]) -> None:

@@ -70,6 +70,8 @@ def _parser() -> ArgumentParser:
     about = "prove that a layout computes what one device computes: exit 0 proven, 1 differs, 2 could not be tried"
     arguments.add_train(verb("train", _train, "train a job on this machine, or as a rank of torchrun or srun"))
     arguments.add_verify(verb("verify", _verify, about))
+    more = "write the script that an engine of processes needs to train a job; submit it only with --submit"
+    arguments.add_launch(verb("launch", _launch, more))
     about = "write the model of a run as a folder that transformers loads; needs no workers"
     arguments.add_export(verb("export", _export, about))
     arguments.add_sample(verb("sample", _sample, "write text with the model of a run"))
@@ -155,6 +157,21 @@ def _train(words: Namespace) -> int:
         if number := summary.stop_signal if summary else join.ended_by():
             return 128 + number
     return 0
+
+
+def _launch(words: Namespace) -> None:
+    from samestep.engines import scripts
+    from samestep.engines.site import read_site
+    from samestep.engines.wanted import wanted_of
+
+    given = {"nodes": words.nodes, "ranks_per_node": words.ranks_per_node, "layout": words.layout, "out": words.out}
+    site = read_site(words.site)
+    wanted = wanted_of(words.job, **given, settings=words.set, name=words.name, site=site)
+    suffix = scripts.engine_of(words.on).suffix
+    text, file = scripts.emit(wanted, words.on, words.emit or (f"{wanted.name}{suffix}" if words.submit else None))
+    print(text, end="", flush=True)
+    if words.submit:
+        scripts.submit(words.on, file)
 
 
 def _rendezvous(words: Namespace) -> Rendezvous | None:

@@ -1,0 +1,37 @@
+"""What the tests of installed launchers share: the site of this machine, and the default job made small."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from samestep.engines import scripts
+from samestep.engines.site import RunSettings, Site
+from samestep.engines.wanted import wanted_of
+from tests import small
+
+ROOT = Path(__file__).parents[2]
+FLOAT64 = {"numerics.precision": "float64"}
+
+
+def settings(**changes: Any) -> tuple[str, ...]:
+    """The keys of --set that make the default job a small one in float64."""
+    return tuple(small.settings(**{**FLOAT64, **changes})[1::2])
+
+
+def emitted(
+    on: str, file: Path, keys: dict[str, Any] | None = None, site: dict[str, Any] | None = None, **given: Any
+) -> Path:
+    """The file to which `samestep launch` has written the script of an engine."""
+    environment = {"PYTHONPATH": f"{ROOT}/src", "OMP_NUM_THREADS": "1"}
+    run = RunSettings(shlex.join([sys.executable, "-m", "samestep"]), environment=environment)
+    wanted = wanted_of(None, settings=settings(**(keys or {})), site=Site(run=run, **(site or {})), **given)
+    return scripts.emit(wanted, on, file)[1]
+
+
+def one_rank(folder: Path) -> list[float]:
+    """The losses of the same job on one rank."""
+    assert small.train("--layout", "dp=1", "--out", folder, **FLOAT64) == 0
+    return small.losses(folder)

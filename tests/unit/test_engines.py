@@ -1,0 +1,246 @@
+"""Scripts for engines: what each says, what is refused, and that a shell reads every one of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import samestep
+from samestep import cli
+from samestep.engines import scripts
+from samestep.engines.site import Site, read_site
+from samestep.engines.wanted import Wanted, wanted_of
+from samestep.errors import InputError, RunError
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _site(text: str) -> Path:
+    path = Path("site.toml")
+    path.write_text(text)
+    return path
+
+
+def _script(on: str, site: str = "", **given_: Any) -> str:
+    asked: dict[str, Any] = {"nodes": "h1,h2", "layout": "dp=8 tp=2"} | given_
+    return scripts.emit(wanted_of(None, **asked, site=read_site(_site(site))), on, None)[0]
+
+
+def _options(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_slurm_with_tasks_for_ranks() -> None:
+    text = _script("slurm", '[slurm]\npartition = "gpu"\ngpus_per_node = 8\noptions = ["--exclusive"]\n')
+    assert {"--nodes=2", "--ntasks-per-node=8", "--partition=gpu", "--gpus-per-node=8"} < {*_options(text)}
+    assert {"--exclusive", "--requeue", "--open-mode=append", "--signal=TERM@120"} < {*_options(text)}
+    assert "srun --kill-on-bad-exit=1 samestep train --layout 'dp=8 tp=2' --out runs/default --auto-resume" in text
+    assert '[ $status -eq 143 ]; then  # stopped, with a checkpoint\n    scontrol requeue "$SLURM_JOB_ID"' in text
+
+
+def test_slurm_with_an_agent_on_each_node_is_signalled_through_the_script() -> None:
+    text = _script("slurm", '[slurm]\nby = "torchrun"\nsignal_s = 200\n')
+    assert {"--ntasks-per-node=1", "--signal=B:TERM@200"} < {*_options(text)}
+    assert "--nnodes=2 --nproc-per-node=8" in text
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=180" in text
+    assert 'scancel --signal=TERM "$SLURM_JOB_ID"' in text
+
+
+def test_mpirun() -> None:
+    text = _script("mpi", '[run.environment]\nNCCL_DEBUG = "INFO"\n')
+    assert "MASTER_ADDR=$(mpirun --host h1:8,h2:8 -n 1 hostname)" in text
+    assert "-n 16 --map-by ppr:8:node --bind-to none -x MASTER_ADDR -x MASTER_PORT -x NCCL_DEBUG" in text
+    assert "mpiexec.hydra -hosts h1,h2 -ppn 8 -n 16" in _script("mpi", '[mpi]\nby = "mpich"\n')
+    assert "MASTER_ADDR=127.0.0.1" in _script("mpi", nodes=1)
+
+
+def test_ssh_and_torchrun() -> None:
+    assert "--nodes h1,h2" in _script("ssh")
+    assert "--rdzv-endpoint=h1:29400" in _script("torchrun")
+    assert "--standalone" in _script("torchrun", nodes=1)
+    assert "--rdzv-endpoint=a:1" in _script("torchrun", '[torchrun]\nendpoint = "a:1"\n', nodes=2)
+
+
+def test_ray() -> None:
+    assert "samestep.engines.ray_job --layout 'dp=8 tp=2' --ranks 16 --out runs/default" in _script("ray")
+
+
+texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12)
+
+
+@given(st.sampled_from(["slurm", "mpi", "ssh", "torchrun", "ray"]), texts, texts, st.integers(1, 3), st.booleans())
+def test_a_shell_reads_every_script_and_passes_every_word_on(
+    on: str, setting: str, out: str, nodes: int, other: bool
+) -> None:
+    hosts = tuple(f"h{index}" for index in range(nodes + 1))
+    table = {"slurm": {"by": "torchrun"}, "mpi": {"by": "mpich"}}.get(on, {}) if other else {}
+    made = Site()
+    site = Site(**{on: type(getattr(made, on))(**table)})
+    wanted = Wanted("x", "", len(hosts), 2, "dp=4", out or "run", (setting,), hosts, site)
+    text = scripts.emit(wanted, on, None)[0]
+    checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    assert shlex.join(["--set", setting]) in text
+    assert shlex.quote(out or "run") in text
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--on", "slrum", "--layout", "dp=2"], "--on slrum (did you mean 'slurm'?): slurm, kubernetes, ray"),
+        (["--on", "slurm"], "--ranks-per-node missing"),
+        (
+            ["--on", "slurm", "--nodes", "2", "--layout", "dp=3"],
+            "2 nodes cannot share the 3 ranks of 'dp=3' equally; 2",
+        ),
+        (
+            ["--on", "slurm", "--nodes", "2", "--ranks-per-node", "4", "--layout", "dp=4"],
+            "has 4 ranks, and 2 nodes of 4",
+        ),
+        (["--on", "slurm", "--nodes", "a,a", "--layout", "dp=2"], "--nodes a,a: a number works, or names of hosts"),
+        (["--on", "slurm", "--nodes", "0", "--layout", "dp=2"], "--nodes 0: at least one node works"),
+        (["--on", "kubernetes", "--layout", "dp=2"], 'image = "..." in [kubernetes] of --site works'),
+        (["--on", "ssh", "--nodes", "2", "--layout", "dp=2"], "--on ssh needs the names of two hosts or more"),
+        (["--on", "torchrun", "--nodes", "2", "--layout", "dp=2"], "with several nodes needs an address"),
+        (["--on", "slurm", "--layout", "dp=2", "--site", "no.toml"], "--site no.toml: No such file or directory"),
+        (["nope.toml", "--on", "slurm", "--layout", "dp=2"], "no job file at nope.toml"),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", *words]) == 2
+    said = capsys.readouterr().err
+    assert text in said
+    assert said.count("\n") == 1
+    assert not any(Path().iterdir())
+
+
+@pytest.mark.parametrize(
+    ("toml", "text"),
+    [
+        ("[slrum]\n", "--site site.toml: unknown key 'slrum' (did you mean 'slurm'?); the keys here are run, slurm"),
+        ('[slurm]\npartion = "x"\n', "slurm.unknown key 'partion' (did you mean 'partition'?)"),
+        ("[slurm]\ntime = 60\n", "slurm.time = 60 is no text"),
+        ('[slurm]\ngpus_per_node = "8"\n', "slurm.gpus_per_node = '8' is no whole number"),
+        ("[slurm]\ngpus_per_node = -1\n", "slurm.gpus_per_node = -1 is below 0"),
+        ("[slurm]\ngpus_per_node = true\n", "slurm.gpus_per_node = True is no whole number"),
+        ('[slurm]\nby = "mpirun"\n', "slurm.by = 'mpirun': 'srun' and 'torchrun' work"),
+        ('[slurm]\noptions = "--exclusive"\n', "slurm.options = '--exclusive' is no list of texts"),
+        ('[slurm]\npartition = "a\\nrm -r x"\n', "slurm.partition = 'a\\nrm -r x' has more than one line"),
+        ("slurm = 3\n", "slurm = 3 is no table: [slurm] begins one"),
+        ("[slurm\n", "--site site.toml: "),
+        ("[run.environment]\nA = 1\n", "run.environment = {'A': 1} is no table of texts"),
+    ],
+)
+def test_a_site_with_a_mistake_is_refused_by_its_key(toml: str, text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_site(_site(toml))
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_submitted_unless_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    (bin_ / "sbatch").write_text('#!/bin/sh\ncp "$1" handed\n')
+    (bin_ / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_}:/usr/bin:/bin")
+    words = ["launch", "--on", "slurm", "--layout", "dp=2"]
+    assert cli.main([*words, "--emit", "a.sbatch"]) == 0
+    assert capsys.readouterr().out == Path("a.sbatch").read_text()
+    assert not Path("handed").exists()
+    assert cli.main([*words, "--submit"]) == 0
+    assert Path("handed").read_text() == Path("default.sbatch").read_text() == Path("a.sbatch").read_text()
+    (bin_ / "sbatch").write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(RunError, match=r"sbatch a\.sbatch ended with status 3"):
+        scripts.submit("slurm", Path("a.sbatch"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match="--submit runs sbatch, which is not on this machine"):
+        scripts.submit("slurm", Path("a.sbatch"))
+
+
+def test_the_function_takes_a_job_its_path_and_a_function() -> None:
+    job = samestep.Job(train={"steps": 2})
+    text = samestep.launch(job, on="slurm", nodes=2, ranks_per_node=4, emit="run.sbatch")
+    assert "train run.toml --layout dp=8" in text
+    assert Path("run.sbatch").read_text() == text
+    assert samestep.load("run.toml").train.steps == 2
+    same = samestep.launch("run.toml", on="slurm", nodes=2, ranks_per_node=4, out="runs/run")
+    assert same.splitlines()[1:] == text.splitlines()[1:]
+    with pytest.raises(InputError, match=r'emit="run\.sbatch" works'):
+        samestep.launch(job, on="slurm", nodes=2, ranks_per_node=4)
+    with pytest.raises(InputError, match="takes a job or the path of one, and main is a function"):
+        samestep.launch(print, on="slurm")  # type: ignore[call-overload]
+    with pytest.raises(InputError, match="ranks=2 works"):
+        samestep.launch(print)  # type: ignore[call-overload]
+
+
+# ---------------------------------------------------------------- Kubernetes
+
+
+KINDS = {
+    "Job": '[kubernetes]\nimage = "example/train:1"\ngpus_per_node = 8\nclaim = "shared"\n[run.environment]\nA = "yes"\n',
+    "a small Job": '[kubernetes]\nimage = "example/train:1"\n',
+    "a Job with a shell": '[run]\nsetup = ["echo : # not yaml"]\n[kubernetes]\nimage = "i"\nnamespace = "n"\n',
+    "TrainJob": '[kubernetes]\nkind = "TrainJob"\nimage = "example/train:1"\ngpus_per_node = 8\nclaim = "shared"\n',
+    "a small TrainJob": '[kubernetes]\nkind = "TrainJob"\nimage = "example/train:1"\n[run.environment]\nA = "1"\n',
+}
+
+
+def _has(*modules: str) -> bool:
+    return all(importlib.util.find_spec(module) for module in modules)
+
+
+@pytest.mark.skipif(not _has("kubernetes_validate", "yaml"), reason="kubernetes-validate is not installed")
+@pytest.mark.parametrize("kind", ["Job", "a small Job", "a Job with a shell"])
+def test_a_job_is_one_by_the_schemas_of_kubernetes(kind: str) -> None:
+    import kubernetes_validate
+    import yaml
+
+    job, service = yaml.safe_load_all(_script("kubernetes", KINDS[kind]))
+    for document in (job, service):
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    names = {one["name"]: one["value"] for one in job["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert names["PET_MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    del job["spec"]["completionMode"]
+    job["spec"]["completionMod"] = "Indexed"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.skipif(not _has("kubeflow_trainer_api", "yaml"), reason="kubeflow-trainer-api is not installed")
+@pytest.mark.parametrize("kind", ["TrainJob", "a small TrainJob"])
+def test_a_train_job_is_one_by_the_trainers_own_models(kind: str) -> None:
+    import yaml
+    from kubeflow_trainer_api import models
+
+    job = yaml.safe_load(_script("kubernetes", KINDS[kind]))
+    read = models.TrainerV1alpha1TrainJob.from_dict(job)
+    assert read is not None
+    assert read.to_dict() == job, "the models ignore keys that they do not know"
+
+
+def test_the_text_of_a_manifest_is_read_as_it_was_meant() -> None:
+    yaml = pytest.importorskip("yaml")
+    for kind, site in KINDS.items():
+        documents = [*yaml.safe_load_all(_script("kubernetes", site))]
+        assert [one["kind"] for one in documents] == (["TrainJob"] if "Train" in kind else ["Job", "Service"])
+        told = documents[0]["spec"].get("trainer") or documents[0]["spec"]["template"]["spec"]["containers"][0]
+        words = ["samestep", "train", "--layout", "dp=8 tp=2", "--out", "runs/default", "--auto-resume"]
+        assert told["command"][-len(words) :] == words
+        if "shell" in kind:
+            assert told["command"][:3] == ["sh", "-c", 'echo : # not yaml\nexec "$@"']
+            assert documents[0]["metadata"]["namespace"] == "n"
