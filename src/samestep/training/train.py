@@ -45,7 +45,7 @@ from samestep.runtime.step_report import StepReport
 from samestep.training import evaluations, foreign_code, hosts, out_of_memory, run_folder
 from samestep.training.check import AUTO, Checked, check, decide_on_rank_0
 from samestep.training.elastic import Elasticity, restarting
-from samestep.training.frozen_objects import freeze_after_first
+from samestep.training.garbage import collect_after_steps
 from samestep.training.metrics import Metrics, Screen, speed_of
 from samestep.training.profiling import Profiler
 from samestep.training.saving import Saver
@@ -463,7 +463,7 @@ def _loop(
     until = run.steps_taken if evaluated.is_over else until
     saver = Saver(run, folder / run_folder.CHECKPOINTS, screen.say if screen else lambda text: None)
     with screen.live() if screen else contextlib.nullcontext():
-        for report in freeze_after_first(steps_of(run, dataset, until, profiler)):
+        for report in collect_after_steps(steps_of(run, dataset, until, profiler)):
             with whereabouts.apart("an evaluation"):
                 losses = evaluated.losses() if evaluated.is_due(report.step) and not report.stop else {}
             if screen is not None and metrics is not None:

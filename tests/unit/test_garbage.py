@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.training.frozen_objects import freeze_after_first
+from samestep.training.garbage import collect_after_steps
 
 
 class Loop:
@@ -39,7 +39,7 @@ def in_new_interpreter(case: Callable[..., None], *words: str) -> None:
 def freezes_once() -> None:
     counts, held = [], Loop()
     freed = weakref.ref(held)
-    for step in freeze_after_first(range(3)):
+    for step in collect_after_steps(range(3)):
         counts.append(gc.get_freeze_count())
         if step == 1:
             del held
@@ -54,7 +54,7 @@ def freezes_once() -> None:
 
 def ends_with_nothing_frozen(ends: str) -> None:
     try:
-        for step in freeze_after_first(range(1 if ends == "one step" else 9)):
+        for step in collect_after_steps(range(1 if ends == "one step" else 9)):
             if step == 2 and ends == "break":
                 break
             if step == 2:
@@ -68,7 +68,7 @@ def ends_with_nothing_frozen(ends: str) -> None:
 def leaves_what_is_frozen() -> None:
     gc.freeze()
     count = gc.get_freeze_count()
-    assert len([*freeze_after_first(range(3))]) == 3
+    assert len([*collect_after_steps(range(3))]) == 3
     assert gc.get_freeze_count() >= count - 100 > 0  # what has no more references is freed at once
 
 
@@ -83,3 +83,43 @@ def test_however_a_training_ends_nothing_stays_frozen(ends: str) -> None:
 
 def test_what_somebody_else_has_frozen_stays() -> None:
     in_new_interpreter(leaves_what_is_frozen)
+
+
+def collects_in_agreed_steps() -> None:
+    found: list[tuple[int, int]] = []
+    now, before = 0, gc.get_threshold()
+    gc.callbacks.append(lambda phase, info: found.append((now, info["generation"])) if phase == "start" else None)
+    for now in collect_after_steps(range(200)):  # noqa: B007
+        held = [Loop() for _ in range(300)]
+        del held
+    steps = [step for step, generation in found if generation == 1]
+    assert steps == [*range(10, 200, 10)], steps
+    assert len(found) <= len(steps) + 5, found
+    assert gc.get_threshold() == before
+
+
+def leaves_it_to_the_user() -> None:
+    found: list[int] = []
+    gc.callbacks.append(lambda phase, info: found.append(info["generation"]) if phase == "start" else None)
+    for step in collect_after_steps(range(100)):
+        if step == 5:
+            gc.set_threshold(123, 5, 5)
+            found.clear()
+    assert 1 not in found
+    assert gc.get_threshold() == (123, 5, 5)
+
+
+def leaves_collections_off() -> None:
+    gc.disable()
+    found: list[int] = []
+    gc.callbacks.append(lambda phase, info: found.append(info["generation"]) if phase == "start" else None)
+    for step in collect_after_steps(range(100)):
+        if step == 1:
+            found.clear()
+    assert not found
+    assert not gc.isenabled()
+
+
+@pytest.mark.parametrize("case", [collects_in_agreed_steps, leaves_it_to_the_user, leaves_collections_off])
+def test_garbage_is_collected_after_agreed_steps_unless_the_user_decides(case: Callable[..., None]) -> None:
+    in_new_interpreter(case)
