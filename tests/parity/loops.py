@@ -103,6 +103,105 @@ def momentum(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimisation around a base optimizer, as its authors' code (davda54/sam) has it."""
+
+    def __init__(self, params: Any, base_optimizer: Any, rho: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base_optimizer(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        norms = [p.grad.norm(p=2) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.norm(torch.stack(norms), p=2)
+        for group in self.param_groups:
+            scale = group["rho"] / (norm + 1e-12)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                self.state[p]["old_p"] = p.data.clone()
+                p.add_(p.grad * scale.to(p))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
+        closure = torch.enable_grad()(closure)
+        self.first_step(zero_grad=True)
+        closure()
+        self.second_step()
+
+
+def sam(params: Any) -> torch.optim.Optimizer:
+    return Sam(params, torch.optim.SGD, rho=0.1, lr=0.05, momentum=0.9)
+
+
+class Sophia(torch.optim.Optimizer):
+    """Sophia-G as its authors' code (Liuhong99/Sophia) has it, tensor by tensor."""
+
+    def __init__(self, params: Any, lr: float = 0.02, betas: Any = (0.9, 0.95), rho: float = 0.04) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "rho": rho, "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def update_hessian(self) -> None:
+        for group in self.param_groups:
+            _, beta = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if len(state) == 0:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(p)
+                    state["hessian"] = torch.zeros_like(p)
+                if "hessian" not in state:
+                    state["hessian"] = torch.zeros_like(p)
+                state["hessian"].mul_(beta).addcmul_(p.grad, p.grad, value=1 - beta)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, bs: int = 512) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta, _ = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if len(state) == 0:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(p)
+                    state["hessian"] = torch.zeros_like(p)
+                state["step"] += 1
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                state["exp_avg"].mul_(beta).add_(p.grad, alpha=1 - beta)
+                ratio = (state["exp_avg"].abs() / (group["rho"] * bs * state["hessian"] + 1e-15)).clamp(None, 1)
+                p.addcmul_(state["exp_avg"].sign(), ratio, value=-group["lr"])
+
+
+def sophia(params: Any) -> torch.optim.Optimizer:
+    return Sophia(params)
+
+
+def lbfgs(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params, lr=0.5, max_iter=4, history_size=3)
+
+
+def searching(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params, lr=1.0, max_iter=3, line_search_fn="strong_wolfe")
+
+
 # -- as plain torch --------------------------------------------------------------------------------
 
 
@@ -356,6 +455,105 @@ def _body_every_other(run: Run, batch: Any, step: int) -> list[float]:
     return [report.loss]
 
 
+def _plain_closure(plain: Plain, batch: Any, step: int) -> list[float]:
+    losses = []
+    optimizer = plain.optimizers[""]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = plain.mean(batch, both)
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    closure()
+    optimizer.step(closure)
+    return losses[:1]
+
+
+def _whole(run: Run, batch: Any, step: int) -> list[float]:
+    return [run.step(batch).loss]
+
+
+def _plain_first_of_two(plain: Plain, batch: Any, step: int) -> list[float]:
+    """SAM over the body, by a closure, and SGD over the heads."""
+    plain.zero_grad()
+    loss = plain.mean(batch, both)
+    loss.backward()
+    plain.optimizers["one"].step()
+    plain.optimizers["two"].step()
+
+    def closure() -> Tensor:
+        again = plain.mean(batch, both)
+        again.backward()
+        return again
+
+    plain.zero_grad()
+    closure()
+    plain.optimizers["body"].step(closure)
+    return [loss.item()]
+
+
+def _first_of_two(run: Run, batch: Any, step: int) -> list[float]:
+    report = run.backward(batch)
+    run.update("one")
+    run.update("two")
+    run.zero_grad()
+    run.backward(batch, into="body")
+    run.update("body")
+    return [report.loss]
+
+
+def guessed(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    """A loss on labels that the outputs themselves make, in place of a draw from them."""
+    labels = (outputs[0] + batch["y"]).detach().round()
+    return (outputs[0] - labels).square().sum() + outputs[1].square().sum(), outputs[0].numel()
+
+
+def _plain_sophia(plain: Plain, batch: Any, step: int) -> list[float]:
+    optimizer: Any = plain.optimizers[""]
+    plain.zero_grad()
+    loss = plain.mean(batch, both)
+    loss.backward()
+    optimizer.step(bs=7)
+    if step % 2:
+        return [loss.item()]
+    plain.zero_grad()
+    again = plain.mean(batch, guessed)
+    again.backward()
+    optimizer.update_hessian()
+    return [loss.item(), again.item()]
+
+
+def _sophia(run: Run, batch: Any, step: int) -> list[float]:
+    losses = [run.backward(batch).loss]
+    run.update(bs=7)
+    if step % 2 == 0:
+        losses.append(run.backward(batch, guessed).loss)
+        run.call(None, "update_hessian")
+        run.zero_grad()
+    return losses
+
+
+def _plain_sam(plain: Plain, batch: Any, step: int) -> list[float]:
+    optimizer: Any = plain.optimizers[""]
+    loss = plain.mean(batch, both)
+    loss.backward()
+    optimizer.first_step(zero_grad=True)
+    again = plain.mean(batch, both)
+    again.backward()
+    optimizer.second_step(zero_grad=True)
+    return [loss.item(), again.item()]
+
+
+def _sam(run: Run, batch: Any, step: int) -> list[float]:
+    losses = [run.backward(batch).loss]
+    run.call(None, "first_step", zero_grad=True)
+    losses.append(run.backward(batch).loss)
+    run.call(None, "second_step", zero_grad=True)
+    return losses
+
+
 OF_HEADS = {"body": adam, "one": momentum, "two": adam}
 LOOPS = {
     "one backward": Loop(Regression, both, adam, _plain_step, _one_backward, clip_norm=0.1),
@@ -369,6 +567,14 @@ LOOPS = {
         _plain_in_turn(critic_loss, wasserstein_loss, 2),
         _in_turn(critic_loss, wasserstein_loss, 2),
     ),
+    "sam": Loop(Regression, both, sam, _plain_closure, _whole),
+    "lbfgs": Loop(Regression, both, lbfgs, _plain_closure, _whole),
+    "lbfgs with a search": Loop(Regression, both, searching, _plain_closure, _one_backward),
+    "sam for one of three": Loop(
+        Regression, both, {"body": sam, "one": momentum, "two": adam}, _plain_first_of_two, _first_of_two
+    ),
+    "sophia": Loop(Regression, both, sophia, _plain_sophia, _sophia),
+    "sam by hand": Loop(Regression, both, sam, _plain_sam, _sam),
     "pcgrad": Loop(Regression, both, adam, _plain_pcgrad, _pcgrad),
     "body every other step": Loop(Regression, both, OF_HEADS, _plain_body_every_other, _body_every_other),
     "by value": Loop(Regression, both, {"body": adam, "one": momentum, "two": adam}, _plain_by_value, _by_value),

@@ -129,3 +129,5 @@ class Sharpness(Lars):
 
     def step(self, closure: Any = None) -> None:
         assert closure is not None, "sharpness-aware minimization requires a closure"
+        closure()
+        super().step()

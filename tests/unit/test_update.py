@@ -29,7 +29,13 @@ from samestep.models.spec import ModelSpec
 from samestep.program.step import StepSpec
 from samestep.program.update_rules import UPDATED_WHOLE
 from samestep.runtime.optimizers import update_rule
-from samestep.runtime.optimizers.optimizer_source import OptimizerSource, check_optimizer, optimizer_source
+from samestep.runtime.optimizers.closures import members_that_evaluate
+from samestep.runtime.optimizers.optimizer_source import (
+    OptimizerSource,
+    WholeWeights,
+    check_optimizer,
+    optimizer_source,
+)
 from samestep.runtime.optimizers.optimizer_step import LossScale, Piece, Updater, clip_factor
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
@@ -395,15 +401,17 @@ def test_one_group_of_many_can_need_whole_weights() -> None:
     assert updated_whole(source, MODEL, under(3)) == ["weight3"]
 
 
-def test_what_needs_a_closure_is_refused_everywhere() -> None:
+def test_what_evaluates_the_loss_again_is_refused_where_a_rank_lacks_weights() -> None:
     source = optimizer_source(lambda params: torch.optim.LBFGS(params))
-    expected = "^LBFGS.step needs closure: it evaluates the loss several times a step.*adamw works$"
+    evaluating = members_that_evaluate(source, WholeWeights.of(MATRICES, {}))
+    assert evaluating == {0}
     for zero in (1, 2, 3):
-        with pytest.raises(ModelError, match=expected):
-            check_optimizer(source, MATRICES, under(zero))
-    weight = torch.zeros(3)
-    with pytest.raises(ModelError, match=expected):
-        Updater.over([Piece("weight", 0, 3, weight, lambda: weight)], source, NumericsTable())
+        with pytest.raises(
+            LayoutError, match=r"^the step of LBFGS evaluates the loss again.*zero=0 without tp and pp works$"
+        ):
+            check_optimizer(source, MATRICES, under(zero), evaluating=evaluating)
+    adam = optimizer_source(lambda params: torch.optim.Adam(params))
+    assert not members_that_evaluate(adam, WholeWeights.of(MATRICES, {}))
 
 
 def test_a_wrong_setting_is_told_by_its_owner() -> None:

@@ -55,6 +55,7 @@ from samestep.runtime.axes.compiled_blocks import CompiledBlocks, compile_blocks
 from samestep.runtime.axes.pipeline import stage as pipeline
 from samestep.runtime.axes.pipeline.stage_flow import Flows
 from samestep.runtime.axes.weight_gradients import Deferred
+from samestep.runtime.optimizers.closures import members_that_evaluate
 from samestep.runtime.optimizers.optimizer_source import (
     WholeWeights,
     check_optimizer,
@@ -238,6 +239,8 @@ class _Decided:
     whole: WholeWeights
     couples_weights: bool
     """Whether the update of a weight is known to depend on others; asked for runs with steps under watch."""
+    evaluating: frozenset[int]
+    """The members of the optimizer whose step evaluates the loss again."""
     program: Program
 
 
@@ -253,15 +256,16 @@ def _decide(source: Source, layout: Layout, job: Job, place: RankInfo, example: 
     ranks = Ranks.of(layout)
     stage, replica = ranks.coordinate(place.rank, "pp"), ranks.coordinate(place.rank, "dp")
     whole = WholeWeights.of(traced.spec, attributes_of(traced.blueprint.marks))
-    spec = check_optimizer(source.optimizer, traced.spec, layout, whole.attributes)
+    evaluating = members_that_evaluate(source.optimizer, whole)
+    spec = check_optimizer(source.optimizer, traced.spec, layout, whole.attributes, evaluating)
     # Asked now, for the canary: the optimizer that is used must be the last one that the function makes.
     is_watched = 0 < job.train.watch_every <= job.train.steps or bool(spec.tried)
-    couples = is_watched and couples_weights(source.optimizer, spec, whole.attributes)
+    couples = bool(evaluating) or (is_watched and couples_weights(source.optimizer, spec, whole.attributes))
     in_chunks = _updates_in_chunks(source, job, whole)
     program = program_of(
         spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica, in_chunks
     )
-    return _Decided(source, job, traced, flows, spec, whole, couples, program)
+    return _Decided(source, job, traced, flows, spec, whole, couples, evaluating, program)
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,6 +425,7 @@ def _with_updater(decided: _Decided, mesh: meshes.Mesh, store: WeightStore) -> W
         job.numerics,
         decided.whole,
         couples_weights=decided.couples_weights,
+        evaluating=decided.evaluating,
         splits_masters=decided.program.step.splits_masters,
         packing=_packing(decided, mesh),
         averages=WeightAverages(job.train.ema) if job.train.ema is not None else None,

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from samestep.models.loss_names import LossNames
+from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.deciders import StepState
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.optimizer_step import Updater
-from samestep.runtime.step_report import StepReport
+from samestep.runtime.step_report import StepReport, peak_memory_bytes, peak_reserved_bytes
+from samestep.runtime.step_scalars import StepNumbers, SummedScalars
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +66,24 @@ class OpenStep:
         """Let an updater have the step's learning rate and number."""
         updater.set_lr(self.lr_factor)
         updater.step_index = self.batch.step
+
+    def report_of(self, summed: SummedScalars, numbers: StepNumbers, device: torch.device, lr: float) -> StepReport:
+        """Return what the summed scalars say of the step, at a learning rate."""
+        step_s = time.perf_counter() - self.began_s
+        terms, values = self.names.means(summed.reported)
+        return StepReport(
+            step=self.batch.step,
+            loss=numbers.loss,
+            grad_norm=numbers.norm,
+            lr=lr,
+            tokens=int(summed.agreed.count),
+            step_s=step_s,
+            tokens_per_s=summed.agreed.count / step_s,
+            data_wait_s=self.data_wait_s,
+            memory_bytes=peak_memory_bytes(device),
+            reserved_bytes=peak_reserved_bytes(device),
+            stop=summed.flags[StepFlag.STOP] > 0,
+            save=summed.flags[StepFlag.SAVE] > 0,
+            terms=terms,
+            values=values,
+        )

@@ -397,6 +397,22 @@ class Run:
         """
         self._parts.zero_grad(name)
 
+    def call(self, name: str | int | None, method: str, *args: Any, **given: Any) -> Any:
+        """Let an optimizer run one of its methods over the weights of this rank, with the gradients that wait; return what it returns.
+
+        So `update_hessian` of Sophia, or the two steps of SAM. `name` is that of the optimizer, or None for the only one. What the
+        method does to weights and states counts; the gradients go on waiting, unless the method drops them.
+
+        Collective over the world, see [Note: collective calls].
+
+        Raises:
+            ModelError: no optimizer has the name, or the optimizer no such method.
+            LayoutError: the method couples weights, or elements of one, that the layout divides.
+        """
+        self._refuse_within("call")
+        with self._kernels():
+            return self._parts.call(name, method, args, given)
+
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients that wait, by weight: summed over all ranks, divided by the counts, not clipped.
 

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -40,13 +41,14 @@ from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import WHOLE, OpenStep, StepBackward
+from samestep.runtime.optimizers.closures import Closure
 from samestep.runtime.optimizers.optimizer_step import clip_factor
-from samestep.runtime.optimizers.optimizers_by_name import ALL
+from samestep.runtime.optimizers.optimizers_by_name import ALL, UpdatedPart
 from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes import join
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import Indices, StepObserver
-from samestep.runtime.step_report import StepReport, forget_peak, peak_memory_bytes, peak_reserved_bytes
+from samestep.runtime.step_report import StepReport, forget_peak
 from samestep.runtime.step_scalars import Decision, StepNumbers, SummedScalars, decide, flag_slots
 
 _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
@@ -311,13 +313,31 @@ class Stepper:
                     factor = scale * clip_factor(numbers.norms[number], self.job.optimizer.clip_norm)
                     if must_reread:
                         updater.reread()
-                    self.update(assembly, functools.partial(updater.step, factor, was_held_back=held_back > 0))
+                    part = self.evaluating(ALL, opened, numbers)
+                    self.update(
+                        assembly, functools.partial(updater.step, factor, was_held_back=held_back > 0, part=part)
+                    )
             if math.isfinite(numbers.loss):
                 self.adapt_loss_scale(assembly, overflowed=not numbers.are_finite)
         # Report.
         opened.state = StepState.CLOSED
         self.steps_taken = opened.batch.step + 1
         return self.report(opened, summed, numbers, note, skipped=skipped)
+
+    def evaluating(self, part: UpdatedPart, opened: OpenStep, numbers: StepNumbers) -> UpdatedPart:
+        """Return a part of the optimizer with a closure that repeats the step's forwards and backwards, if one of its members needs it."""
+        updater = self.held.weights.updater
+        if not updater.evaluating:
+            return part
+        closure = Closure(updater.pieces_of(part), functools.partial(self._again, opened), numbers.loss)
+        return replace(part, evaluating=updater.evaluating, closure=closure)
+
+    def _again(self, opened: OpenStep) -> tuple[float, float]:
+        self.held.weights.updater.publish()
+        self.held.weights.store.publish()
+        repeated, _ = self.open(opened.batch, replace(opened.of, is_apart=True))
+        found = StepNumbers.of(self.read(repeated)[0].agreed, repeated.numerator)
+        return found.loss, (found.scales[0] or 0.0) * clip_factor(found.norms[0], self.job.optimizer.clip_norm)
 
     def read(self, opened: OpenStep) -> tuple[SummedScalars, float, float]:
         """Wait for a step's sums and exchange what a flag asks for; return them, and the two numbers of its decider.
@@ -396,27 +416,16 @@ class Stepper:
         self, opened: OpenStep, summed: SummedScalars, numbers: StepNumbers, note: str, *, skipped: bool = False
     ) -> StepReport:
         """Return the report of a step whose sums are read, or of one of its backwards."""
-        updater, step_s = self.held.weights.updater, time.perf_counter() - opened.began_s
-        terms, values = opened.names.means(summed.reported)
-        return StepReport(
+        lr = self.held.weights.updater.rates.first_with(opened.lr_factor, ALL)
+        report = opened.report_of(summed, numbers, self.place.device, lr)
+        remarks = self.refusals.news()
+        return replace(
+            report,
             step=self.steps_taken,
-            loss=numbers.loss,
-            grad_norm=numbers.norm,
-            lr=updater.rates.first_with(opened.lr_factor, ALL),
-            tokens=int(summed.agreed.count),
-            step_s=step_s,
-            tokens_per_s=summed.agreed.count / step_s,
-            data_wait_s=opened.data_wait_s,
-            memory_bytes=peak_memory_bytes(self.place.device),
-            reserved_bytes=peak_reserved_bytes(self.place.device),
+            note=note,
             skipped=skipped,
             spike=numbers.are_finite and bool(note),
-            stop=summed.flags[StepFlag.STOP] > 0,
-            save=summed.flags[StepFlag.SAVE] > 0,
-            note=note,
-            remarks=self.refusals.news(),
-            terms=terms,
-            values=values,
+            remarks=remarks,
         )
 
     def adapt_loss_scale(self, assembly: Assembly, *, overflowed: bool) -> None:

@@ -88,7 +88,13 @@ def optimizer_values(optimizer: Optimizer) -> dict[str, Any]:
     }
     # Names with an underscore in front are torch's own, such as the hooks of a step.
     of_any = _attributes_of_any_optimizer()
-    own = {key: value for key, value in vars(optimizer).items() if key not in known and key not in of_any}
+    own = {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in known
+        and key not in of_any
+        and not isinstance(value, Optimizer)  # whose states are kept by weight
+    }
     return {**found, **own}
 
 

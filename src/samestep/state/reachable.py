@@ -31,7 +31,7 @@ import random
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -422,6 +422,35 @@ class StepCode:
 def optimizers_in(optimizer: Optimizer) -> list[Any]:
     """Return an optimizer and those that its step reaches."""
     return StepCode(optimizer).optimizers
+
+
+def optimizers_with_states(optimizer: Optimizer) -> list[Any]:
+    """Return an optimizer, and those that its step reaches and that keep states of their own, as one around which it is built."""
+    return list({id(one.state): one for one in reversed(optimizers_in(optimizer))}.values())[::-1]
+
+
+def states_by_key(optimizers: Sequence[Any], weight: Tensor) -> dict[str, Any]:
+    """Return the states of a weight in an optimizer, and in its inner ones under keys that `state_at` reads."""
+    if not optimizers:
+        return {}
+    found = dict(optimizers[0].state.get(weight, {}))
+    for index, inner in enumerate(optimizers[1:], 1):
+        found |= {f"{_INNER}{index}.{key}": value for key, value in inner.state.get(weight, {}).items()}
+    return found
+
+
+def state_at(optimizers: Sequence[Any], weight: Tensor, key: str) -> tuple[dict[str, Any], str]:
+    """Return the dict that holds what `states_by_key` returns of a weight under a key, made where it is missing, and its key there."""
+    index = "0"
+    if key.startswith(_INNER):
+        index, _, key = key.removeprefix(_INNER).partition(".")
+    states = optimizers[int(index)].state
+    if weight not in states:
+        states[weight] = {}
+    return states[weight], key
+
+
+_INNER = "inner."
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:

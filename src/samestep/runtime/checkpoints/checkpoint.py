@@ -53,6 +53,7 @@ from samestep.runtime.optimizers.packed_states import SCALE
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.placement import Runs
+from samestep.state.reachable import state_at, states_by_key
 
 MOVE = f"{OUTER}{OF_REPLICA}move"
 """The key among a weight's states of what replicas have moved it by, where the outer step with it is still to be taken."""
@@ -322,7 +323,7 @@ def _contents_of(run: PreparedRun, frozen: Sequence[Piece]) -> tuple[dict[str, T
                 tensors[name] = writer.copy_to_host(value.flatten() if is_flat else value[None, None])
             elif isinstance(value, bool | int | float | str | None):
                 plain[name] = value
-            else:
+            elif not isinstance(value, list | tuple | dict):  # which `other_state` keeps
                 raise CheckpointError(
                     f"{type(run.updater.optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {piece.name}; "
                     "a checkpoint holds tensors, numbers and text"
@@ -351,10 +352,10 @@ def _states_of(run: PreparedRun, elsewhere: Collection[str]) -> Iterator[tuple[P
     apart those of each, with its own weights, under keys that begin with its number, and the momentum of the outer ones.
     """
     if not isinstance(run.replicas, LocalReplicas):
-        optimizer = run.updater.optimizer
+        optimizers = run.updater.with_states
         for piece in run.updater.pieces:
             if piece.name not in elsewhere:
-                yield piece, optimizer.state.get(piece.value, {}) if optimizer else {}
+                yield piece, states_by_key(optimizers, piece.value)
         return
     for piece, move in run.replicas.arriving():
         if piece.name not in elsewhere:
@@ -463,8 +464,10 @@ def _load_state(updater: Updater, stored: OpenCheckpoint, piece: Piece, mine: Ru
             group = next(g for g in optimizer.param_groups if any(p is piece.value for p in g["params"]))
             on_device = key != "step" or group.get("fused") or group.get("capturable")
             state[key] = file.get_tensor(name)[0, 0].to(piece.value.device if on_device else "cpu", copy=True)
-    if state:
-        optimizer.state[piece.value] = state
+    optimizer.state.pop(piece.value, None)
+    for key, value in state.items():
+        holder, own = state_at(updater.with_states, piece.value, key)
+        holder[own] = value
 
 
 def _check_files(manifest: Mapping[str, Any], run: PreparedRun, folder: Path) -> None:

@@ -27,6 +27,10 @@ from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.processes.plain_data import NotPlainError, Packer, unpack_plain
 from samestep.runtime.weights.pieces import Piece
 from samestep.state.fingerprints import attributes_of, digest, fingerprint, optimizer_values
+from samestep.state.reachable import state_at, states_by_key
+from samestep.trees import tree_map_only
+
+_STATE = "state/"
 
 # -- values that change ----------------------------------------------------------------------------
 
@@ -69,7 +73,7 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if options:
             names = [piece.name for piece in run.updater.pieces if id(piece.value) in held]
             groups.append({"names": names, "options": writer.kept(options, f"the options of {what}")})
-    own = {key: value for key, value in changed.items() if "/" not in key}
+    own = {key: value for key, value in changed.items() if "/" not in key} | _nested_states(run)
     record = {"rank": run.place.rank, "groups": groups, "optimizer": writer.kept(own, f"attributes of {what}")}
     if _writes(run):
         before = run.assembly.model.first_state.attributes
@@ -94,6 +98,19 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if writer.unsaved:
         warnings.warn(f"a checkpoint does not hold {'; '.join(writer.unsaved)}: a resume is refused", stacklevel=3)
     return record, writer.tensors
+
+
+def _nested_states(run: PreparedRun) -> dict[str, Any]:
+    """Return the states of weights that are lists or dicts, as L-BFGS keeps the steps before, as `state/WEIGHT/KEY`."""
+    if run.replicas.are_apart:
+        return {}
+    optimizers = run.updater.with_states
+    return {
+        f"{_STATE}{piece.name}/{key}": value
+        for piece in run.updater.pieces
+        for key, value in states_by_key(optimizers, piece.value).items()
+        if isinstance(value, list | tuple | dict)
+    }
 
 
 def _writes(run: PreparedRun) -> bool:
@@ -189,7 +206,19 @@ def _give_back_own(
             f"{manifest['layout']!r}: that layout resumes"
         )
     for key, value in (mine or {}).items():
+        if key.startswith(_STATE):
+            name, _, inner = key.removeprefix(_STATE).partition("/")
+            _give_back_state(run, name, inner, value)
+            continue
         setattr(run.updater.optimizer, key, _like(getattr(run.updater.optimizer, key, None), value))
+
+
+def _give_back_state(run: PreparedRun, name: str, key: str, value: Any) -> None:
+    piece = next((piece for piece in run.updater.pieces if piece.name == name), None)
+    if piece is not None:
+        device = piece.value.device
+        holder, own = state_at(run.updater.with_states, piece.value, key)
+        holder[own] = tree_map_only(Tensor, lambda leaf: leaf.to(device), value)
 
 
 def _like(held: Any, found: Any) -> Any:

@@ -13,6 +13,22 @@ import torch.distributed as dist
 
 from samestep.errors import ModelError
 
+_LEFT: list[dist.ProcessGroup] = []
+"""The process groups that code finds none of at present, the innermost last."""
+
+
+@contextmanager
+def rejoined() -> Iterator[None]:
+    """Let code find the process group again inside, which `alone` has hidden around it: a closure sends what a step sends."""
+    if not _LEFT:
+        yield
+        return
+    dist.group.WORLD = _LEFT[-1]
+    try:
+        yield
+    finally:
+        dist.group.WORLD = None
+
 
 @contextmanager
 def alone(what: str) -> Iterator[None]:
@@ -24,6 +40,7 @@ def alone(what: str) -> Iterator[None]:
     found = dist.group.WORLD if dist.is_available() else None
     if found is not None:
         dist.group.WORLD = None
+        _LEFT.append(found)
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -35,4 +52,4 @@ def alone(what: str) -> Iterator[None]:
         ) from error
     finally:
         if found is not None:
-            dist.group.WORLD = found
+            dist.group.WORLD = _LEFT.pop()

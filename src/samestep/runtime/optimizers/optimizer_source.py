@@ -8,14 +8,14 @@ holds it against the layout.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.building.optimizer import OptimizerSource, class_names, members_of
+from samestep.building.optimizer import OptimizerSource, members_of
 from samestep.errors import LayoutError, ModelError
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
@@ -28,13 +28,12 @@ from samestep.runtime.optimizers.optimizers_by_name import (
     check_partition,
     sources_by_name,
 )
+from samestep.runtime.optimizers.skeletons import put_in_place, skeleton
 from samestep.runtime.optimizers.update_rule import (
     TRIED,
     is_torchs_own,
     options_by_name,
-    put_in_place,
     read_rule,
-    skeleton,
 )
 from samestep.state.reachable import optimizers_in
 
@@ -140,23 +139,19 @@ def _arguments(kind: type[Optimizer]) -> list[str]:
 
 
 def check_step(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose `step` needs a closure, since it would run the model itself.
+    """Refuse an optimizer whose `step` needs more than a closure.
 
     Raises:
-        ModelError: its `step` has an argument without a default.
+        ModelError: its `step` has several arguments without a default.
     """
-    needed = [
-        name
-        for member in members_of(optimizer)  # of the class: a scheduler replaces the instance's
-        for name, parameter in list(inspect.signature(type(member).step).parameters.items())[1:]
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    if needed:
-        raise ModelError(
-            f"{class_names(optimizer)}.step needs {needed[0]}: it evaluates the loss several times a step, and a step "
-            "here has one forward and one backward; adamw works"
-        )
+    for member in members_of(optimizer):  # of the class: a scheduler replaces the instance's
+        parameters = list(inspect.signature(type(member).step).parameters.values())[1:]
+        needed = [one.name for one in parameters if one.default is one.empty and one.kind in (0, 1)]
+        if len(needed) > 1:
+            raise ModelError(
+                f"{type(member).__name__}.step needs {' and '.join(needed)}: a step is given a closure that evaluates the loss, and the "
+                "options of run.update; with defaults for the others it works"
+            )
 
 
 def given_instances(source: OptimizerSource, optimizer: Optimizer | None) -> dict[int, Optimizer]:
@@ -250,9 +245,15 @@ def _check_holds(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]], *, i
 
 
 def check_optimizer(
-    source: OptimizerSource, model: ModelSpec, layout: Layout, attributes: Mapping[str, Mapping[str, Any]] | None = None
+    source: OptimizerSource,
+    model: ModelSpec,
+    layout: Layout,
+    attributes: Mapping[str, Mapping[str, Any]] | None = None,
+    evaluating: Collection[int] = (),
 ) -> ModelSpec:
     """Refuse an optimizer whose update in the layout differs from its update on one device.
+
+    `evaluating` are the members whose step evaluates the loss again.
 
     Returns:
         The model, its weights marked that ZeRO divides and the optimizer must update whole.
@@ -270,12 +271,21 @@ def check_optimizer(
     made = skeleton(source, shapes, marks)
     check_step(made[0])
     check_partition(*made)
+    spread = [(word, how) for word, how in _spreading(layout)]
+    if evaluating and spread:
+        word, how = spread[0]
+        names = " and ".join(type(members_of(made[0])[index]).__name__ for index in sorted(evaluating))
+        raise LayoutError(
+            f"the step of {names} evaluates the loss again, at weights that depend on all of them, and weights are {how} by {word}: "
+            "zero=0 without tp and pp works"
+        )
+    if evaluating:
+        return model
     rule = read_rule(source, shapes, parts, marks, made)
     if rule.draws and layout.world_size > 1:
         raise LayoutError(
             f"{rule.optimizer} draws random numbers ({rule.draws}), and every rank would draw others: one rank works"
         )
-    spread = [(word, how) for word, how in _spreading(layout)]
     if rule.coupled and spread:
         word, how = spread[0]
         raise LayoutError(
@@ -288,6 +298,38 @@ def check_optimizer(
         if whole
         else model
     )
+
+
+def check_call(
+    source: OptimizerSource,
+    model: ModelSpec,
+    layout: Layout,
+    attributes: Mapping[str, Mapping[str, Any]],
+    method: str,
+    before: Callable[[Optimizer], None],
+) -> None:
+    """Refuse a method of an optimizer that does not treat every element by itself, where the layout divides the weights.
+
+    `model` marks the weights that the layout's ranks update whole; `before` calls the method.
+
+    Raises:
+        LayoutError: it couples what the layout spreads.
+    """
+    params = [param for param in model.params if param.trainable and param.numel]
+    spread = _spreading(layout)
+    if not params or not spread:
+        return
+    parts = {param.name: found for param in params if (found := parts_of(param, layout))}
+    rule = read_rule(source, dict(WholeWeights.of(model, {}).shapes), parts, attributes, before=before)
+    divided = [param.name for param in params if param.name in rule.whole and param.name in parts]
+    divided = [name for name in divided if not any(p.name == name and p.is_updated_whole for p in params)]
+    if rule.coupled or divided:
+        word, how = spread[0]
+        why = rule.coupled or f"{divided[0]}: {rule.whole[divided[0]]}"
+        raise LayoutError(
+            f"{rule.optimizer}.{method} does not treat every weight, or every element of one, by itself ({why}), and weights are {how} by "
+            f"{word}: {word.partition('=')[0]}={0 if word.startswith('zero') else 1} works"
+        )
 
 
 def couples_weights(source: OptimizerSource, model: ModelSpec, attributes: Mapping[str, Mapping[str, Any]]) -> bool:

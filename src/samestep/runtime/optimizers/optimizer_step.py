@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.building.optimizer import OptimizerSource, members_of
+from samestep.building.optimizer import OptimizerSource, class_names, members_of
 from samestep.errors import InputError, ModelError
 from samestep.job_tables import NumericsTable
 from samestep.program.step import update_chunks
@@ -45,6 +45,7 @@ from samestep.runtime.optimizers.used_weights import Unused
 from samestep.runtime.weights.pieces import LiveWeights, Piece, WeightAverages
 from samestep.runtime.weights.split_masters import SplitMasters
 from samestep.state.fingerprints import optimizer_digests
+from samestep.state.reachable import optimizers_with_states
 
 
 @dataclass(slots=True)
@@ -78,6 +79,10 @@ class Updater:
     """Names of the weights that the step gave no gradient: the next update leaves them, and their states, as they are."""
     averages: WeightAverages | None = None
     """Moving averages of the pieces; None where the job keeps none."""
+    with_states: list[Any] = field(default_factory=list)
+    """The optimizer, and those in it that keep states of their own."""
+    evaluating: frozenset[int] = frozenset()
+    """The members of the optimizer whose step evaluates the loss again."""
     member_of_weight: Mapping[str, int] = field(default_factory=dict)
     """The index of the member that holds each weight of the whole model, where the user gave several optimizers."""
 
@@ -90,6 +95,7 @@ class Updater:
         whole: WholeWeights = ALONE,
         *,
         couples_weights: bool = False,
+        evaluating: frozenset[int] = frozenset(),
         splits_masters: bool = False,
         packing: StatePacking | None = None,
         averages: WeightAverages | None = None,
@@ -104,9 +110,8 @@ class Updater:
         for piece in pieces:
             piece.value.requires_grad_(True)
             piece.value.__dict__.update(whole.attributes.get(piece.name, {}))
-        holders = member_of_weight(
-            source, whole
-        )  # in front: the optimizer in use is the last one that a function makes
+        # In front: the optimizer in use is the last one that a function makes.
+        holders = member_of_weight(source, whole)
         optimizer = build_over(source, [(piece.name, piece.value) for piece in pieces], whole)
         if optimizer is not None:
             check_step(optimizer)
@@ -127,6 +132,14 @@ class Updater:
             couples_weights=couples_weights,
         )
         made.packing, made.averages, made.member_of_weight = packing, averages, holders
+        made.evaluating = evaluating
+        if optimizer is not None:
+            made.with_states = [optimizer] if is_torchs_own(optimizer) else optimizers_with_states(optimizer)
+        if evaluating and scaled:
+            raise ModelError(
+                f"{class_names(optimizer) if optimizer else 'the optimizer'} evaluates the loss again in its step, where gradients under "
+                'a loss scale may overflow: numerics.precision = "bf16" works'
+            )
         made.chunks = _chunks(pieces, optimizer, splits_masters=splits_masters, packs_states=packing is not None)
         made.live = LiveWeights(pieces)
         made.first_digests = optimizer_digests(optimizer) if optimizer else {}
@@ -178,6 +191,25 @@ class Updater:
             torch._foreach_mul_(gradients, factor)
         self._update(gradients, part=part)
 
+    @torch.no_grad()
+    def call(self, part: UpdatedPart, method: str, args: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[Any, bool]:
+        """Let the members of a part run a method over their pieces, which have their gradients; return what the last one returns, and
+        whether it has dropped a gradient.
+        """
+        pieces = self.pieces_of(part)
+        if self.optimizer is None or not pieces:
+            return None, False
+        gradients = host_copies.beside([piece.gradient() for piece in pieces], [piece.value for piece in pieces])
+        of_piece = {id(piece): gradient for piece, gradient in zip(pieces, gradients, strict=True)}
+        result = None
+        with _use_masters(pieces), self._unpacked(pieces), self._lent(pieces, of_piece):
+            with alone(type(self.optimizer).__name__):
+                for index, member in enumerate(members_of(self.optimizer)):
+                    if part.members is None or index in part.members:
+                        result = getattr(member, method)(*args, **given)
+            dropped = any(piece.value.grad is None for piece in pieces if piece.name not in self.unused)
+        return result, dropped
+
     def pieces_of(self, part: UpdatedPart) -> list[Piece]:
         """Return the pieces of the members of a part."""
         if part.members is None:
@@ -224,16 +256,10 @@ class Updater:
                 continue
             is_all = len(chunk) == len(self.pieces)
             with _use_masters(chunk), self._unpacked(chunk), _holding_only(self.optimizer, None if is_all else chunk):
-                lent = [piece.value for piece in chunk if piece.value.grad is None]
-                for piece in chunk:
-                    gradient = of_piece[id(piece)]
-                    if piece.name in self.unused:
-                        piece.value.grad = None
-                    elif piece.value.grad is not gradient:
-                        has_shape = gradient.shape == piece.value.shape
-                        piece.value.grad = gradient if has_shape else gradient.view_as(piece.value)
                 try:
-                    with alone(type(self.optimizer).__name__):
+                    with self._lent(chunk, of_piece), alone(type(self.optimizer).__name__):
+                        if part.closure is not None:
+                            part.closure.begin()
                         step_members(self.optimizer, part)
                 except TRIED as error:  # of the user's own code, such as an assertion that a closure is given
                     if self.step_index or isinstance(
@@ -242,16 +268,30 @@ class Updater:
                         raise
                     name, words = type(self.optimizer).__name__, str(error).partition("\n")[0]
                     raise ModelError(
-                        f"the first step of {name} fails: {type(error).__name__}: {words}; a step here has one forward and one "
-                        "backward, and calls step() without a closure: an optimizer that needs no more works, such as adamw"
+                        f"the first step of {name} fails: {type(error).__name__}: {words}; it is called with the options of "
+                        "run.update, and with a closure where it needs one: another optimizer works, such as adamw"
                     ) from error
-                finally:
-                    for value in lent:  # a gradient that was lent would stay allocated beside that of the next step
-                        value.grad = None
                 if self.averages is not None:
                     self.averages.update(chunk, held_back)
         for given in self.rates.given.values():
             given._opt_called = True  # type: ignore[attr-defined]  # what a scheduler over the instance asks for
+
+    @contextmanager
+    def _lent(self, chunk: list[Piece], of_piece: Mapping[int, Tensor]) -> Iterator[None]:
+        """Let the values of some pieces have their gradients inside, unless the step gave them none."""
+        lent = [piece.value for piece in chunk if piece.value.grad is None]
+        for piece in chunk:
+            gradient = of_piece[id(piece)]
+            if piece.name in self.unused:
+                piece.value.grad = None
+            elif piece.value.grad is not gradient:
+                has_shape = gradient.shape == piece.value.shape
+                piece.value.grad = gradient if has_shape else gradient.view_as(piece.value)
+        try:
+            yield
+        finally:
+            for value in lent:  # a gradient that was lent would stay allocated beside that of the next step
+                value.grad = None
 
     def _together(self) -> list[list[Piece]]:
         """Return the pieces by what is updated together.

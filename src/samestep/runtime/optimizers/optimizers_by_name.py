@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -179,6 +179,16 @@ def sources_by_name(
 # -- the members of an update ----------------------------------------------------------------------
 
 
+class Reevaluation(Protocol):
+    """A closure of an update: a `closures.Closure`."""
+
+    def begin(self) -> None:
+        """Note the weights and gradients with which the update begins."""
+
+    def __call__(self) -> Tensor:
+        """Return the loss at the present weights, which then have its gradients."""
+
+
 @dataclass(frozen=True, slots=True)
 class UpdatedPart:
     """The members of an optimizer that an update is for, or all of them, and the options that their `step` is given."""
@@ -186,6 +196,9 @@ class UpdatedPart:
     members: tuple[int, ...] | None = None
     """The indices of the members; None for the whole optimizer."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    evaluating: frozenset[int] = frozenset()
+    """The members whose step is given the closure."""
+    closure: Reevaluation | None = None
 
 
 ALL = UpdatedPart()
@@ -216,4 +229,7 @@ def step_members(optimizer: Optimizer, part: UpdatedPart) -> None:
         return
     for index, member in enumerate(members_of(optimizer)):
         if (part.members is None or index in part.members) and any(group["params"] for group in member.param_groups):
-            member.step(**part.options)
+            if index in part.evaluating:
+                member.step(part.closure, **part.options)  # type: ignore[arg-type]
+            else:
+                member.step(**part.options)

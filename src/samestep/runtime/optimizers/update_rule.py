@@ -20,12 +20,12 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
@@ -41,10 +41,9 @@ from samestep.runtime.optimizers.followed_step import (
     march,
 )
 from samestep.runtime.optimizers.one_process import alone
-from samestep.state.reachable import StepCode, optimizers_in
+from samestep.runtime.optimizers.skeletons import like, over_small_weights, put_in_place, skeleton, small_shape
+from samestep.state.reachable import optimizers_in
 from samestep.trees import tree_leaves
-
-"""Builds an optimizer over named tensors: whole weights on one device, pieces of them in a layout."""
 
 TRIED = (ValueError, TypeError, RuntimeError, AssertionError, IndexError, KeyError, AttributeError, ZeroDivisionError)
 """Exceptions by which an optimizer may refuse tensors it was not made for."""
@@ -72,10 +71,11 @@ def read_rule(
     parts: Mapping[str, Sequence[tuple[int, ...]]],
     marks: Mapping[str, Mapping[str, Any]] = _NO_MARKS,
     made: tuple[Optimizer, Mapping[str, Tensor]] | None = None,
+    before: Callable[[Optimizer], None] | None = None,
 ) -> UpdateRule:
     """Return the rule of an optimizer over weights of these shapes, of which ranks hold parts of the shapes `parts`.
 
-    `made` is what `skeleton` returns for them, where the caller has it already.
+    `made` is what `skeleton` returns for them, where the caller has it already. With `before`, a loop calls that in front of steps.
 
     Raises:
         ModelError: it holds none of the weights, or fails at a step.
@@ -88,7 +88,7 @@ def read_rule(
             f"{kind} holds none of the model's weights, so it would train nothing: build it over the parameters that the "
             "optimizer function is given"
         )
-    if is_torchs_own(optimizer):
+    if is_torchs_own(optimizer) and before is None:
         reasons = {name: _OF_TORCH[type(member_over(optimizer, weights[name]))] for name in held}
         return UpdateRule(kind, {name: reason for name, reason in reasons.items() if reason})
     kinds: dict[str, list[str]] = {}
@@ -99,7 +99,7 @@ def read_rule(
     some = {name: shapes[name] for names in kinds.values() for name in names[:2]}
     # What has one element cannot be cut, and its shape () asks for other operations of torch.
     some = {name: shape for name, shape in some.items() if math.prod(shape) > 1} or some
-    return _read(_Trial(source, shapes, marks, kind), kinds, some, parts, held)
+    return _read(_Trial(source, shapes, marks, kind, before), kinds, some, parts, held)
 
 
 _OF_TORCH: dict[type[Optimizer], str] = {
@@ -188,36 +188,6 @@ def _read(
     return UpdateRule(trial.kind, spread, coupled, found.draws)
 
 
-def skeleton(
-    source: OptimizerSource, shapes: Mapping[str, tuple[int, ...]], marks: Mapping[str, Mapping[str, Any]]
-) -> tuple[Optimizer, dict[str, Tensor]]:
-    """Return the optimizer over weights of these shapes that have no values, and the weights by name.
-
-    Raises:
-        ModelError: the optimizer keeps its parameters outside of its groups.
-    """
-
-    def build(device: str) -> tuple[Optimizer, dict[str, Tensor]]:
-        weights: dict[str, Tensor] = {}
-        for name, shape in shapes.items():
-            weights[name] = nn.Parameter(torch.empty(shape, device=device))
-            weights[name].__dict__.update(marks.get(name, {}))
-        with CountsOnHost():
-            return source(list(weights.items())), weights
-
-    try:
-        return build("meta")
-    except RuntimeError as error:
-        if "meta" not in str(error):
-            raise
-    # fused=True is checked against the device; memory that nothing writes costs nothing.
-    optimizer, weights = build("cpu")
-    absent = {name: _like(weight, shapes[name], "meta") for name, weight in weights.items()}
-    if not put_in_place(optimizer, weights, absent):
-        raise ModelError(f"{type(optimizer).__name__} keeps its parameters outside of its groups: foreach=None works")
-    return optimizer, absent
-
-
 def _simplest(optimizer: Optimizer) -> Optimizer:
     """Let one of torch's own optimizers take its tensors one by one: that is what its faster ways compute, too."""
     for member in optimizers_in(optimizer):
@@ -226,42 +196,6 @@ def _simplest(optimizer: Optimizer) -> Optimizer:
             for group in [member.defaults, *member.param_groups]:
                 group.update({key: value for key, value in ways.items() if key in group})
     return optimizer
-
-
-def put_in_place(optimizer: Optimizer, weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
-    """Give an optimizer that has not stepped the `others` in place of its weights, group by group; drop what has none.
-
-    Returns:
-        Whether nothing in the optimizer still holds one of the weights, or a copy of one.
-    """
-    names = {id(weight): name for name, weight in weights.items()}
-    done = set[int]()
-    for one in optimizers_in(optimizer):
-        for group in [group for group in one.param_groups if id(group["params"]) not in done]:
-            done.add(id(group["params"]))  # which a wrapper may share with the optimizers in it
-            held = [names[id(param)] for param in group["params"] if id(param) in names]
-            group["params"][:] = [others[name] for name in held if name in others]
-            if "param_names" in group:
-                group["param_names"] = [name for name in held if name in others]
-        _move_state(one, weights, others)
-    kept = [value for key, value in vars(optimizer).items() if key not in ("param_groups", "state", "defaults")]
-    tensors = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)]
-    copies = [leaf for leaf in tensors if leaf.is_meta]  # of the weights, as the slow ones of Lookahead
-    reached = {id(leaf) for leaf in tensors} | StepCode(optimizer).tensors
-    return not copies and not reached & names.keys()
-
-
-def _move_state(optimizer: Any, weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
-    """Give the states of some weights to those in their place, with the shapes of these."""
-    for name, weight in weights.items():
-        state = optimizer.state.pop(weight, None)
-        if state and name in others:
-            optimizer.state[others[name]] = {
-                key: _like(value, others[name].shape, others[name].device)
-                if isinstance(value, Tensor) and value.shape == weight.shape and value.device == weight.device
-                else value
-                for key, value in state.items()
-            }
 
 
 def options_by_name(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
@@ -305,15 +239,6 @@ def _rule_options(options: Mapping[str, Any]) -> str:
     return repr([(key, options[key]) for key in sorted(options) if key not in ("lr", "initial_lr")])
 
 
-def _like(tensor: Tensor, shape: Sequence[int], device: Any) -> Tensor:
-    made = torch.empty(shape, dtype=tensor.dtype, device=device)
-    if not isinstance(tensor, nn.Parameter):
-        return made
-    param = nn.Parameter(made)
-    param.__dict__.update(tensor.__dict__)
-    return param
-
-
 # -- trials ----------------------------------------------------------------------------------------
 
 
@@ -336,8 +261,10 @@ class _Trial:
         shapes: Mapping[str, tuple[int, ...]],
         marks: Mapping[str, Mapping[str, Any]],
         kind: str,
+        before: Callable[[Optimizer], None] | None = None,
     ) -> None:
         self._source, self._shapes, self._marks, self.kind = source, shapes, marks, kind
+        self._before = before or (lambda _: None)
 
     def watched(self, shapes: Mapping[str, tuple[int, ...]]) -> _Watched:
         """Follow the operations of the optimizer on weights of these shapes.
@@ -347,7 +274,7 @@ class _Trial:
         """
         optimizer, weights = skeleton(self._source, self._shapes, self._marks)
         _simplest(optimizer)
-        used = {name: _like(weights[name], shape, "meta") for name, shape in shapes.items()}
+        used = {name: like(weights[name], shape, "meta") for name, shape in shapes.items()}
         if not put_in_place(optimizer, weights, used):
             raise ReadsNumbersError("it keeps its parameters outside of its groups")
         follow = FollowedStep()
@@ -363,9 +290,11 @@ class _Trial:
         def take() -> None:
             follow.entries = []
             for name, weight in used.items():
-                assert weight.grad is not None
-                follow.mark(weight.grad, UpdateLabel(name))  # a step may change it in place
+                if weight.grad is None:  # a step may drop it, or change it in place
+                    weight.grad = torch.empty_like(weight, requires_grad=False)
+                follow.mark(weight.grad, UpdateLabel(name))
             with alone(self.kind), CountsOnHost(), follow, torch.no_grad():
+                self._before(optimizer)
                 optimizer.step()
             follow.forget_the_dead()
             steps.append(follow.entries)
@@ -408,7 +337,7 @@ class _Trial:
         Raises:
             ModelError: the optimizer fails on them too.
         """
-        small = {name: _small(shape) for name, shape in shapes.items()}
+        small = {name: small_shape(shape) for name, shape in shapes.items()}
         state = torch.get_rng_state()
         try:
             together = self._updated(small, small)
@@ -429,16 +358,7 @@ class _Trial:
 
     def _updated(self, shapes: Mapping[str, tuple[int, ...]], held: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """Return weights with values after the steps of a trial, of which the optimizer holds only some."""
-        optimizer, weights = skeleton(self._source, self._shapes, self._marks)
-        used: dict[str, Tensor] = {}
-        for index, name in enumerate(shapes):
-            generator = torch.Generator().manual_seed(index)
-            value = nn.Parameter(torch.randn(shapes[name], dtype=torch.float64, generator=generator))
-            value.__dict__.update(self._marks.get(name, {}))
-            used[name] = value
-        has_state = any(one.state for one in optimizers_in(optimizer))
-        if has_state or not put_in_place(optimizer, weights, {name: used[name] for name in held}):
-            optimizer = self._source([(name, used[name]) for name in held])
+        optimizer, used = over_small_weights(self._source, self._shapes, self._marks, shapes, held)
         _simplest(optimizer)
         generators = {name: torch.Generator().manual_seed(100 + index) for index, name in enumerate(shapes)}
         count = itertools.count()
@@ -450,6 +370,7 @@ class _Trial:
                 drawn = torch.randn(used[name].shape, dtype=torch.float64, generator=generators[name])
                 used[name].grad = scale * drawn
             with alone(self.kind), torch.no_grad():
+                self._before(optimizer)
                 optimizer.step()
 
         march(optimizer, take)
@@ -481,9 +402,3 @@ def _are_alike(ours: _Operations, theirs: _Operations) -> bool:
         )
         for mine, other in zip(ours, theirs, strict=True)
     )
-
-
-def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape with as many dimensions, of at most about four thousand elements."""
-    most = 4096 if len(shape) < 2 else 64 if len(shape) == 2 else max(2, round(4096 ** (1 / len(shape))))
-    return tuple(min(size, most) for size in shape)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from samestep.building.loss import check_results_of
 from samestep.building.loss_result import loss_result
@@ -34,13 +35,15 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import loss_terms, tensor
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.held_assembly import HeldAssembly
-from samestep.runtime.ledger import owned
+from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.open_step import OpenStep, StepBackward
+from samestep.runtime.optimizers.optimizer_source import check_call
 from samestep.runtime.optimizers.optimizer_step import clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart, member_index, names_of
 from samestep.runtime.own_steps import gradient_views
 from samestep.runtime.own_steps.waiting_gradients import WaitingGradients
+from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.step_scalars import StepNumbers
 from samestep.runtime.stepper import Stepper
@@ -70,6 +73,8 @@ class StepsInParts:
         """The backwards of which something waits."""
         self._last: tuple[int, int] = (-1, 0)
         """The step of the last backward, and the number of its backwards so far."""
+        self._methods: set[tuple[tuple[int, ...] | None, str]] = set()
+        """The methods of optimizers that were called, and do not couple what the layout divides."""
         self._known: dict[object, tuple[StepTrials, LossNames]] = {}
         """The trials of each loss other than the run's, and the names of what it reports, by its code."""
 
@@ -181,6 +186,7 @@ class StepsInParts:
             updater.set_lr(factors)
             updater.step_index = step
             updater.unused = frozenset(mine - names)
+            part = self._evaluating(part, taken, mine)
             factor = waiting.factor * clip_factor(numbers.norms[0], stepper.job.optimizer.clip_norm)
             updater.reread()
             held.weights.store.deliver()
@@ -199,6 +205,82 @@ class StepsInParts:
         self._drop(mine)
         stepper.steps_taken = step + 1
         return report, batch
+
+    def call(self, name: str | int | None, method: str, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
+        """Let an optimizer run a method over its pieces, with the gradients that wait, not clipped; return what it returns.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        part = UpdatedPart(member_index(self._names, name, "run.call"))
+        self._refuse_layout("run.call")
+        held, stepper, mine = self._stepper.held, self._stepper, self._names_of(part.members)
+        updater = held.weights.updater
+        self._check_method(held, part, method, args, given)
+        names: Set[str] = frozenset()
+        if self._waiting is not None and self._waiting.names & mine:
+            self._waiting.add_up()
+            names = self._waiting.names & mine
+            held.weights.store.deliver()
+        updater.unused = frozenset(mine - names)
+        updater.reread()
+        results: list[Any] = []
+        stepper.update(held, lambda: results.extend(updater.call(part, method, args, given)))
+        result, dropped = results
+        with outside_step():
+            if any(gather_values(bool(dropped), self._own.layout.world_size)):  # as `optimizer.zero_grad()` in it does
+                self._drop(mine)
+        self._use_up()
+        return result
+
+    def _check_method(
+        self, held: Assembly, part: UpdatedPart, method: str, args: tuple[Any, ...], given: Mapping[str, Any]
+    ) -> None:
+        """Refuse a method that an optimizer does not have, or that the layout would change.
+
+        Raises:
+            ModelError: it has none, or the method does not take the arguments.
+            LayoutError: the method couples what the layout divides.
+        """
+        source, layout = self._own.source.optimizer, self._own.layout
+        if (part.members, method) in self._methods:
+            return
+
+        def run(optimizer: Optimizer) -> None:
+            for index, member in enumerate(members_of(optimizer)):
+                if part.members is None or index in part.members:
+                    getattr(member, method)(*args, **given)
+
+        optimizer = held.weights.updater.optimizer
+        for index, member in enumerate(members_of(optimizer) if optimizer is not None else ()):
+            function = getattr(member, method, None)
+            if part.members is not None and index not in part.members:
+                continue
+            if not callable(function):
+                raise ModelError(f"run.call: {type(member).__name__} has no method {method!r}")
+            try:
+                inspect.signature(function).bind(*args, **given)
+            except TypeError as error:
+                raise ModelError(
+                    f"run.call: {type(member).__name__}.{method} does not take what it is given ({error})"
+                ) from None
+        check_call(source, held.model.spec, layout, held.weights.updater.whole.attributes, method, run)
+        self._methods.add((part.members, method))
+
+    def _evaluating(self, part: UpdatedPart, taken: _Taken, mine: Set[str]) -> UpdatedPart:
+        """Return a part with the closure that its members need, of the one backward whose gradients wait.
+
+        Raises:
+            ModelError: the gradients of several wait, of which a closure would repeat one.
+        """
+        evaluating = self._stepper.held.weights.updater.evaluating
+        if not evaluating or (part.members is not None and not evaluating & set(part.members)):
+            return part
+        if len([one for one in self._taken if one.names & mine]) > 1:
+            raise ModelError(
+                "run.update: the step of this optimizer evaluates the loss again, and the gradients of several backwards wait: one whose loss "
+                "is the sum of theirs works"
+            )
+        return self._stepper.evaluating(part, taken.opened, taken.numbers)
 
     def _check_options(self, part: UpdatedPart) -> None:
         """Refuse options that the step of an optimizer does not take.
@@ -235,8 +317,11 @@ class StepsInParts:
         if self._waiting is None:
             return
         self._drop(self._names_of(members))
-        if self._last[0] >= 0:  # the batch is used up
-            self._stepper.steps_taken = max(self._stepper.steps_taken, self._last[0] + 1)
+        self._use_up()
+
+    def _use_up(self) -> None:
+        """Count the batch of the last backward as taken, if there was one."""
+        self._stepper.steps_taken = max(self._stepper.steps_taken, self._last[0] + 1)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return what waits, by weight: reduced over all ranks, divided by the counts, not clipped. It may be changed in place.

@@ -1,0 +1,120 @@
+"""Optimizers whose `step` evaluates the loss again, as L-BFGS and SAM do: what they are given for that.
+
+A plain loop hands such a step a closure, which runs a forward and a backward at the weights of the moment. Here the closure does so
+in the layout: the weights are published, every rank runs its share of the same batch with equal masks, gradients are reduced, divided by
+the count and clipped, and all ranks are given the same loss. What such a rule computes depends on all weights, and every rank must ask
+for the loss as often; so each rank holds all weights (zero=0 without tp and pp), or the layout is refused.
+
+The gradients of the step's own backward are those of the first evaluation, unless a weight has moved meanwhile.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from samestep.building.optimizer import OptimizerSource, members_of
+from samestep.building.torch_seams import disable_compiler
+from samestep.runtime.optimizers.one_process import alone, rejoined
+from samestep.runtime.optimizers.optimizer_source import WholeWeights
+from samestep.runtime.optimizers.skeletons import over_small_weights
+from samestep.runtime.optimizers.update_rule import TRIED, is_torchs_own
+from samestep.runtime.weights.pieces import Piece
+
+Evaluate = Callable[[], tuple[float, float]]
+"""Runs a forward and a backward at the present weights; returns the loss, and the factor that makes the gradients those of a mean, clipped."""
+
+
+@dataclass(slots=True)
+class Closure:
+    """The closure of one update: it evaluates the loss, and lends the gradients to the pieces."""
+
+    pieces: list[Piece]
+    evaluate: Evaluate
+    loss: float
+    """The loss of the step's own backward."""
+    _first: list[Any] = field(default_factory=list)
+    """What tells the weights and the lent gradients at the beginning of the update from others."""
+
+    def begin(self) -> None:
+        """Note the weights and the gradients that the optimizer is lent, those of the step's own backward."""
+        self._first = [*self._marks()]
+
+    @torch.enable_grad()
+    def __call__(self) -> Tensor:
+        """Return the loss at the present weights, whose gradients the pieces then have.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        if not self._first or [*self._marks()] != self._first:
+            with rejoined():
+                self.loss, factor = self.evaluate()
+            for piece in self.pieces:
+                gradient = piece.gradient()
+                if factor != 1.0:
+                    gradient.mul_(factor)
+                piece.value.grad = gradient.to(piece.value.device).view_as(piece.value)
+        self._first = []
+        return torch.full((), self.loss, dtype=torch.float64, device=self.pieces[0].value.device)
+
+    def _marks(self) -> Iterator[Any]:
+        """Yield the versions and the norms of weights and gradients: writes through `.data` change no version."""
+        for tensors in ([piece.value.detach() for piece in self.pieces], [piece.value.grad for piece in self.pieces]):
+            there = [tensor for tensor in tensors if tensor is not None]
+            yield [None if tensor is None else (id(tensor), tensor._version) for tensor in tensors]
+            yield torch.stack(torch._foreach_norm(there)).tolist() if there else []
+
+
+def members_that_evaluate(source: OptimizerSource, whole: WholeWeights) -> frozenset[int]:
+    """Return the indices of the members of an optimizer whose step needs a closure: its argument has no default, or it fails without."""
+    if not whole.shapes:
+        return frozenset()
+    found = set[int]()
+    optimizer, _ = over_small_weights(source, whole.shapes, whole.attributes)
+    for index, member in enumerate(members_of(optimizer)):
+        if is_torchs_own(member) or (parameter := _closure_of(member)) is None:
+            continue
+        if parameter.default is parameter.empty or _fails_without(source, whole, index):
+            found.add(index)
+    return frozenset(found)
+
+
+def _closure_of(optimizer: Optimizer) -> inspect.Parameter | None:
+    """Return the parameter of an optimizer's step that takes a closure: the first one, if it has no default or this name."""
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:2]
+    takes = (parameter for parameter in parameters if parameter.kind in (0, 1))
+    return next((one for one in takes if one.default is one.empty or one.name == "closure"), None)
+
+
+def _fails_without(source: OptimizerSource, whole: WholeWeights, index: int) -> bool:
+    """Return whether a member's step fails on small weights without a closure, and does not with one."""
+    if _steps(source, whole, index, with_closure=False):
+        return False
+    return _steps(source, whole, index, with_closure=True)
+
+
+def _steps(source: OptimizerSource, whole: WholeWeights, index: int, *, with_closure: bool) -> bool:
+    optimizer, weights = over_small_weights(source, whole.shapes, whole.attributes)
+    member = members_of(optimizer)[index]
+
+    def closure() -> Tensor:
+        for weight in weights.values():
+            weight.grad = weight.detach().clone()
+        return torch.full((), 0.5 * sum(float(weight.detach().square().sum()) for weight in weights.values()))
+
+    closure()
+    generator = torch.get_rng_state()
+    try:
+        with alone(type(member).__name__), torch.no_grad(), disable_compiler():
+            member.step(closure) if with_closure else member.step()  # type: ignore[arg-type]
+    except TRIED:
+        return False
+    finally:
+        torch.set_rng_state(generator)
+    return True
