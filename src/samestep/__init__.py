@@ -43,6 +43,7 @@ from samestep.layout import Layout
 if TYPE_CHECKING:
     __version__: str
     from samestep.building.loss_scope import whole_batch
+    from samestep.building.model_loss import model_loss
     from samestep.building.over_samples import batch_cat, batch_mean, batch_sum
     from samestep.datasets import batches
     from samestep.engines.launch import launch
@@ -75,6 +76,7 @@ _LAZY = {
     "launch": ("samestep.engines.launch", "launch"),
     "layouts": ("samestep.planning.legality", "layouts"),
     "measure": ("samestep.measurement.profile", "measure"),
+    "model_loss": ("samestep.building.model_loss", "model_loss"),
     "parallelize": ("samestep.runtime.run", "parallelize"),
     "plan": ("samestep.planning.plan", "plan"),
     "sample": ("samestep.training.trained", "sample"),
@@ -119,6 +121,7 @@ __all__ = [
     "layouts",
     "load",
     "measure",
+    "model_loss",
     "parallelize",
     "plan",
     "sample",

@@ -233,7 +233,8 @@ class TrainTable(Table):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights, the order of samples and the dropout masks."""
     loss: str = "cross_entropy"
-    """`cross_entropy` (next token, by `data.labels`, or class), `mse`, or `module:function` of (outputs, batch) -> (sum, count)."""
+    """`cross_entropy` (next token, by `data.labels`, or class), `mse`, `model` (what the forward returns, given the labels), or
+    `module:function` of (outputs, batch) -> (sum, count)."""
     loss_over: LossOver = "sample"
     """What the loss is given: `sample`, a part of the samples, over which it is a sum; or `batch`, the outputs and the batch of all
     samples of the step, as a contrastive loss needs, which may return the loss itself (`samestep.whole_batch`)."""

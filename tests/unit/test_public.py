@@ -69,6 +69,7 @@ def test_the_public_names_are_these() -> None:
         "layouts",
         "load",
         "measure",
+        "model_loss",
         "parallelize",
         "plan",
         "sample",

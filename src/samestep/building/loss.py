@@ -11,15 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samestep.building.imported import import_function
+from samestep.building.loss_result import IGNORED_LABEL as IGNORED_LABEL
 from samestep.building.loss_result import Amount, Loss, LossResult, loss_result, measured
 from samestep.building.loss_scope import scoped
+from samestep.building.model_loss import model_loss
 from samestep.errors import JobError, ModelError, did_you_mean, failures_of
 from samestep.job import Job
 from samestep.trees import tree_leaves
-
-IGNORED_LABEL = -100
-"""The label value that losses do not count."""
-
 
 # -- the loss --------------------------------------------------------------------------------------
 
@@ -41,12 +39,14 @@ def named_loss(name: str, folder: str | None = None, scope: Callable[[Loss], Los
     Raises:
         JobError: there is no loss of this name.
     """
+    if name == "model":
+        return model_loss()
     losses: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mse}
     if name in losses:
         return scope(losses[name])
     if ":" not in name:
         raise JobError(
-            f"train.loss = {name!r} is none of {', '.join(losses)}{did_you_mean(name, losses)}, nor module:function"
+            f"train.loss = {name!r} is none of {', '.join((*losses, 'model'))}{did_you_mean(name, (*losses, 'model'))}, nor module:function"
         )
     return check_results_of(scope(import_function(name, "train.loss", JobError, folder)))
 

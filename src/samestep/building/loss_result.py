@@ -33,6 +33,8 @@ Loss = Callable[[Any, Any], Any]
 
 VALUES = "values."
 """What stands in front of the name of a value in errors."""
+IGNORED_LABEL = -100
+"""The label value that losses do not count."""
 UNNAMED = ""
 """The name of the only term of a loss that gives it none."""
 

@@ -16,8 +16,8 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,8 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
     """Call the model on a batch: a dict by the forward's argument names, without labels; a tuple by position, without
     its target. A forward of the user's own around models (`several_models.py`) is given the batch as it is.
 
+    Where the loss is the forward's own (`loss_within`), it is given the labels or the target too.
+
     A tuple (input, target, *extra) is passed as (input, *extra), as many as the forward takes by position. A forward
     with **kwargs is given every key of a dict but labels. Packed documents are attended one by one, or with `plainly`
     by the model's own mask.
@@ -173,17 +175,65 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
     if getattr(type(inner), "takes_batch", False):
         with nullcontext() if plainly or not isinstance(batch, Mapping) else packed_documents(inner):
             return model(batch)
-    accepted = _accepted_arguments(type(inner).forward)
+    accepted, own = _accepted_arguments(type(inner).forward), loss_within(inner)
     if isinstance(batch, Mapping):
-        given = {name: value for name, value in batch.items() if accepted.takes(name) and name != "labels"}
+        given = {
+            name: value
+            for name, value in batch.items()
+            if accepted.takes(name) and (own.is_given_labels or name != "labels")
+        }
         if not given or ("position_ids" in batch and "position_ids" not in given):
             raise ModelError(_unfit(model, batch, accepted.names))
+        if own.items:
+            given["num_items_in_batch"] = own.items
         with nullcontext() if plainly else packed_documents(inner):
             return model(**given)
     if isinstance(batch, (tuple, list)):
-        inputs = (batch[0], *batch[2:])
+        inputs = tuple(batch) if own.is_given_labels else (batch[0], *batch[2:])
         return model(*inputs[: max(1, accepted.num_positional)])
     return model(batch)
+
+
+@dataclass(slots=True)
+class LossWithin:
+    """How a forward is called that computes the loss itself."""
+
+    is_given_labels: bool = True
+    takes_items: bool = False
+    """Whether it takes `num_items_in_batch`, by which it divides its sum."""
+    items: int = 0
+    """What it is given for that; 0 for nothing."""
+
+    @contextmanager
+    def given(self, items: int) -> Iterator[None]:
+        """Give the forward another number to divide by inside, where it takes one."""
+        before, self.items = self.items, items if self.takes_items else 0
+        try:
+            yield
+        finally:
+            self.items = before
+
+
+_OUTSIDE = LossWithin(is_given_labels=False)
+_LOSS_WITHIN = "_samestep_loss_within"
+
+
+def loss_within(module: nn.Module) -> LossWithin:
+    """Return how a forward is called, as to the loss."""
+    found: LossWithin = vars(unwrap(module)).get(_LOSS_WITHIN, _OUTSIDE)
+    return found
+
+
+def give_labels(module: nn.Module) -> None:
+    """Let calls of a model give its forward the labels, of which it computes the loss."""
+    inner = unwrap(module)
+    accepted = _accepted_arguments(type(inner).forward)
+    modeling = sys.modules.get("transformers.modeling_utils")
+    is_transformers = modeling is not None and isinstance(inner, modeling.PreTrainedModel)
+    takes = "num_items_in_batch" in accepted.names or (
+        is_transformers and accepted.takes_any and getattr(inner, "accepts_loss_kwargs", True) is not False
+    )
+    vars(inner)[_LOSS_WITHIN] = LossWithin(takes_items=takes, items=int(takes))
 
 
 def why_unfit(model: nn.Module, batch: Any) -> str:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
 _UNMOVED = ("XLMWithLMHeadModel", "XLNetLMHeadModel")
@@ -20,6 +20,19 @@ _UNMOVED = ("XLMWithLMHeadModel", "XLNetLMHeadModel")
 def moves_labels(module: nn.Module) -> bool:
     """Return whether a model is one of transformers that predicts the next token, or holds one, as an adapter's wrapper does."""
     return any(_is_causal(model) for model in _outermost(module))
+
+
+def settle_problem_type(module: nn.Module, labels: Any) -> None:
+    """Let classifiers of transformers know what their loss is before the first forward, which would write it into their configuration.
+
+    It follows from the number of labels and from their dtype, as in those models' own code.
+    """
+    for model in _outermost(module):
+        config, number = model.config, getattr(model, "num_labels", None)
+        if number is None or getattr(config, "problem_type", "") is not None or not isinstance(labels, Tensor):
+            continue
+        several = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+        config.problem_type = "regression" if number == 1 else several
 
 
 def _outermost(module: nn.Module) -> Iterator[Any]:

@@ -22,7 +22,8 @@ from samestep.building.families import facts_of
 from samestep.building.initial_values import Blueprint, blueprint
 from samestep.building.loss import cross_entropy
 from samestep.building.loss_result import Loss as Loss
-from samestep.building.model import JobModel
+from samestep.building.model import JobModel, give_labels
+from samestep.building.model_loss import ModelLoss
 from samestep.building.optimizer import OptimizerSource
 from samestep.building.several_models import Models
 from samestep.datasets import blame_samples
@@ -296,6 +297,8 @@ def build_blueprint(source: Source, job: Job) -> Blueprint:
     with failures_of(f"model.source: {source.name}", ModelError) if named else nullcontext():
         plan = blueprint(source.model, job.train.seed, functools.partial(job.run.waived, "build"))
     without_own_groups(plan.module)
+    if isinstance(source.loss, ModelLoss):
+        give_labels(plan.module)
     set_training(plan.module)
     return plan
 

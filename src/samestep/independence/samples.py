@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.loss_scope import mark_of
+from samestep.building.model_loss import ModelLoss
 from samestep.building.named_tensors import address
 from samestep.building.over_samples import within
 from samestep.building.torch_seams import disable_current_modes
@@ -96,8 +97,10 @@ def examine(
         reason = str(error).removeprefix("the model cannot be traced: ") or f"{watch.where} looks at values"
         unknown = () if mark_of(loss) is not None else None
         return Findings(tried=(f"the forward on several samples ({reason})",), loss_reads=unknown)
-    read = watch.read_by(loss, outputs)
-    refusal, tried = watch.mixed_gradient, list(watch.tried)
+    # What a forward returns as the loss is of all samples: forwards on parts of a batch are tried (`model_loss_trial.py`).
+    is_within = isinstance(loss, ModelLoss)
+    read = set[int]() if is_within else watch.read_by(loss, outputs)
+    refusal, tried = watch.mixed_gradient, [*watch.tried, *(["the loss that the forward returns"] if is_within else [])]
     if both := watch.batch_norm_owners & watch.otherwise_called:
         refusal = refusal or f"{min(both) or 'the model itself'} by one of its calls of batch_norm"
     for tensor in tensors_in(outputs):

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from samestep.building import drawn_rows
 from samestep.building.families import facts_of
 from samestep.building.loss_result import loss_result, whole_loss
-from samestep.building.model import call_model
+from samestep.building.model import call_model, give_labels
+from samestep.building.model_loss import ModelLoss, Rule
 from samestep.building.named_tensors import cast_floating, copy_module, map_attributes, tensors_of
 from samestep.datasets import Batch, Dataset, batches
 from samestep.examination.examine import Source, set_training
@@ -119,6 +120,8 @@ def _model(run: Run, source: Source, steps: PlainSteps) -> nn.Module:
         if (config := facts.expert_configuration(module)) is not None:
             setattr(config, facts.expert_way, facts.one_by_one_way)  # grouped products know no float64
     without_own_groups(model)
+    if isinstance(source.loss, ModelLoss):
+        give_labels(model)
     place_samples(model, run.assembly.model.spec.masks)
     set_training(model)
     return model
@@ -203,6 +206,8 @@ def _loss(model: nn.Module, run: Run, source: Source, samples: Any, step: int, i
             count = found[-1].only[1] if len(found[-1].terms) == 1 else len(indices[rows])
             balances.append(run.assembly.objective.balance.added_to(none, outputs, count, 1.0))
     total, counted = whole_loss(found, len(indices))
+    if isinstance(source.loss, ModelLoss) and source.loss.rule is Rule.SUM:
+        total = total * len(indices)
     return total + torch.stack(balances).sum(), counted
 
 

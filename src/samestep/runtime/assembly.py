@@ -25,7 +25,9 @@ from samestep.building import nf4
 from samestep.building.initial_values import fill_rest
 from samestep.building.loss import check_results_of, cross_entropy
 from samestep.building.loss_scope import mark_of
+from samestep.building.model_loss import ModelLoss, target_in
 from samestep.building.optimizer import OptimizerSource, learning_rate_factor
+from samestep.building.own_loss import settle_problem_type
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import JobError
 from samestep.examination.examine import Loss, Source, examine
@@ -211,6 +213,8 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     plan = decided.traced.blueprint
     assert all(param.is_meta for param in plan.module.parameters()), "a blueprint is cut and filled by one run alone"
     form = PretrainedForm.of(plan, job) if job.checkpoint.save_pretrained else None  # before the model is cut
+    if isinstance(source.loss, ModelLoss):
+        settle_problem_type(plan.module, target_in(example))
     held = [name for name, value in plan.module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)]
     state_names = {name: plan.canonical.get(name, name) for name in held}
     cut = _cut(decided, mesh)
@@ -411,7 +415,9 @@ def _objective(decided: _Decided, mesh: meshes.Mesh, example: Any) -> Objective:
         scope=scope,
         balance=expert.Balance.of(decided.traced, program, mesh),
         nominal_count=_nominal_count(example, decided.job.train.global_batch, by_samples=len(names.terms) > 1),
-        terms=scope if isinstance(scope, whole_batch.WholeBatch) else loss_terms.SeveralTerms.of(loss, program, mesh),
+        terms=scope
+        if isinstance(scope, whole_batch.WholeBatch)
+        else loss_terms.SeveralTerms.of(decided.source.loss, program, mesh),
         names=names,
     )
 

@@ -70,7 +70,7 @@ class Interpreter:
         microbatches = Microbatches(self.assembly, batch, reading)
         self.assembly.model.dropout.begin_step(self.assembly.model.module)
         store.begin_step()
-        terms.begin_step()
+        terms.begin_step(len(batch.shares(0, 1, 1)[0]))
         parallel.stage.begin_step(microbatches.shapes_of)
         self.assembly.objective.scope.begin(batch.shares)
         with parallel.checkpoints():

@@ -491,6 +491,7 @@ class Run:
         """
         self._refuse_gathered("evaluate")
         given = self.labelled(self.batch_of(batch_to_evaluate(batch, "run.evaluate"), "run.evaluate", local=local))
+        self._stepper.find_loss(given)
         with self._kernels(), self.replicas.outer():
             return evaluation.evaluate(self.assembly, given, self.job.train.seed, measure)
 
@@ -628,7 +629,8 @@ def parallelize(
     Args:
         model: a build function, whose weights start as functions of (seed, name); or an instance, whose values stay; or several of
             these by name, with a `forward`. Those whose weights take no gradient are frozen.
-        loss: (outputs, batch) -> (sum, count), or one of `samestep.whole_batch`, or a word of the key `train.loss`: "cross_entropy", "mse".
+        loss: (outputs, batch) -> (sum, count), or one of `samestep.whole_batch`, or a word of the key `train.loss`: "cross_entropy",
+            "mse", or "model" for what the forward returns, which is then given the labels.
         optimizer: a function of the list of parameters, or of a list of (name, parameter); an instance over the model instance
             that has not stepped; or a list or a dict of these, which together hold each weight once.
         layout: one line of text such as "dp=2 zero=3"; empty replicates over all ranks.

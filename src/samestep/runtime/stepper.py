@@ -115,6 +115,7 @@ class Stepper:
         """
         for reason in () if self.is_amid_step else self.held.model.replaced.take_over(inside=False):
             self._refuse_state(batch, reason)
+        self.find_loss(batch)
         self.is_amid_step = True
         steps = take or functools.partial(self._step, batch)
         report = self._taken(batch, steps, replays=take is None) if watches else steps()
@@ -130,6 +131,13 @@ class Stepper:
             or step_trials.is_regular(step, every, taken, program)
             or step_trials.is_early(every, taken, program)
         )
+
+    def find_loss(self, batch: StepBatch) -> None:
+        """Find out, before its first use, how a loss that the forward returns adds up over the parts of a batch.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        self._trials.try_model_loss(self.held, batch, self.job.train.seed)
 
     def _taken(self, batch: StepBatch, take: Callable[[], StepReport], *, replays: bool) -> StepReport:
         self._num_taken += 1

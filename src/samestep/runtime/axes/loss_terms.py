@@ -26,6 +26,7 @@ from torch import Tensor
 
 from samestep.building.loss import IGNORED_LABEL
 from samestep.building.loss_result import Amount, Loss, LossResult, as_number, loss_result
+from samestep.building.model_loss import ModelLoss, Rule
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import JobError
 from samestep.models.loss_names import LossNames
@@ -49,12 +50,28 @@ class OneTerm:
     moved: ClassVar[str] = ""
     """The name of a term whose count is another than its batch has shown: there is none."""
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_samples: int) -> None:
         """Do nothing: nothing is held of a step."""
 
     def summed(self, found: LossResult, outputs: Any, own: Other, others: Callable[[], Iterable[Other]]) -> Amount:
         """Return the sum and the count of the only term."""
         return found.only
+
+
+class OfModel(OneTerm):
+    """The loss that a forward returns: a mean with its count, or a sum, which a step divides by nothing."""
+
+    def __init__(self, loss: ModelLoss) -> None:
+        self._loss, self._num_samples = loss, 1
+
+    def begin_step(self, num_samples: int) -> None:
+        """Note the number of samples of the step."""
+        self._num_samples = num_samples
+
+    def summed(self, found: LossResult, outputs: Any, own: Other, others: Callable[[], Iterable[Other]]) -> Amount:
+        """Return the sum and the count; a sum is multiplied by the number of samples, by which the step divides it."""
+        total, count = found.only
+        return (total * self._num_samples, count) if self._loss.rule is Rule.SUM else (total, count)
 
 
 @dataclass(slots=True)
@@ -84,6 +101,8 @@ class SeveralTerms:
         Raises:
             JobError: a loss that was not traced has several terms, and the layout has no group of the ranks that add up counts.
         """
+        if isinstance(loss, ModelLoss):
+            return OfModel(loss)
         traced, layout = program.step.model.loss_names, program.step.layout
         if len((names or traced).terms) < 2:
             return OneTerm()
@@ -99,7 +118,7 @@ class SeveralTerms:
             )
         return cls(loss, names, group, layout.cp)
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_samples: int) -> None:
         """Forget the counts of the step before."""
         self._factors, self._expected, self.moved = None, [], ""
 

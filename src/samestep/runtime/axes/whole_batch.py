@@ -162,7 +162,7 @@ class WholeBatch:
         self.graph: tuple[Tensor, list[Tensor]] | None = None
         """In a step that tries the loss its sum with its graph, and the outputs at which the graph should end."""
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_samples: int) -> None:
         """Do nothing as the step's terms: `begin` has begun the step."""
 
     def begin(self, shares: Shares) -> None:

@@ -37,15 +37,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.building.loss import target_of
-from samestep.building.model import call_model
+from samestep.building.model import call_model, loss_within
+from samestep.building.model_loss import ModelLoss, Rule
 from samestep.datasets.values import num_samples, rows_of
-from samestep.errors import ModelError
+from samestep.errors import ModelError, UnprovenError
 from samestep.examination.examine import Loss
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision, tensor
 from samestep.runtime.axes.whole_batch import WholeBatch
-from samestep.runtime.guards import loss_paths, loss_trial, randomness
+from samestep.runtime.guards import loss_paths, loss_trial, model_loss_trial, randomness
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import StepBatch
@@ -272,6 +273,24 @@ class StepTrials:
         if reason:
             self._refusals.add("data", reason)
 
+    def try_model_loss(self, held: Assembly, batch: StepBatch, seed: int) -> None:
+        """Find out once what the loss is divided by that the forward returns.
+
+        Collective over the world: every rank calls it before its first step; if one does not, the others wait.
+
+        Raises:
+            UnprovenError: nothing fits.
+        """
+        loss = self._given_loss
+        if not isinstance(loss, ModelLoss) or loss.rule is not None:
+            return
+        reason = model_loss_trial.find_rule(loss, held, batch, seed)
+        if reason and self._is_split:
+            raise UnprovenError(reason, "loss")
+        if reason:  # the batch is one part, whose loss is the step's
+            loss.rule, loss_within(held.model.module).items = Rule.SAMPLES, 0
+            self._refusals.remark(reason)
+
     def try_loss(self, held: Assembly, total: Tensor, outputs: Any, samples: Any, num_samples: int) -> None:
         """Try whether the loss, whose sum is `total`, reads nothing of the model but its outputs, and whether it is a sum over
         the samples, and under cp over the tokens, until a micro-batch has shown it.
@@ -281,6 +300,9 @@ class StepTrials:
             if scope.graph is not None and (way := loss_paths.beside_outputs(*scope.graph, held.model.module)):
                 self._refuse_path(way)
             scope.graph = None
+            return
+        if isinstance(self._given_loss, ModelLoss):  # whose parts were tried by forwards
+            self.loss_is_tried = True
             return
         makes_logits = self._layout.loss_chunk is not None  # and so reads the head
         if not makes_logits and (way := loss_paths.beside_outputs(total, outputs, held.model.module)):

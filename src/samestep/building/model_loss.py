@@ -1,0 +1,133 @@
+"""The loss that a forward itself returns: `loss="model"`, for models of transformers and others that are given labels.
+
+What one device gives for the whole batch is L(batch), whatever the forward divides by. Of a part p of the batch a forward gives L(p), and
+the layout must know how parts add up to the whole. With c(p) what the forward counts of a part there are two ways:
+
+    L(batch) = sum over p of c(p) L(p) / sum over p of c(p)        a mean: over samples, or labels that are not -100, or a count given
+    L(batch) = sum over p of L(p)                                  a sum
+
+Which it is, forwards on parts of a batch show (`runtime/guards/model_loss_trial.py`). A forward that takes `num_items_in_batch`, as those
+of transformers do, divides its sum by that; it is given 1, so that it returns the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.building.loss_result import IGNORED_LABEL, UNNAMED, LossResult
+from samestep.errors import JobError
+from samestep.trees import fold, tensors_in
+
+
+class Rule(StrEnum):
+    """What the loss of a part of a batch is divided by."""
+
+    COUNT = "the count that is given"
+    RETURNED = "the count that the forward returns"
+    NEXT_LABELS = "labels of next tokens that are not -100"
+    LABELS = "labels that are not -100"
+    SAMPLES = "samples"
+    SUM = "nothing"
+
+
+@dataclass(eq=False)
+class ModelLoss:
+    """The loss that a forward returns, as a function of its outputs: a scalar, `.loss`, a dict's "loss", or a tuple's first."""
+
+    count: Callable[[Any], Any] | None = None
+    """What the forward divides by, of a batch; None to find it out."""
+    rule: Rule | None = field(default=None, init=False)
+    """What it was found to divide by; None before that."""
+    returns_sum: bool = field(default=False, init=False)
+    """Whether it returns the sum, since it was given 1 to divide by."""
+
+    def __call__(self, outputs: Any, batch: Any) -> LossResult:
+        """Return the sum and the count of a part of a batch.
+
+        Raises:
+            JobError: the outputs have no loss.
+        """
+        loss, own = returned_loss(outputs)
+        rule = self.rule or (
+            Rule.COUNT if self.count is not None else Rule.RETURNED if own is not None else Rule.SAMPLES
+        )
+        count = self.counted(rule, batch, own, loss.device)
+        if rule is Rule.RETURNED or self.returns_sum or rule is Rule.SUM:
+            return LossResult({UNNAMED: (loss, count)})
+        if (
+            rule in (Rule.LABELS, Rule.NEXT_LABELS, Rule.COUNT) and not count
+        ):  # a mean over nothing, whose gradient is none
+            return LossResult({UNNAMED: (torch.zeros_like(loss.detach()), count)})
+        return LossResult({UNNAMED: (loss * count, count)})
+
+    def counted(self, rule: Rule, batch: Any, own: Tensor | int | None, device: torch.device) -> Tensor:
+        """Return what a rule counts of a part of a batch, for which the forward has returned the count `own`."""
+        if rule is Rule.COUNT:
+            assert self.count is not None
+            found = self.count(batch)
+        elif rule is Rule.RETURNED:
+            found = 0 if own is None else own
+        elif rule in (Rule.LABELS, Rule.NEXT_LABELS):
+            labels = labels_of(batch)
+            assert labels is not None
+            found = (labels[..., 1:] if rule is Rule.NEXT_LABELS else labels).ne(IGNORED_LABEL).sum()
+        else:
+            found = next((len(leaf) for leaf in tensors_in(batch) if leaf.dim()), 1)
+        return found.to(device).reshape(()) if isinstance(found, Tensor) else torch.full((), found, device=device)
+
+
+def model_loss(count: Callable[[Any], Any] | None = None) -> ModelLoss:
+    """Return the loss that the model's own forward returns, which is given the labels: the same as `loss="model"`.
+
+    What the forward divides by is found out by forwards on parts of the first batch. `count`, a function of a part of a batch, says it
+    where that finds nothing, such as `lambda batch: batch["mask"].sum()`.
+    """
+    return ModelLoss(count)
+
+
+def returned_loss(outputs: Any) -> tuple[Tensor, Tensor | int | None]:
+    """Return the loss among the outputs of a forward, and the count that it returns with it, if it does.
+
+    Raises:
+        JobError: there is none.
+    """
+    found = getattr(outputs, "loss", None) if not isinstance(outputs, Tensor) else outputs
+    count = None
+    if found is None and isinstance(outputs, Mapping):
+        found = outputs.get("loss")
+    elif found is None and isinstance(outputs, tuple | list) and outputs:
+        found = outputs[0]
+        second = outputs[1] if len(outputs) == 2 else None
+        is_whole = isinstance(second, Tensor) and second.dim() == 0 and not second.is_floating_point()
+        count = second if is_whole or (isinstance(second, int) and not isinstance(second, bool)) else None
+    if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point():
+        return found.reshape(()), count
+    form = fold(
+        outputs,
+        lambda one: f"a tensor {list(one.shape)}" if isinstance(one, Tensor) else f"a {type(one).__name__}",
+        ", ".join,
+    )
+    raise JobError(
+        f'loss = "model": the forward returned {form}, and no loss: a scalar, an output with .loss or "loss", a tuple that begins '
+        "with a scalar, or (loss, count) works, and so does a loss function (outputs, batch) -> (sum, count)"
+    )
+
+
+def labels_of(batch: Any) -> Tensor | None:
+    """Return the labels of a batch that are numbers of classes: of a dict, or the second of a tuple; None if it has none."""
+    found = target_in(batch)
+    is_class = isinstance(found, Tensor) and found.dim() > 0 and found.dtype in (torch.int64, torch.int32, torch.int16)
+    return found if is_class else None
+
+
+def target_in(batch: Any) -> Any:
+    """Return the labels of a dict, or the second of a tuple; None where there is none."""
+    if isinstance(batch, Mapping):
+        return batch.get("labels")
+    return batch[1] if isinstance(batch, tuple | list) and len(batch) > 1 else None

@@ -1,0 +1,224 @@
+"""The loss that a forward returns is, in every layout, what one device gets from the whole batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import samestep
+from samestep.building.model_loss import Rule, returned_loss
+from samestep.errors import JobError, UnprovenError
+from samestep.runtime.axes.precision import RaiseIslands
+from samestep.runtime.run import Run
+from tests.laboratory import combinations, job_of
+from tests.models import LENGTH, VOCABULARY, Plain, Tokens
+from tests.pool import pool
+
+STEPS = 4
+JOB = job_of("float64", STEPS, optimizer={"clip_norm": 0.5}, train={"watch_every": 3})
+
+
+class Aligned(Tokens):
+    """Labels that are the inputs, of which some do not count: the models of transformers shift them."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        labels = self.input_ids[index].clone()
+        labels[: index % LENGTH] = -100
+        return {"input_ids": self.input_ids[index], "labels": labels}
+
+
+class Classes(Tokens):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.input_ids[index], "labels": self.input_ids[index, 0] % 3}
+
+
+class Given(Tokens):
+    """Samples as a tuple of inputs and targets."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.input_ids[index], self.labels[index]
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(6)
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=4,
+        dropout_rate=0.0, decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(7)
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_labels=3, max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+class OwnLoss(Plain):
+    """A forward that returns its loss in one of several forms."""
+
+    form = "mean"
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        logits = super().forward(input_ids)
+        if self.form == "mean":
+            return logits.square().mean()
+        each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        if self.form == "sum":
+            return each.sum()
+        if self.form == "count":
+            return each.sum(), (labels != -100).sum()
+        if self.form == "tuple":
+            return each.sum() / (labels != -100).sum(), logits
+        weights = 1.0 + (input_ids % 3)
+        return {"logits": logits, "loss": (each * weights).sum() / weights.sum()}
+
+
+def own(form: str) -> nn.Module:
+    torch.manual_seed(8)
+    model = OwnLoss(blocks=2)
+    model.form = form
+    return model
+
+
+def weights_of(batch: Any) -> Tensor:
+    return (1.0 + batch["input_ids"] % 3).sum()
+
+
+Kind = tuple[Callable[[], nn.Module], type[Tokens], Any, Rule]
+KINDS: dict[str, Kind] = {
+    "causal": (llama, Aligned, "model", Rule.NEXT_LABELS),
+    "seq2seq": (t5, Aligned, "model", Rule.LABELS),
+    "classifier": (bert, Classes, "model", Rule.LABELS),
+    "mean": (functools.partial(own, "mean"), Tokens, "model", Rule.SAMPLES),
+    "sum": (functools.partial(own, "sum"), Given, "model", Rule.SUM),
+    "tuple": (functools.partial(own, "tuple"), Tokens, "model", Rule.LABELS),
+    "count": (functools.partial(own, "count"), Tokens, "model", Rule.RETURNED),
+    "given": (functools.partial(own, "weighted"), Tokens, samestep.model_loss(weights_of), Rule.COUNT),
+}
+
+
+def adam(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+def steps_of(run: Run, dataset: Any, start: int, stop: int) -> list[float]:
+    found = []
+    for batch in samestep.batches(dataset, JOB, first_step=start):
+        if batch.step == stop:
+            break
+        found.append(run.step(batch).loss)
+    return found
+
+
+Found = tuple[list[float], dict[str, Tensor], str, float]
+
+
+def parallel(rank: int, world: int, layout: str, kind: str, folder: str = "") -> Found:
+    """Train in a layout, and with `folder` go on after two steps from a checkpoint."""
+    build, dataset, loss, _ = KINDS[kind]
+
+    def make() -> Run:
+        return samestep.parallelize(build(), loss, adam, layout=layout, job=JOB)
+
+    losses = []
+    run = make()
+    if folder:
+        losses = steps_of(run, dataset(), 0, 2)
+        run.save(folder)
+        run = make()
+        run.load(folder)
+    losses += steps_of(run, dataset(), len(losses), STEPS)
+    rule = run._own.source.loss.rule
+    return losses, run.state_dict(on_every_rank=True), str(rule), run.evaluate(dataset())["loss"]
+
+
+def loss_of(model: nn.Module, samples: Any) -> Tensor:
+    with RaiseIslands():
+        loss, count = returned_loss(model(**samples) if isinstance(samples, dict) else model(*samples))
+    return loss if count is None else loss / count
+
+
+@functools.cache
+def plain(kind: str) -> tuple[list[float], dict[str, Tensor], float]:
+    """One device: what the forward returns for the whole batch."""
+    build, dataset, _, rule = KINDS[kind]
+    model = build().double()
+    optimizer, losses = adam(list(model.parameters())), []
+    for batch in samestep.batches(dataset(), JOB):
+        loss = loss_of(model, batch.samples(batch.indices))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    everything = next(iter(samestep.batches(dataset(), JOB))).samples(range(len(dataset())))
+    with torch.no_grad():
+        whole = loss_of(model, everything).item()
+    if rule is Rule.SUM:  # of an evaluation it is the mean over the samples
+        whole /= len(dataset())
+    return losses, {name: param.detach() for name, param in model.named_parameters()}, whole
+
+
+def assert_plain(kind: str, found: Found) -> None:
+    losses, weights, whole = plain(kind)
+    assert found[2] == str(KINDS[kind][3])
+    assert found[0] == pytest.approx(losses, rel=1e-9)
+    for name, value in weights.items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-7, atol=1e-8)
+    assert found[3] == pytest.approx(whole, rel=1e-7)
+
+
+LAYOUTS = ["dp=2 microbatch=2", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4", "dp=2 zero=1 microbatch=3"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_device_is_the_plain_loop(kind: str) -> None:
+    for layout in ("dp=1", "dp=1 microbatch=3"):
+        assert_plain(kind, pool(1).run(parallel, layout, kind)[0])
+
+
+@pytest.mark.parametrize(("layout", "kind"), combinations(LAYOUTS, [*KINDS]))
+def test_the_loss_of_a_forward_on_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
+    for found in pool(2).run(parallel, layout, kind, str(tmp_path / "saved")):
+        assert_plain(kind, found)
+
+
+def refused(rank: int, world: int, layout: str) -> None:
+    run = samestep.parallelize(functools.partial(own, "weighted"), "model", adam, layout=layout, job=JOB)
+    steps_of(run, Tokens(), 0, 1)
+
+
+def test_what_fits_nothing_is_refused_with_the_ways_out() -> None:
+    with pytest.raises(UnprovenError, match=r"neither their sum nor their mean .*model_loss\(count=.*works"):
+        pool(2).run(refused, "dp=2")
+
+
+def test_outputs_without_a_loss_are_refused() -> None:
+    with pytest.raises(JobError, match=r'loss = "model": the forward returned a tensor \[2, 3\], and no loss'):
+        returned_loss(torch.zeros(2, 3))
