@@ -104,11 +104,13 @@ def later_refusal(params: Iterable[tuple[str, nn.Parameter]], program: Program, 
     divides = forward_state.splits(layout, program.step.num_microbatches)
     is_cut = layout.tp > 1 or layout.ep > 1
     for name, param in params if word or divides or is_cut else ():
-        marks = _own_hooks(param)
-        hooks = {id(hook): hook for hook in (*marks.hooks, *marks.late_hooks)}
+        hooks = {id(hook): hook for kind in gradient_hooks_of(param) for hook in kind.values()}
         if hooks.keys() <= judged.keys():
             continue
-        judged.update(hooks)
+        judged.update(hooks)  # those of samestep too
+        marks = _own_hooks(param)
+        if not marks.hooks and not marks.late_hooks:
+            continue
         if word:
             return (
                 f"a hook was registered on the gradient of {name} in run.model, and under {word} the gradient is that of a gathered "
