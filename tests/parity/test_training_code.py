@@ -27,8 +27,8 @@ from samestep.layout import Layout
 from samestep.runtime.guards import loss_paths, step_trials
 from samestep.runtime.guards.outside_changes import OutsideChanges
 from samestep.runtime.optimizers import update_rule
+from samestep.runtime.optimizers.group_rates import GroupRates
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
-from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
 from samestep.runtime.weights import given_instance
@@ -118,8 +118,8 @@ GUARDS: dict[str, tuple[Any, str, Any]] = {
     "layer thawed later": (OutsideChanges, "refusal", _nothing),
     "given instance frozen": (OutsideChanges, "refusal", _nothing),
     "given instance clamped": (OutsideChanges, "refusal", _nothing),
-    "decay of the given optimizer": (Updater, "_follow_options", _nothing),
-    "momentum by a schedule": (Updater, "_follow_options", _nothing),
+    "decay of the given optimizer": (GroupRates, "_follow_options", _nothing),
+    "momentum by a schedule": (GroupRates, "_follow_options", _nothing),
     "step that clips": (update_rule, "StepCode", _NoCode),
     "hook that clips": (update_rule, "StepCode", _NoCode),
 }
