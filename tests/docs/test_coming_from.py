@@ -13,8 +13,8 @@ from tests import small
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: Path = PAGE) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 def side(difference: str, sign: str) -> str:
@@ -53,3 +53,11 @@ def test_the_recipe_of_freezing_freezes_and_thaws(tmp_path: Path, monkeypatch: p
     }
     assert found["batch.step >= 2"][:3] == found["False"][:3]
     assert found["batch.step >= 2"][3:] != found["False"][3:]
+
+
+SCRIPTS = [text for text in blocks("python", PAGE.with_name("optimizers.md")) if "samestep.launch" in text]
+
+
+@pytest.mark.parametrize("index", range(len(SCRIPTS)))
+def test_scripts_that_take_steps_in_parts_train(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(losses(SCRIPTS[index], tmp_path, monkeypatch)) >= 4

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import samestep
-from samestep.errors import InputError
+from samestep.errors import InputError, LayoutError
 from samestep.layout import Layout
 from samestep.runtime.run import Run
 from tests.parity.loops import (
@@ -199,6 +199,15 @@ def _of_a_mean(run: Run) -> None:
     run.backward(_first(run), lambda outputs, batch: outputs[0].mean())
 
 
+def _over_the_batch(run: Run) -> None:
+    run.backward(_first(run), samestep.whole_batch(lambda outputs, batch: torch.logsumexp(outputs[0].flatten(), 0)))
+
+
+def _method(run: Run) -> None:
+    run.backward(_first(run))
+    run.call("two", "update_hessian")
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "update first": (lambda run: run.update(), r"no gradient waits for it; run.backward\(batch, loss\) in front of it works"),
     "gradients first": (lambda run: run.gradients(), r"run.gradients: no gradient waits for it"),
@@ -210,6 +219,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "of others": (_update_of_others, r"run.update: no gradient waits for it"),
     "after the end": (_after_the_end, r"the batch of step 5, and its stream has ended"),
     "option": (_of_an_option, r"run.update gives bs to Adam.step, which does not take it"),
+    "over the batch": (_over_the_batch, r"the loss of the run is a sum over samples, so that nothing is exchanged for it"),
+    "method": (_method, r"run.call: Adam has no method 'update_hessian'"),
     "mean": (_of_a_mean, r"\(sum, count\) works"),
 }  # fmt: skip
 
@@ -229,3 +240,12 @@ def test_a_wrong_use_is_refused_in_one_line(case: str) -> None:
     for text in pool(2).run(wrong, case):
         assert re.search(WRONG[case][1], text), text
         assert "\n" not in text
+
+
+COUPLED = {"sam": "dp=2 zero=3", "lbfgs": "tp=2", "sam by hand": "pp=2"}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_couples_all_weights_is_refused_where_a_rank_lacks_some(name: str) -> None:
+    with pytest.raises(LayoutError, match=r"evaluates the loss again, .* zero=0 without tp and pp works"):
+        pool(2).run(parts, name, COUPLED[name])

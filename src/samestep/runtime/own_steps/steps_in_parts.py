@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import types
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 
 from samestep.building.loss import check_results_of
 from samestep.building.loss_result import loss_result
+from samestep.building.loss_scope import mark_of
 from samestep.building.named_tensors import cast_floating
 from samestep.building.optimizer import members_of
 from samestep.errors import JobError, ModelError
@@ -33,7 +35,7 @@ from samestep.randomness import mode as dropout
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import loss_terms, tensor
-from samestep.runtime.guards.step_trials import StepTrials
+from samestep.runtime.guards.step_trials import StepTrials, is_split
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.microbatches import StepBatch
@@ -134,7 +136,13 @@ class StepsInParts:
                 f"run.backward was given another loss than that of the run, for which {word} never makes whole logits: a loss of the "
                 "run that is a function of (outputs, batch) in place of its word works"
             )
-        key, checked = getattr(loss, "__code__", loss), check_results_of(loss)
+        scope = held.objective.scope
+        if mark_of(loss) is not None and not scope.is_whole and is_split(program):
+            raise ModelError(
+                "run.backward was given a loss over the whole batch, and the loss of the run is a sum over samples, so that nothing is "
+                "exchanged for it: samestep.whole_batch around the run's own loss too works, and so does one rank with one micro-batch"
+            )
+        key, checked = _key_of(loss), check_results_of(loss)
         if key not in self._known:
             trials = StepTrials(held, loss, self._stepper.refusals, self._stepper.place.device)
             self._known[key] = trials, self._names_in(held, loss, batch)
@@ -143,7 +151,9 @@ class StepsInParts:
                 held.model.dropout.dropout = dropout.Dropout.UNKNOWN
                 dropout.track_modules(held.model.module)
         trials, names = self._known[key]
-        terms = loss_terms.SeveralTerms.of(checked, program, held.parallel.mesh, names)
+        terms = held.objective.terms
+        if not scope.is_whole:
+            terms = loss_terms.SeveralTerms.of(checked, program, held.parallel.mesh, names)
         return replace(held, objective=replace(held.objective, loss=checked, names=names, terms=terms)), trials
 
     def _names_in(self, held: Assembly, loss: Loss, batch: StepBatch) -> LossNames:
@@ -398,3 +408,17 @@ class StepsInParts:
             raise ModelError(
                 f'{method} with numerics.compression = "{numerics.compression}": run.step works, and so does "none"'
             )
+
+
+def _key_of(loss: Loss) -> object:
+    """Return what tells a loss from others: functions that a loop makes anew in each step are one, unless they hold other numbers."""
+    function: Any = inspect.unwrap(loss)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return function
+    held = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
+    plain = [value for value in (*held, *(function.__defaults__ or ())) if isinstance(value, str | int | float | bool)]
+    return code, repr(plain), mark_of(loss) is not None
+
+
+_EMPTY = types.CellType()
