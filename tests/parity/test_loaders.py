@@ -17,6 +17,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
@@ -24,6 +25,7 @@ from torch.utils.data import (
 )
 
 import samestep
+from samestep.datasets import Batch
 from samestep.errors import DataError
 from samestep.job import Job
 from samestep.layout import Layout
@@ -225,7 +227,99 @@ CHANGED: dict[str, Callable[[], Any]] = {
     "masked": lambda: DataLoader(Words(), batch_size=4, shuffle=True, collate_fn=masked),
     "masked and jittered": lambda: DataLoader(Jittered(), batch_size=4, collate_fn=masked),
 }
-SOURCES = {**LOADERS, **CHANGED}
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+class Flow(IterableDataset[Any]):
+    """Some points one after another, shuffled within a buffer by Python's generator."""
+
+    def __init__(self, count: int = 22, shuffled: bool = False) -> None:
+        self.count, self.shuffled = count, shuffled
+
+    def __iter__(self) -> Iterator[Any]:
+        held: list[Any] = []
+        for index in range(self.count):
+            held.append(Points()[index])
+            if not self.shuffled or len(held) == 5:
+                yield held.pop(random.randrange(len(held)))
+        while held:
+            yield held.pop()
+
+
+class Stateful(Flow):
+    """A stream that knows its place, and counts the samples that it has read."""
+
+    def __init__(self) -> None:
+        super().__init__(22)
+        self.at = self.read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < self.count:
+            self.at += 1
+            self.read += 1
+            point, label = Points()[self.at - 1]
+            yield point + torch.randn(6), label
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "seen": torch.tensor([self.at])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["seen"].item() == state["at"]
+        self.at = state["at"]
+
+
+def points_one_by_one() -> Iterator[Any]:
+    yield from Flow()
+
+
+def whole_batches() -> Iterator[Any]:
+    for start in range(0, 22, 4):
+        points, labels = zip(*[Points()[index] for index in range(start, min(start + 4, 22))], strict=True)
+        yield {"tokens": torch.stack(points), "labels": torch.stack(labels)}
+
+
+def sequences() -> Iterator[Any]:
+    for index in range(22):
+        yield Words()[index]
+
+
+class Everything(Flow):
+    def __iter__(self) -> Iterator[Any]:
+        return whole_batches()
+
+
+STREAMS: dict[str, Callable[[], Any]] = {
+    "iterable": Flow,
+    "shuffled iterable": lambda: Flow(22, True),
+    "stateful": Stateful,
+    "function": lambda: points_one_by_one,
+    "generator once": points_one_by_one,
+    "function of batches": lambda: whole_batches,
+    "generator of batches": whole_batches,
+    "stream, loader": lambda: DataLoader(Flow(22, True), batch_size=4),
+    "stream, collated": lambda: DataLoader(IteratedWords(), batch_size=4, collate_fn=masked),
+    "stream, dropped": lambda: DataLoader(Flow(), batch_size=4, drop_last=True, num_workers=0),
+    "batches, loader": lambda: DataLoader(Everything(), batch_size=None),
+    "batches, data set": lambda: DataLoader(Whole(), batch_size=None, shuffle=True),
+}  # fmt: skip
+
+
+class IteratedWords(Flow):
+    def __iter__(self) -> Iterator[Any]:
+        return sequences()
+
+
+class Whole(Words):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return [*whole_batches()][index]
+
+
+SOURCES = {**LOADERS, **CHANGED, **STREAMS}
 """What `samestep.batches` is given, by name."""
 IN_PLAIN_LOOP = ("in order", "in order, dropped")
 LAYOUTS = (("dp=2", "dp=1 microbatch=2"), ("dp=2 zero=3", "dp=2 microbatch=1"), ("dp=1", "dp=2 zero=3 microbatch=1"))
@@ -350,3 +444,105 @@ def test_an_evaluation_of_changed_samples_is_the_same_in_every_layout(kind: str)
     assert alone == again
     for one in pool(2).run(_evaluated_twice, kind):
         assert one == pytest.approx((alone, alone), rel=1e-9)
+
+
+def _of_stream(batch: Any) -> Any:
+    return batch.values if hasattr(batch, "values") else batch.samples(batch.indices)
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_stream_has_one_order_and_its_end_is_that_of_the_loop(kind: str, tmp_path: Any) -> None:
+    before = torch.get_rng_state(), random.getstate()
+    found = [_of_stream(batch) for batch in samestep.batches(STREAMS[kind](), JOB)]
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+    sizes = [len(batch["labels"] if isinstance(batch, dict) else batch[1]) for batch in found]
+    assert sorted(sizes, reverse=True) == ([4] * 5 if kind == "stream, dropped" else [4, 4, 4, 4, 4, 2])
+    if kind == "iterable":
+        assert torch.equal(torch.cat([batch[0] for batch in found]), torch.stack([Points()[i][0] for i in range(22)]))
+    losses, weights = plain(found)
+    check(LAYOUTS[len(kind) % 3], kind, (losses, weights), str(tmp_path))
+
+
+def test_a_stream_that_knows_its_place_is_not_read_from_its_beginning(tmp_path: Any) -> None:
+    ((losses, _, _),) = pool(1).run(train, "dp=1", "stateful", str(tmp_path), 0, 3)
+    ((more, _, _),) = pool(1).run(train, "dp=1", "stateful", str(tmp_path), 3, STEPS)
+    assert pool(1).run(_read_after_a_load, str(tmp_path / "other"), str(tmp_path)) == [0]
+    found = [_of_stream(batch) for batch in samestep.batches(Stateful(), JOB)]
+    assert losses + more == pytest.approx(plain(found)[0], rel=1e-9)
+
+
+def _read_after_a_load(rank: int, world: int, other: str, folder: str) -> int:
+    """Return how many samples more than those of the steps a resumed loop reads."""
+    train(rank, world, "dp=1", "stateful", other, 0, 3)
+    run, stream = prepared(), Stateful()
+    run.load(other)
+    for batch in samestep.batches(stream, JOB, first_step=run.steps_taken):
+        run.step(batch)
+    return stream.read - (22 - 12)
+
+
+def test_the_next_loop_over_a_stream_begins_it_anew() -> None:
+    job = JOB.model_copy(update={"train": JOB.train.model_copy(update={"steps": 100})})
+    steps = samestep.batches(Flow(10), job)
+    passes = [[(batch.step, len(batch.indices)) for batch in steps] for _ in range(2)]
+    assert passes == [[(0, 4), (1, 4), (2, 2)], [(3, 4), (4, 4), (5, 2)]]
+    later = samestep.batches(Flow(10), job, first_step=4)
+    assert [(batch.step, len(batch.indices)) for batch in later] == [(4, 4), (5, 2)]
+    once = samestep.batches(points_one_by_one(), job, first_step=2)
+    assert [batch.step for batch in once] == [2, 3, 4, 5]
+    assert [*once] == []
+    assert once.remarks[0].endswith("are read and left out, for which it has to be a fresh one")
+
+
+class Divided(Flow):
+    """A stream that is divided among the ranks already."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from [*super().__iter__()][torch.distributed.get_rank() :: 2]
+
+
+def _divided(rank: int, world: int, kind: str) -> str:
+    run = prepared()
+    source = Divided() if kind == "samples" else DataLoader(Divided(), batch_size=4)
+    try:
+        for batch in samestep.batches(source, JOB):
+            run.step(batch)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["samples", "loader"])
+def test_a_stream_that_ranks_read_differently_is_refused(kind: str) -> None:
+    first, second = pool(2).run(_divided, kind)
+    assert first == second
+    assert "another one on rank 1 than on rank 0: a stream that is the same on every rank works" in first
+
+
+def test_a_generator_that_has_begun_cannot_be_resumed() -> None:
+    begun = points_one_by_one()
+    next(begun)
+    with pytest.raises(DataError, match=r"the generator has begun, and first_step = 2 .* the function that makes it"):
+        samestep.batches(begun, JOB, first_step=2)
+    with pytest.raises(DataError, match=r"batch_size = 8, and train.global_batch = 4 samples"):
+        samestep.batches(DataLoader(Flow(), batch_size=8), JOB)
+    with pytest.raises(
+        DataError, match=r"the dataset is a int without __len__ and __getitem__; .* an IterableDataset .*work"
+    ):
+        samestep.batches(3, JOB)
+
+
+def _evaluated_stream(rank: int, world: int, kind: str) -> float:
+    run = prepared()
+    run.prepare(Batch(0, np.arange(1), Points()).samples([0]))
+    return run.evaluate(STREAMS[kind]())["loss"]
+
+
+@pytest.mark.parametrize("kind", ["iterable", "function of batches"])
+def test_a_stream_is_evaluated_to_its_end(kind: str) -> None:
+    model = build().double()
+    points, labels = zip(*[Points()[index] for index in range(22)], strict=True)
+    with torch.no_grad():
+        total, count = loss(model(torch.stack(points)), (None, torch.stack(labels)))
+    assert pool(2).run(_evaluated_stream, kind) == pytest.approx([float(total) / count] * 2, rel=1e-9)

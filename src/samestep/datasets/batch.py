@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
-from samestep import calls
-from samestep.datasets import loaders
 from samestep.datasets.loaders import LoaderParts
 from samestep.datasets.order import Integers, sample_indices
 from samestep.datasets.read_ahead import ReadAhead, Wanted
@@ -46,17 +43,63 @@ INDICES_AT_ONCE = 1024
 """Samples whose indices are computed at once."""
 
 
-class BatchStream(Iterator["Batch"]):
-    """The batches of the remaining steps; the stream ends early once the ranks have agreed, in a step, to stop."""
+class Steps(Iterator[Any]):
+    """The batches of the remaining steps; they end early once the ranks have agreed, in a step, to stop."""
+
+    def __init__(self, job: Job, first_step: int) -> None:
+        self._job, self._next = job, first_step
+        self._stopped = False
+        self.remarks: tuple[str, ...] = ()
+        """What the user of the batches should know, as lines of text."""
+        self.before_next: Callable[[], None] | None = None
+        """Called before the next batch is yielded: a step that is still under way may end the stream."""
+        self.is_over = False
+        """Whether the loop over the batches has ended."""
+
+    def __next__(self) -> Any:
+        if self.before_next is not None:
+            self.before_next()
+        try:
+            if self._stopped or self._next >= self._job.train.steps:
+                raise StopIteration
+            found = self._batch(self._next)
+        except StopIteration:
+            self.stop()
+            self.is_over = True
+            raise
+        self._next += 1
+        return found
+
+    def _batch(self, step: int) -> Any:
+        """Return the batch of a step, or raise StopIteration where there is none."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """End the stream after the batch that it yielded last."""
+        self._stopped = True
+
+    def read_ahead(self, step: int, rank: int, num_ranks: int, num_microbatches: int, *, pin: bool) -> None:
+        """Begin to read one data rank's micro-batches of `step` and of later steps ahead, unless that has begun."""
+
+    def read(self, wanted: Wanted) -> Any:
+        """Return samples of a step."""
+        raise NotImplementedError
+
+    def held(self, step: int) -> Any:
+        """Return the samples of a step, where all ranks hold them; else None."""
+        return None
+
+
+class BatchStream(Steps):
+    """The batches of a data set."""
 
     def __init__(self, dataset: Dataset, job: Job, first_step: int, parts: LoaderParts | None = None) -> None:
         """Make the stream of a data set in samestep's own order, or in that of a loader which was taken apart."""
-        self._dataset, self._job, self._next = dataset, job, first_step
-        self._loader = parts
+        super().__init__(job, first_step)
+        self._dataset, self._loader = dataset, parts
         self.remarks = () if parts is None else (parts.remark,)
-        """What the user of the stream should know, as lines of text."""
         self._by_microbatch = job.numerics.coupled_samples is not None
-        self._length, self._stopped = len(dataset), False
+        self._length = len(dataset)
         self._steps_at_once = max(1, INDICES_AT_ONCE // job.train.global_batch)
         self._block: tuple[int, Integers] | None = None
         """The number of the block of steps that was computed last, and its indices [steps, samples]."""
@@ -64,25 +107,13 @@ class BatchStream(Iterator["Batch"]):
         self._ahead: ReadAhead | None = None
         self._ahead_in = first_step
         """The step whose micro-batches are being taken."""
-        self.before_next: Callable[[], None] | None = None
-        """Called before the next batch is yielded: a step that is still under way may end the stream."""
-        self.is_over = False
-        """Whether the loop over the batches has ended."""
 
-    def __next__(self) -> Batch:
-        if self.before_next is not None:
-            self.before_next()
-        if self._stopped or self._next >= self._job.train.steps:
-            self.stop()
-            self.is_over = True
-            raise StopIteration
-        self._next += 1
-        step, seed = self._next - 1, self._job.train.seed
-        return Batch(step, self._indices(step), self._dataset, self, self._by_microbatch, seed)
+    def _batch(self, step: int) -> Batch:
+        return Batch(step, self._indices(step), self._dataset, self, self._by_microbatch, self._job.train.seed)
 
     def stop(self) -> None:
         """End the stream after the batch that it yielded last."""
-        self._stopped = True
+        super().stop()
         if self._ahead is not None:
             self._ahead.close()
 
@@ -138,9 +169,10 @@ class Batch:
     """The step's index, counted from 0."""
     indices: Integers
     """The dataset indices of the global batch, in order."""
-    dataset: Dataset
-    stream: BatchStream | None = None
-    """The stream that yielded it."""
+    dataset: Dataset | None
+    """None where the samples are those of a stream."""
+    stream: Steps | None = None
+    """What yielded it."""
     by_microbatch: bool = False
     """Whether micro-batch i of all ranks together is one contiguous range of the global batch, as grouped batch norm
     needs."""
@@ -151,6 +183,11 @@ class Batch:
     def num_samples(self) -> int:
         """The number of samples of the global batch."""
         return len(self.indices)
+
+    @property
+    def held(self) -> Any:
+        """The samples themselves, where every rank holds those of the whole batch; else None."""
+        return None if self.stream is None else self.stream.held(self.step)
 
     def shares(self, rank: int, num_ranks: int, num_microbatches: int) -> list[Integers]:
         """Return the sample indices of each micro-batch of one data rank."""
@@ -192,88 +229,17 @@ class Batch:
             self.stream.read_ahead(self.step, rank, num_ranks, num_microbatches, pin=pin)
 
 
-def check_batch(given: Any, method: str) -> str:
-    """Return why `given`, which a `method` was given, is neither a batch nor the values of one; empty if it may be."""
-    if given is None or (hasattr(given, "shares") and hasattr(given, "samples")) or isinstance(given, VALUES):
-        return ""
-    is_dataset = hasattr(given, "__getitem__") and not isinstance(given, str | bytes)
-    what = "a data set itself" if is_dataset else f"a {type(given).__name__}"
-    return (
-        f"{method} takes a batch of samestep.batches, or the values of a whole batch in tensors, dicts, tuples and lists, and was "
-        f"given {what}: `for batch in samestep.batches(dataset, job): {method}(batch)` works, with a data set whose items are single samples"
-    )
+ONLY_MAP_STYLE = "the samples of a step must be a function of its number, so only a map-style dataset works"
 
 
-def batch_to_evaluate(given: Any, method: str) -> Any:
-    """Return the batch of all samples of a data set; a batch, or the values of one, is returned as it is.
-
-    Raises:
-        DataError: it is neither a batch, nor values, nor a dataset.
-    """
-    if given is None or hasattr(given, "shares") or isinstance(given, VALUES):
-        return given
-    if isinstance(given, type):
-        raise DataError(f"{method} was given the class {given.__name__}: a data set works, such as {given.__name__}()")
-    if (
-        isinstance(given, DataLoader)
-        and not isinstance(given.dataset, IterableDataset)
-        and given.batch_sampler is not None
-    ):
-        dataset, indices = loaders.one_epoch_of(given)
-        return Batch(0, indices, dataset)
-    check_map_style(given, f"{method} was given")
-    if not len(given):
-        raise DataError(f"{method} was given a data set without samples; one sample is the least that works")
-    return Batch(0, np.arange(len(given), dtype=np.int64), given)
-
-
-VALUES = (Mapping, list, tuple, Tensor, np.ndarray)
-"""Types in which torch's loaders yield the values of samples, and not their indices."""
-
-
-@calls.checked
-def batches(source: Dataset | DataLoader[Any], job: Job, first_step: int = 0) -> BatchStream:
-    """Yield the batches of steps `first_step` to `job.train.steps - 1` of a data set or a DataLoader; nothing is read yet.
-
-    A DataLoader is taken apart: its data set, the order of its sampler, its collate_fn, drop_last and num_workers.
-
-    After Ctrl-C or SIGTERM the stream ends after the step in which the ranks agreed to stop (`StepReport.stop`), the
-    same one on every rank, so that a loop over it can save its results.
-
-    Raises:
-        DataError: the dataset is empty, or its samples cannot be read by their indices.
-    """
-    if first_step < 0:
-        raise DataError(f"first_step = {first_step}: steps are counted from 0, and run.steps_taken goes on with a run")
-    if (
-        isinstance(source, DataLoader)
-        and not isinstance(source.dataset, IterableDataset)
-        and source.batch_sampler is not None
-    ):
-        parts = loaders.parts_of(source, job)
-        return BatchStream(parts.dataset, job, first_step, parts)
-    check_map_style(source, "the dataset is")
-    if len(source) < 1:
-        raise DataError("the dataset has no samples; one sample is the least that works")
-    return BatchStream(cast(Dataset, source), job, first_step)
-
-
-def check_map_style(dataset: Any, what: str) -> None:
-    """Raise an error unless `dataset` is map-style; `what` names its origin in the text.
+def check_map_style(dataset: Any, what: str, works: str = ONLY_MAP_STYLE) -> None:
+    """Raise an error unless `dataset` is map-style; `what` names its origin in the text, and `works` what is taken.
 
     Raises:
         DataError: it has no length, or no samples by index.
     """
-    if isinstance(dataset, DataLoader):
-        raise DataError(
-            f"{what} a DataLoader, and which samples a step reads is a function of its number: the loader's dataset works, with "
-            "a method read(indices) in place of its collate_fn, and run.data_workers in place of num_workers"
-        )
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(
-            f"{what} a {type(dataset).__name__} without __len__ and __getitem__; the samples of a step must be a function of its "
-            "number, so only a map-style dataset works"
-        )
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(f"{what} a {type(dataset).__name__} without __len__ and __getitem__; {works}")
 
 
 @contextmanager

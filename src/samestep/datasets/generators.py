@@ -83,6 +83,18 @@ def put_back(before: _State) -> None:
     _restore(before, ())
 
 
+def plain_states(states: _State) -> list[Any]:
+    """Return the states of the generators of the process as numbers, text and tensors, which a file can hold."""
+    name, keys, *rest = states[2]
+    return [states[0], states[1], (name, keys.astype(np.int64), *rest)]
+
+
+def states_of_plain(stored: list[Any]) -> _State:
+    """Return the states that `plain_states` gave."""
+    name, keys, *rest = stored[2]
+    return stored[0], stored[1], (name, np.asarray(keys).astype(np.uint32), *rest)
+
+
 def _seed(key: int, held: tuple[Any, ...]) -> None:
     torch.default_generator.manual_seed(key)
     random.seed(key)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from samestep.datasets.batch import shares
+from samestep.datasets.batch import Steps, shares
 from samestep.datasets.order import Integers
 from samestep.datasets.values import rows_of
 
@@ -28,11 +28,18 @@ class GivenBatch:
     """The data rank whose samples are here, where they hold different ones."""
     by_microbatch: bool = False
     """Whether micro-batch i of all ranks together is one contiguous range of the batch."""
+    stream: Steps | None = None
+    """The stream that yielded it, if one did."""
 
     @property
     def num_samples(self) -> int:
         """The number of samples of all ranks."""
         return self.count if self.sizes is None else sum(self.sizes)
+
+    @property
+    def held(self) -> Any:
+        """The values of a stream's batch, which every rank holds; else None."""
+        return None if self.stream is None else self.values
 
     @property
     def _first(self) -> int:
@@ -56,7 +63,11 @@ class GivenBatch:
         """Do nothing, since the values are here."""
 
     def before_next(self, function: Callable[[], None]) -> None:
-        """Do nothing: there is no stream, and the next step closes this one."""
+        """Call a function before the stream that yielded this batch yields the next one; without one the next step does."""
+        if self.stream is not None:
+            self.stream.before_next = function
 
     def end_stream(self) -> None:
-        """Do nothing: a loop that hands batches over ends where `StepReport.stop` says so."""
+        """End the stream that yielded this batch; a loop that hands batches over ends where `StepReport.stop` says so."""
+        if self.stream is not None:
+            self.stream.stop()

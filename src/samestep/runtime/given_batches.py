@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from samestep.datasets.batch import check_batch
 from samestep.datasets.given_batch import GivenBatch
+from samestep.datasets.opening import check_batch
 from samestep.datasets.values import joined, num_samples, tensors_of_arrays
 from samestep.errors import DataError
 from samestep.job import Job
@@ -48,6 +48,10 @@ class GivenBatches:
             DataError: it is neither a batch nor the values of one, or ranks were given different ones without `local`.
         """
         if hasattr(given, "shares") and hasattr(given, "samples"):
+            held = getattr(given, "held", None)
+            if compares and held is not None and self._place.world_size > 1:
+                with outside_step():
+                    self._compare_stream(held, method)
             return given
         with outside_step():
             return self._of_values(tensors_of_arrays(given), method, step, layout, local, compares)
@@ -97,6 +101,17 @@ class GivenBatches:
             raise DataError(
                 f"{method} was given other values on rank {other} than on rank 0: the whole batch on every rank works, or on rank 0 "
                 f"alone and None elsewhere; {method}(batch, local=True) takes each rank's own samples"
+            )
+
+    def _compare_stream(self, held: Any, method: str) -> None:
+        """Compare the samples of a step that all ranks have read of a stream."""
+        first, *others = gather_values(digest(held), self._place.world_size)
+        other = next((rank for rank, one in enumerate(others, 1) if one != first), None)
+        if other is not None:
+            raise DataError(
+                f"{method} was given a batch of a stream that is another one on rank {other} than on rank 0: a stream that is the same "
+                "on every rank works, since each keeps its own samples of it; so do batches that rank 0 alone reads and hands over, "
+                f"with None on the others, and {method}(samples, local=True), which takes each rank's own"
             )
 
     # -- each rank's own samples -------------------------------------------------------------------

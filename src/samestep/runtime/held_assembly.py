@@ -90,6 +90,9 @@ class NotedData(Protocol):
     def stamp(self) -> Stamp:
         """Return its stamp on rank 0."""
 
+    def stream_state(self, steps_taken: int) -> Any:
+        """Return the state of the stream that is trained on, on rank 0."""
+
     def resumes_from(self, folder: Path, step: int, stamp: Stamp) -> tuple[str, ...]:
         """Hold it against the stamp in a checkpoint."""
 

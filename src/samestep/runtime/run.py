@@ -27,7 +27,8 @@ from samestep.building.loss import named_loss
 from samestep.building.loss_scope import scoped
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.building.several_models import Built, Forward, as_one
-from samestep.datasets.batch import Dataset, batch_to_evaluate
+from samestep.datasets.batch import Dataset
+from samestep.datasets.opening import batch_to_evaluate
 from samestep.errors import LayoutError, ModelError
 from samestep.examination.examine import Loss, Source, build_blueprint
 from samestep.job import Job
@@ -251,9 +252,10 @@ class Run:
         if self._own.is_prepared:
             checkpoint.load(self, found)
             self._stepper.wait_for_first_update()
-            return
-        self.steps_taken = checkpoint.step_of(found, self.job)
-        self._load_from, self._given = found, None
+        else:
+            self.steps_taken = checkpoint.step_of(found, self.job)
+            self._load_from, self._given = found, None
+        self.data.continues_stream(checkpoint.stream_state_of(found))
 
     @calls.checked
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -490,7 +492,11 @@ class Run:
         Collective over the world, see [Note: collective calls].
         """
         self._refuse_gathered("evaluate")
-        given = self.labelled(self.batch_of(batch_to_evaluate(batch, "run.evaluate"), "run.evaluate", local=local))
+        given = self.labelled(
+            self.batch_of(
+                batch_to_evaluate(batch, "run.evaluate", self.job.train.global_batch), "run.evaluate", local=local
+            )
+        )
         self._stepper.find_loss(given)
         with self._kernels(), self.replicas.outer():
             return evaluation.evaluate(self.assembly, given, self.job.train.seed, measure)
@@ -509,7 +515,11 @@ class Run:
             DataError: an output has no dimension of samples, and is not the same for all of them.
         """
         self._refuse_gathered("predict")
-        given = self.labelled(self.batch_of(batch_to_evaluate(batch, "run.predict"), "run.predict", local=local))
+        given = self.labelled(
+            self.batch_of(
+                batch_to_evaluate(batch, "run.predict", self.job.train.global_batch), "run.predict", local=local
+            )
+        )
         with self._kernels(), self.replicas.outer():
             return evaluation.predict(self.assembly, given, self.job.train.seed)
 
@@ -581,6 +591,7 @@ class Run:
         Raises:
             DataError: it is neither a batch nor the values of one.
         """
+        self.data.place(given)
         compares = (
             method != "run.step"
             or not self.is_prepared

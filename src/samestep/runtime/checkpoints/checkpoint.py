@@ -281,6 +281,20 @@ def find_checkpoint(folder: Path) -> Path:
     return found
 
 
+def stream_state_of(folder: Path) -> Any:
+    """Return the state of the stream of the data that a checkpoint holds; None if it holds none.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    manifest = read_manifest(folder)
+    if not any(record.get("stream") for record in manifest.get("ranks", ())):
+        return None
+    with ExitStack() as stack, failures_of(f"reading {folder}", CheckpointError):
+        stored = OpenCheckpoint.open(folder, manifest, stack)
+        return other_state.stream_state(manifest, lambda name: stored.kept[name].get_tensor(name).clone())
+
+
 def step_of(folder: Path, job: Job) -> int:
     """Return the number of steps after which a checkpoint was saved.
 

@@ -3,6 +3,7 @@
     frozen weights that have changed       in the files like trained weights: in coordinates of the whole, for any layout
     buffers                                persistent ones, and others that have changed; each from the stage that runs it
     options and attributes of optimizers   those that have changed, by the names of a group's weights
+    the place in a stream of data          what the stream's `state_dict` returns, from rank 0
     attributes of modules, extra state     those that have changed, and what `get_extra_state` returns
 
 A value is kept if it is made of numbers, text, tensors, generators, lists, tuples, sets and dicts of these; the manifest
@@ -94,6 +95,8 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
             for path, module in extra.items()
             if (kept := writer.kept({"extra state": module.get_extra_state()}, path or "the model"))
         ]
+    if (state := run.data.stream_state(run.steps_taken)) is not None:
+        record["stream"] = writer.kept({"state": state}, "the stream of the data").get("state")
     record["unsaved"] = writer.unsaved
     if writer.unsaved:
         warnings.warn(f"a checkpoint does not hold {'; '.join(writer.unsaved)}: a resume is refused", stacklevel=3)
@@ -159,6 +162,12 @@ def refuse_unsaved(run: PreparedRun, manifest: Mapping[str, Any], folder: object
         run.job.run.waived(
             "resume", f"{folder} does not hold {unsaved[0]}; numbers, text, tensors and lists of them work"
         )
+
+
+def stream_state(manifest: Mapping[str, Any], read: Callable[[str], Tensor]) -> Any:
+    """Return the state of the stream of the data in a checkpoint; None if it holds none."""
+    found = next((record["stream"] for record in manifest.get("ranks", ()) if record.get("stream") is not None), None)
+    return None if found is None else unpack_plain(found, read)
 
 
 def give_back(run: PreparedRun, manifest: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:

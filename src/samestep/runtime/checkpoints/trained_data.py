@@ -36,6 +36,30 @@ class TrainedData:
         self._stamp: stamps.Stamp | None = None
         self._dataset: Any = None
         self._saved: _SavedStamp | None = None
+        self._stream: Any = None
+        """The stream of the last step's batch, if it is one that has a place."""
+        self._stored_state: Any = None
+        """The state of the stream in the checkpoint from which the run goes on."""
+
+    def continues_stream(self, state: Any) -> None:
+        """Keep the state of the stream in a checkpoint for the stream of the next batch."""
+        self._stored_state = state
+
+    def place(self, batch: Any) -> None:
+        """Let the stream of a batch begin at the state in the checkpoint from which the run goes on, if there is one."""
+        stream: Any = getattr(batch, "stream", None)
+        if hasattr(stream, "resume"):
+            self._stream = stream
+            if self._stored_state is not None:
+                stream.resume(self._stored_state)
+                self._stored_state = None
+
+    def stream_state(self, steps_taken: int) -> Any:
+        """Return the state of the stream after so many steps; None on other ranks than 0, and where it has none."""
+        if self._place.rank or self._stream is None:
+            return None
+        with preserve_generators():
+            return self._stream.state(steps_taken)
 
     def is_of(self, take: Callable[[], stamps.Stamp]) -> None:
         """Take the stamp of the source of a job's data, by a function, before the first step reads it.

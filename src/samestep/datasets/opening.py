@@ -1,0 +1,83 @@
+"""From what a loop has, a data set, a loader, a stream or values, to the batches of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from samestep import calls
+from samestep.datasets import loaders
+from samestep.datasets.batch import Batch, BatchStream, Steps, check_map_style
+from samestep.datasets.streams import StreamSteps, check_size, stream_of, whole_of
+from samestep.errors import DataError
+from samestep.job import Job
+
+
+def check_batch(given: Any, method: str) -> str:
+    """Return why `given`, which a `method` was given, is neither a batch nor the values of one; empty if it may be."""
+    if given is None or (hasattr(given, "shares") and hasattr(given, "samples")) or isinstance(given, VALUES):
+        return ""
+    is_dataset = hasattr(given, "__getitem__") and not isinstance(given, str | bytes)
+    what = "a data set itself" if is_dataset else f"a {type(given).__name__}"
+    return (
+        f"{method} takes a batch of samestep.batches, or the values of a whole batch in tensors, dicts, tuples and lists, and was "
+        f"given {what}: `for batch in samestep.batches(dataset, job): {method}(batch)` works, with a data set whose items are single samples"
+    )
+
+
+def batch_to_evaluate(given: Any, method: str, global_batch: int) -> Any:
+    """Return the batch of all samples of a data set; a batch, or the values of one, is returned as it is.
+
+    Raises:
+        DataError: it is neither a batch, nor values, nor a dataset.
+    """
+    if given is None or hasattr(given, "shares") or isinstance(given, VALUES):
+        return given
+    if isinstance(given, type):
+        raise DataError(f"{method} was given the class {given.__name__}: a data set works, such as {given.__name__}()")
+    if (stream := stream_of(given)) is not None:
+        return whole_of(stream, global_batch)
+    if isinstance(given, DataLoader):
+        dataset, indices = loaders.one_epoch_of(given)
+        return Batch(0, indices, dataset)
+    check_map_style(given, f"{method} was given", _WORKS)
+    if not len(given):
+        raise DataError(f"{method} was given a data set without samples; one sample is the least that works")
+    return Batch(0, np.arange(len(given), dtype=np.int64), given)
+
+
+_WORKS = "a data set with both, a DataLoader, an IterableDataset or another iterable, and a function that yields samples work"
+VALUES = (Mapping, list, tuple, Tensor, np.ndarray)
+"""Types in which torch's loaders yield the values of samples, and not their indices."""
+
+
+@calls.checked
+def batches(source: Any, job: Job, first_step: int = 0) -> Steps:
+    """Yield the batches of steps `first_step` to `job.train.steps - 1` of a data set, a DataLoader or a stream.
+
+    A DataLoader is taken apart: its data set, the order of its sampler, its collate_fn, drop_last and num_workers. A stream is an
+    IterableDataset, an iterable or a generator of samples or of whole batches, or a function that makes one, which can begin
+    again: it has one order in every layout, and its end ends the batches.
+
+    After Ctrl-C or SIGTERM the stream ends after the step in which the ranks agreed to stop (`StepReport.stop`), the
+    same one on every rank, so that a loop over it can save its results.
+
+    Raises:
+        DataError: the dataset is empty, or its samples cannot be read by their indices.
+    """
+    if first_step < 0:
+        raise DataError(f"first_step = {first_step}: steps are counted from 0, and run.steps_taken goes on with a run")
+    if (stream := stream_of(source)) is not None:
+        check_size(source, job)
+        return StreamSteps(stream, job, first_step)
+    if isinstance(source, DataLoader):
+        parts = loaders.parts_of(source, job)
+        return BatchStream(parts.dataset, job, first_step, parts)
+    check_map_style(source, "the dataset is", _WORKS)
+    if len(source) < 1:
+        raise DataError("the dataset has no samples; one sample is the least that works")
+    return BatchStream(source, job, first_step)

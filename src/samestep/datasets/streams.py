@@ -1,0 +1,338 @@
+"""The batches of a stream: an IterableDataset, a loader over one, a generator or a function that makes one, any iterable.
+
+A stream has one order, that of one reader: every rank iterates the whole stream by itself and keeps the samples of its own
+micro-batches, so nothing is sent, and another number of ranks, after a resume too, sees the same batches.
+
+    items        single samples, `train.global_batch` of which are a step, or whole batches, of which each is one: of a loader as its
+                 batch_size says, else as the first item shows, whose tensors all have global_batch rows, one of them of several numbers
+    its end      ends the loop, on every rank after the same step; a last step of fewer samples is taken, unless the loader has
+                 drop_last. The next loop over the same `batches` begins the stream anew, where it can be iterated again
+    a resume     by load_state_dict, with the state that `state_dict` gave when the checkpoint was saved; else the batches before are
+                 read and left out
+    generators   those of the process are seeded by (seed, pass) while the stream runs, and stand afterwards where they stood
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from samestep.datasets.batch import Batch, Steps
+from samestep.datasets.generators import Generators, plain_states, states_of_plain
+from samestep.datasets.given_batch import GivenBatch
+from samestep.datasets.order import draw_key
+from samestep.datasets.read_ahead import Wanted
+from samestep.datasets.reading import SampleDraw, SampleReader
+from samestep.datasets.values import joined, num_samples, tensors_of_arrays
+from samestep.errors import DataError, failures_of
+from samestep.job import Job
+from samestep.trees import tensors_in
+
+_OF_STREAMS = -3
+"""The sample by which the key of a pass is told from those of the random changes of samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What is iterated, and what its items are."""
+
+    name: str
+    begin: Callable[[], Iterator[Any]]
+    """Returns an iterator from the beginning, or of a generator the one that there is."""
+    again: bool
+    """Whether it can be iterated more than once."""
+    batched: bool | None = None
+    """Whether its items are whole batches; None where the first one shows it."""
+    collate: Callable[[list[Any]], Any] | None = None
+    drops_last: bool = False
+    holder: Any = None
+    """The object whose `state_dict` is the place in the stream, if it has one."""
+    drawing: Any = None
+    """What holds generators of its own that are seeded too."""
+    remark: str = ""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether its place can be stored and set."""
+        return hasattr(self.holder, "state_dict") and hasattr(self.holder, "load_state_dict")
+
+
+def stream_of(source: Any) -> Stream | None:
+    """Return what a source is as a stream; None if it is a data set, a loader over one, or nothing that can be iterated."""
+    if isinstance(source, DataLoader):
+        return _of_loader(source)
+    name = type(source).__name__
+    if isinstance(source, type | str | bytes | dict | Tensor):
+        return None
+    if hasattr(source, "__next__"):
+        return Stream(name, lambda: source, again=False, holder=source)
+    if hasattr(source, "__iter__") and (
+        isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__"))
+    ):
+        return Stream(name, lambda: iter(source), again=True, holder=source)
+    if callable(source) and not hasattr(source, "__getitem__"):
+        called = getattr(source, "__name__", name)
+        return Stream(called, lambda: iter(source()), again=True, holder=source)
+    return None
+
+
+def _of_loader(loader: DataLoader[Any]) -> Stream | None:
+    dataset: Any = loader.dataset
+    is_stream = isinstance(dataset, IterableDataset)
+    if not is_stream and loader.batch_sampler is not None:
+        return None
+    left = "; not taken: num_workers, since a stream has one reader" if loader.num_workers else ""
+    if not is_stream:
+        sampler: Any = loader.sampler
+        items = lambda: (dataset[index] for index in sampler)  # noqa: E731
+        remark = (
+            f"taken from the DataLoader without batch_size: each item of its {type(dataset).__name__}, a whole batch"
+        )
+        return Stream(type(dataset).__name__, items, again=True, batched=True, drawing=sampler, remark=remark + left)
+    if loader.batch_size is None:
+        remark = f"taken from the DataLoader without batch_size: each item of the stream {type(dataset).__name__}, a whole batch"
+        return Stream(
+            type(dataset).__name__,
+            lambda: iter(dataset),
+            again=True,
+            batched=True,
+            holder=dataset,
+            remark=remark + left,
+        )
+    last = "dropped where it is smaller" if loader.drop_last else "as small as it is"
+    collate = "" if loader.collate_fn is default_collate else ", its collate_fn for each micro-batch"
+    remark = f"taken from the DataLoader: the samples of the stream {type(dataset).__name__} as one reader has them{collate}, the last batch {last}"
+    return Stream(
+        type(dataset).__name__, lambda: iter(dataset), again=True, batched=False, collate=loader.collate_fn,
+        drops_last=bool(loader.drop_last), holder=dataset, remark=remark + left,
+    )  # fmt: skip
+
+
+def check_size(source: Any, job: Job) -> None:
+    """Refuse a loader over a stream whose batches have another size than the job's.
+
+    Raises:
+        DataError: they have.
+    """
+    given, wanted = getattr(source, "batch_size", None), job.train.global_batch
+    if isinstance(source, DataLoader) and given is not None and given != wanted:
+        raise DataError(
+            f"the DataLoader has batch_size = {given}, and train.global_batch = {wanted} samples are those of a step on all ranks "
+            f"together: train.global_batch = {given} works, and so does a loader whose batches have {wanted}"
+        )
+
+
+class Window:
+    """Some samples by their places in a stream, as a data set."""
+
+    def __init__(self, samples: Sequence[Any], first: int, collate: Callable[[list[Any]], Any] | None) -> None:
+        self.samples, self._first = samples, first
+        self.indices = np.arange(first, first + len(samples), dtype=np.int64)
+        if collate is not None and collate is not default_collate:
+            self.collate = collate
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int, /) -> Any:
+        return self.samples[index - self._first]
+
+
+class StreamSteps(Steps):
+    """The batches of a stream, one after another."""
+
+    def __init__(self, stream: Stream, job: Job, first_step: int) -> None:
+        """Make the batches from `first_step` on; nothing is read before the first one is asked for.
+
+        Raises:
+            DataError: they need a generator from its first item, and it has begun.
+        """
+        super().__init__(job, first_step)
+        self._stream, self._begins_at = stream, first_step
+        self.remarks = (stream.remark,) if stream.remark else ()
+        self._items: Iterator[Any] | None = None
+        self._generators: Generators | None = None
+        self._pass, self._batched = 0, stream.batched
+        self._has_begun = self._is_at_end = False
+        self._stored: Any = None
+        """The state of the stream in the checkpoint from which the run goes on."""
+        self._windows: dict[int, SampleReader] = {}
+        source = stream.holder
+        if first_step and inspect.isgenerator(source) and inspect.getgeneratorstate(source) != inspect.GEN_CREATED:
+            raise DataError(
+                f"the generator has begun, and first_step = {first_step} reads it from its first item: a fresh generator works, and so "
+                "does the function that makes it"
+            )
+
+    def __iter__(self) -> StreamSteps:
+        if self._is_at_end and self._stream.again:
+            self._is_at_end = self._stopped = self.is_over = False
+            self._items, self._pass = None, self._pass + 1
+        return self
+
+    # -- for a run ---------------------------------------------------------------------------------
+
+    def state(self, step: int) -> Any:
+        """Return the state of the stream before the batch of a step; None where it has none, or is at another step."""
+        if not self._stream.has_state or self._items is None or self._next != step:
+            return None
+        assert self._generators is not None
+        generators = plain_states(self._generators.state)
+        return {"step": step, "pass": self._pass, "generators": generators, "stream": self._stream.holder.state_dict()}
+
+    def resume(self, state: Any) -> None:
+        """Begin at the state that a checkpoint holds, if it is of the first step, and nothing is read yet."""
+        if state is not None and not self._has_begun and state["step"] == self._begins_at:
+            self._stored = state
+
+    def read(self, wanted: Wanted) -> Any:
+        """Return samples of a step by their places in the stream."""
+        reader = self._windows[wanted.step]
+        draw = SampleDraw(self._job.train.seed, wanted.step, lambda step: reader.dataset.indices)
+        return reader.read(wanted.indices, draw)
+
+    def held(self, step: int) -> Any:
+        """Return the samples of a step, which all ranks hold."""
+        return self._windows[step].dataset.samples
+
+    # -- the items ---------------------------------------------------------------------------------
+
+    def _batch(self, step: int) -> Any:
+        if not self._has_begun and self._begins_at and self._stream.has_state:
+            return FirstBatch(step, self)  # whose run may hold the state with which to begin
+        return self.batch(step)
+
+    def batch(self, step: int) -> Any:
+        """Return the batch of a step.
+
+        Raises:
+            StopIteration: the stream is at its end.
+        """
+        if self._items is None:
+            is_first, self._has_begun = not self._has_begun, True
+            self._start(self._stored if is_first else None)
+            if is_first and self._stored is None and self._begins_at:
+                self._leave_out(self._begins_at)
+        if (found := self._take()) is None:
+            self._is_at_end = True
+            raise StopIteration
+        by_microbatch = self._job.numerics.coupled_samples is not None
+        if self._batched:
+            count = num_samples(found)
+            if not count:
+                raise DataError(
+                    f"item {step} of {self._stream.name} is no batch of which the number of samples can be told: tensors with as "
+                    "many rows as there are samples work"
+                )
+            return GivenBatch(step, found, count, by_microbatch=by_microbatch, stream=self)
+        window = Window(found, step * self._job.train.global_batch, self._stream.collate)
+        self._windows = {number: reader for number, reader in self._windows.items() if number == step - 1}
+        self._windows[step] = SampleReader(window)
+        return Batch(step, window.indices, None, self, by_microbatch, self._job.train.seed)
+
+    def _start(self, state: Any = None) -> None:
+        """Begin a pass, or go to where a state says."""
+        if state is not None:
+            self._pass = state["pass"]
+            self._stream.holder.load_state_dict(state["stream"])
+        key = draw_key(self._job.train.seed, self._pass, _OF_STREAMS)
+        self._generators = Generators.seeded_by(key, held_by=self._stream.drawing)
+        if state is not None:
+            self._generators.state = (*states_of_plain(state["generators"]), *self._generators.state[3:])
+        with self._generators.in_place(), failures_of(f"beginning {self._stream.name}", DataError):
+            self._items = self._stream.begin()
+
+    def _leave_out(self, count: int) -> None:
+        """Read the batches before the first step, over several passes where there were some."""
+        left = f"the {count} batches before step {count + 1} of {self._stream.name} are read and left out"
+        self.remarks += (left if self._stream.again else f"{left}, for which it has to be a fresh one",)
+        for _ in range(count):
+            if self._take() is not None:
+                continue
+            if not self._stream.again:
+                return
+            self._pass += 1
+            self._start()
+            if self._take() is None:
+                return
+
+    def _take(self) -> Any:
+        """Return the next batch, or the samples of the next step; None at the end."""
+        assert self._items is not None
+        assert self._generators is not None
+        size = self._job.train.global_batch
+        with self._generators.in_place(), failures_of(f"reading {self._stream.name}", DataError):
+            if self._batched is None:
+                first = tensors_of_arrays(next(self._items, _END))
+                if first is _END:
+                    return None
+                self._batched = is_batch(first, size)
+                self.remarks += (
+                    f"{self._stream.name}: each item is {'a whole batch' if self._batched else 'a sample'}",
+                )
+                self._items = itertools.chain([first], self._items)
+            if self._batched:
+                found = tensors_of_arrays(next(self._items, _END))
+                return None if found is _END else found
+            samples = list(itertools.islice(self._items, size))
+        return None if not samples or (len(samples) < size and self._stream.drops_last) else samples
+
+
+class FirstBatch:
+    """The batch with which a resumed loop begins, which is read when it is looked at: the run has its place by then."""
+
+    def __init__(self, step: int, stream: StreamSteps) -> None:
+        self.step, self.stream = step, stream
+        self._found: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if self._found is None:
+            try:
+                self._found = self.stream.batch(self.step)
+            except StopIteration:
+                raise DataError(
+                    f"the stream has no batch of step {self.step + 1}, with which the loop goes on: it ended before; one that is "
+                    "longer works"
+                ) from None
+        return getattr(self._found, name)
+
+
+_END = object()
+
+
+def is_batch(item: Any, size: int) -> bool:
+    """Return whether an item of a stream is a whole batch of `size` samples, and not one sample."""
+    tensors = tensors_in(item)
+    return (
+        bool(tensors)
+        and all(tensor.dim() and len(tensor) == size for tensor in tensors)
+        and any(tensor.dim() > 1 for tensor in tensors)
+    )
+
+
+def whole_of(stream: Stream, size: int) -> Batch | GivenBatch:
+    """Return the batch of all samples of a stream, which is read to its end.
+
+    Raises:
+        DataError: it has none.
+    """
+    with Generators.seeded_by(draw_key(0, 0, _OF_STREAMS), held_by=stream.drawing).in_place():
+        items = [*stream.begin()]
+    if not items:
+        raise DataError(f"{stream.name} yields nothing; one sample is the least that works")
+    batched = is_batch(tensors_of_arrays(items[0]), size) if stream.batched is None else stream.batched
+    if not batched:
+        window = Window(items, 0, stream.collate)
+        return Batch(0, window.indices, window)
+    values = [tensors_of_arrays(item) for item in items]
+    counts = [num_samples(one) or 0 for one in values]
+    return GivenBatch(0, joined(values, counts), sum(counts))
