@@ -55,6 +55,12 @@ class Steps(Iterator[Any]):
         """Called before the next batch is yielded: a step that is still under way may end the stream."""
         self.is_over = False
         """Whether the loop over the batches has ended."""
+        self.has_lanes = False
+        """Whether sample i of a step goes on with sample i of the step before."""
+
+    def begins_lanes(self, step: int) -> bool:
+        """Return whether the lanes of a step go on with nothing."""
+        return False
 
     def __next__(self) -> Any:
         if self.before_next is not None:
@@ -159,6 +165,34 @@ class BatchStream(Steps):
             found = sample_indices(block, size * train.global_batch, self._length, train.seed).reshape(size, -1)
             self._block = block, found
         return self._block[1][place].copy()
+
+
+class LaneSteps(BatchStream):
+    """The batches of a data set that is cut into lanes, each of consecutive samples: sample k of lane i is sample i n + k of it.
+
+    A pass has n steps, the number of samples over that of lanes, rounded down; the next pass begins the lanes anew.
+    """
+
+    def __init__(self, dataset: Dataset, job: Job, first_step: int) -> None:
+        """Make the batches of as many lanes as the job's steps have samples.
+
+        Raises:
+            DataError: the data set has fewer samples than lanes.
+        """
+        super().__init__(dataset, job, first_step)
+        self._per_lane = len(dataset) // job.train.global_batch
+        if not self._per_lane:
+            raise DataError(
+                f"the data set has {len(dataset)} samples, and train.global_batch = {job.train.global_batch} lanes take one each in a step: "
+                f"train.global_batch = {len(dataset)} works, and fewer"
+            )
+
+    def begins_lanes(self, step: int) -> bool:
+        """Return whether the lanes of a step go on with nothing, since a pass begins."""
+        return step % self._per_lane == 0
+
+    def _indices(self, step: int) -> Integers:
+        return np.arange(self._job.train.global_batch, dtype=np.int64) * self._per_lane + step % self._per_lane
 
 
 @dataclass(frozen=True, eq=False)

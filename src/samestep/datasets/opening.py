@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from samestep import calls
 from samestep.datasets import loaders
-from samestep.datasets.batch import Batch, BatchStream, Steps, check_map_style
+from samestep.datasets.batch import Batch, BatchStream, LaneSteps, Steps, check_map_style
 from samestep.datasets.streams import StreamSteps, check_size, stream_of, whole_of
 from samestep.errors import DataError
 from samestep.job import Job
@@ -56,12 +56,16 @@ VALUES = (Mapping, list, tuple, Tensor, np.ndarray)
 
 
 @calls.checked
-def batches(source: Any, job: Job, first_step: int = 0) -> Steps:
+def batches(source: Any, job: Job, lanes: bool | int = False, first_step: int = 0) -> Steps:
     """Yield the batches of steps `first_step` to `job.train.steps - 1` of a data set, a DataLoader or a stream.
 
     A DataLoader is taken apart: its data set, the order of its sampler, its collate_fn, drop_last and num_workers. A stream is an
     IterableDataset, an iterable or a generator of samples or of whole batches, or a function that makes one, which can begin
     again: it has one order in every layout, and its end ends the batches.
+
+    With `lanes` sample i of a step goes on with sample i of the step before, and the model's forward is called as
+    forward(batch, carried) -> outputs, carried. A data set is cut into as many lanes as a step has samples, each of consecutive
+    samples; a loader and a stream are in lanes as they come. A number in the place of `lanes` is the first step.
 
     After Ctrl-C or SIGTERM the stream ends after the step in which the ranks agreed to stop (`StepReport.stop`), the
     same one on every rank, so that a loop over it can save its results.
@@ -69,8 +73,16 @@ def batches(source: Any, job: Job, first_step: int = 0) -> Steps:
     Raises:
         DataError: the dataset is empty, or its samples cannot be read by their indices.
     """
+    if not isinstance(lanes, bool):
+        lanes, first_step = False, lanes
     if first_step < 0:
         raise DataError(f"first_step = {first_step}: steps are counted from 0, and run.steps_taken goes on with a run")
+    steps = _steps_of(source, job, lanes, first_step)
+    steps.has_lanes = lanes
+    return steps
+
+
+def _steps_of(source: Any, job: Job, lanes: bool, first_step: int) -> Steps:
     if (stream := stream_of(source)) is not None:
         check_size(source, job)
         return StreamSteps(stream, job, first_step)
@@ -80,4 +92,4 @@ def batches(source: Any, job: Job, first_step: int = 0) -> Steps:
     check_map_style(source, "the dataset is", _WORKS)
     if len(source) < 1:
         raise DataError("the dataset has no samples; one sample is the least that works")
-    return BatchStream(source, job, first_step)
+    return LaneSteps(source, job, first_step) if lanes else BatchStream(source, job, first_step)

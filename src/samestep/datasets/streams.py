@@ -161,6 +161,8 @@ class StreamSteps(Steps):
         self._generators: Generators | None = None
         self._pass, self._batched = 0, stream.batched
         self._has_begun = self._is_at_end = False
+        self._pass_began_at = 0
+        """The step with which the pass began."""
         self._stored: Any = None
         """The state of the stream in the checkpoint from which the run goes on."""
         self._windows: dict[int, SampleReader] = {}
@@ -174,8 +176,12 @@ class StreamSteps(Steps):
     def __iter__(self) -> StreamSteps:
         if self._is_at_end and self._stream.again:
             self._is_at_end = self._stopped = self.is_over = False
-            self._items, self._pass = None, self._pass + 1
+            self._items, self._pass, self._pass_began_at = None, self._pass + 1, self._next
         return self
+
+    def begins_lanes(self, step: int) -> bool:
+        """Return whether the lanes of a step go on with nothing, since a pass begins."""
+        return step == self._pass_began_at
 
     # -- for a run ---------------------------------------------------------------------------------
 

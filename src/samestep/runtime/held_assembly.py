@@ -19,6 +19,7 @@ from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly, assemble
 from samestep.runtime.axes import recompute
+from samestep.runtime.axes.lanes import Lanes
 from samestep.runtime.local_replicas import LocalReplicas, Replicas
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.optimizers.optimizer_step import Updater
@@ -113,6 +114,10 @@ class PreparedRun(Protocol):
     @property
     def data(self) -> NotedData:
         """The data that the run is trained on."""
+
+    @property
+    def lanes(self) -> Lanes:
+        """The state that samples hand to those of the next step."""
 
     @property
     def spikes(self) -> SpikeWatch:

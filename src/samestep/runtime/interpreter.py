@@ -109,6 +109,7 @@ class Interpreter:
             self.assembly.model.replaced.note()
             if not parallel.stage.is_last(task.chunk):
                 return None
+            microbatches.keep(task.microbatch, outputs)
             part = parallel.slicing.part(samples)
             with self.trials.communication("the loss"), parallel.batch_norms.values.of_step():
                 given_outputs = precision.for_loss(outputs)

@@ -15,6 +15,7 @@ from samestep.building.torch_seams import DisableTorchFunction
 from samestep.randomness.mode import after_reading
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
+from samestep.runtime.axes.lanes import LaneBatch
 from samestep.runtime.host_copies import batch_to_device
 from samestep.runtime.recording import marks
 from samestep.runtime.step_observer import Indices
@@ -109,6 +110,11 @@ class Microbatches:
             leaves = tree_leaves(self._held[microbatch][0])
             self._shapes[microbatch] = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
         return self._held[microbatch]
+
+    def keep(self, microbatch: int, outputs: Any) -> None:
+        """Keep what the samples of a micro-batch hand to those of the next step, where they are lanes."""
+        if isinstance(self.batch, LaneBatch):
+            self.batch.keep(self._shares[microbatch], outputs)
 
     def forget(self, microbatch: int) -> None:
         """Discard the samples of a micro-batch, after their last use."""

@@ -37,6 +37,7 @@ from samestep.program import recorded
 from samestep.program.program import Program
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
+from samestep.runtime.axes.lanes import LaneBatch, Lanes
 from samestep.runtime.checkpoints import checkpoint, given_weights, manifests, whole_state
 from samestep.runtime.checkpoints.trained_data import TrainedData
 from samestep.runtime.given_batches import GivenBatches
@@ -106,6 +107,8 @@ class Run:
         self._parts = StepsInParts(self._stepper, self._own)
         self._labels = NextLabels(source.loss, job)
         self._given_batches = GivenBatches(job, place)
+        self.lanes = Lanes()
+        """The state that samples hand to those of the next step."""
         self._shared = shared
         self._load_from: Path | None = None
         """The checkpoint that `prepare` will read."""
@@ -598,9 +601,18 @@ class Run:
             or self._stepper.looks_closer(self.steps_taken)
             or self._own.current.parallel.batch_norms.takes_statistics  # of samples in the order of the whole batch
         )
-        return self._given_batches.batch_of(
+        batch = self._given_batches.batch_of(
             given, method, self.steps_taken, self.layout, local=local, compares=compares
         )
+        lanes = self.lanes.of(batch)
+        if isinstance(lanes, LaneBatch) and not self.lanes.are_ready:
+            if self.is_prepared:
+                raise ModelError(
+                    "the run was prepared for samples without lanes: batches(..., lanes=True) from the first step on works"
+                )
+            first = lanes.samples(lanes.shares(0, 1, 1)[0][:1])
+            self._own.source = self.lanes.source_of(self._own.source, self.job, self.layout, first)
+        return lanes
 
     def _kernels(self) -> AbstractContextManager[None]:
         return deterministic.kernels(self.place.device) if self.job.numerics.deterministic else nullcontext()

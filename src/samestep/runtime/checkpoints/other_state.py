@@ -3,6 +3,7 @@
     frozen weights that have changed       in the files like trained weights: in coordinates of the whole, for any layout
     buffers                                persistent ones, and others that have changed; each from the stage that runs it
     options and attributes of optimizers   those that have changed, by the names of a group's weights
+    the state of lanes                     that of each data rank's samples (`axes/lanes.py`)
     the place in a stream of data          what the stream's `state_dict` returns, from rank 0
     attributes of modules, extra state     those that have changed, and what `get_extra_state` returns
 
@@ -97,6 +98,9 @@ def kept_values(run: PreparedRun) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ]
     if (state := run.data.stream_state(run.steps_taken)) is not None:
         record["stream"] = writer.kept({"state": state}, "the stream of the data").get("state")
+    mesh = run.assembly.parallel.mesh
+    if not any(mesh.index(axis) for axis in ("cp", "tp")) and (lanes := run.lanes.state()) is not None:
+        record["lanes"] = writer.kept({"lanes": lanes}, "the lanes of the batch").get("lanes")
     record["unsaved"] = writer.unsaved
     if writer.unsaved:
         warnings.warn(f"a checkpoint does not hold {'; '.join(writer.unsaved)}: a resume is refused", stacklevel=3)
@@ -180,6 +184,8 @@ def give_back(run: PreparedRun, manifest: Mapping[str, Any], read: Callable[[str
     if run.updater.optimizer is not None:
         _give_back_options(run, [group for record in records for group in record["groups"]], read)
         _give_back_own(run, manifest, records, read)
+    lanes = [unpack_plain(record["lanes"], read) for record in records if record.get("lanes") is not None]
+    run.lanes.resume(lanes, run.place.device)
     modules = dict(run.model.named_modules())
     for record in records:
         for path, key, value in record.get("attributes", ()):

@@ -1,0 +1,266 @@
+"""State that a sample of one step hands to the sample at its place in the next: lanes, as of a text that is cut into columns.
+
+```python
+for batch in samestep.batches(source, job, lanes=True):     # the model: forward(batch, carried) -> outputs, carried
+    run.step(batch)
+```
+Place i of a step is lane i, and x[i, k] its samples, step by step. With the state c[i, 0] = None the step k computes, for its lanes at once,
+
+    outputs[:, k], c[:, k + 1] = forward(x[:, k], detached c[:, k])
+
+so the state enters as an argument of the forward and leaves with its outputs. It is a sample's own like the sample itself: it goes through
+micro-batches and data ranks with it, and whatever reads the sample again in the step (the canary) reads the state before the step.
+Which dimension of each tensor holds the lanes is seen by two forwards, of two samples and of three, on the meta device. Where a batch has a
+tensor `starts` of booleans, the state of the lanes that it marks is set to zero before the step.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samestep.building.named_tensors import cast_floating
+from samestep.building.several_models import as_one
+from samestep.datasets.values import first_of, num_samples, rows_of
+from samestep.errors import DataError, LayoutError, ModelError
+from samestep.examination.examine import Source, build_blueprint
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime.step_observer import Indices
+from samestep.trees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+
+class LaneOutputs(NamedTuple):
+    """What a forward over lanes returns: the outputs, and the state with the lanes along its first dimension."""
+
+    outputs: Any
+    carried: Any
+
+
+class Lanes:
+    """The state of the lanes of one run on this rank; empty in a run whose batches have none."""
+
+    def __init__(self) -> None:
+        self._now: dict[int, list[Tensor]] = {}
+        """The state before the step, by lane: its tensors without the dimension of lanes."""
+        self._next: dict[int, list[Tensor]] = {}
+        self._form: Any = None
+        """How the tensors are nested."""
+        self._dims: list[int] | None = None
+        """The dimension of the lanes in each tensor of the state."""
+        self._count = 0
+        """The number of lanes."""
+
+    @property
+    def are_ready(self) -> bool:
+        """Whether the run's forward is given the state of lanes."""
+        return self._dims is not None
+
+    # -- a run -------------------------------------------------------------------------------------
+
+    def of(self, batch: Any) -> Any:
+        """Return a batch with the state of its lanes, if it is one of lanes.
+
+        Raises:
+            DataError: it has another number of lanes than the steps before.
+        """
+        stream = getattr(batch, "stream", None)
+        if stream is None or not stream.has_lanes or isinstance(batch, LaneBatch):
+            return batch
+        self._commit()
+        if self._count not in (0, batch.num_samples):
+            raise DataError(
+                f"step {batch.step + 1} has {batch.num_samples} samples, and the steps before had {self._count} lanes: the same number in "
+                "each step works, and so does drop_last=True"
+            )
+        self._count = batch.num_samples
+        if stream.begins_lanes(batch.step):
+            self._now = {}
+        return LaneBatch(batch, self)
+
+    def source_of(self, source: Source, job: Job, layout: Layout, example: Any) -> Source:
+        """Return the source of a run whose forward is given the state of lanes, and whose loss is not.
+
+        Raises:
+            LayoutError: the layout cuts the forward in a way in which the state has no one place.
+            ModelError: the forward does not return outputs and a state with one row for each sample.
+        """
+        if layout.pp > 1 or layout.cp > 1:
+            raise LayoutError(
+                f"{str(layout)!r} divides a forward, and the state that lanes carry enters and leaves it as a whole: pp=1 and cp=1 work"
+            )
+        self._dims = _dims_of(source, job, example["batch"])
+        return replace(source, model=as_one(source.model, self._forward), loss=_loss_of(source.loss))
+
+    def _forward(self, model: Any, samples: Any) -> Any:
+        """Call the model's forward with the state of lanes; without one, as in evaluation, only its outputs are returned."""
+        if not _has_lanes(samples):
+            return call(model, samples, None)[0]
+        assert self._dims is not None, "they are found before the model is built"
+        leaves, form = tree_flatten(samples["carried"])
+        given = [
+            leaf.movedim(0, dim) for leaf, dim in zip(leaves, self._dims, strict=False) if isinstance(leaf, Tensor)
+        ]
+        outputs, carried = call(model, samples["batch"], tree_unflatten(given, form) if given else None)
+        left, form = tree_flatten(carried)
+        return LaneOutputs(
+            outputs, tree_unflatten([leaf.movedim(dim, 0) for leaf, dim in zip(left, self._dims, strict=True)], form)
+        )
+
+    # -- the state ---------------------------------------------------------------------------------
+
+    def rows(self, places: Sequence[int], samples: Any) -> Any:
+        """Return the state of some lanes before the step, along the first dimension; None before the first one."""
+        if not self._now:
+            return None
+        first = next(iter(self._now.values()))
+        zeros = [torch.zeros_like(leaf) for leaf in first]  # of lanes of other ranks, whose samples are only looked at
+        held = [self._now.get(place, zeros) for place in places]
+        leaves = [torch.stack([leaf[index] for leaf in held]) for index in range(len(first))]
+        starts = samples.get("starts") if isinstance(samples, Mapping) else None
+        if starts is not None:
+            keep = [~starts.to(leaf.device).bool().view(-1, *[1] * (leaf.dim() - 1)) for leaf in leaves]
+            leaves = [leaf * mask for leaf, mask in zip(leaves, keep, strict=True)]
+        return tree_unflatten(leaves, self._form)
+
+    def keep(self, places: Sequence[int], outputs: Any) -> None:
+        """Keep the state that a micro-batch leaves for the next step."""
+        if not places or not isinstance(outputs, LaneOutputs):
+            return
+        leaves, self._form = tree_flatten(outputs.carried)
+        rows = [leaf.detach().unbind(0) for leaf in leaves]
+        for row, place in enumerate(places):
+            self._next[place] = [leaf[row].clone() for leaf in rows]
+
+    def _commit(self) -> None:
+        if self._next:
+            self._now, self._next = self._next, {}
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def state(self) -> Any:
+        """Return the state of this rank's lanes as it stands; None where there is none."""
+        self._commit()
+        if not self._now:
+            return None
+        places = sorted(self._now)
+        leaves = [
+            torch.stack([self._now[place][index] for place in places]) for index in range(len(self._now[places[0]]))
+        ]
+        return {"count": self._count, "places": places, "carried": tree_unflatten(leaves, self._form)}
+
+    def resume(self, states: Sequence[Any], device: torch.device) -> None:
+        """Set the state of all lanes to that which the ranks of a checkpoint held."""
+        self._now, self._next = {}, {}
+        for state in states:
+            leaves, self._form = tree_flatten(state["carried"])
+            self._count = state["count"]
+            rows = [leaf.to(device).unbind(0) for leaf in leaves]
+            self._now |= {place: [leaf[row] for leaf in rows] for row, place in enumerate(state["places"])}
+
+
+class LaneBatch:
+    """A batch whose samples come with the state of their lanes."""
+
+    def __init__(self, batch: Any, lanes: Lanes) -> None:
+        self._batch, self._lanes = batch, lanes
+        self._places = {int(index): place for place, index in enumerate(batch.shares(0, 1, 1)[0])}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._batch, name)
+
+    def samples(self, indices: Indices | Sequence[int]) -> Any:
+        """Return samples and the state of their lanes before the step."""
+        samples = self._batch.samples(indices)
+        return {"batch": samples, "carried": self._lanes.rows(self.places(indices), samples)}
+
+    def places(self, indices: Indices | Sequence[int]) -> list[int]:
+        """Return the lanes of samples."""
+        return [self._places[int(index)] for index in np.asarray(indices).tolist()]
+
+    def keep(self, indices: Indices, outputs: Any) -> None:
+        """Keep the state that the forward of these samples leaves for the next step."""
+        self._lanes.keep(self.places(indices), outputs)
+
+
+def _has_lanes(samples: Any) -> bool:
+    return type(samples) is dict and samples.keys() == {"batch", "carried"}
+
+
+def _loss_of(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    @functools.wraps(loss)
+    def of_outputs(outputs: Any, batch: Any) -> Any:
+        given = outputs.outputs if isinstance(outputs, LaneOutputs) else outputs
+        return loss(given, batch["batch"] if _has_lanes(batch) else batch)
+
+    return of_outputs
+
+
+def call(model: Any, batch: Any, carried: Any) -> tuple[Any, Any]:
+    """Call a forward of (batch, carried), or of what it takes of the batch by name or place, and the state behind it.
+
+    Raises:
+        ModelError: it takes no second argument, or does not return outputs and a state.
+    """
+    names = [*inspect.signature(type(model).forward).parameters][1:]
+    if len(names) < 2:
+        raise ModelError(
+            f"the forward of {type(model).__name__} takes {', '.join(names)}: with lanes forward(batch, carried) works"
+        )
+    if names[0] == "batch":
+        found = model(batch, carried)
+    elif isinstance(batch, Mapping):
+        given = {name: value for name, value in batch.items() if name in names and name != "labels"}
+        extra = "carried" if "carried" in names else next((name for name in names if name not in given), names[-1])
+        found = model(**given, **{extra: carried})
+    else:
+        inputs = (batch[0], *batch[2:]) if isinstance(batch, tuple | list) else (batch,)
+        place = names.index("carried") if "carried" in names else 1
+        found = model(*inputs[:place], carried)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise ModelError(
+            f"the forward of {type(model).__name__} returns a {type(found).__name__}: with lanes (outputs, carried) works, the state of the "
+            "next step behind the outputs"
+        )
+    return found
+
+
+def _dims_of(source: Source, job: Job, example: Any) -> list[int]:
+    """Return the dimension of the lanes in each tensor of the state that a forward leaves."""
+    module = build_blueprint(source, job).module
+    dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
+    sample = cast_floating(first_of(example), dtype)
+    count, shapes = num_samples(sample) or 1, []
+    for number in (2, 3):
+        several = rows_of(sample, [0] * number, count)
+        on_meta = tree_map_only(Tensor, lambda one: one.to("meta"), several)
+        try:
+            with torch.no_grad(), torch.device("meta"):
+                _, carried = call(module, on_meta, None)
+        except ModelError:
+            raise
+        except Exception as error:  # of the user's own code, which may raise anything
+            words = str(error).strip().partition("\n")[0]
+            raise ModelError(
+                f"the forward fails on {number} lanes without a state ({type(error).__name__}: {words}): carried is None in the first step"
+            ) from None
+        shapes.append([leaf.shape if isinstance(leaf, Tensor) else None for leaf in tree_leaves(carried)])
+    dims = []
+    for two, three in zip(*shapes, strict=True):
+        found = [dim for dim, (a, b) in enumerate(zip(two or (), three or (), strict=True)) if (a, b) == (2, 3)]
+        if len(found) != 1:
+            raise ModelError(
+                f"a tensor of the state is of shape {[*(two or ())]} for two lanes and {[*(three or ())]} for three, so which part is whose is "
+                "not seen: tensors with one dimension of lanes work"
+            )
+        dims += found
+    return dims
