@@ -197,3 +197,113 @@ def test_values_that_are_no_one_batch_are_refused_on_every_rank(layout: str, kin
     assert first == second
     assert "\n" not in first
     assert re.search(text, first), first
+
+
+# -- micro-batches whose tensors are not one row for each sample -----------------------------------
+
+
+class Graph:
+    """Several graphs as one, as libraries of graphs put them together: nodes, edges, and the graph of each node."""
+
+    def __init__(self, x: Tensor, edges: Tensor, graph: Tensor, y: Tensor) -> None:
+        self.x, self.edges, self.graph, self.y = x, edges, graph, y
+
+
+class Graphs:
+    """Rings of three to six nodes."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        nodes = 3 + index % 4
+        x = torch.randn(nodes, 6, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        return x, torch.stack([torch.arange(nodes), torch.arange(nodes).roll(1)]), torch.tensor(index % 3)
+
+
+def as_graph(samples: list[Any]) -> Graph:
+    sizes = [len(x) for x, _, _ in samples]
+    edges = [edges + sum(sizes[:place]) for place, (_, edges, _) in enumerate(samples)]
+    graph = torch.arange(len(samples)).repeat_interleave(torch.tensor(sizes))
+    return Graph(
+        torch.cat([x for x, _, _ in samples]), torch.cat(edges, 1), graph, torch.stack([y for *_, y in samples])
+    )
+
+
+def as_dict(samples: list[Any]) -> dict[str, Tensor]:
+    made = as_graph(samples)
+    return {"x": made.x, "edges": made.edges, "graph": made.graph, "labels": made.y}
+
+
+def as_lists(samples: list[Any]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    return [x for x, _, _ in samples], [{"boxes": x[:, :4], "label": y} for x, _, y in samples]
+
+
+class OfGraphs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def pooled(self, x: Tensor, edges: Tensor, graph: Tensor, count: int) -> Tensor:
+        hidden = torch.relu(self.first(x))
+        hidden = hidden + torch.zeros_like(hidden).index_add(0, edges[1], hidden[edges[0]])
+        return self.head(hidden.new_zeros(count, 8).index_add(0, graph, hidden))
+
+    def forward(self, data: Graph) -> Tensor:
+        return self.pooled(data.x, data.edges, data.graph, len(data.y))
+
+
+class OfDicts(OfGraphs):
+    def forward(self, x: Tensor, edges: Tensor, graph: Tensor) -> Tensor:  # type: ignore[override]
+        return self.pooled(x, edges, graph, int(graph.max()) + 1)
+
+
+class OfLists(OfGraphs):
+    def forward(self, images: list[Tensor]) -> Tensor:  # type: ignore[override]
+        return torch.stack([self.head(torch.relu(self.first(image)).mean(0)) for image in images])
+
+
+RAGGED: dict[str, tuple[type[nn.Module], Callable[[Any], Any], Callable[[Any], Tensor]]] = {
+    "objects": (OfGraphs, as_graph, lambda batch: batch.y),
+    "graphs in a dict": (OfDicts, as_dict, lambda batch: batch["labels"]),
+    "lists of dicts": (OfLists, as_lists, lambda batch: torch.stack([one["label"] for one in batch[1]])),
+}
+
+
+def _ragged_loss(kind: str) -> Callable[[Any, Any], tuple[Tensor, int]]:
+    return lambda outputs, batch: _loss(outputs, RAGGED[kind][2](batch))
+
+
+def ragged_model(kind: str) -> nn.Module:
+    torch.manual_seed(3)
+    return RAGGED[kind][0]()
+
+
+def trained_on_ragged(rank: int, world: int, layout: str, kind: str) -> tuple[list[float], dict[str, Tensor]]:
+    run = samestep.parallelize(
+        lambda: ragged_model(kind), _ragged_loss(kind), lambda params: torch.optim.SGD(params, lr=0.3), layout=layout, job=JOB
+    )  # fmt: skip
+    loader = torch.utils.data.DataLoader(Graphs(), batch_size=8, collate_fn=RAGGED[kind][1])
+    losses = [run.step(batch).loss for batch in samestep.batches(loader, JOB)]
+    return losses, run.state_dict(on_every_rank=True)
+
+
+@pytest.mark.parametrize("layout", ["dp=1 microbatch=3", "dp=2", "dp=2 zero=3 microbatch=2"])
+@pytest.mark.parametrize("kind", RAGGED)
+def test_what_a_collate_fn_makes_of_any_kind_trains_as_in_a_plain_loop(kind: str, layout: str) -> None:
+    model, loss = ragged_model(kind).double(), _ragged_loss(kind)
+    optimizer, wanted = torch.optim.SGD(model.parameters(), lr=0.3), []
+    for step in range(STEPS):
+        batch = RAGGED[kind][1]([Graphs()[(8 * step + place) % 24] for place in range(8)])
+        inputs = {"objects": (batch,), "lists of dicts": (batch[0],) if kind == "lists of dicts" else ()}.get(kind)
+        outputs = model(*inputs) if inputs else model(batch["x"], batch["edges"], batch["graph"])
+        total, count = loss(outputs, batch)
+        optimizer.zero_grad()
+        (total / count).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        wanted.append(float(total.detach()) / count)
+    for losses, state in pool(Layout.parse(layout).world_size).run(trained_on_ragged, layout, kind):
+        assert losses == pytest.approx(wanted, rel=1e-9)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10, msg=name)

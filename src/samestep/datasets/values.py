@@ -19,7 +19,7 @@ from torch import Tensor
 
 from samestep.datasets.order import Integers
 from samestep.errors import DataError
-from samestep.trees import tree_map_only
+from samestep.trees import tensors_in, tree_map_only
 
 
 def tensors_of_arrays(values: Any) -> Any:
@@ -81,6 +81,18 @@ def _is_container(values: list[Any], count: int) -> bool:
 def is_by_sample(values: list[Any], count: int) -> bool:
     """Return whether a list holds one item for each of `count` samples."""
     return len(values) == count and not _is_container(values, count)
+
+
+def has_items(values: Any) -> bool:
+    """Return whether tensors of a batch are in lists of one item for each sample, so that they have no dimension of samples."""
+    count = num_samples(values)
+    return count is not None and _has_items(values, count)
+
+
+def _has_items(values: Any, count: int) -> bool:
+    if isinstance(values, list) and not _is_container(values, count):
+        return bool(tensors_in(values))
+    return isinstance(values, Mapping | list | tuple) and any(_has_items(part, count) for part in _parts(values))
 
 
 def rows_of(values: Any, rows: Integers | Sequence[int], count: int) -> Any:

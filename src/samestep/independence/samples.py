@@ -26,6 +26,7 @@ from samestep.building.model_loss import ModelLoss
 from samestep.building.named_tensors import address
 from samestep.building.over_samples import within
 from samestep.building.torch_seams import disable_current_modes
+from samestep.datasets.values import has_items
 from samestep.errors import ModelError
 from samestep.independence.dependence import NO_DIM, Along, Call, Dependence, Mixed
 from samestep.independence.dimension_maps import bind_arguments
@@ -83,6 +84,8 @@ def examine(
     gradient that the forward itself takes needs. The forward runs in the context that
     `around` makes from a function that says where a tensor has its samples, and one that is told it of random numbers.
     """
+    if has_items(sample):
+        return Findings(tried=("the forward on several samples, of which each is an item of a list",))
     watch = _SampleProver(module, keeps_all=keeps_all, takes_gradients=takes_gradients)
     try:
         with (
