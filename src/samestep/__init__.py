@@ -8,7 +8,7 @@ for batch in samestep.batches(dataset, job):
     report = run.step(batch)
 run.save("checkpoints")                 # run.load(samestep.latest("checkpoints")) continues, in any layout
 ```
-Each verb of the command line is a function of the same name: `plan`, `simulate`, `train`, `verify`, `measure`,
+Each verb of the command line is a function of the same name: `plan`, `simulate`, `train`, `verify`, `explain`, `measure`,
 `layouts`, `inspect`, `export`, `sample`, `evaluate`. Names that need torch are imported on first use.
 """
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from samestep.building.over_samples import batch_cat, batch_mean, batch_sum
     from samestep.datasets import batches
     from samestep.engines.launch import launch
+    from samestep.explanation.explain import explain
     from samestep.independence.row_rules import independent
     from samestep.measurement.profile import measure
     from samestep.planning.legality import layouts
@@ -69,6 +70,7 @@ _LAZY = {
     "batch_sum": ("samestep.building.over_samples", "batch_sum"),
     "batches": ("samestep.datasets", "batches"),
     "evaluate": ("samestep.training.trained", "evaluate"),
+    "explain": ("samestep.explanation.explain", "explain"),
     "export": ("samestep.training.export", "export"),
     "inspect": ("samestep.training.inspection", "inspect"),
     "independent": ("samestep.independence.row_rules", "independent"),
@@ -113,6 +115,7 @@ __all__ = [
     "batch_sum",
     "batches",
     "evaluate",
+    "explain",
     "export",
     "independent",
     "inspect",

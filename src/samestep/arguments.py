@@ -82,6 +82,8 @@ def add_train(parser: ArgumentParser) -> None:
     _add_hosts(parser)
     about = "prove the layout first, as verify does, and train nothing where it differs from one device"
     parser.add_argument("--prove", action="store_true", help=about)
+    about = "record where the time of N steps goes, for `samestep explain`; A:B records these"
+    parser.add_argument("--record", metavar="N|A:B", help=about)
     about = "print the resolved job, and the bytes and samples of each rank; start nothing"
     parser.add_argument("--dry-run", action="store_true", help=about)
 
@@ -216,6 +218,18 @@ def add_simulate(parser: ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help=about)
     about = "play a published run or a textbook comparison instead of a job; `--case list` lists them"
     parser.add_argument("--case", metavar="NAME", help=about)
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, which Perfetto opens")
+
+
+def add_explain(parser: ArgumentParser) -> None:
+    """Add the arguments of `explain`."""
+    about = "a run folder with recorded steps (train --record); default: the newest run below runs/"
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help=about)
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--step", type=_count, metavar="N", help="one step; default: all recorded ones but the first")
+    chosen.add_argument("--steps", metavar="A:B", help="some steps, averaged")
+    _add_hardware(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the parts of the step to a file")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, which Perfetto opens")
 
 

@@ -82,6 +82,8 @@ def _parser() -> ArgumentParser:
     arguments.add_plan(verb("plan", _plan, about))
     about = "predict the time and memory of a step from its program; needs no torch"
     arguments.add_simulate(verb("simulate", _simulate, about))
+    about = "say where the time of a run's recorded steps went, who waited for whom, and what to try"
+    arguments.add_explain(verb("explain", _explain, about))
     about = "list the legal layouts of a job on N devices, and say why one is not"
     arguments.add_layouts(verb("layouts", _layouts, about))
     about = "print the blocks of a job's model, what may be cut, and why not the rest"
@@ -133,6 +135,8 @@ def _train(words: Namespace) -> int:
         from samestep.training import foreign_code
 
         foreign_code.refuse(job, words.job, jobs.default(words.set))
+    if words.record:
+        job = job.model_copy(update={"train": type(job.train)(**{**job.train.model_dump(), "record": words.record})})
     _limit_threads(job.run.threads)
     least_ranks, ranks = words.ranks
     given = {"layout": words.layout, "ranks": ranks, "steps": words.steps, "out": out}
@@ -306,6 +310,17 @@ def _simulate(words: Namespace) -> None:
     _say_cautions(words, found.hardware, found.devices)
     print(listing.as_text(found, whole=words.program))
     _write_prediction(words, found)
+
+
+def _explain(words: Namespace) -> None:
+    from samestep.explanation.explain import explain
+
+    run = run_folder.newest("to explain") if words.run is None else words.run
+    found = explain(run, step=words.step, steps=words.steps, hardware=words.hardware)
+    print(found.to_text())
+    _write_json(words.json, found.to_record())
+    if words.trace:
+        write(words.trace, json.dumps(found.to_chrome_trace()))
 
 
 def _case(words: Namespace) -> None:

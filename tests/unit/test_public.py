@@ -61,6 +61,7 @@ def test_the_public_names_are_these() -> None:
         "batch_sum",
         "batches",
         "evaluate",
+        "explain",
         "export",
         "independent",
         "inspect",

@@ -109,7 +109,7 @@ class Timeline:
     def to_chrome_trace(self) -> dict[str, Any]:
         """Return a Chrome trace to write as JSON, with times in microseconds."""
         threads = {(stage, stream): tid for stage in self.stages for tid, stream in enumerate(self.streams(stage))}
-        names = [_metadata("process_name", stage, 0, f"stage {stage}") for stage in self.stages]
+        names = [_metadata("process_name", stage, 0, f"{self.lane} {stage}") for stage in self.stages]
         names += [_metadata("thread_name", stage, tid, stream) for (stage, stream), tid in threads.items()]
         events = [
             {

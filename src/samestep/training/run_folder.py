@@ -74,7 +74,7 @@ def refuse_used(folder: Path) -> None:
         raise JobError(f"{folder} holds a run already: --resume resumes it, another --out starts a new one")
 
 
-def newest() -> Path:
+def newest(purpose: str = "to resume") -> Path:
     """Return the folder of the run below `runs` that was started or resumed last.
 
     Raises:
@@ -82,7 +82,9 @@ def newest() -> Path:
     """
     found = [(path.stat().st_mtime, path.parent) for path in RUNS.glob(f"*/{JOB}")]
     if not found:
-        raise CheckpointError(f"there is no run below {RUNS}/ to resume; --out names another folder")
+        raise CheckpointError(
+            f"there is no run below {RUNS}/ {purpose}; {'--out' if purpose == 'to resume' else 'an argument'} names another folder"
+        )
     return max(found)[1]
 
 

@@ -1,0 +1,1 @@
+"""The verb `explain`: where the time of a measured step went, held against the predicted step."""

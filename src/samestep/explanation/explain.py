@@ -1,0 +1,285 @@
+"""The verb `explain`: where the time of a run's recorded steps went, against the prediction, and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep import hardware
+from samestep import job as jobs
+from samestep.errors import LayoutError, RecordError
+from samestep.explanation.step_parts import Charge, MeasuredSteps, StepPart, measured_steps, parts_of
+from samestep.explanation.step_verdict import StepVerdict, verdict_of
+from samestep.hardware import Hardware
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.models.spec import ModelSpec
+from samestep.models.spec_json import from_json
+from samestep.output.text_table import align_columns
+from samestep.planning.other_numerics import savings
+from samestep.planning.search import plan
+from samestep.program import recorded
+from samestep.program.recorded import RankRecord
+from samestep.program.update_rules import states_per_param
+from samestep.simulation.prediction import Prediction, predict
+
+MEASURE_FIRST = "nothing is predicted, since this machine has no measured profile: samestep measure writes it, and --hardware names another"
+GAIN = 0.02
+"""StepPart of a step from which on a layout is worth a try."""
+_MOST_DEVICES = 64
+"""Number of ranks above which no other layout is searched for: `samestep plan` does that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Where the time of a run's steps went."""
+
+    folder: Path
+    found: MeasuredSteps
+    predicted: Prediction | None
+    verdict: StepVerdict
+
+    @property
+    def layout(self) -> str:
+        """The layout of the run."""
+        return self.found.records[min(self.found.records)].head.layout
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step, from its begin to that of the next one."""
+        return self.found.step_s
+
+    @property
+    def parts(self) -> tuple[StepPart, ...]:
+        """The parts of the step of the rank that waits least; with `rest_s` they add up to the seconds of its step."""
+        return parts_of(self.found, self.found.busiest, self.predicted)[0]
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds of that step that nothing explains."""
+        return parts_of(self.found, self.found.busiest, self.predicted)[1]
+
+    def to_record(self) -> dict[str, object]:
+        """Return plain data for JSON."""
+        found = self.found
+        return {
+            "run": str(self.folder),
+            "layout": self.layout,
+            "steps": list(found.steps),
+            "step_s": found.lasted_s[found.busiest],
+            "predicted_step_s": None if self.predicted is None else self.predicted.step_s,
+            "rank": found.busiest,
+            "parts": [part.to_record() for part in self.parts],
+            "rest_s": self.rest_s,
+            "verdict": self.verdict.line,
+            "reasons": list(self.verdict.reasons),
+            "try": list(self.verdict.tries),
+            "kind": self.verdict.kind,
+            "ranks": [self._of_rank(rank) for rank in sorted(found.records)],
+            "waited_for": [
+                {"rank": one.rank, "doing": one.doing, "axis": one.axis, "seconds": one.seconds, "waits": one.waiting}
+                for one in found.charges
+            ],
+            "hidden_s": {rank: dict(axes) for rank, axes in sorted(found.hidden.items())},
+            "clocks": [one.to_line() for one in found.clocks.values() if one.width_s],
+            "missing": list(found.missing),
+        }
+
+    def _of_rank(self, rank: int) -> dict[str, object]:
+        parts, rest_s = parts_of(self.found, rank, self.predicted)
+        head, memory = self.found.records[rank].head, self.memory_of(rank)
+        return {
+            "rank": rank,
+            "host": head.host,
+            "stage": head.stage,
+            "step_s": self.found.lasted_s[rank],
+            "parts": [part.to_record() for part in parts],
+            "rest_s": rest_s,
+            "memory_bytes": max((size for _, size in memory), default=None),
+        }
+
+    def memory_of(self, rank: int) -> list[tuple[float, int]]:
+        """Return the bytes in use on a rank at the end of each task of the last step, with its second in the step."""
+        step = self.found.records[rank].steps[self.found.last.step]
+        return [(time / 1e9, size) for time, size in step.memory]
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """Return a Chrome trace of the last step, measured and predicted: a process for each rank and for each predicted stage."""
+        trace = _named(self.found.last.timeline.to_chrome_trace(), "measured", 0)
+        if self.predicted is not None:
+            shift = 1 + max(self.found.records)
+            said = _named(self.predicted.timeline.to_chrome_trace(), "predicted", shift)
+            trace["traceEvents"] += said["traceEvents"]
+        return trace
+
+    def to_text(self) -> str:
+        """Return the verdict, the parts of the step, and who was waited for."""
+        lines = [f"verdict: {self.verdict.line}", *(f"  why: {reason}" for reason in self.verdict.reasons)]
+        lines += [f"  try: {one}" for one in self.verdict.tries]
+        lines += [MEASURE_FIRST] if self.predicted is None else []
+        steps = self.found.steps
+        which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}, averaged"
+        lines += ["", f'"{self.layout}", {which}; rank {self.found.busiest}, which waits least', self._table()]
+        lines += self._waited_for()
+        hidden = self.found.hidden[self.found.busiest]
+        if any(hidden.values()):
+            each = ", ".join(f"{axis} {seconds * 1e3:.3g} ms" for axis, seconds in hidden.items() if seconds > 0)
+            lines.append(f"communication while it computed, at most: {each}")
+        lines += [one.to_line() for one in self.found.clocks.values() if one.width_s]
+        return "\n".join([*lines, *(f"missing: {text}" for text in self.found.missing)])
+
+    def _waited_for(self) -> list[str]:
+        """Return a line for each rank and axis on which others wait for more than a hundredth of the step."""
+        together: dict[tuple[int, str | None], list[Charge]] = {}
+        for one in self.found.charges:
+            together.setdefault((one.rank, one.axis), []).append(one)
+        lines = []
+        for (rank, axis), charges in sorted(together.items(), key=lambda item: -sum(one.seconds for one in item[1])):
+            seconds, first = sum(one.seconds for one in charges), charges[0]
+            if seconds >= 0.01 * self.step_s:
+                where = f"over {axis}" if axis else "in the pipeline"
+                most = f"{first.seconds * 1e3:,.3g} ms of it while it was at {first.doing}"
+                lines.append(f"others wait for rank {rank} {where}: {seconds * 1e3:,.3g} ms, {most}")
+        return lines
+
+    def _table(self) -> str:
+        rows = [("part", "measured ms", "of the step", "predicted ms", "difference ms")]
+        step_s = self.found.lasted_s[self.found.busiest]
+        rest = StepPart("rest", None, self.rest_s, None if self.predicted is None else 0.0)
+        whole = StepPart("step", None, step_s, None if self.predicted is None else self.predicted.step_s)
+        for part in (*self.parts, rest, whole):
+            if max(part.measured_s, part.predicted_s or 0.0) < 1e-4 * step_s and part is not rest:
+                continue
+            said = (
+                ("", "")
+                if part.predicted_s is None
+                else (
+                    f"{part.predicted_s * 1e3:,.3f}",
+                    f"{(part.measured_s - part.predicted_s) * 1e3:+,.3f}",
+                )
+            )
+            rows.append((part.label, f"{part.measured_s * 1e3:,.3f}", f"{part.measured_s / step_s:.1%}", *said))
+        return align_columns(rows)
+
+
+def _named(trace: dict[str, Any], word: str, shift: int) -> dict[str, Any]:
+    """Return a trace whose processes begin with a word, and are numbered from `shift` on."""
+    events = []
+    for event in trace["traceEvents"]:
+        named = {"args": {"name": f"{word} {event['args']['name']}"}} if event["name"] == "process_name" else {}
+        events.append({**event, **named, "pid": event["pid"] + shift})
+    return {**trace, "traceEvents": events}
+
+
+def explain(
+    run: str | Path,
+    *,
+    step: int | None = None,
+    steps: str | None = None,
+    hardware: Hardware | str | Path | None = None,
+) -> Explained:
+    """Return where the time of a run's recorded steps went.
+
+    Args:
+        run: a run folder, or a folder of records (`run.record`).
+        step: one step; by default all that are recorded but the first.
+        steps: some steps, such as "101:104".
+        hardware: the profile from which the step is predicted; by default this machine's, if it has been measured.
+
+    Raises:
+        RecordError: there is no record, a file is damaged, or the step is not in it.
+        InputError: the profile has mistakes.
+    """
+    folder, records = read_run(Path(run))
+    wanted = _steps_of(records, folder, step, steps)
+    found = measured_steps(records, wanted)
+    said = _predicted(folder, records, hardware)
+    predicted = said[0] if said else None
+    parts, _ = parts_of(found, found.busiest, predicted)
+    tries = _tries(*said) if said else []
+    return Explained(folder, found, predicted, verdict_of(found, parts, tries))
+
+
+def read_run(run: Path) -> tuple[Path, dict[int, RankRecord]]:
+    """Return the folder of the newest record of a run, and the records of its ranks.
+
+    Raises:
+        RecordError: there is none, or a file is damaged.
+    """
+    folder = run / recorded.FOLDER if (run / recorded.FOLDER).is_dir() else run
+    paths = sorted(folder.glob("steps-*.rank*.jsonl"), key=lambda path: path.stat().st_mtime)
+    if not paths:
+        raise RecordError(
+            f"{run} has no recorded steps: samestep train --record 5 records some, and so does --set train.record=100:104"
+        )
+    window = paths[-1].name.partition(".")[0]
+    records: dict[int, RankRecord] = {}
+    for path in paths:
+        if path.name.startswith(f"{window}."):
+            one = recorded.read_record(path)
+            if one.head.rank in records:
+                raise RecordError(
+                    f"{path} and {records[one.head.rank].path} both say that they are of rank {one.head.rank}"
+                )
+            records[one.head.rank] = one
+    words = {record.head.layout for record in records.values()}
+    if len(words) > 1:
+        raise RecordError(
+            f"{folder} has records of several layouts: {', '.join(sorted(words))}; a folder of one run works"
+        )
+    return folder, dict(sorted(records.items()))
+
+
+def _steps_of(records: Mapping[int, RankRecord], folder: Path, step: int | None, steps: str | None) -> list[int]:
+    """Return the steps that are asked for and that every rank has recorded; by default all but the first of the window."""
+    common = sorted(set.intersection(*({*record.steps} for record in records.values())))
+    if not common:
+        raise RecordError(f"{folder}: there is no step that every rank has recorded whole")
+    if step is None and steps is None:
+        return common[1:] or common
+    asked = [step] if step is not None else [*recorded.parse_steps(str(steps), 0)]
+    found = [number for number in common if number in asked]
+    if not found:
+        raise RecordError(f"{folder} has no step {steps or step}: steps {common[0]} to {common[-1]} are recorded")
+    return found
+
+
+_Said = tuple[Prediction, ModelSpec, Job, Hardware]
+
+
+def _predicted(folder: Path, records: Mapping[int, RankRecord], given: Hardware | str | Path | None) -> _Said | None:
+    """Return the prediction of the run's step, and what it was made of; None without a profile of this machine."""
+    if given is None and hardware.own() is None:
+        return None
+    model_file, job_file = folder / recorded.MODEL, folder / recorded.JOB
+    if not (model_file.is_file() and job_file.is_file()):
+        return None
+    try:
+        model = from_json(model_file.read_text(encoding="utf-8"))
+    except (ValueError, TypeError, KeyError, OSError):
+        raise RecordError(f"{model_file} is damaged, or of another version of samestep") from None
+    job = jobs.load(job_file)
+    machine = hardware.resolve_hardware(given)
+    layout = Layout.parse(records[min(records)].head.layout)
+    return predict(model, job, layout, machine, states_per_param(job)), model, job, machine
+
+
+def _tries(said: Prediction, model: ModelSpec, job: Job, machine: Hardware) -> list[str]:
+    """Return what is predicted to be faster, as words of a command with the gain: layouts, and numerics that may change results."""
+    found: list[str] = []
+    if said.devices <= _MOST_DEVICES:
+        try:
+            best = plan(model, job, machine, said.devices, top=2, states_per_param=states_per_param(job)).best
+        except LayoutError:
+            best = ()
+        for one in best:
+            gain = 1 - one.step_s / said.step_s
+            if gain > GAIN:
+                found.append(f'--layout "{one.layout}": {gain:.0%} less, predicted')
+    found += [
+        f"--set {saving.change}: {1 - saving.step_s / said.step_s:.0%} less, predicted; it may change results"
+        for saving in savings(said, model, job, machine, states_per_param(job))
+    ]
+    return found[:3]

@@ -1,0 +1,371 @@
+"""A measured step as a timeline: one lane a rank, its compute stream without gaps or overlaps, and what was sent on the axes.
+
+The record of a rank (`program/recorded.py`) has nested events of its host. Every instant of the step belongs to the innermost one;
+the waits of the host are gaps of the compute stream:
+
+```
+record     task B0 ├──────────────────────────────┤      backward layers.1 at |, layers.0 at :
+           wait bucket.0          ├──────┤
+lane       backward:layers.1 |~~~:~ gap ~│~~~~~~~~~~
+dp                         sent ├──── all_reduce:bucket.0 ┤
+```
+A collective starts when its last rank has *entered* it: the later of its issue there, and of the end of the one before it in the same
+group. It has ended by the time at which a wait for it returns, on any of its ranks. A message starts when both ends have asked for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from samestep.program.recorded import RankRecord, RecordedStep, SentOp
+from samestep.simulation.partition import BUBBLE, WAIT, Gap, row_name
+from samestep.simulation.spans import COMPUTE, Span
+from samestep.simulation.timeline import Timeline
+
+GAP = "gap "
+"""What the name of a gap's row begins with, among names of ops."""
+_OWN_ROW = ("watching", "checkpoint", "host")
+"""Regions that own all that happens inside them: forwards that a check or an evaluation runs are no part of the step."""
+
+
+@dataclass(slots=True)
+class SentByRank:
+    """One collective or message as one rank has seen it; times in nanoseconds of the common clock."""
+
+    rank: int
+    op: SentOp
+    issued: int
+    waited: tuple[int, int] | None
+    """The begin and the end of the host's first wait for it; None if it has not waited in this step."""
+    entered: int = 0
+    starts: int = 0
+    """When the last rank has entered it."""
+    ends: int = 0
+    late: int = -1
+    """The rank that entered it last; -1 where no other one was seen."""
+    members: tuple[int, ...] = ()
+    """The ranks that were seen in it."""
+
+    @property
+    def known_end(self) -> int | None:
+        """A time by which it has ended."""
+        return None if self.waited is None else self.waited[1]
+
+
+class Segment(NamedTuple):
+    """A run of instants of a rank's host, in nanoseconds from the begin of its step; a gap has no name."""
+
+    begin: int
+    end: int
+    name: str
+    task: str
+
+
+@dataclass(slots=True)
+class MeasuredStep:
+    """One step of all ranks on a common clock."""
+
+    step: int
+    timeline: Timeline
+    """Times of a lane are seconds from the begin of that rank's step."""
+    begins: Mapping[int, int]
+    """Begin of each rank's step, in nanoseconds of the common clock."""
+    sent: Mapping[int, Sequence[SentByRank]]
+    lasted_s: Mapping[int, float]
+    """Seconds from the begin of each rank's step to that of its next one."""
+    cpu_s: Mapping[int, float]
+    """Processor seconds of each rank's main thread."""
+    spans_of_sent: Mapping[tuple[int, str, str, float], SentByRank] = field(default_factory=dict)
+
+    def cause(self, gap: Gap) -> tuple[int, str] | None:
+        """Return the rank for which a wait has waited, and the op or row that made it late; None if none was late.
+
+        It is what the late rank did longer than the waiting one since both were last in one collective. If that is a wait of its own,
+        the cause of that wait is the cause.
+        """
+        return self._cause(gap, 8)
+
+    def _cause(self, gap: Gap, depth: int) -> tuple[int, str] | None:
+        rank, span = gap.stage, gap.closed_by
+        found = None if span is None else self.spans_of_sent.get((rank, span.stream, span.name, span.end_s))
+        if found is None or found.late in (-1, rank):
+            return None
+        late, until = found.late, found.starts
+        if gap.name == WAIT:
+            since = self._last_met(rank, late, until)
+            mine, its = (self._did(one, since, until) for one in (rank, late))
+            more = {name: seconds - mine.get(name, 0.0) for name, seconds in its.items()}
+        else:  # stages do other things than their neighbours
+            since = self.begins[rank] + round(gap.start_s * 1e9)
+            more = self._did(late, since, until)
+        name = max(more, key=lambda one: more[one], default="")
+        if not name.startswith(GAP):
+            return late, name
+        row = name.removeprefix(GAP)
+        own = [one for one in self._gaps[late] if f"{one.name} {one.axis}" == row and one.name in (WAIT, BUBBLE)]
+        inside = [one for one in own if since <= self.begins[late] + one.start_s * 1e9 < until]
+        longest = max(inside, key=lambda one: one.end_s - one.start_s, default=None)
+        before = self._cause(longest, depth - 1) if longest is not None and depth else None
+        return before or (late, row)
+
+    def _last_met(self, one: int, other: int, before: int) -> int:
+        """Return the end of the last op in which two ranks took part, or the begin of the step."""
+        ends = [sent.ends for sent in self.sent[one] if other in sent.members and sent.starts < before]
+        return max([end for end in ends if end <= before], default=min(self.begins[one], self.begins[other]))
+
+    def _did(self, rank: int, since: int, until: int) -> dict[str, float]:
+        """Return the seconds of each op of a rank, and of each row of its gaps, between two times of the common clock."""
+        found: dict[str, float] = defaultdict(float)
+        first, last = ((time - self.begins[rank]) / 1e9 for time in (since, until))
+        if first < 0:
+            found["the step before"] = -first
+        for one in self.timeline.spans_of(rank):
+            if one.stream == COMPUTE and one.end_s > first and one.start_s < last:
+                found[one.name] += min(one.end_s, last) - max(one.start_s, first)
+        for gap in self._gaps[rank]:
+            if gap.end_s > first and gap.start_s < last:
+                found[f"{GAP}{gap.name} {gap.axis}"] += min(gap.end_s, last) - max(gap.start_s, first)
+        return found
+
+    _gaps: Mapping[int, Sequence[Gap]] = field(default_factory=dict)
+
+    def with_gaps(self, gaps: Mapping[int, Sequence[Gap]]) -> MeasuredStep:
+        """Return the step, which knows the gaps of its lanes now."""
+        self._gaps = gaps
+        return self
+
+
+def measured_step(records: Mapping[int, RankRecord], number: int, offsets: Mapping[str, int]) -> MeasuredStep:
+    """Return one step of all ranks; `offsets` are what is added to the nanoseconds of each clock."""
+    steps = {rank: record.steps[number] for rank, record in records.items()}
+    shift = {rank: offsets.get(record.head.clock, 0) for rank, record in records.items()}
+    sent = {rank: sent_by(record, number, shift[rank]) for rank, record in records.items()}
+    enter_all(records, sent)
+    parts: list[Span] = []
+    known: dict[tuple[int, str, str, float], SentByRank] = {}
+    for rank, step in steps.items():
+        begin = step.begin_ns + shift[rank]
+        blocked = [one.waited for one in sent[rank] if one.waited is not None and one.ends > one.waited[0]]
+        gaps = [(start - begin, stop - begin) for start, stop in blocked]
+        parts += [
+            Span(rank, COMPUTE, one.name, one.task, one.begin / 1e9, one.end / 1e9)
+            for one in segments(step, gaps)
+            if one.name
+        ]
+        for one in sent[rank]:
+            start_s, end_s = ((time - begin) / 1e9 for time in (one.starts, one.ends))
+            span = Span(
+                rank, one.op.axis, f"{one.op.kind}:{one.op.owner}", one.op.task, max(0.0, min(start_s, end_s)), end_s
+            )
+            if end_s > 0:
+                parts.append(span)
+                known[rank, span.stream, span.name, span.end_s] = one
+    lasted_s = {rank: (step.until_ns - step.begin_ns) / 1e9 for rank, step in steps.items()}
+    return MeasuredStep(
+        number,
+        Timeline(tuple(parts), "rank"),
+        {rank: step.begin_ns + shift[rank] for rank, step in steps.items()},
+        sent,
+        lasted_s,
+        {rank: step.cpu_ns / 1e9 for rank, step in steps.items()},
+        known,
+    )
+
+
+# -- what was sent -----------------------------------------------------------------------------------------------------
+
+
+def sent_by(record: RankRecord, number: int, shift: int) -> list[SentByRank]:
+    """Return what a rank has sent in a step, in the order of issue; waits for what it issued in the step before are among it."""
+    found: list[SentByRank] = []
+    for step_number in (number - 1, number):
+        if step_number not in record.steps:
+            continue
+        issued = list(_issued(record, step_number, shift))
+        waits = _waits(record, step_number, number, shift)
+        for key, one in issued:
+            if one.waited is None:
+                one.waited = waits.get(key)
+            if step_number == number or (key in waits):
+                found.append(one)
+    return found
+
+
+def _issued(record: RankRecord, number: int, shift: int) -> Iterator[tuple[tuple[str, str, int], SentByRank]]:
+    step, seen = record.steps[number], defaultdict[str, int](int)
+    ops: dict[str, list[SentOp]] = defaultdict(list)
+    for op in record.head.ops:
+        ops[op.owner].append(op)
+    for form, name, begin, end, *more in step.events:
+        if form != "sent":
+            continue
+        index, kind, is_asynchronous = more
+        mine = [op for op in ops.get(name, ()) if kind in ("", op.kind)]
+        place = seen[f"{name} {kind}"]
+        seen[f"{name} {kind}"] += 1
+        op = (
+            mine[place]
+            if place < len(mine)
+            else mine[-1]
+            if mine
+            else SentOp(name, kind or "collective", "other", 0, "")
+        )
+        base = step.begin_ns + shift
+        waited = None if is_asynchronous else (base + begin, base + end)
+        yield (name, kind, index), SentByRank(record.head.rank, op, base + begin, waited)
+
+
+def _waits(record: RankRecord, issued_in: int, number: int, shift: int) -> dict[tuple[str, str, int], tuple[int, int]]:
+    """Return the first wait, in step `number`, for each op that was issued in a step."""
+    step, found = record.steps[number], dict[tuple[str, str, int], tuple[int, int]]()
+    for form, name, begin, end, *more in step.events:
+        if form == "wait" and more[2] == issued_in:
+            base = step.begin_ns + shift
+            found.setdefault((name, more[1], more[0]), (base + begin, base + end))
+    return found
+
+
+def meetings_of(
+    records: Mapping[int, RankRecord], sent: Mapping[int, Sequence[SentByRank]]
+) -> dict[Any, list[SentByRank]]:
+    """Return what the ranks have sent together: the same collective, or the two ends of a message, under one key."""
+    meetings: dict[Any, list[SentByRank]] = defaultdict(list)
+    counts: dict[Any, int] = defaultdict(int)
+    for rank, ops in sent.items():
+        head = records[rank].head
+        for one in ops:
+            if one.op.kind in ("send", "recv"):
+                key = _message(one, head.stage, records)
+            else:
+                members = tuple(head.groups.get(one.op.axis, (rank,)))
+                place = (members, one.op.axis, one.op.owner, one.op.kind)
+                key = (*place, counts[rank, place])
+                counts[rank, place] += 1
+            meetings[key].append(one)
+    return meetings
+
+
+def enter_all(records: Mapping[int, RankRecord], sent: Mapping[int, Sequence[SentByRank]]) -> None:
+    """Set when each op was entered, started and ended, from what all of its ranks have seen."""
+    ended: dict[tuple[int, Any], int] = defaultdict(int)
+    meetings = meetings_of(records, sent)
+    for key, members in sorted(meetings.items(), key=lambda item: max(one.issued for one in item[1])):
+        lane = (key[0], key[1])
+        for one in members:
+            one.entered = max(one.issued, ended[one.rank, lane])
+        last = max(members, key=lambda one: one.entered)
+        limits = [_limit(one) for one in members]
+        known = [limit for limit in limits if limit is not None]
+        ends = max(last.entered, min(known, default=last.entered))
+        for one in members:
+            one.starts, one.late = last.entered, last.rank if len(members) > 1 else -1
+            one.members = tuple(other.rank for other in members)
+            one.ends = ends if one.waited is None or one.waited[0] >= ends else one.waited[1]
+            ended[one.rank, lane] = ends
+
+
+def _limit(one: SentByRank) -> int | None:
+    """Return a time by which an op has ended: the end of a wait for it, or the begin of one that did not last."""
+    if one.waited is None:
+        return None
+    begin, end = one.waited
+    return end if end - begin > _SHORT_NS else begin
+
+
+_SHORT_NS = 30_000
+"""A wait that returns within this found its op ended."""
+
+
+def _message(one: SentByRank, stage: int, records: Mapping[int, RankRecord]) -> tuple[Any, ...]:
+    """Return the key that both ends of a message share: the ranks of the pipeline, the sender's stage, and the task."""
+    pipeline = tuple(records[one.rank].head.groups.get("pp", (one.rank,)))
+    step = -1 if one.op.task.startswith("B") else 1
+    sender = stage if one.op.kind == "send" else (stage - step) % max(1, len(pipeline))
+    return pipeline, f"link {sender} {step}", one.op.owner, one.op.task
+
+
+# -- what the host did -------------------------------------------------------------------------------------------------
+
+
+def segments(step: RecordedStep, gaps: Iterable[tuple[int, int]]) -> Iterator[Segment]:
+    """Yield the runs of instants of a rank's host from the begin of its step to that of the next one."""
+    until, end = step.until_ns - step.begin_ns, step.end_ns - step.begin_ns
+    nested = [*_base(step, end, until), *_of_tasks(step), *_of_regions(step)]
+    nested += [Segment(start, stop, "", "") for start, stop in gaps]
+    yield from _innermost([one for one in nested if one.end > one.begin], until)
+
+
+def _base(step: RecordedStep, end: int, until: int) -> Iterator[Segment]:
+    """Yield what the host does around its tasks: before the first, behind the last backward, and between two steps."""
+    tasks = [event for event in step.events if event[0] == "task" and not event[1].startswith("U")]
+    first = min((event[2] for event in tasks), default=0)
+    last = max((event[3] for event in tasks), default=0)
+    yield Segment(0, first, "host:begin of the step", "")
+    yield Segment(first, last, "host:between tasks", "")
+    yield Segment(last, end, "update:reductions and agreement", "")
+    yield Segment(end, until, "host:between steps", "")
+
+
+def _of_tasks(step: RecordedStep) -> Iterator[Segment]:
+    tasks = [(name, begin, end) for form, name, begin, end, *_ in step.events if form == "task"]
+    marks = [(begin, name) for form, name, begin, *_ in step.events if form == "backward"]
+    for task, begin, end in tasks:
+        if task.startswith("B"):
+            yield Segment(begin, end, "backward:between layers", task)
+            inside = [(time, name) for time, name in marks if begin <= time <= end]
+            starts = [
+                (time, name)
+                for (time, name), before in zip(inside, [("", ""), *inside], strict=False)
+                if name != before[1]
+            ]
+            for index, (time, name) in enumerate(starts):
+                stop = starts[index + 1][0] if index + 1 < len(starts) else end
+                yield Segment(begin if index == 0 else time, stop, f"backward:{name}", task)
+        else:
+            kind = {"F": "forward", "W": "weight", "U": "update"}.get(task[:1], "host")
+            yield Segment(begin, end, f"{kind}:{'optimizer' if kind == 'update' else 'between layers'}", task)
+    for form, name, begin, end, *_ in step.events:
+        if form == "layer":
+            task = next((task for task, start, stop in tasks if start <= begin <= stop), "")
+            yield Segment(begin, end, f"{'forward' if task.startswith('F') else 'recompute'}:{name}", task)
+
+
+def _of_regions(step: RecordedStep) -> Iterator[Segment]:
+    for form, name, begin, end, *_ in step.events:
+        if form == "region":
+            yield Segment(begin, end, name if ":" in name else f"{name}:{name}", "")
+
+
+def _innermost(nested: Sequence[Segment], until: int) -> Iterator[Segment]:
+    """Yield the innermost of nested segments for each run of instants."""
+    now, stack = 0, list[Segment]()
+    for one in sorted(nested, key=lambda one: (one.begin, -one.end)):
+        while stack and stack[-1].end <= one.begin:
+            top = stack.pop()
+            if top.end > now:
+                yield top._replace(begin=now)
+                now = top.end
+        if one.begin > now:
+            if stack:
+                yield stack[-1]._replace(begin=now, end=one.begin)
+            now = one.begin
+        outer = stack[-1] if stack else None
+        if outer is not None:
+            name = outer.name if _owns_all(outer.name) and not _owns_all(one.name) else one.name
+            one = one._replace(end=min(one.end, outer.end), name=name, task=one.task or outer.task)
+        stack.append(one)
+    while stack:
+        top = stack.pop()
+        if top.end > now:
+            yield top._replace(begin=now)
+            now = top.end
+
+
+def _owns_all(name: str) -> bool:
+    return row_name(name.partition(":")[0]) in _OWN_ROW and name not in _AROUND
+
+
+_AROUND = ("host:begin of the step", "host:between tasks", "host:between steps")

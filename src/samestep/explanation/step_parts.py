@@ -1,0 +1,218 @@
+"""The parts of the measured steps of a run, by rank and for the busiest rank, each held against the prediction; and who was waited for.
+
+The rows of every step are those of `simulation/partition.py`, as of a played one, and add up to the seconds from a step's begin to
+that of the next. Steps are averaged. A wait is charged to the rank that entered the collective last, and to what it did before. A
+wait that is shorter than twice the interval of the clocks is charged to nobody.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from samestep.explanation.clocks import Bound, ClockOffset, bounds_of, offsets_of
+from samestep.explanation.measured_step import MeasuredStep, measured_step, meetings_of, sent_by
+from samestep.program.recorded import RankRecord
+from samestep.simulation.partition import BUBBLE, IMBALANCE, REST, TRANSFER, WAIT, Key, gaps, hidden_s, partition
+from samestep.simulation.prediction import Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """One part of a step, in seconds; without a matching hardware profile nothing is predicted."""
+
+    name: str
+    axis: str | None
+    measured_s: float
+    predicted_s: float | None
+
+    @property
+    def label(self) -> str:
+        """The name with its axis."""
+        return self.name if self.axis is None else f"{self.name} {self.axis}"
+
+    def to_record(self) -> dict[str, object]:
+        """Return plain data for JSON."""
+        return {"name": self.name, "axis": self.axis, "predicted_s": self.predicted_s, "measured_s": self.measured_s}
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """Seconds of a step for which others have waited for a rank, and what it did before it came."""
+
+    rank: int
+    doing: str
+    axis: str | None
+    """Axis of the collective that it entered last; None of a bubble."""
+    seconds: float
+    waiting: int
+    """The number of ranks that waited."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSteps:
+    """What the records of all ranks say of some steps, averaged over them."""
+
+    steps: tuple[int, ...]
+    records: Mapping[int, RankRecord]
+    rows: Mapping[int, Mapping[Key, float]]
+    """Seconds of each row, by rank."""
+    lasted_s: Mapping[int, float]
+    cpu_s: Mapping[int, tuple[float, ...]]
+    """Processor seconds of each step, by rank."""
+    hidden: Mapping[int, Mapping[str, float]]
+    """Seconds of communication that ran while the rank computed, by axis."""
+    charges: tuple[Charge, ...]
+    clocks: Mapping[str, ClockOffset]
+    last: MeasuredStep
+    """The last of the steps, to look at."""
+    missing: tuple[str, ...]
+    """What the records lack."""
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return max(self.lasted_s.values())
+
+    @property
+    def busiest(self) -> int:
+        """The rank that waits least for others: the step is as long as its own."""
+
+        def waits_s(rank: int) -> float:
+            return sum(seconds for (name, _), seconds in self.rows[rank].items() if name in (WAIT, BUBBLE, IMBALANCE))
+
+        return min(self.rows, key=waits_s)
+
+    def sent_bytes(self, rank: int) -> dict[str, int]:
+        """Return the bytes of the buffers that a rank sends in a step, by axis: what its program lists."""
+        found: dict[str, int] = defaultdict(int)
+        for op in self.records[rank].head.ops:
+            found[op.axis] += op.size_bytes
+        return found
+
+
+def measured_steps(records: Mapping[int, RankRecord], steps: Sequence[int]) -> MeasuredSteps:
+    """Return the parts of some steps, which every rank has recorded."""
+    bounds = _bounds(records, steps)
+    rows: dict[int, dict[Key, float]] = {rank: defaultdict(float) for rank in records}
+    hidden: dict[int, dict[str, float]] = {rank: defaultdict(float) for rank in records}
+    charged: dict[tuple[int, str, str | None], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    lasted: dict[int, list[float]] = defaultdict(list)
+    cpu: dict[int, list[float]] = defaultdict(list)
+    clocks: dict[str, ClockOffset] = {}
+    one = None
+    for number in steps:
+        at_ns = records[min(records)].steps[number].begin_ns
+        clocks = offsets_of(records, bounds, at_ns)
+        one = measured_step(records, number, {clock: found.offset_ns for clock, found in clocks.items()})
+        one = one.with_gaps({rank: [*gaps(one.timeline, rank)] for rank in records})
+        for row in partition(one.timeline):
+            rows[row.stage][row.name, row.axis] += row.seconds / len(steps)
+        for rank in records:
+            _take_tail(rows[rank], one.timeline.step_s - one.lasted_s[rank], len(steps))
+            lasted[rank].append(one.lasted_s[rank])
+            cpu[rank].append(one.cpu_s[rank])
+            for axis, seconds in hidden_s(one.timeline, rank).items():
+                hidden[rank][axis] += seconds / len(steps)
+        _charge(one, clocks, records, charged, len(steps))
+    assert one is not None
+    return MeasuredSteps(
+        steps=tuple(steps),
+        records=records,
+        rows=rows,
+        lasted_s={rank: statistics.fmean(values) for rank, values in lasted.items()},
+        cpu_s={rank: tuple(values) for rank, values in cpu.items()},
+        hidden=hidden,
+        charges=tuple(
+            sorted(
+                (Charge(*key, seconds, round(waiting)) for key, (seconds, waiting) in charged.items()),
+                key=lambda charge: -charge.seconds,
+            )
+        ),
+        clocks=clocks,
+        last=one,
+        missing=tuple(_missing(records, steps)),
+    )
+
+
+def _take_tail(rows: dict[Key, float], tail_s: float, num_steps: int) -> None:
+    """Take the time between the end of a rank's own step and that of the longest one out of its rest."""
+    rows[REST, None] = max(0.0, rows.get((REST, None), 0.0) - tail_s / num_steps)
+
+
+def _bounds(records: Mapping[int, RankRecord], steps: Sequence[int]) -> list[Bound]:
+    """Return what the collectives of all steps say of the clocks; nothing where all ranks share one."""
+    if len({record.head.clock for record in records.values()}) == 1:
+        return []
+    found: list[Bound] = []
+    for number in steps:
+        sent = {rank: sent_by(record, number, 0) for rank, record in records.items()}
+        found += bounds_of(records, [*meetings_of(records, sent).values()])
+    return found
+
+
+def _charge(
+    one: MeasuredStep,
+    clocks: Mapping[str, ClockOffset],
+    records: Mapping[int, RankRecord],
+    charged: dict[tuple[int, str, str | None], list[float]],
+    num_steps: int,
+) -> None:
+    for rank in records:
+        for gap in one._gaps[rank]:
+            if gap.name not in (WAIT, BUBBLE):
+                continue
+            cause = one.cause(gap)
+            if cause is None or gap.end_s - gap.start_s < 2 * _uncertain_s(clocks, records, rank, cause[0]):
+                continue
+            entry = charged[cause[0], cause[1], gap.axis if gap.name == WAIT else None]
+            entry[0] += (gap.end_s - gap.start_s) / num_steps
+            entry[1] += 1 / num_steps
+
+
+def _uncertain_s(clocks: Mapping[str, ClockOffset], records: Mapping[int, RankRecord], one: int, other: int) -> float:
+    """Return the seconds within which the times of two ranks are known against each other."""
+    here, there = records[one].head.clock, records[other].head.clock
+    return 0.0 if here == there else clocks[here].width_s + clocks[there].width_s
+
+
+def _missing(records: Mapping[int, RankRecord], steps: Sequence[int]) -> list[str]:
+    """Return what the records lack: ranks, and ops of the program that were not seen."""
+    head = records[min(records)].head
+    found = []
+    if absent := [rank for rank in range(head.world_size) if rank not in records]:
+        found.append(f"no record of rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:8]))}")
+    for rank, record in records.items():
+        listed = len(record.head.ops)
+        sent = [sum(1 for event in record.steps[number].events if event[0] == "sent") for number in steps]
+        if any(count != listed for count in sent) and not _exchanges(record):
+            found.append(
+                f"rank {rank} has sent {min(sent)} to {max(sent)} times a step, and its program lists {listed}"
+            )
+    return found
+
+
+def _exchanges(record: RankRecord) -> bool:
+    return any("beside" in op.axis for op in record.head.ops)
+
+
+def parts_of(found: MeasuredSteps, rank: int, predicted: Prediction | None) -> tuple[tuple[StepPart, ...], float]:
+    """Return the parts of a rank's step, and its rest in seconds: together they are the seconds of the step."""
+    said: dict[Key, float] = {}
+    if predicted is not None:
+        stage = found.records[rank].head.stage
+        said = {(row.name, row.axis): row.seconds for row in predicted.timeline.rows if row.stage == stage}
+    measured = found.rows[rank]
+    keys = [key for key in dict.fromkeys((*measured, *said)) if key[0] != REST]
+    order = {name: index for index, name in enumerate(("compute", "recompute", TRANSFER, WAIT, BUBBLE, IMBALANCE))}
+    keys.sort(key=lambda key: (order.get(key[0], len(order)), key[1] or ""))
+    parts = tuple(
+        StepPart(
+            name, axis, measured.get((name, axis), 0.0), None if predicted is None else said.get((name, axis), 0.0)
+        )
+        for name, axis in keys
+        if measured.get((name, axis), 0.0) > 0 or said.get((name, axis), 0.0) > 0
+    )
+    return parts, found.lasted_s[rank] - sum(part.measured_s for part in parts)

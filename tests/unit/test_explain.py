@@ -1,0 +1,262 @@
+"""A delay of known size, planted anywhere in a rank's step, moves its own row by that much, and is charged to that rank and cause."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samestep.errors import RecordError
+from samestep.explanation.explain import explain, read_run
+from samestep.explanation.step_parts import MeasuredSteps, measured_steps, parts_of
+from samestep.explanation.step_verdict import straggler_of, verdict_of
+from samestep.program.recorded import RankRecord, SentOp, head_line, step_line
+from tests.unit.ranks_on_a_clock import Script, backward, issue, layer, records_of, region, sync, task, wait, work
+
+MS = 1_000_000
+OPS = (
+    SentOp("a.out", "all_reduce", "tp", 1000, "F0"),
+    SentOp("bucket.0", "all_reduce", "dp_replicate", 5000, "B0"),
+    SentOp("scalars", "all_reduce", "world", 64, "U0"),
+)
+TRANSFER = {"a.out": 2 * MS, "bucket.0": 5 * MS, "scalars": 1 * MS}
+LAYOUT = "dp=2 tp=2"
+LAW = settings(max_examples=25, derandomize=True, database=None, deadline=None)
+
+
+def script(delays: Mapping[str, int]) -> Script:
+    """One rank's step; the delays are nanoseconds more of what they name."""
+
+    def ns(name: str, usual: int) -> int:
+        return usual + delays.get(name, 0)
+
+    return (
+        work(ns("begin", MS)),
+        task(
+            "F0",
+            region("data", ns("data", MS)),
+            layer("a", work(ns("forward:a", 10 * MS)), sync("a.out")),
+            layer("b", work(ns("forward:b", 10 * MS))),
+        ),
+        task(
+            "B0",
+            work(MS),
+            backward("b"),
+            work(ns("backward:b", 20 * MS)),
+            backward("a"),
+            issue("bucket.0"),
+            work(ns("backward:a", 20 * MS)),
+        ),
+        *([region("host:gc", delays["gc"])] if delays.get("gc") else []),
+        wait("bucket.0"),
+        sync("scalars"),
+        task("U0", work(ns("update", 3 * MS))),
+    )
+
+
+def explained(delays: Mapping[int, Mapping[str, int]], **more: Any) -> MeasuredSteps:
+    scripts = {rank: script(delays.get(rank, {})) for rank in range(4)}
+    transfer = {**TRANSFER, **more.pop("transfer", {})}
+    records = records_of(LAYOUT, OPS, transfer, scripts, **more)
+    return measured_steps(records, [2, 3])
+
+
+ROW_OF = {
+    "data": "data",
+    "gc": "host",
+    "begin": "host",
+    "forward:a": "compute",
+    "forward:b": "compute",
+    "backward:b": "compute",
+    "backward:a": "compute",
+    "update": "optimizer",
+}
+
+
+@LAW
+@given(st.integers(0, 3), st.sampled_from([*ROW_OF]), st.integers(10, 300))
+def test_a_planted_delay_lands_in_its_row_on_its_rank_and_its_waits_are_charged_to_it(
+    late: int, where: str, ms: int
+) -> None:
+    clean, found = explained({}), explained({late: {where: ms * MS}})
+    row = ROW_OF[where]
+    moved = {
+        rank: {
+            key: found.rows[rank].get(key, 0.0) - clean.rows[rank].get(key, 0.0)
+            for key in {*found.rows[rank], *clean.rows[rank]}
+        }
+        for rank in range(4)
+    }
+    assert moved[late].pop((row, None)) == pytest.approx(ms / 1e3, rel=0.1)
+    hides = 0.005  # a transfer that the delay hides: the bucket is on its way while the backward goes on
+    for (name, _), seconds in moved[late].items():
+        assert abs(seconds) <= hides + 1e-9, name
+    for rank in {0, 1, 2, 3} - {late}:
+        waited_s = sum(seconds for (name, _), seconds in moved[rank].items() if name == "wait")
+        assert waited_s == pytest.approx(ms / 1e3, abs=hides + 0.1e-3 * ms)
+        assert all(abs(seconds) <= hides + 1e-9 for (name, _), seconds in moved[rank].items() if name != "wait")
+    first = found.charges[0]
+    assert first.rank == late
+    assert first.doing in (
+        where,
+        {"data": "data:data", "update": "the step before", "gc": "host:gc", "begin": "host:begin of the step"}.get(
+            where
+        ),
+    )
+    assert_adds_up(found)
+
+
+def assert_adds_up(found: MeasuredSteps) -> None:
+    for rank in found.records:
+        parts, rest_s = parts_of(found, rank, None)
+        assert sum(part.measured_s for part in parts) + rest_s == pytest.approx(found.lasted_s[rank])
+        assert abs(rest_s) <= 1e-9
+
+
+@LAW
+@given(st.integers(1, 200))
+def test_a_longer_transfer_is_the_link_of_its_axis_and_nobody_is_late(ms: int) -> None:
+    clean, found = explained({}), explained({}, transfer={"bucket.0": (5 + ms) * MS})
+    for rank in range(4):
+        before, after = (one.rows[rank].get(("transfer", "dp_replicate"), 0.0) for one in (clean, found))
+        assert after - before == pytest.approx(max(0, ms - 15) / 1e3)  # 20 ms of backward hide it
+        assert (
+            min(20, 5 + ms) / 1e3 - 1e-9 <= found.hidden[rank]["dp_replicate"] <= 0.02 + 1e-9
+        )  # at most: no host saw its end
+        assert not any(name == "wait" for name, _ in found.rows[rank])
+    assert found.charges == ()
+    parts, _ = parts_of(found, found.busiest, None)
+    verdict = verdict_of(found, parts)
+    assert verdict.kind == ("link" if ms > 90 else verdict.kind)
+    assert verdict.kind in ("link", "compute")
+    assert_adds_up(found)
+
+
+def test_a_slow_checkpoint_between_steps() -> None:
+    found = explained({}, between={rank: (region("checkpoint", 500 * MS),) for rank in range(4)})
+    parts, _ = parts_of(found, found.busiest, None)
+    assert next(part.measured_s for part in parts if part.name == "checkpoint") == pytest.approx(0.5)
+    assert verdict_of(found, parts).kind == "checkpoint"
+    assert_adds_up(found)
+
+
+def test_slow_data_on_one_rank_is_the_input_and_no_straggler() -> None:
+    found = explained({2: {"data": 300 * MS}})
+    parts, _ = parts_of(found, found.busiest, None)
+    assert found.busiest == 2
+    verdict = verdict_of(found, parts)
+    assert (
+        verdict.kind == "input" or straggler_of(found) is not None
+    )  # a rank that reads with its own processor is late by it
+
+
+@pytest.mark.parametrize("late", range(4))
+def test_a_straggler_is_named_with_its_host(late: int) -> None:
+    found = explained({late: {"backward:b": 200 * MS}}, clocks={0: 0, 1: 0, 2: 50 * MS, 3: 50 * MS})
+    assert straggler_of(found) == (late, pytest.approx(0.2))
+    verdict = verdict_of(found, parts_of(found, found.busiest, None)[0])
+    host = found.records[late].head.host
+    assert verdict.kind == "straggler"
+    assert verdict.line.startswith(f"straggler rank {late} on host {host}: ")
+    assert "in backward:b" in verdict.reasons[0]
+    assert len(verdict.reasons) <= 3
+
+
+def test_equal_ranks_have_no_straggler() -> None:
+    assert straggler_of(explained({})) is None
+    assert straggler_of(explained({0: {"begin": MS}, 3: {"forward:a": 2 * MS}})) is None
+
+
+@LAW
+@given(st.integers(-(10**12), 10**12))
+def test_clocks_of_two_hosts_are_aligned_by_collectives(off: int) -> None:
+    clocks = {2: off, 3: off} if off else {}
+    found = explained({1: {"forward:b": 30 * MS}, 2: {"forward:a": 20 * MS}}, clocks=clocks)
+    if off:
+        other = found.clocks[str(off)]
+        assert other.low_ns <= off <= other.high_ns
+        assert 0 <= other.width_s < 0.05
+        assert "known within" in other.to_line()
+    assert found.clocks["0"].offset_ns == 0
+    assert_adds_up(found)
+
+
+def test_a_wait_below_the_interval_of_the_clocks_is_charged_to_nobody() -> None:
+    (one,) = [charge for charge in explained({2: {"backward:a": MS}}).charges if charge.axis == "world"]
+    assert (one.rank, one.doing, one.waiting) == (2, "backward:a", 3)
+    two = explained({2: {"backward:a": MS}}, clocks={2: 5 * MS, 3: 5 * MS})
+    assert two.clocks[str(5 * MS)].width_s > 0.001
+    assert [(charge.rank, charge.waiting) for charge in two.charges] == [(2, 1)]  # only rank 3 shares its clock
+
+
+def write(records: Mapping[int, RankRecord], folder: Path) -> None:
+    (folder / "record").mkdir(parents=True, exist_ok=True)
+    for rank, record in records.items():
+        text = head_line(record.head) + "".join(map(step_line, record.steps.values()))
+        (folder / "record" / f"steps-1-3.rank{rank}.jsonl").write_text(text)
+
+
+def records(**more: Any) -> dict[int, RankRecord]:
+    return records_of(LAYOUT, OPS, TRANSFER, {rank: script({}) for rank in range(4)}, **more)
+
+
+def test_the_verb_reads_a_folder(tmp_path: Path) -> None:
+    write(records(), tmp_path)
+    found = explain(tmp_path)
+    assert found.found.steps == (2, 3)  # the first one is left out
+    assert explain(tmp_path, step=1).found.steps == (1,)
+    assert explain(tmp_path / "record", steps="1:2").found.steps == (1, 2)
+    record = json.loads(json.dumps(found.to_record()))
+    assert sum(part["measured_s"] for part in record["parts"]) + record["rest_s"] == pytest.approx(record["step_s"])
+    assert record["verdict"] == found.verdict.line
+    assert len(record["ranks"]) == 4
+    assert record["missing"] == []
+    text = found.to_text()
+    assert text.startswith("verdict: compute: ")
+    assert "samestep measure" in text
+    events = found.to_chrome_trace()["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {f"measured rank {rank}" for rank in range(4)}
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    some = records()
+    write({rank: record for rank, record in some.items() if rank != 3}, tmp_path)
+    found = explain(tmp_path)
+    assert "no record of rank 3" in found.to_text()
+
+
+@pytest.mark.parametrize(
+    ("given_", "words"),
+    [
+        ({"step": 9}, "has no step 9: steps 1 to 3 are recorded"),
+        ({"steps": "7:9"}, "has no step 7:9: steps 1 to 3 are recorded"),
+    ],
+)
+def test_steps_that_were_not_recorded(tmp_path: Path, given_: dict[str, Any], words: str) -> None:
+    write(records(), tmp_path)
+    with pytest.raises(RecordError, match=words):
+        explain(tmp_path, **given_)
+
+
+def test_folders_without_records_say_how_to_make_some(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="has no recorded steps: samestep train --record 5 records some"):
+        explain(tmp_path)
+    write(records(), tmp_path)
+    path = tmp_path / "record" / "steps-1-3.rank1.jsonl"
+    path.write_text(path.read_text().replace('"rank": 1', '"rank": 0', 1))
+    with pytest.raises(RecordError, match="both say that they are of rank 0"):
+        read_run(tmp_path)
+    path.write_text(
+        path.read_text()
+        .replace('"rank": 0', '"rank": 1', 1)
+        .replace("dp_replicate=2 tp=2", "dp=4")
+        .replace("dp=2 tp=2", "dp=4")
+    )
+    with pytest.raises(RecordError, match="records of several layouts"):
+        read_run(tmp_path)
