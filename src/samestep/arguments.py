@@ -224,7 +224,8 @@ def add_simulate(parser: ArgumentParser) -> None:
 def add_explain(parser: ArgumentParser) -> None:
     """Add the arguments of `explain`."""
     about = "a run folder with recorded steps (train --record); default: the newest run below runs/"
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help=about)
+    about += "; two of a run folder, a layout and the word simulation: their differences; or a folder of traces of torch.profiler"
+    parser.add_argument("run", nargs="*", metavar="RUN", help=about)
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--step", type=_count, metavar="N", help="one step; default: all recorded ones but the first")
     chosen.add_argument("--steps", metavar="A:B", help="some steps, averaged")

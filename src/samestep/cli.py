@@ -313,10 +313,20 @@ def _simulate(words: Namespace) -> None:
 
 
 def _explain(words: Namespace) -> None:
-    from samestep.explanation.explain import explain
+    from samestep.explanation import differences, explain, foreign_traces
 
-    run = run_folder.newest("to explain") if words.run is None else words.run
-    found = explain(run, step=words.step, steps=words.steps, hardware=words.hardware)
+    if len(words.run) > 2:
+        raise InputError(f"explain {' '.join(words.run)}: one run is explained, or two are compared")
+    run = Path(words.run[0]) if words.run else run_folder.newest("to explain")
+    if len(words.run) == 2 or foreign_traces.is_foreign(run):
+        if words.trace or words.step or words.steps:
+            raise InputError("--trace, --step and --steps are of one run with records: leave them out")
+        one, other, is_pair = words.run[0], words.run[-1], len(words.run) == 2
+        told = differences.differences(one, other, words.hardware) if is_pair else foreign_traces.explain_traces(run)
+        print(told.to_text())
+        _write_json(words.json, told.to_record())
+        return
+    found = explain.explain(run, step=words.step, steps=words.steps, hardware=words.hardware)
     print(found.to_text())
     _write_json(words.json, found.to_record())
     if words.trace:

@@ -100,6 +100,10 @@ class Explained:
             "memory_bytes": max((size for _, size in memory), default=None),
         }
 
+    def model(self) -> ModelSpec | None:
+        """Return the shape of the model, if the record has it."""
+        return _model_in(self.folder)
+
     def memory_of(self, rank: int) -> list[tuple[float, int]]:
         """Return the bytes in use on a rank at the end of each task of the last step, with its second in the step."""
         step = self.found.records[rank].steps[self.found.last.step]
@@ -118,7 +122,7 @@ class Explained:
         """Return the verdict, the parts of the step, and who was waited for."""
         lines = [f"verdict: {self.verdict.line}", *(f"  why: {reason}" for reason in self.verdict.reasons)]
         lines += [f"  try: {one}" for one in self.verdict.tries]
-        lines += [MEASURE_FIRST] if self.predicted is None else []
+        lines += [self._why_unpredicted()] if self.predicted is None else []
         steps = self.found.steps
         which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}, averaged"
         lines += ["", f'"{self.layout}", {which}; rank {self.found.busiest}, which waits least', self._table()]
@@ -129,6 +133,11 @@ class Explained:
             lines.append(f"communication while it computed, at most: {each}")
         lines += [one.to_line() for one in self.found.clocks.values() if one.width_s]
         return "\n".join([*lines, *(f"missing: {text}" for text in self.found.missing)])
+
+    def _why_unpredicted(self) -> str:
+        if hardware.own() is None and self.model() is not None:
+            return MEASURE_FIRST
+        return f"nothing is predicted, since {self.folder} has no {recorded.MODEL} and {recorded.JOB} of this version of samestep"
 
     def _waited_for(self) -> list[str]:
         """Return a line for each rank and axis on which others wait for more than a hundredth of the step."""
@@ -253,17 +262,22 @@ def _predicted(folder: Path, records: Mapping[int, RankRecord], given: Hardware 
     """Return the prediction of the run's step, and what it was made of; None without a profile of this machine."""
     if given is None and hardware.own() is None:
         return None
-    model_file, job_file = folder / recorded.MODEL, folder / recorded.JOB
-    if not (model_file.is_file() and job_file.is_file()):
+    model, job_file = _model_in(folder), folder / recorded.JOB
+    if model is None or not job_file.is_file():
         return None
-    try:
-        model = from_json(model_file.read_text(encoding="utf-8"))
-    except (ValueError, TypeError, KeyError, OSError):
-        raise RecordError(f"{model_file} is damaged, or of another version of samestep") from None
     job = jobs.load(job_file)
     machine = hardware.resolve_hardware(given)
     layout = Layout.parse(records[min(records)].head.layout)
     return predict(model, job, layout, machine, states_per_param(job)), model, job, machine
+
+
+def _model_in(folder: Path) -> ModelSpec | None:
+    """Return the shape of the model that was recorded; None where the file is missing, damaged or of another version."""
+    path = folder / recorded.MODEL
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except (ValueError, TypeError, KeyError, AttributeError, OSError):
+        return None
 
 
 def _tries(said: Prediction, model: ModelSpec, job: Job, machine: Hardware) -> list[str]:

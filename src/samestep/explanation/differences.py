@@ -1,0 +1,174 @@
+"""Two steps beside each other: runs, layouts, or a run and its simulation; their differences by size, with the causes that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from samestep import job as jobs
+from samestep.errors import InputError, LayoutError
+from samestep.explanation.explain import Explained, explain
+from samestep.hardware import Hardware, resolve_hardware
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.models import catalog
+from samestep.models.spec import ModelSpec
+from samestep.output.text_table import align_columns
+from samestep.program import recorded
+from samestep.program.update_rules import states_per_param
+from samestep.simulation.prediction import Prediction, predict
+
+SIMULATION = "simulation"
+"""The word that stands for the prediction of a run's own layout."""
+_Key = tuple[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class OneSide:
+    """A measured or predicted step, to hold against another one."""
+
+    name: str
+    step_s: float
+    rows: Mapping[_Key, float]
+    layout: str
+    machine: str
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Every key of the job, as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What differs between two steps."""
+
+    one: OneSide
+    other: OneSide
+    causes: tuple[str, ...]
+
+    @property
+    def rows(self) -> list[tuple[str, str | None, float, float]]:
+        """Name, axis and both seconds of each part, the largest difference first."""
+        keys = dict.fromkeys((*self.one.rows, *self.other.rows))
+        found = [
+            (name, axis, self.one.rows.get((name, axis), 0.0), self.other.rows.get((name, axis), 0.0))
+            for name, axis in keys
+        ]
+        return sorted(found, key=lambda row: -abs(row[3] - row[2]))
+
+    def to_text(self) -> str:
+        """Return the parts of both, the largest difference first, and the causes."""
+        more = self.other.step_s - self.one.step_s
+        word = "longer" if more > 0 else "shorter"
+        lines = [
+            f"{self.other.name} takes {self.other.step_s * 1e3:,.4g} ms a step, {self.one.name} {self.one.step_s * 1e3:,.4g} ms: "
+            f"{abs(more) / self.one.step_s:.0%} {word}"
+        ]
+        table = [("part", f"{self.one.name} ms", f"{self.other.name} ms", "difference ms")]
+        least_s = 1e-4 * max(self.one.step_s, self.other.step_s)
+        for name, axis, before, after in self.rows:
+            if max(before, after) >= least_s:
+                label = f"{name} {axis}" if axis else name
+                table.append((label, f"{before * 1e3:,.3f}", f"{after * 1e3:,.3f}", f"{(after - before) * 1e3:+,.3f}"))
+        return "\n".join([*lines, *(f"  known: {cause}" for cause in self.causes), "", align_columns(table)])
+
+    def to_record(self) -> dict[str, object]:
+        """Return plain data for JSON."""
+        return {
+            "one": self.one.name,
+            "other": self.other.name,
+            "step_s": [self.one.step_s, self.other.step_s],
+            "causes": list(self.causes),
+            "differences": [
+                {"name": name, "axis": axis, "one_s": before, "other_s": after, "difference_s": after - before}
+                for name, axis, before, after in self.rows
+            ],
+        }
+
+
+def differences(one: str, other: str, hardware: Hardware | str | Path | None = None) -> Differences:
+    """Return what differs between two steps, each a run folder, a layout, or `simulation`: the prediction of the other's layout.
+
+    A layout is predicted for the job of the other side's run, or for the default job where both are layouts.
+
+    Raises:
+        InputError: a word is neither, or a record is damaged.
+    """
+    words = (one, other)
+    if words == (SIMULATION, SIMULATION):
+        raise InputError("explain simulation simulation: one of the two must be a run folder or a layout")
+    run = next((Path(word) for word in words if Path(word).is_dir()), None)
+    measured = None if run is None else explain(run, hardware=hardware)
+    sides = [_side(word, words, measured, hardware) for word in words]
+    return Differences(sides[0], sides[1], tuple(_causes(*sides)))
+
+
+def _side(
+    word: str, words: tuple[str, str], measured: Explained | None, hardware: Hardware | str | Path | None
+) -> OneSide:
+    if Path(word).is_dir():
+        return _of_run(explain(word, hardware=hardware), Path(word))
+    job, model = _job_of(measured)
+    layout = word
+    if word == SIMULATION:
+        layout = measured.layout if measured else next(given for given in words if given != SIMULATION)
+    try:
+        where = Layout.parse(layout)
+    except LayoutError as error:
+        raise InputError(f"{word!r} is no run folder, and no layout: {error}") from None
+    found = predict(model or catalog.model_spec(job), job, where, resolve_hardware(hardware), states_per_param(job))
+    return _of_prediction(found, job, word if word == SIMULATION else str(where))
+
+
+def _job_of(measured: Explained | None) -> tuple[Job, ModelSpec | None]:
+    if measured is None:
+        return jobs.default([]), None
+    job_file = measured.folder / recorded.JOB
+    if not job_file.is_file():
+        return jobs.default([]), None
+    return jobs.load(job_file), measured.model()
+
+
+def _of_run(found: Explained, folder: Path) -> OneSide:
+    head = found.found.records[found.found.busiest].head
+    rows = {(part.name, part.axis): part.measured_s for part in found.parts} | {("rest", None): found.rest_s}
+    job_file = found.folder / recorded.JOB
+    keys = _keys(jobs.load(job_file)) if job_file.is_file() else {}
+    machine = f"{head.device} of {', '.join(sorted({one.head.host for one in found.found.records.values()}))}"
+    return OneSide(str(folder), found.found.lasted_s[found.found.busiest], rows, found.layout, machine, keys)
+
+
+def _of_prediction(found: Prediction, job: Job, name: str) -> OneSide:
+    rows = {(row.name, row.axis): row.seconds for row in found.parts}
+    return OneSide(name, found.step_s, rows, str(found.layout), found.hardware.name, _keys(job))
+
+
+def _keys(job: Job) -> dict[str, str]:
+    tables = job.model_dump(mode="json")
+    return {
+        f"{table}.{key}": str(value)
+        for table, row in tables.items()
+        if isinstance(row, dict)
+        for key, value in row.items()
+    }
+
+
+def _causes(one: OneSide, other: OneSide) -> list[str]:
+    found = []
+    mine, its = {*one.layout.split()}, {*other.layout.split()}
+    if mine != its:
+        found.append(
+            f"other words of the layout: {' '.join(sorted(mine - its)) or 'none'} and {' '.join(sorted(its - mine)) or 'none'}"
+        )
+    if one.machine != other.machine:
+        found.append(f"another machine: {one.machine} and {other.machine}")
+    changed = [
+        key for key in one.keys if key in other.keys and one.keys[key] != other.keys[key] and key not in _NO_CAUSE
+    ]
+    found += [f"{key}: {one.keys[key][:60]} and {other.keys[key][:60]}" for key in changed[:5]]
+    waits = [side.rows.get(("data", None), 0.0) for side in (one, other)]
+    if abs(waits[1] - waits[0]) > 0.05 * max(one.step_s, other.step_s):
+        found.append(f"waits for data: {waits[0] * 1e3:.3g} ms and {waits[1] * 1e3:.3g} ms")
+    return found
+
+
+_NO_CAUSE = ("train.record", "train.steps", "run.folder", "job.layout", "layout")
