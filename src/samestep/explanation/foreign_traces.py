@@ -313,12 +313,23 @@ def _numbered(trace: RankTrace) -> Iterator[tuple[tuple[str, str, int], tuple[in
         counts[group, kind] += 1
 
 
+def _unknown(trace: RankTrace, begin: int, end: int) -> Iterator[tuple[int, int, str]]:
+    """Yield the time outside of collectives, of which a trace without compute says nothing."""
+    now = begin
+    for start, stop, *_ in sorted(trace.sent):
+        if start > now:
+            yield now, min(start, end), "rest:unknown"
+        now = max(now, stop)
+    if now < end:
+        yield now, end, "rest:unknown"
+
+
 def _timeline(traces: Mapping[int, RankTrace], number: int, starts: Mapping[tuple[str, str, int], int]) -> Timeline:
     parts: list[Span] = []
     for rank, trace in traces.items():
         begin, end = trace.steps[number]
         now = begin
-        for start, stop, name in sorted(trace.computing):
+        for start, stop, name in sorted(trace.computing or _unknown(trace, begin, end)):
             if stop > now and start < end:
                 parts.append(
                     Span(rank, COMPUTE, name, "", (max(start, now) - begin) / 1e9, (min(stop, end) - begin) / 1e9)
@@ -330,6 +341,4 @@ def _timeline(traces: Mapping[int, RankTrace], number: int, starts: Mapping[tupl
                 parts.append(
                     Span(rank, group, f"{kind}:{key[2]}", "", (first - begin) / 1e9, (min(stop, end) - begin) / 1e9)
                 )
-        if not any(part.stage == rank for part in parts):
-            parts.append(Span(rank, COMPUTE, "rest:nothing", "", 0.0, (end - begin) / 1e9))
     return Timeline(tuple(parts), "rank")

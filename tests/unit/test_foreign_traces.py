@@ -1,0 +1,198 @@
+"""Traces of other programs have the rows of any step; a damaged or foreign file is one line. Two steps are compared by size."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samestep.errors import InputError, RecordError
+from samestep.explanation.differences import SIMULATION, differences
+from samestep.explanation.foreign_traces import explain_traces, is_foreign
+from samestep.simulation.partition import REST, TRANSFER, WAIT, seconds_of
+from tests.unit.test_explain import records, write
+
+BASE_NS = 1_790_000_000_000_000_000
+
+
+def span(name: str, cat: str, start_ms: float, length_ms: float, tid: int = 1, **args: Any) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": cat,
+        "pid": 7,
+        "tid": tid,
+        "ts": start_ms * 1e3,
+        "dur": length_ms * 1e3,
+        "args": args,
+    }
+
+
+def on_cpu(rank: int, late_ms: float) -> dict[str, Any]:
+    """Two steps of 100 ms of DDP on gloo: 40 ms of compute, the later rank's more, and an all_reduce that takes 10 ms."""
+    events = []
+    for step in (3, 4):
+        begin = (step - 3) * 100.0
+        mine = 40.0 + (late_ms if rank else 0.0)
+        events += [
+            span(f"ProfilerStep#{step}", "user_annotation", begin, 100),
+            span("aten::addmm", "cpu_op", begin, mine),
+            span("aten::add", "cpu_op", begin + 1, 2),  # within the one before
+            span("gloo:all_reduce", "user_annotation", begin + mine, 10 + late_ms + 40 - mine, tid=9),
+            span("aten::add_", "cpu_op", begin + 50 + late_ms, 100 - 50 - late_ms),
+        ]
+    pg = [{"pg_name": "0", "ranks": [0, 1]}]
+    return {
+        "traceEvents": events,
+        "baseTimeNanoseconds": BASE_NS,
+        "distributedInfo": {"rank": rank, "world_size": 2, "pg_config": pg},
+    }
+
+
+def store(folder: Path, made: Callable[[int], dict[str, Any]], ranks: int = 2) -> Path:
+    for rank in range(ranks):
+        (folder / f"trace{rank}.json").write_text(json.dumps(made(rank)))
+    return folder
+
+
+@settings(max_examples=15, derandomize=True, database=None, deadline=None)
+@given(st.floats(0, 45))
+def test_a_late_rank_of_a_trace_is_waited_for(tmp_path_factory: pytest.TempPathFactory, late_ms: float) -> None:
+    folder = store(tmp_path_factory.mktemp("traces"), lambda rank: on_cpu(rank, late_ms))
+    assert is_foreign(folder)
+    found = explain_traces(folder)
+    assert found.steps == (4,)
+    for rank in (0, 1):
+        whole = sum(row.seconds for row in found.rows if row.stage == rank)
+        assert whole == pytest.approx(0.1)
+        assert seconds_of(found.rows, TRANSFER, stage=rank) == pytest.approx(0.01, abs=1e-5)
+        assert seconds_of(found.rows, REST, stage=rank) <= 1e-5
+    assert seconds_of(found.rows, WAIT, stage=0) == pytest.approx(late_ms / 1e3, abs=1e-5)
+    assert seconds_of(found.rows, WAIT, stage=1) == pytest.approx(0, abs=1e-5)
+    assert ("others wait for rank 1" in found.verdict) == (late_ms > 5.001)
+    assert "ranks 0,1 (guessed)" in found.to_text()
+    json.dumps(found.to_record())
+
+
+def test_kernels_of_a_gpu_are_compute_and_those_of_nccl_are_sent(tmp_path: Path) -> None:
+    def on_gpu(rank: int) -> dict[str, Any]:
+        ranks = {"Collective name": "allreduce", "Process Group Ranks": "[0, 1]"}
+        return {
+            "traceEvents": [
+                span("ProfilerStep#1", "user_annotation", 0, 50),
+                span("aten::mm", "cpu_op", 0, 50),
+                span("ampere_sgemm", "kernel", 5, 20, tid=7),
+                span("ncclDevKernel_AllReduce_Sum", "kernel", 15 + 5 * rank, 25 - 5 * rank, tid=8, **ranks),
+                span("ampere_sgemm", "kernel", 40, 10, tid=7),
+            ],
+            "distributedInfo": {"rank": rank},
+        }
+
+    found = explain_traces(store(tmp_path, on_gpu))
+    assert seconds_of(found.rows, "compute", stage=0) == pytest.approx(0.03)
+    assert seconds_of(found.rows, TRANSFER, stage=0) == pytest.approx(0.015)  # 10 ms of it run beside compute
+    assert seconds_of(found.rows, REST, stage=0) == pytest.approx(0.005)
+
+
+def test_a_flight_recorder_has_collectives_alone(tmp_path: Path) -> None:
+    def recorded(rank: int) -> dict[str, Any]:
+        entries = [
+            {
+                "profiling_name": "nccl:all_reduce",
+                "collective_seq_id": number,
+                "process_group": ["0", "default_pg"],
+                "time_created_ns": BASE_NS + number * 10**8 + rank * 10**7,
+                "time_discovered_completed_ns": None if number == 2 else BASE_NS + number * 10**8 + 3 * 10**7,
+            }
+            for number in range(3)
+        ]
+        return {"entries": entries, "pg_config": {"0": {"ranks": "[0, 1]"}}}
+
+    found = explain_traces(store(tmp_path, recorded))
+    assert seconds_of(found.rows, WAIT, stage=0) == pytest.approx(0.02)
+    assert seconds_of(found.rows, TRANSFER, stage=0) == pytest.approx(0.04)
+    assert (
+        "missing: the end of all_reduce number 2: it had not completed" in found.to_text()
+        or "number 2" in found.to_text()
+    )
+    assert "a flight recorder has collectives alone" in found.to_text()
+
+
+def test_what_a_trace_lacks_is_named(tmp_path: Path) -> None:
+    store(tmp_path, lambda rank: {"traceEvents": [span("aten::mm", "cpu_op", 0, 5)]}, ranks=1)
+    text = explain_traces(tmp_path).to_text()
+    for words in ("ProfilerStep", "no span of NCCL or gloo", "the traces of other ranks"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "words"),
+    [
+        ("a.json", b"{", "is no trace, or is cut off"),
+        ("a.json", json.dumps(on_cpu(0, 1)).encode()[:500], "is no trace, or is cut off"),
+        ("a.json", b"[]", "is no trace of torch.profiler and none of NCCL's flight recorder"),
+        ("a.json", b'{"traceEvents": 3}', "is no trace of torch.profiler"),
+        ("a.json", b'{"traceEvents": []}', "is damaged"),
+        ("a.json", b'{"traceEvents": [{"ph": "X", "dur": 1}]}', "is damaged"),
+        ("a.json", b'{"traceEvents": [1]}', "is damaged"),
+        ("a.json", b'{"entries": [{}]}', "is damaged"),
+        ("a.json.gz", gzip.compress(b'{"traceEvents": []}')[:12], "is no trace, or is cut off"),
+        ("a.json.gz", b"no gzip", "is no trace, or is cut off"),
+        ("a.pickle", b"\x80\x04K\x01.", "is a pickle, which can run code and is not read"),
+        ("a.json", b"\xff\xfe", "is no trace, or is cut off"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_one_line(tmp_path: Path, name: str, raw: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(RecordError) as caught:
+        explain_traces(tmp_path)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
+    store(tmp_path, lambda rank: on_cpu(0, 0))
+    with pytest.raises(RecordError, match="are both of rank 0"):
+        explain_traces(tmp_path)
+
+
+# -- two steps ---------------------------------------------------------------------------------------------------------
+
+
+def test_differences_of_two_runs_are_sorted_and_their_layouts_named(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    write(records(), one)
+    write(records(clocks=dict.fromkeys(range(4), 0)), other)
+    found = differences(str(one), str(other))
+    sizes = [abs(after - before) for _, _, before, after in found.rows]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) == pytest.approx(0)
+    assert found.causes == ()
+    assert "0% shorter" in found.to_text()
+
+
+def test_differences_of_two_layouts_add_up_to_that_of_their_steps() -> None:
+    found = differences("dp=2", "dp=4 zero=1", "cpu-laptop")
+    assert sum(after - before for _, _, before, after in found.rows) == pytest.approx(
+        found.other.step_s - found.one.step_s
+    )
+    assert found.causes[0] == "other words of the layout: dp=2 and dp=4 zero=1"
+    json.dumps(found.to_record())
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        (SIMULATION, SIMULATION, "one of the two must be a run folder or a layout"),
+        ("dp=2", "nowhere/at/all", "is no run folder, and no layout"),
+    ],
+)
+def test_what_is_neither_a_run_nor_a_layout_is_refused(one: str, other: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        differences(one, other, "cpu-laptop")
