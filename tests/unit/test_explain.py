@@ -218,7 +218,7 @@ def test_the_verb_reads_a_folder(tmp_path: Path) -> None:
     assert record["missing"] == []
     text = found.to_text()
     assert text.startswith("verdict: compute: ")
-    assert "samestep measure" in text
+    assert "nothing is predicted, since " in text
     events = found.to_chrome_trace()["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {f"measured rank {rank}" for rank in range(4)}
