@@ -41,6 +41,8 @@ from samestep.job import Job, load
 from samestep.layout import Layout
 
 if TYPE_CHECKING:
+    from samestep import losses as losses
+
     __version__: str
     from samestep.building.loss_scope import whole_batch
     from samestep.building.model_loss import model_loss
@@ -139,6 +141,8 @@ __all__ = [
 def __getattr__(name: str) -> _Any:
     if name == "__version__":
         return _import_module("importlib.metadata").version("samestep")
+    if name == "losses":
+        return _import_module("samestep.losses")
     if name not in _LAZY:
         raise AttributeError(f"module 'samestep' has no attribute {name!r}")
     module, attribute = _LAZY[name]

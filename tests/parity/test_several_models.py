@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samestep
-from samestep.errors import ModelError
+from samestep import losses
+from samestep.errors import JobError, ModelError
 from samestep.runtime.run import Run
 from tests.laboratory import combinations, job_of
 from tests.models import Plain, Tokens
@@ -104,6 +105,63 @@ KINDS: dict[str, Kind] = {
 }
 
 
+# -- losses that come with samestep ----------------------------------------------------------------
+
+
+def dpo_given(models: Any, batch: Any) -> dict[str, Tensor]:
+    return {
+        f"{name}_{side}": losses.sequence_log_probs(model(batch[side]), batch[f"{side}_labels"])
+        for name, model in models.items()
+        for side in ("chosen", "rejected")
+    }
+
+
+def rewards(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    return model(batch["chosen"]).mean((1, 2)), model(batch["rejected"]).mean((1, 2))
+
+
+def features(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    return model(batch["chosen"]).mean(1), model(batch["rejected"]).mean(1)
+
+
+def entropy_of_tokens(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    logits = model(batch["input_ids"])
+    return losses.token_log_probs(logits, batch["labels"]), losses.token_entropy(logits)
+
+
+def with_entropy(outputs: Any, batch: Any) -> Any:
+    log_probs, entropy = outputs
+    counts = batch["labels"] != -100
+    return {"policy": (-log_probs.sum(), counts.sum()), "entropy": (-0.01 * entropy.sum(), entropy.numel())}
+
+
+DISTIL = functools.partial(losses.distillation, temperature=2.0, hard=0.5)
+CONTRASTIVE = functools.partial(losses.contrastive, temperature=0.2)
+KINDS |= {
+    "losses.dpo": (KINDS["dpo"][0], dpo_given, losses.dpo, Pairs),
+    "losses.distillation": (KINDS["distillation"][0], distil_forward, DISTIL, Tokens),
+    "losses.pairwise": (lambda: plain_model(4), rewards, losses.pairwise, Pairs),
+    "losses.contrastive": (lambda: plain_model(5), features, CONTRASTIVE, Pairs),
+    "entropy": (lambda: plain_model(6), entropy_of_tokens, with_entropy, Tokens),
+}
+
+
+def test_losses_are_those_of_their_papers() -> None:
+    margin = 0.1 * torch.tensor([2.0, -1.0])
+    outputs = (torch.tensor([3.0, 0.0]), torch.tensor([1.0, 1.0]), torch.zeros(2), torch.zeros(2))
+    total, count, values = losses.dpo(outputs, None)
+    torch.testing.assert_close(total / count, -F.logsigmoid(margin).mean())
+    assert (values["accuracy"][0].item(), values["accuracy"][1]) == (1, 2)
+    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(losses.token_entropy(logits), torch.distributions.Categorical(logits=logits).entropy())
+    total, number = losses.distillation((logits, logits), {})
+    assert (abs(total.item()) < 1e-6, number.item()) == (True, 6)
+    with pytest.raises(JobError, match=r"losses\.dpo: the forward returned a Tensor; policy_chosen, .* works"):
+        losses.dpo(logits, None)
+    with pytest.raises(JobError, match="no label for each row of logits"):
+        losses.distillation((logits, logits), {}, hard=1.0)
+
+
 def adam(params: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)
 
@@ -127,11 +185,11 @@ def parallel(rank: int, world: int, layout: str, kind: str, folder: str = "") ->
     if not folder:
         return steps_of(run := make(), dataset(), 0, STEPS), run.state_dict(on_every_rank=True)
     first = make()
-    losses = steps_of(first, dataset(), 0, 2)
+    found = steps_of(first, dataset(), 0, 2)
     first.save(folder)
     run = make()
     run.load(folder)
-    return [*losses, *steps_of(run, dataset(), 2, STEPS)], run.state_dict(on_every_rank=True)
+    return [*found, *steps_of(run, dataset(), 2, STEPS)], run.state_dict(on_every_rank=True)
 
 
 @functools.cache
@@ -141,23 +199,25 @@ def plain(kind: str) -> tuple[list[float], dict[str, Tensor]]:
     built = build()
     models = nn.ModuleDict(built).double() if isinstance(built, dict) else built.double()
     trained = [param for param in models.parameters() if param.requires_grad]
-    optimizer, losses = adam(trained), []
+    optimizer, seen = adam(trained), []
     for batch in samestep.batches(dataset(), JOB):
         samples = batch.samples(batch.indices)
         found = loss(forward(models, samples), samples)
         terms = found.values() if isinstance(found, dict) else [found[:2]]
-        total = sum(part / count for part, count in terms)
+        total = sum(
+            part / count for part, count in terms
+        )  # a loss of the whole batch too is its own times their number
         optimizer.zero_grad()
         total.backward()
         torch.nn.utils.clip_grad_norm_(trained, 0.5)
         optimizer.step()
-        losses.append(total.item())
-    return losses, {name: value.detach() for name, value in models.state_dict().items()}
+        seen.append(total.item())
+    return seen, {name: value.detach() for name, value in models.state_dict().items()}
 
 
 def assert_plain(kind: str, found: tuple[list[float], dict[str, Tensor]]) -> None:
-    losses, weights = plain(kind)
-    assert found[0] == pytest.approx(losses, rel=1e-9)
+    expected, weights = plain(kind)
+    assert found[0] == pytest.approx(expected, rel=1e-9)
     assert found[1].keys() == weights.keys()
     for name, value in weights.items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-7, atol=1e-9)
@@ -166,13 +226,15 @@ def assert_plain(kind: str, found: tuple[list[float], dict[str, Tensor]]) -> Non
 LAYOUTS = ["dp=2 microbatch=3", "dp=2 zero=3", "tp=2", "pp=2 microbatch=4", "dp=2 zero=1 microbatch=2"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["two views", "losses.dpo", "losses.contrastive"])
 def test_one_device_is_the_plain_loop(kind: str) -> None:
     for layout in ("dp=1", "dp=1 microbatch=3"):
         assert_plain(kind, pool(1).run(parallel, layout, kind)[0])
 
 
-@pytest.mark.parametrize(("layout", "kind"), combinations(LAYOUTS, [*KINDS]))
+@pytest.mark.parametrize(
+    ("layout", "kind"), combinations(LAYOUTS, [kind for kind in KINDS if kind not in ("dpo", "distillation")])
+)
 def test_models_of_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
     for found in pool(2).run(parallel, layout, kind, str(tmp_path / "saved")):
         assert_plain(kind, found)

@@ -61,8 +61,8 @@ def whole_batch(loss: Loss | None = None, *, pad: float | None = None) -> Any:
         )
 
     @functools.wraps(loss)
-    def over_all(outputs: Any, batch: Any) -> Any:
-        found = loss(outputs, batch)
+    def over_all(outputs: Any, batch: Any, **options: Any) -> Any:
+        found = loss(outputs, batch, **options)
         number, values = (found[0], found[1:]) if _has_values(found) else (found, ())
         if isinstance(number, Tensor):
             size = num_samples(batch)
@@ -81,6 +81,8 @@ def _has_values(found: Any) -> bool:
 
 def mark_of(loss: Loss) -> OverBatch | None:
     """Return what a loss of the whole batch asks for; None for a loss that is a sum over samples."""
+    while isinstance(loss, functools.partial):
+        loss = loss.func
     found: OverBatch | None = getattr(loss, _MARK, None)
     return found
 
