@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     __version__: str
     from samestep.building.loss_scope import whole_batch
     from samestep.building.model_loss import model_loss
-    from samestep.building.over_samples import batch_cat, batch_mean, batch_sum
+    from samestep.building.over_samples import after_step, batch_cat, batch_mean, batch_sum
     from samestep.datasets import batches
     from samestep.engines.launch import launch
     from samestep.explanation.explain import explain
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "HeldOut": ("samestep.training.evaluations", "HeldOut"),
+    "after_step": ("samestep.building.over_samples", "after_step"),
     "batch_cat": ("samestep.building.over_samples", "batch_cat"),
     "batch_mean": ("samestep.building.over_samples", "batch_mean"),
     "batch_sum": ("samestep.building.over_samples", "batch_sum"),
@@ -112,6 +113,7 @@ __all__ = [
     "SpikeError",
     "UnprovenError",
     "WorkerError",
+    "after_step",
     "batch_cat",
     "batch_mean",
     "batch_sum",

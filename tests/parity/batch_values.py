@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from samestep import batch_cat, batch_mean, batch_sum
+from samestep import after_step, batch_cat, batch_mean, batch_sum
 from samestep.building.loss import cross_entropy
 from samestep.datasets import batches
-from tests.parity.whole_batch import WIDTH, Case, Encoder, Views, job
+from tests.parity.whole_batch import WIDTH, Block, Case, Encoder, Views, job
 
 
 class Centred(Encoder):
@@ -89,9 +89,64 @@ class Queue(Encoder):
         return logits
 
 
+class LaterTeacher(Teacher):
+    """DINO, whose centre follows once the step is made."""
+
+    def forward(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            target = self.teacher(two)
+            share = ((target - self.centre) / 0.5).softmax(-1)
+            after_step(self.centre, 0.9 * self.centre + 0.1 * batch_mean(target))
+        return self.embed(one), share
+
+
+class LaterCodebook(Codebook):
+    def forward(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        z = self.embed(one)
+        picked = F.one_hot(torch.cdist(z, self.codes).argmin(-1), 5).to(z.dtype)
+        code = picked @ self.codes
+        usage = 0.8 * self.usage + 0.2 * batch_sum(picked)
+        sums = self.sums.lerp(batch_sum(picked[:, :, None] * z.detach()[:, None, :]), 0.2)
+        after_step(self.usage, usage)
+        after_step(self.sums, sums)
+        after_step(self.codes, sums / (usage[:, None] + 1e-3))
+        return self.back(z + (code - z).detach()), z, code.detach()
+
+
+class LaterQueue(Queue):
+    def forward(self, one: Tensor, two: Tensor) -> Tensor:
+        with torch.no_grad():
+            key = F.normalize(self.key(two), dim=-1)
+        query = F.normalize(self.embed(one), dim=-1)
+        logits = torch.cat([(query * key).sum(-1, keepdim=True), query @ self.queue.T], 1) / 0.2
+        after_step(self.queue, torch.cat([batch_cat(key), self.queue])[: len(self.queue)])
+        return logits
+
+
+class LaterBlock(Block):
+    """A block with a count and a spread of its own, which its code reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("spread", torch.ones(WIDTH))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            after_step(self.spread, (self.spread + batch_mean(x.detach().square()).sqrt()) / 2)
+            after_step(self.steps, self.steps + 1)
+        return super().forward(x / self.spread) * (1 + 0.01 * self.steps.to(x.dtype))
+
+
 class Plain(Encoder):
     def forward(self, one: Tensor, two: Tensor) -> Tensor:
         return self.embed(one)
+
+
+class LaterBlocks(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(LaterBlock() for _ in range(2))
 
 
 def to_class(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
@@ -128,6 +183,10 @@ CASES = {
     "codebook": Case(Codebook, to_input),
     "queue": Case(Queue, to_first),
     "whitened": Case(Plain, whitened),
+    "later teacher": Case(LaterTeacher, to_share),
+    "later codebook": Case(LaterCodebook, to_input),
+    "later queue": Case(LaterQueue, to_first),
+    "later blocks": Case(LaterBlocks, to_class),
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from samestep import batch_cat, batch_mean, batch_sum
+from samestep import after_step, batch_cat, batch_mean, batch_sum
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
 from samestep.errors import LayoutError, ModelError
@@ -49,8 +49,18 @@ def expected(name: str, batch: int = 8) -> tuple[list[float], dict[str, Tensor]]
 
 
 LAYOUTS = ("dp=1", "dp=2", "dp=2 zero=1", "dp=2 zero=3", "dp=2 recompute=full", "tp=2", "pp=2", "dp=2 pp=2", "dp=3")
-ROWS = [(name, layout, batch) for layout in LAYOUTS for name in CASES for batch in (8, 5, 2)]
-DAILY = {(sorted(CASES)[index % len(CASES)], layout, (8, 5, 2)[index % 3]) for index, layout in enumerate(LAYOUTS)}
+NOW = [name for name in CASES if not name.startswith("later")]
+LATER = [name for name in CASES if name.startswith("later")]
+SPLIT = (
+    "dp=1 microbatch=2", "dp=2 microbatch=2", "dp=2 zero=3 microbatch=1", "tp=2 microbatch=4", "dp=2 microbatch=2 recompute=full",
+    "pp=2 microbatch=2",
+)  # fmt: skip
+CHOICES = [
+    *((layout, NOW) for layout in LAYOUTS),
+    *((layout, LATER[-1:] if "pp" in layout else LATER) for layout in (*LAYOUTS, *SPLIT)),
+]
+ROWS = [(name, layout, batch) for layout, names in CHOICES for name in names for batch in (8, 5, 2)]
+DAILY = {(names[index % len(names)], layout, (8, 5, 2)[index % 3]) for index, (layout, names) in enumerate(CHOICES)}
 
 
 @pytest.mark.parametrize(
@@ -79,6 +89,32 @@ def test_outside_of_a_run_they_are_those_of_torch() -> None:
     assert batch_cat(x) is x
     with pytest.raises(ModelError, match="takes a tensor with a row for each sample, and was given a tensor"):
         batch_sum(torch.zeros(()))
+
+
+def test_outside_of_a_run_a_buffer_follows_when_an_optimizer_has_stepped() -> None:
+    buffer, weight = torch.zeros(2), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    after_step(buffer, torch.ones(2))
+    after_step(buffer, buffer + 3.0)
+    assert torch.equal(buffer, torch.zeros(2))
+    optimizer.step()
+    assert torch.equal(buffer, torch.full((2,), 3.0))
+    buffer.zero_()
+    optimizer.step()
+    assert torch.equal(buffer, torch.zeros(2))
+    with pytest.raises(ModelError, match=r"was given a value .* for a buffer .*: a tensor of the buffer's shape works"):
+        after_step(buffer, torch.ones(3))
+
+
+def test_code_of_the_model_itself_keeps_nothing_under_pp() -> None:
+    with pytest.raises(
+        LayoutError, match="the model's own code lets centre have a value after the step, and pp=2 runs that code"
+    ):
+        pool(2).run(prepared, "later teacher", "pp=2")
+
+
+def prepared(rank: int, world: int, name: str, layout: str) -> None:
+    run_of(rank, world, name, layout).prepare(next(batches(Views(), job())).samples([0]))
 
 
 def test_several_micro_batches_are_refused_with_what_works() -> None:

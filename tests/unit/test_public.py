@@ -56,6 +56,7 @@ def test_the_public_names_are_these() -> None:
         "SpikeError",
         "UnprovenError",
         "WorkerError",
+        "after_step",
         "batch_cat",
         "batch_mean",
         "batch_sum",

@@ -3,18 +3,29 @@
 On one device that runs the whole batch at once, `batch_sum(x)` is x.sum(0), `batch_mean(x)` is x.mean(0), and `batch_cat(x)` is x.
 A layout that divides the batch computes the same of the samples of all ranks (`runtime/axes/batch_values.py`): while one of its
 forwards runs, an object that does so is the present scope. Function modes see each of the three as one function.
+`after_step` lets a buffer follow such values: written by a keeper once the step's update is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import ModelError
+
+
+class Keeper(Protocol):
+    """Holds the next values of buffers until a step's update."""
+
+    def keep(self, buffer: Tensor, value: Tensor) -> None:
+        """Hold the value that a buffer gets after the step."""
 
 
 class Scope(Protocol):
@@ -31,6 +42,7 @@ class Scope(Protocol):
 
 
 _present: list[Scope | None] = [None]
+_keepers: list[Keeper] = []
 
 
 @contextmanager
@@ -41,6 +53,73 @@ def within(scope: Scope | None) -> Iterator[None]:
         yield
     finally:
         _present.pop()
+
+
+@contextmanager
+def keeping(keeper: Keeper) -> Iterator[None]:
+    """Let a keeper hold the next values of buffers, inside."""
+    _keepers.append(keeper)
+    try:
+        yield
+    finally:
+        _keepers.pop()
+
+
+class Ignored:
+    """The keeper of forwards that are no part of a step: they leave no trace."""
+
+    def keep(self, buffer: Tensor, value: Tensor) -> None:
+        """Hold nothing."""
+
+
+class _OfAnyLoop:
+    """The keeper outside of a run: values are written when the next optimizer has stepped."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[Tensor, Tensor]] = {}
+        self._handle: RemovableHandle | None = None
+
+    def keep(self, buffer: Tensor, value: Tensor) -> None:
+        """Hold a value until the next step of any optimizer of torch."""
+        self._values[id(buffer)] = buffer, value.detach().clone()
+        if self._handle is None:
+            self._handle = register_optimizer_step_post_hook(self._write)
+
+    def _write(self, *_: object) -> None:
+        values, self._values = list(self._values.values()), {}
+        write(values)
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+_of_any_loop = _OfAnyLoop()
+
+
+@torch.no_grad()
+def write(values: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Write values into their buffers."""
+    for buffer, value in values:
+        buffer.copy_(value)
+
+
+def after_step(buffer: Tensor, value: Tensor) -> None:
+    """Let a buffer have a value after the step's update, such as a centre or a codebook that follows the samples of the step.
+
+    It is called in a forward, and all of this step read the buffer as it was. The value is computed of what is the same on all ranks:
+    of the buffer, and of `batch_sum`, `batch_mean` and `batch_cat`, which here are over all micro-batches too. Of several calls for one
+    buffer the last one counts. Outside of a run the value is written when the next optimizer of torch has stepped.
+
+    Raises:
+        ModelError: the value is no tensor of the buffer's shape.
+    """
+    if not isinstance(buffer, Tensor) or not isinstance(value, Tensor) or value.shape != buffer.shape:
+        form = [list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in (buffer, value)]
+        raise ModelError(
+            f"samestep.after_step was given a value {form[1]} for a buffer {form[0]}: a tensor of the buffer's shape works, and under tp "
+            "so does a buffer of a module that is not cut"
+        )
+    (_keepers[-1] if _keepers else _of_any_loop).keep(buffer, value)
 
 
 def batch_sum(x: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ def _examine_further(built: BuiltModel, forward: TracedForward, loss: Loss) -> F
         placed.extend(found.masks)
 
     states: tuple[StateSpec, ...] = ()
-    if forward.changes.found:
+    if forward.changes.found or spec.kept_after:
         with record_checkpointed(module):
             states = kept_state.examine(module, sample, spec, containers_of(module), num_samples, value_of)
     looks = bool(spec.varies_at)

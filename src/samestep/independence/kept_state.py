@@ -185,6 +185,12 @@ class _StateTracer(ForwardTracer):
         super().take_values(kind, x, result)
         self.labels[self.key(result)] = self.labels.get(self.key(x), set()) - {SAMPLES}
 
+    def keep(self, buffer: Tensor, value: Tensor) -> None:
+        """Take a value of the samples at hand for one that the forward writes; what is the same on all ranks is no such state."""
+        super().keep(buffer, value)
+        if SAMPLES in (labels := self._labels_of({self.key(value)})):
+            self.written.setdefault(self.key(buffer), set()).update(labels)
+
     def record(self, given: list[Tensor], written: list[Tensor], *cost: Any) -> None:
         """Add an operation, and give its results the labels of its operands."""
         super().record(given, written, *cost)

@@ -174,6 +174,8 @@ class BatchValueCall:
     """Dtype in which it is sent; empty for floating numbers, which are sent in master precision."""
     takes_gradient: bool = True
     """Whether a gradient flows back into it."""
+    is_only_kept: bool = False
+    """Whether nothing but what the step leaves behind depends on it (`samestep.after_step`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,6 +129,8 @@ class ModelSpec:
     """The names of the terms of its loss, each a sum with a count of its own, and of the values that it reports."""
     loss_reads: tuple[LossTensor, ...] | None = None
     """What a loss over all samples of the step reads; None where the loss is a sum over samples."""
+    kept_after: tuple[str, ...] = ()
+    """Names of the buffers that the forward lets have another value after the step."""
     loss_values: tuple[BatchValueCall, ...] = ()
     """Calls in the loss that take values of all samples."""
     slices: tuple[tuple[str, int], ...] = ()

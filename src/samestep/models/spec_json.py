@@ -42,7 +42,9 @@ def from_json(text: str) -> ModelSpec:
         raise ValueError(f"a model spec of format {version}; this version reads {FORMAT_VERSION}")
     layers = tuple(_layer_from(layer) for layer in fields.pop("layers"))
     params = tuple(_param_from(param) for param in fields.pop("params"))
-    paths: dict[str, Any] = {name: tuple(fields.pop(name, ())) for name in ("coupled_modules", "tried", "looks_in")}
+    paths: dict[str, Any] = {
+        name: tuple(fields.pop(name, ())) for name in ("coupled_modules", "tried", "looks_in", "kept_after")
+    }
     masks = tuple(_mask_from(mask) for mask in fields.pop("masks", ()))
     slices = tuple((name, dim) for name, dim in fields.pop("slices"))
     names = LossNames(**{key: tuple(found) for key, found in fields.pop("loss_names").items()})

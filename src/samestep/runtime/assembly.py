@@ -384,7 +384,8 @@ def _prepare_model(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes, stor
             buffer
             for path in dict.fromkeys((*spec.coupled_modules, *spec.batch_norm_owners))
             for buffer in model.get_submodule(path).buffers(recurse=False)
-        ],
+        ]
+        + [buffer for name, buffer in model.named_buffers() if name in spec.kept_after],
         first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
         replaced=ReplacedWeights.of(model, _written_weights(traced), program),
         dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),

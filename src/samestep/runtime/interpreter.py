@@ -96,6 +96,7 @@ class Interpreter:
         if self.observer.dropout_mode() is None and not store.gave_up:
             self.assembly.model.dropout.end_step(self.assembly.model.module)
         parallel.stage.finish()
+        parallel.batch_norms.values.finish()
         return totals / layout.model_ranks  # which count the same samples
 
     def _forward(self, task: Task, microbatches: Microbatches, totals: Tensor) -> Tensor | None:
@@ -111,7 +112,7 @@ class Interpreter:
                 return None
             microbatches.keep(task.microbatch, outputs)
             part = parallel.slicing.part(samples)
-            with self.trials.communication("the loss"), parallel.batch_norms.values.of_step():
+            with self.trials.communication("the loss"), parallel.batch_norms.values.of_step(task.microbatch):
                 given_outputs = precision.for_loss(outputs)
                 result = objective.scope.result(task.microbatch, given_outputs, part, objective.loss)
             self.trials.check_generators(self.assembly, self.step, "the loss")

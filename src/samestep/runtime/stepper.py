@@ -526,6 +526,7 @@ class Stepper:
             update()
             self._trials.check_generators(assembly, self.steps_taken + 1, "the optimizer")
             self.refusals.raise_own()
+            assembly.parallel.batch_norms.values.write()
             weights.updater.publish()
             weights.store.publish(waits=not self._owns_weights)
 

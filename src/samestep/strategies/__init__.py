@@ -41,8 +41,8 @@ from samestep.strategies import (
 )
 
 # The order matters. `chunked_loss` leaves the last layer a chunk of its logits; `context` leaves a rank a slice of the sequence, whose heads and neurons `tensor` cuts; `sequence` cuts
-# the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives; `batch_norm` and `batch_values`
-# send statistics, which no repeated forward takes again; `pipeline` leaves a stage its layers; `loss_terms` exchanges counts where the model ends; `shard` adds gathers and scatters; `data` reduces what they leave replicated,
+# the parts between; `expert` leaves a rank its experts; `recompute` repeats forwards together with their collectives; `batch_norm`
+# sends statistics, which no repeated forward takes again; `pipeline` leaves a stage its layers; `batch_values` sends what their code asks for; `loss_terms` exchanges counts where the model ends; `shard` adds gathers and scatters; `data` reduces what they leave replicated,
 # `compress` what is encoded of it; `whole_update` brings to one rank what it must update whole,
 # and `whole_batch` repeats the forwards that are written by then.
 STACK: tuple[ModuleType, ...] = (
@@ -54,8 +54,8 @@ STACK: tuple[ModuleType, ...] = (
     expert,
     recompute,
     batch_norm,
-    batch_values,
     pipeline,
+    batch_values,
     loss_terms,
     shard,
     data,

@@ -6,7 +6,9 @@ batch norm does. Where it asks by name, every data rank computes the same from t
     batch_sum    all_reduce of one row                   backward: all_reduce of its gradient
     batch_cat    all_gather of a row for each sample     backward: all_reduce of the gradients of all rows
 
-A rank runs its samples as one micro-batch: a result that needs the samples of later ones cannot be used before these have run.
+A result that needs the samples of later micro-batches cannot be used before these have run: a rank runs its samples as one, unless
+nothing depends on the results but the buffers that `samestep.after_step` writes. Then the sums and rows of all micro-batches are sent
+once, in front of the update.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from collections.abc import Iterator
 
 from samestep.errors import module_name
 from samestep.models.layer_spec import BatchValueCall
-from samestep.models.spec import gradients_within
-from samestep.program.bodies import BodyKey
+from samestep.models.spec import ModelSpec, gradients_within, is_below
+from samestep.program.bodies import UPDATE_BODY, BodyKey
 from samestep.program.ops import Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -29,11 +31,16 @@ OWNER = "batch values"
 def refusal(step: StepSpec) -> str | None:
     """Return why values of all samples are not at hand in a layout."""
     model, layout = step.model, step.layout
+    if layout.pp > 1 and (outside := _kept_outside(model)):
+        return (
+            f"the model's own code lets {outside} have a value after the step, and pp={layout.pp} runs that code on every stage: pp=1 works, "
+            "and so does code of a module that one stage has"
+        )
     if not model.uses_batch_values:
         return None
     where = next((layer.batch_values[0].owner for layer in model.layers if layer.batch_values), None)
     who = "the loss" if where is None else module_name(where)
-    if step.num_microbatches > 1:
+    if step.num_microbatches > 1 and not is_sent_once(step):
         return (
             f"microbatch={layout.microbatch} makes {step.num_microbatches} micro-batches, and {who} takes values of all samples of the "
             f"step within one (samestep.batch_sum, batch_mean, batch_cat): microbatch={step.rank_samples} works, and so does "
@@ -54,16 +61,43 @@ def refusal(step: StepSpec) -> str | None:
     return None
 
 
+def _kept_outside(model: ModelSpec) -> str:
+    """Return the first buffer with a value after the step whose module is in no layer; empty if there is none."""
+    roots = [path for layer in model.layers for path in layer.modules if path]
+    return next(
+        (name for name in model.kept_after if not any(is_below(name.rpartition(".")[0], root) for root in roots)), ""
+    )
+
+
+def is_sent_once(step: StepSpec) -> bool:
+    """Return whether values of several micro-batches are sent once, since nothing before the update needs them."""
+    calls = [call for layer in step.model.layers for call in layer.batch_values]
+    return step.num_microbatches > 1 and not step.model.loss_values and all(call.is_only_kept for call in calls)
+
+
 def apply(program: Program) -> Program:
     """Return the program with what each layer and the loss send in the forward, and in the backward in reverse."""
     step = program.step
     if not step.model.uses_batch_values or step.layout.dp == 1:
         return program
 
+    once = is_sent_once(step)
+
     def rewrite(key: BodyKey, ops: Ops) -> Ops:
+        if once:
+            return (*_at_end(program), *ops) if key == UPDATE_BODY else ops
         return tuple(_with_values(ops, step))
 
     return program.with_bodies(rewrite, axes={**program.axes, AXIS: step.layout.dp})
+
+
+def _at_end(program: Program) -> Iterator[Op]:
+    """Yield what a stage sends of all its micro-batches in front of the update."""
+    step = program.step
+    for chunk in program.chunks or (range(len(step.model.layers)),):
+        for index in chunk:
+            for call in step.model.layers[index].batch_values:
+                yield _op(call, step, None, is_back=False)
 
 
 def _with_values(ops: Ops, step: StepSpec) -> Iterator[Op]:
@@ -85,12 +119,14 @@ def _with_values(ops: Ops, step: StepSpec) -> Iterator[Op]:
             )
 
 
-def _op(call: BatchValueCall, step: StepSpec, beside: Op, *, is_back: bool, is_of_loss: bool = False) -> Op:
+def _op(call: BatchValueCall, step: StepSpec, beside: Op | None, *, is_back: bool, is_of_loss: bool = False) -> Op:
     gathers = call.kind == "cat" and not is_back
     rows = 1 if call.kind == "sum" else step.global_batch
     rows = step.layout.dp * step.rank_samples if gathers else rows
     kind = OpKind.ALL_GATHER if gathers else OpKind.ALL_REDUCE
     op = Op(kind=kind, owner=OWNER, layer=None, axis=AXIS, dtype=call.dtype or step.master_dtype, is_exposed=True)
+    if beside is None:
+        return op.sized(rows * call.elements)
     if is_of_loss:  # which goes back before the layer
         return op.but(layer=beside.layer).sized(rows * call.elements)
     return op.but(after=(beside.name,)).sized(rows * call.elements)

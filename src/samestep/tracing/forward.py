@@ -126,6 +126,10 @@ class ForwardTracer(DispatchMode):
         """Calls of batch norm that take the statistics of samples, with their regions."""
         self.batch_values: list[tuple[str, BatchValueCall]] = []
         """Calls that take values of all samples by name, with their regions."""
+        self.of_batch: set[int] = set()
+        """Storages that depend on what these have returned."""
+        self.kept_after: set[int] = set()
+        """Storages of the buffers that get a value after the step."""
         self.saves: Counter[int] = Counter()
         """Number of times that each storage is kept."""
         self.pairs: set[int] = set()
@@ -162,6 +166,16 @@ class ForwardTracer(DispatchMode):
             takes_gradient=result.requires_grad,
         )
         self.batch_values.append((self.region, call))
+        self.of_batch.add(self.key(result))
+
+    def keep(self, buffer: Tensor, value: Tensor) -> None:
+        """Receive the value that a buffer gets after the step."""
+        self.kept_after.add(self.key(buffer))
+
+    @property
+    def keeps_all_values(self) -> bool:
+        """Whether neither the outputs nor what the forward writes depends on values of all samples."""
+        return not self.of_batch & (self.returned | self._weights)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -379,6 +393,8 @@ class ForwardTracer(DispatchMode):
         for key in read & self._weights:
             self.stacks.setdefault(key, set()).add(frozenset(self._running))
         keys = {self.key(tensor) for tensor in written}
+        if self.of_batch & read:
+            self.of_batch |= keys
         self.flow_recorder.ran(read, keys if self._writes else keys - read)
         for key in keys - read:  # a view, or a tensor written in place, was made earlier
             self.makers.setdefault(key, self.region)

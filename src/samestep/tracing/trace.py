@@ -152,6 +152,7 @@ def _spec_of(
         name=name,
         layers=with_crossings(specs, watch.flow, module, num_samples),
         params=params,
+        kept_after=tuple(name for name, buffer in module.named_buffers() if watch.key(buffer) in watch.kept_after),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
         coupled_modules=_coupled_modules(module),
         varies_at=varies,
@@ -334,7 +335,11 @@ def _layer_specs(
                 for region, key, exchange in watch.exchanges
                 if layer.is_block and region in layer.regions
             ),
-            batch_values=tuple(call for region, call in watch.batch_values if region in layer.regions),
+            batch_values=tuple(
+                dataclasses.replace(call, is_only_kept=watch.keeps_all_values)
+                for region, call in watch.batch_values
+                if region in layer.regions
+            ),
             batch_norms=tuple(call for region, call in watch.batch_norms if region in layer.regions),
         )
         specs.append(spec)

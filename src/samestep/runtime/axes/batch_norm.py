@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import DataError, ModelError
 from samestep.program.program import Program
 from samestep.program.sample_groups import GroupPart, SampleGroups
-from samestep.runtime.axes.batch_values import BatchValues
+from samestep.runtime.axes.batch_values import BatchValues, SharedBatch
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.processes.mesh import Mesh
@@ -97,15 +97,6 @@ class _Found:
     owner: str
 
 
-class SizedBatch(Protocol):
-    """A batch that knows the number of its samples."""
-
-    @property
-    def num_samples(self) -> int:
-        """The number of samples of all ranks."""
-        ...
-
-
 class BatchNorms:
     """The batch norms of a rank's model that take statistics of samples. Every data rank runs the same calls in one order."""
 
@@ -127,13 +118,13 @@ class BatchNorms:
             module = model.get_submodule(path)
             module.forward = functools.partial(self._forward, module, path, module.forward)
 
-    def begin_step(self, batch: SizedBatch) -> None:
+    def begin_step(self, batch: SharedBatch) -> None:
         """Follow the size of a step's batch where it is another one than the job's.
 
         Raises:
             DataError: its samples are no whole groups in each micro-batch.
         """
-        self.values.begin_step(batch.num_samples)
+        self.values.begin_step(batch)
         if self._groups is None or self._job_groups is None:
             return
         count, shares = batch.num_samples, self._job_groups.shares
@@ -165,8 +156,8 @@ class BatchNorms:
         others wait until the time limit.
         """
         if self._groups is None or self._groups.is_one_forward:
-            return self.values.of_step()
-        return self._taking(_MicrobatchPart.of(self._groups, self._data_rank, microbatch))
+            return self.values.of_step(microbatch)
+        return self._taking(_MicrobatchPart.of(self._groups, self._data_rank, microbatch), microbatch)
 
     def of_evaluation(self, num_samples: int) -> AbstractContextManager[None]:
         """Return the context of a forward of held-out samples, which ranks share as one micro-batch.
@@ -184,7 +175,7 @@ class BatchNorms:
 
     def recompute_contexts(self) -> Contexts:
         """Return the contexts of a checkpointed forward, which records statistics, and of its repetition, which takes them."""
-        if self._groups is None and not self.values.are_used:
+        if self._groups is None and not (self.values.are_used or self.values.keeps):
             return nullcontext(), nullcontext()
         found: list[_Found] = []
         recording, replaying = self.values.recompute_contexts()
@@ -211,10 +202,14 @@ class BatchNorms:
         return first(), Anew(repeated)
 
     @contextmanager
-    def _taking(self, part: _MicrobatchPart) -> Iterator[None]:
+    def _taking(self, part: _MicrobatchPart, microbatch: int | None = None) -> Iterator[None]:
         before, self._part = self._part, part
         try:
-            with self.values.of(part.groups.shares.global_batch):
+            with (
+                self.values.of(part.groups.shares.global_batch)
+                if microbatch is None
+                else self.values.of_step(microbatch)
+            ):
                 yield
         finally:
             self._part = before

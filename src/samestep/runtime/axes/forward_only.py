@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
+from samestep.building.over_samples import Ignored, keeping
+
 _NESTED = [0]
 """How many such forwards this process is in; autograd's threads run none."""
 
@@ -21,7 +23,7 @@ def forward_only(*, takes_gradients: bool) -> Iterator[None]:
     """Run the forwards inside without a backward, and without gradients unless the model itself takes some."""
     _NESTED[0] += 1
     try:
-        with torch.set_grad_enabled(takes_gradients):
+        with torch.set_grad_enabled(takes_gradients), keeping(Ignored()):
             yield
     finally:
         _NESTED[0] -= 1

@@ -35,6 +35,7 @@ from samestep.building.over_samples import within
 from samestep.errors import JobError
 from samestep.program.program import Program
 from samestep.runtime.axes import precision
+from samestep.runtime.axes.batch_values import order_of
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import forward_only
 from samestep.runtime.ledger import outside_step
@@ -174,11 +175,7 @@ class WholeBatch:
         """Note which samples of all, `everything`, each rank has in each micro-batch."""
         self._sizes = [[len(part) for part in parts] for parts in table]
         gathered = np.concatenate([part for parts in table for part in parts])
-        self._order = None
-        if not np.array_equal(gathered, everything):
-            order = np.empty(len(everything), dtype=np.int64)
-            order[np.argsort(everything, kind="stable")] = np.argsort(gathered, kind="stable")
-            self._order = torch.from_numpy(order)
+        self._order = order_of(gathered, everything)
         self._kept, self._result, self.left = {}, None, self._num_alone
 
     @contextmanager
