@@ -231,6 +231,8 @@ def add_explain(parser: ArgumentParser) -> None:
     chosen.add_argument("--steps", metavar="A:B", help="some steps, averaged")
     _add_hardware(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the parts of the step to a file")
+    about = "write a page with a bar for each rank, which needs no other file"
+    parser.add_argument("--html", type=Path, metavar="FILE", help=about)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, which Perfetto opens")
 
 

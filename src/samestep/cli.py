@@ -319,8 +319,8 @@ def _explain(words: Namespace) -> None:
         raise InputError(f"explain {' '.join(words.run)}: one run is explained, or two are compared")
     run = Path(words.run[0]) if words.run else run_folder.newest("to explain")
     if len(words.run) == 2 or foreign_traces.is_foreign(run):
-        if words.trace or words.step or words.steps:
-            raise InputError("--trace, --step and --steps are of one run with records: leave them out")
+        if words.trace or words.html or words.step or words.steps:
+            raise InputError("--trace, --html, --step and --steps are of one run with records: leave them out")
         one, other, is_pair = words.run[0], words.run[-1], len(words.run) == 2
         told = differences.differences(one, other, words.hardware) if is_pair else foreign_traces.explain_traces(run)
         print(told.to_text())
@@ -331,6 +331,10 @@ def _explain(words: Namespace) -> None:
     _write_json(words.json, found.to_record())
     if words.trace:
         write(words.trace, json.dumps(found.to_chrome_trace()))
+    if words.html:
+        from samestep.explanation import explained_page
+
+        write(words.html, explained_page.to_html(found))
 
 
 def _case(words: Namespace) -> None:
