@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,17 @@ def test_a_straggler_is_named_with_its_host(late: int) -> None:
     assert verdict.line.startswith(f"straggler rank {late} on host {host}: ")
     assert "in backward:b" in verdict.reasons[0]
     assert len(verdict.reasons) <= 3
+
+
+def test_under_other_load_neither_a_link_nor_a_rank_is_blamed() -> None:
+    found = explained({2: {"backward:b": 200 * MS}}, transfer={"bucket.0": 900 * MS})
+    parts = parts_of(found, found.busiest, None)[0]
+    assert verdict_of(found, parts).kind in ("link", "straggler")
+    half = replace(found, cpu_s={rank: tuple(seconds / 2 for seconds in times) for rank, times in found.cpu_s.items()})
+    verdict = verdict_of(half, parts)
+    assert verdict.kind == "load"
+    assert "had the processor for" in verdict.reasons[0]
+    assert not any("link" in reason or "peers" in reason for reason in verdict.reasons)
 
 
 def test_equal_ranks_have_no_straggler() -> None:

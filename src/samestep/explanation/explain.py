@@ -151,7 +151,7 @@ class Explained:
                 where = f"over {axis}" if axis else "in the pipeline"
                 most = f"{first.seconds * 1e3:,.3g} ms of it while it was at {first.doing}"
                 lines.append(f"others wait for rank {rank} {where}: {seconds * 1e3:,.3g} ms, {most}")
-        return lines
+        return lines[:5]
 
     def _table(self) -> str:
         rows = [("part", "measured ms", "of the step", "predicted ms", "difference ms")]

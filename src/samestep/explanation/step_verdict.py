@@ -18,6 +18,8 @@ from samestep.simulation.partition import BUBBLE, IMBALANCE, TRANSFER, row_name
 WORTH = 0.05
 """StepPart of a step from which on a cause is worth a word."""
 MOST_REASONS = 3
+HAS_PROCESSOR = 0.7
+"""Part of its work for which a rank has the processor where nothing else runs."""
 STRAGGLES = 1.25
 """Processor time of a straggler over the median of the other ranks of its stage."""
 
@@ -27,7 +29,7 @@ class StepVerdict:
     """What a step is bound by."""
 
     kind: str
-    """`compute`, `input`, `host`, `checkpoint`, `link`, `bubble`, `imbalance` or `straggler`."""
+    """`compute`, `input`, `host`, `checkpoint`, `link`, `bubble`, `imbalance`, `straggler` or `load`."""
     line: str
     reasons: tuple[str, ...]
     tries: tuple[str, ...] = ()
@@ -49,10 +51,14 @@ class _Candidate:
 def verdict_of(found: MeasuredSteps, parts: Sequence[StepPart], tries: Sequence[str] = ()) -> StepVerdict:
     """Return the verdict on some steps, from the parts of the busiest rank and what was charged."""
     candidates = sorted(_candidates(found, parts), key=lambda one: -one.seconds)
+    if (
+        busy := _other_load(found, parts)
+    ) is not None:  # then no time of a link or of compute is what it would be alone
+        candidates = [busy, *(one for one in candidates if one.kind in ("compute", "input", "checkpoint"))]
     compute = next((one for one in candidates if one.kind == "compute"), None)
     others = [one for one in candidates if one.kind != "compute" and one.seconds >= WORTH * found.step_s]
-    straggler = next((one for one in others if one.kind == "straggler"), None)
-    first = straggler or max(
+    first = busy or next((one for one in others if one.kind == "straggler"), None)
+    first = first or max(
         [*others, *([compute] if compute else [])],
         key=lambda one: one.seconds,
         default=_Candidate("compute", 0, "compute", ""),
@@ -111,6 +117,17 @@ def _candidates(found: MeasuredSteps, parts: Sequence[StepPart]) -> list[_Candid
         where = f"rank {late.rank} is waited for" if late else f"rank {rank}"
         made.append(_Candidate(name, seconds, name, f"{text}: {_ms(seconds)} a step ({where})"))
     return [one for one in made if one is not None and one.seconds > 0]
+
+
+def _other_load(found: MeasuredSteps, parts: Sequence[StepPart]) -> _Candidate | None:
+    """Return by how much other programs keep a rank's work from the processor, where they do for much of it; on a CPU alone."""
+    rank = found.busiest
+    own_s = sum(part.measured_s for part in parts if part.name in ("compute", "recompute", "optimizer"))
+    had_s = statistics.median(found.cpu_s[rank])
+    if found.records[rank].head.device != "cpu" or had_s >= HAS_PROCESSOR * own_s:
+        return None
+    reason = f"rank {rank} had the processor for {_ms(had_s)} of {_ms(own_s)} of work: other programs, or more ranks than cores, had the rest"
+    return _Candidate("load", own_s - had_s, "other load on the machine", reason)
 
 
 def _straggler(found: MeasuredSteps) -> _Candidate | None:
