@@ -203,6 +203,39 @@ class Halting(Parts):
         return self.parts[3](self.parts[2](x))
 
 
+class Aside(Parts):
+    """Parts that every sample runs through, of which the loss of some needs no result."""
+
+    def between(self, x: Tensor, kind: Tensor) -> Tensor:
+        for index, part in enumerate(self.parts):
+            mine, y = uses(kind, index), part(x)
+            if mine.any():
+                x = torch.where(mine[:, None] > 0, y, x)
+        return x
+
+
+class NormedAside(Aside):
+    """Batch norm in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.parts[0].norm, self.parts[1].norm = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)
+
+
+class NormedStill(Aside):
+    """Batch norm in a part that learns from some samples alone."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.parts[1].norm = nn.BatchNorm1d(WIDTH)
+
+    def between(self, x: Tensor, kind: Tensor) -> Tensor:
+        x = self.parts[0](x)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(uses(kind, 1).any())):
+            added = self.parts[1](x)
+        return x + added
+
+
 class Normed(Gated):
     """Batch norm in a part, and in a head that every sample uses."""
 
@@ -216,6 +249,17 @@ class Normed(Gated):
 
 
 class Dealt(Gated):
+    """Experts in two parts."""
+
+    expert_plan: ClassVar[list[str]] = ["parts.*.experts"]
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        for index in (0, 1):
+            self.parts[index] = Dealing()
+
+
+class DealtAside(Aside):
     """Experts in two parts."""
 
     expert_plan: ClassVar[list[str]] = ["parts.*.experts"]
@@ -280,7 +324,22 @@ class Pictures:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     one.__name__: one
-    for one in (Gated, Tower, Heads, Watched, Nested, Swapped, Deeper, Wandering, Halting, Normed, Dealt)
+    for one in (
+        Gated,
+        Tower,
+        Heads,
+        Watched,
+        Nested,
+        Swapped,
+        Deeper,
+        Wandering,
+        Halting,
+        Normed,
+        Dealt,
+        NormedAside,
+        DealtAside,
+        NormedStill,
+    )
 }  # type: ignore[attr-defined]
 MODELS["vision_language"] = vision_language
 Case = tuple[str, tuple[int, ...]]
@@ -447,3 +506,43 @@ def test_what_ranks_exchange_within_a_part_is_refused_by_name_where_a_rank_passe
 def test_a_vision_language_model_takes_text_alone_on_one_rank(kinds: tuple[int, ...]) -> None:
     """The trace sees the first sample alone: the tower, or no tower."""
     prove(("vision_language", kinds), ["dp=2 zero=3 microbatch=1", "dp=2 zero=2 microbatch=1"])
+
+
+ASIDE = {
+    "either": (7, 5, 6, 5, 6, 7, 5, 6),
+    "rarely": (4, 4, 4, 4, 7, 4, 4, 4),
+    "never": (5, 4, 5, 4, 4, 5, 5, 4),
+    "unseen in the trace": (4, 7, 5, 4, 6, 4, 4, 5),
+}
+"""Parts that the samples of Aside's models need the results of; "never" has one that no loss needs."""
+EXCHANGING = {
+    "NormedAside": ("dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=2 zero=3 recompute=full", "dp_replicate=2 dp_shard=2 zero=3"),
+    "DealtAside": (
+        "dp=2 ep=2 microbatch=2", "dp=2 ep=2 zero=1 microbatch=1", "dp=2 ep=2 zero=2 microbatch=1", "dp=2 ep=2 zero=3 microbatch=2",
+        "dp=2 ep=2 zero=3 microbatch=1 recompute=full", "dp=4 ep=4 zero=1 microbatch=1", "dp=4 ep=2 zero=3 microbatch=1",
+    ),
+}  # fmt: skip
+
+
+def _exchanges() -> Iterator[Any]:
+    """Each layout with one case in turn; the others nightly."""
+    for model, layouts in EXCHANGING.items():
+        for turn, layout in enumerate(layouts):
+            for index, name in enumerate(ASIDE):
+                marks = () if index == turn % len(ASIDE) and turn < 4 else pytest.mark.nightly
+                yield pytest.param(model, layout, name, id=f"{model}-{name}-{layout}", marks=marks)
+
+
+@pytest.mark.parametrize(("model", "layout", "name"), list(_exchanges()))
+def test_what_ranks_exchange_in_a_backward_runs_where_the_loss_of_a_rank_does_not_need_it(
+    model: str, layout: str, name: str
+) -> None:
+    prove((model, ASIDE[name]), [layout])
+
+
+def test_what_exchanges_in_a_backward_is_refused_by_name_where_a_rank_runs_it_without_gradients() -> None:
+    kinds = [15] * 24
+    for index in [index % 24 for index in next(batches(Kinds(15), job_for())).indices][4:]:
+        kinds[index] = 13
+    with pytest.raises(LayoutError, match=r"parts\.1\.norm ran without gradients .*batch norm.*: one data rank works"):
+        pool(2).run(observe, ("NormedStill", tuple(kinds)), ["dp=2"])

@@ -92,6 +92,8 @@ class ModelSpec:
     """The path of a module and the operation in which samples influence each other otherwise; empty if there is none."""
     tried: tuple[str, ...] = ()
     """Operations without a rule: those that passed a trial on drawn values, and those that must be tried on real ones."""
+    looks: bool = False
+    """Whether code looks at values of tensors at all, of which it may make the way that it takes depend."""
     varies_at: str = ""
     """Path of a module whose shapes or branches depend on values and may differ between samples; empty if none."""
     varies_within: bool = False

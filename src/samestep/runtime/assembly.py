@@ -54,6 +54,7 @@ from samestep.runtime.axes import (
     whole_batch,
 )
 from samestep.runtime.axes.compiled_blocks import CompiledBlocks, compile_blocks
+from samestep.runtime.axes.joined_exchanges import BackwardExchanges, NothingToJoin
 from samestep.runtime.axes.pipeline import stage as pipeline
 from samestep.runtime.axes.pipeline.stage_flow import Flows
 from samestep.runtime.axes.weight_gradients import Deferred
@@ -104,6 +105,8 @@ class Parallel:
     """Returns the context of a forward whose loss makes the logits, in chunks."""
     checkpoints: Callable[[], AbstractContextManager[None]]
     """Returns the context of a step, in which checkpointed forwards are repeated as they ran."""
+    exchanges: BackwardExchanges = field(default_factory=NothingToJoin)
+    """The exchanges in backwards that this rank's loss may not need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +222,11 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     state_names = {name: plan.canonical.get(name, name) for name in held}
     cut = _cut(decided, mesh)
     store = _fill_weights(decided, mesh)
-    exchanging_calls.watch(plan.module, decided.program)
+    is_own_loss = not str(getattr(source.loss, "__module__", "")).startswith("samestep.")
+    may_differ = decided.spec.looks or is_own_loss
+    exchanges = exchanging_calls.watch(plan.module, decided.program, store.before_exchange, may_differ=may_differ)
     return Assembly(
-        parallel=_parallel(decided, mesh, cut),
+        parallel=replace(_parallel(decided, mesh, cut), exchanges=exchanges),
         model=replace(
             _prepare_model(decided, mesh, cut, store), remarks=tuple(waived), form=form, state_names=state_names
         ),

@@ -24,6 +24,7 @@ from samestep.randomness import mode as dropout
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.expert import NoBalance
+from samestep.runtime.axes.joined_exchanges import NOTHING_LEFT_OUT
 from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import to_device
@@ -52,6 +53,8 @@ class Interpreter:
     """Seconds for which it has waited for data."""
     _constant: set[int] = field(default_factory=set, init=False)
     """Micro-batches whose loss is a constant, so that their gradients are no use of a weight."""
+    _left_out: dict[int, frozenset[int]] = field(default_factory=dict, init=False)
+    """The ids of the weights that the backward of a micro-batch reaches, though its loss does not need them."""
 
     def forward_backward(self, batch: StepBatch, index: int) -> Tensor:
         """Run the forwards and backwards of the replica at `index`; return this rank's loss sum and count, and behind them the
@@ -77,7 +80,8 @@ class Interpreter:
             for task in parallel.program.tasks_of(index):
                 samples = microbatches.indices(task.microbatch)
                 counts = bool(len(samples)) and task.microbatch not in self._constant
-                with self.observer.running(task, samples), store.running(task, counts=counts):
+                left_out = self._left_out.pop(task.microbatch, NOTHING_LEFT_OUT)
+                with self.observer.running(task, samples), store.running(task, counts=counts, left_out=left_out):
                     if store.gave_up:
                         continue
                     if task.kind is TaskKind.OUTPUTS:
@@ -124,6 +128,7 @@ class Interpreter:
             if not loss_sum.requires_grad and isinstance(objective.balance, NoBalance):
                 self._constant.add(task.microbatch)
             loss_sum = objective.balance.added_to(given, outputs, count, weight)
+            loss_sum, self._left_out[task.microbatch] = parallel.exchanges.joined(loss_sum)
         self.trials.refuse_moved_counts(objective.terms.moved)
         if weight and not self.trials.loss_is_tried:
             self.trials.try_loss(self.assembly, given, outputs, part, len(microbatches.indices(task.microbatch)))

@@ -155,6 +155,7 @@ def _spec_of(
         kept_after=tuple(name for name, buffer in module.named_buffers() if watch.key(buffer) in watch.kept_after),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
         coupled_modules=_coupled_modules(module),
+        looks=has_looked,
         varies_at=varies,
         varies_within=bool(varies) and watch.varies_within,
         picks_at="" if varies else watch.picks,

@@ -32,6 +32,7 @@ from samestep.program.program import Program
 from samestep.program.sample_groups import GroupPart, SampleGroups
 from samestep.runtime.axes.batch_values import BatchValues, SharedBatch
 from samestep.runtime.axes.data_ranks import DataRanks
+from samestep.runtime.axes.forward_only import has_backward
 from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.processes.mesh import Mesh
 from samestep.tracing.batch_norms import FUNCTIONS, bind_batch_norm
@@ -114,6 +115,9 @@ class BatchNorms:
         """The remaining statistics of the first of two forwards, while the second one takes them."""
         self._records: list[list[_Found]] = []
         """Where the statistics of a checkpointed forward are recorded, outermost first."""
+        calls = [call for layer in step.model.layers for call in layer.batch_norms]
+        self._summed = {call.owner for call in calls if call.takes_gradient}
+        """The modules whose backward sums over ranks."""
         for path in step.model.batch_norm_owners:
             module = model.get_submodule(path)
             module.forward = functools.partial(self._forward, module, path, module.forward)
@@ -224,6 +228,11 @@ class BatchNorms:
         with _BatchNormMode(self, module, path):
             return forward(*args, **kwargs)
 
+    def with_gradient(self, x: Tensor, owner: str) -> Tensor:
+        """Return the input of a call with a gradient, where the backward sums over ranks: theirs may take one."""
+        is_summed = owner in self._summed and self._ranks.send and has_backward() and not x.requires_grad
+        return x.detach().requires_grad_() if is_summed else x
+
     def found(self, x: Tensor, owner: str, keeps: bool) -> tuple[_Found | None, bool]:
         """Return the statistics of a call's input, and whether they are those of a forward that is repeated.
 
@@ -310,7 +319,8 @@ class _BatchNormMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if keeps and not is_repeated:
             self._keep(found.statistics, call["running_mean"], call["running_var"], call["momentum"])
-        result: Tensor = _Normalised.apply(call["input"], call["weight"], call["bias"], call["eps"], found)
+        given = self._norms.with_gradient(call["input"], self._path)
+        result: Tensor = _Normalised.apply(given, call["weight"], call["bias"], call["eps"], found)
         return result
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ whole run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
@@ -21,18 +21,20 @@ from samestep.program.bodies import is_forward, starts_step
 from samestep.program.ops import OpKind
 from samestep.program.program import Program
 from samestep.runtime.axes.forward_only import is_forward_only
+from samestep.runtime.axes.joined_exchanges import BackwardExchanges, NothingToJoin, joined_exchanges
 from samestep.strategies import batch_norm, expert
 
 
-def watch(model: nn.Module, program: Program) -> None:
+def watch(model: nn.Module, program: Program, before: Callable[[str], None], *, may_differ: bool) -> BackwardExchanges:
     """Let every forward check that it calls the modules that exchange values; the model is cut, and its weights are
-    held.
+    held. Return what their exchanges in a backward need, where the losses of ranks `may_differ` in what they reach; `before` is
+    called with the path of a module when such a backward starts.
 
     A pipeline refuses forwards that take another way than the traced one.
     """
     reasons = _reasons(program.step.model)
     if program.step.layout.pp > 1 or not reasons:
-        return
+        return NothingToJoin()
     ops = next(ops for key, ops in program.bodies.items() if is_forward(key) and starts_step(key))
     units = {unit.name: unit for unit in program.units}
     awaited: dict[str, tuple[str, str]] = {}
@@ -51,6 +53,7 @@ def watch(model: nn.Module, program: Program) -> None:
     if awaited:
         model.register_forward_pre_hook(calls.begin, prepend=True)
         model.register_forward_hook(calls.end, prepend=True)
+    return joined_exchanges(model, program, reasons, before, may_differ=may_differ)
 
 
 def _reasons(model: ModelSpec) -> Mapping[tuple[str, str], tuple[str, str]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -139,6 +139,7 @@ class RunningUnit:
         self.made: set[str] = set()
         """Names of the weights to which a micro-batch that counts has given a gradient."""
         self._counts = True
+        self._left_out: Set[int] = frozenset()
         self._known: list[Any] | None = None
         self._reduces = self._all_reduces = self._frees = False
 
@@ -280,8 +281,8 @@ class RunningUnit:
                 self._watched.add(id(whole))
                 whole.register_post_accumulate_grad_hook(functools.partial(self._note_gradient, name))
 
-    def _note_gradient(self, name: str, _: Tensor) -> None:
-        if self._counts:
+    def _note_gradient(self, name: str, whole: Tensor) -> None:
+        if self._counts and id(whole) not in self._left_out:
             self.made.add(name)
 
     def end_calls(self) -> None:
@@ -310,12 +311,19 @@ class RunningUnit:
     # -- backward ----------------------------------------------------------------------------------
 
     def begin_backward(
-        self, microbatch: int, *, reduces: bool, all_reduces: bool, frees: bool, counts: bool = True
+        self,
+        microbatch: int,
+        *,
+        reduces: bool,
+        all_reduces: bool,
+        frees: bool,
+        counts: bool = True,
+        left_out: Set[int] = frozenset(),
     ) -> None:
         """Set what the end of the unit's backward does: whether it reduces, over all axes or not, and frees the weights; and
-        whether its gradients count as uses of them."""
+        whether its gradients count as uses of them, but for those of tensors whose ids are `left_out`."""
         self._microbatch, self._in_backward, self.is_waiting = microbatch, True, False
-        self._counts = counts
+        self._counts, self._left_out = counts, left_out
         self._reduces, self._all_reduces, self._frees = reduces, all_reduces, frees
 
     def _close_call(self, microbatch: int, waiting: set[int], key: int, _: Tensor) -> None:

@@ -59,7 +59,7 @@ class Owning:
         self.hook_gradients, self.begin_step, self.running = store.hook_gradients, store.begin_step, store.running
         self.without_gradient, self.norm_squared = store.without_gradient, store.norm_squared
         self.settle, self.end_forward_only, self.gradients = store.settle, store.end_forward_only, store.gradients
-        self.give_up_forward = store.give_up_forward
+        self.give_up_forward, self.before_exchange = store.give_up_forward, store.before_exchange
         taken = {id(piece) for piece in pieces}
         self._lent = LiveWeights([piece for piece in store.pieces if id(piece) not in taken])
 

@@ -121,6 +121,7 @@ class Replicated:
         """The tensor with each weight's values, to which buckets and pieces refer."""
         self._last = self._starts = self._is_weight_task = False
         self._counts = True
+        self._left_out: Set[int] = frozenset()
         self._unused: set[str] = set()
         """Weights to which no micro-batch of the step has given a gradient so far, unless it does not count."""
         self._sending = {key for key, ops in program.bodies.items() if any(op.kind is OpKind.SEND for op in ops)}
@@ -243,7 +244,7 @@ class Replicated:
         return {name: not self.params[name].requires_grad for name in self._unused}
 
     @contextmanager
-    def running(self, task: Task, *, counts: bool = True) -> Iterator[None]:
+    def running(self, task: Task, *, counts: bool = True, left_out: Set[int] = frozenset()) -> Iterator[None]:
         """Record, while a task runs, whether its gradients are the step's last and whether they complete buckets.
 
         Collective over the axes of the program's buckets, see [Note: collective calls].
@@ -254,7 +255,7 @@ class Replicated:
         self._last = task.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT) and ends_step(task.body)
         completes = self.program.step.ends_gradients(task.body)
         self._starts = completes and task.body not in self._sending
-        self._counts = counts
+        self._counts, self._left_out = counts, left_out
         yield
         if not self._flats:
             self._note_gradients()
@@ -294,7 +295,7 @@ class Replicated:
             # In master precision autograd keeps adding in place; otherwise each micro-batch's gradient is cast first.
             param.grad = slot.gradient if param.dtype == slot.gradient.dtype else None
         flat.untouched.discard(name)
-        if self._counts:
+        if self._counts and id(param) not in self._left_out:
             self._unused.discard(name)
         if self._last and (self._is_weight_task or not slot.is_postponed):
             flat.missing.discard(name)
@@ -424,6 +425,9 @@ class Replicated:
     def settle(self) -> None:
         """Wait for the weights that are still gathered."""
         self._late.settle_all()
+
+    def before_exchange(self, path: str) -> None:
+        """Do nothing: buckets are reduced while exchanges go on."""
 
     def give_up_forward(self) -> None:
         """Do nothing: no forward waits for others."""

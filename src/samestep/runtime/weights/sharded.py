@@ -160,7 +160,7 @@ class Sharded:
             unit.reset()
 
     @contextmanager
-    def running(self, task: Task, *, counts: bool = True) -> Iterator[None]:
+    def running(self, task: Task, *, counts: bool = True, left_out: Set[int] = frozenset()) -> Iterator[None]:
         """Let the units gather, free and reduce as the program says, while a task runs inside.
 
         Collective over the axes of the units, see [Note: collective calls].
@@ -181,6 +181,7 @@ class Sharded:
                     all_reduces=last,
                     frees=last or step.zero == 3,
                     counts=counts,
+                    left_out=left_out,
                 )
         self._order.begin(task.body)
         try:
@@ -197,6 +198,10 @@ class Sharded:
             else:
                 unit.complete()
                 unit.check_late()
+
+    def before_exchange(self, path: str) -> None:
+        """Reduce what the program lists before the exchange of a module whose backward starts; collective over the units' axes."""
+        self._order.before_exchange(path)
 
     def give_up_forward(self) -> None:
         """Take part in what others wait for in a forward that a `CalledAgainError` has ended on this rank alone.

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from samestep.building.torch_seams import current_backward_id
 from samestep.errors import LayoutError
 from samestep.program.bodies import UPDATE_BODY, BodyKey, is_forward, starts_step
-from samestep.program.ops import OpKind
+from samestep.program.ops import OpKind, Ops
 from samestep.program.program import Program
 from samestep.runtime.axes.forward_only import has_backward
 from samestep.runtime.weights.fsdp_units import RunningUnit
@@ -74,6 +74,10 @@ class UnitOrder:
             ]
             for key, ops in program.bodies.items()
         }
+        self._exchanges: Mapping[BodyKey, Mapping[str, int]] = {
+            key: _places_of_exchanges(ops, named) for key, ops in program.bodies.items() if not is_forward(key)
+        }
+        """The number of entries before the first exchange of each module in a backward, by the module's path."""
         self._alone = [
             next(key for key in self._bodies if is_forward(key) and starts_step(key) and (key.chunk or 0) == chunk)
             for chunk in range(max(1, len(program.chunks)))
@@ -84,6 +88,7 @@ class UnitOrder:
         again = {path for group in program.step.model.called_again for path in group}
         self._called_again = [one for one in units if not again.isdisjoint(one.unit.modules)]
         """The units that several samples call several times, which in steps a micro-batch of one sample calls once."""
+        self._body = self._alone[0]
         self._entries: list[_OrderEntry] = []
         self._places: dict[_OrderEntry, int] = {}
         self._next = 0
@@ -99,7 +104,7 @@ class UnitOrder:
         self._start(body)
 
     def _start(self, body: BodyKey) -> None:
-        self._entries = self._bodies[body]
+        self._body, self._entries = body, self._bodies[body]
         self._places = {entry: index for index, entry in enumerate(self._entries)}
         self._next = self._calls = 0
 
@@ -192,6 +197,11 @@ class UnitOrder:
             self._pass_over(next_one if is_issued else next_one + 1)
             self._next = next_one + 1
 
+    def before_exchange(self, path: str) -> None:
+        """Issue what the program lists before the exchange of a module whose backward starts."""
+        if self._in_backward:
+            self._pass_over(self._exchanges[self._body].get(path, 0))
+
     def after_backward(self, running: RunningUnit) -> None:
         """Reduce the gradients of a unit whose backward is over, after what the program lists before it."""
         place = self._places.get(_OrderEntry(running, False))
@@ -231,3 +241,14 @@ def _may_give_up(program: Program) -> bool:
     """
     others = (op.axis for key, ops in program.bodies.items() if key != UPDATE_BODY for op in ops if not op.implied)
     return {*others} <= {None, "tp"} and program.step.contributions is None
+
+
+def _places_of_exchanges(ops: Ops, named: Mapping[str, RunningUnit]) -> dict[str, int]:
+    """Return the number of gathers and reductions of units before the first exchange of each module, by its path."""
+    count, found = 0, dict[str, int]()
+    for op in ops:
+        if op.implied and op.owner in named and op.kind in (OpKind.ALL_GATHER, *_REDUCING):
+            count += 1
+        elif op.axis is not None and not op.implied:
+            found.setdefault(op.owner, count)
+    return found

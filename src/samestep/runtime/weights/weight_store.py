@@ -80,6 +80,13 @@ class WeightStore(Protocol):
         """Discard the gradients of the previous step. Called first in a step, by every rank; sends nothing."""
         ...
 
+    def before_exchange(self, path: str) -> None:
+        """Reduce what the program lists before the exchange of a module, whose backward starts.
+
+        Collective over the data axes, see [Note: collective calls].
+        """
+        ...
+
     def give_up_forward(self) -> None:
         """Take part in what others wait for in a forward that a `CalledAgainError` has ended on this rank alone.
 
@@ -93,9 +100,12 @@ class WeightStore(Protocol):
         """
         ...
 
-    def running(self, task: Task, *, counts: bool = True) -> AbstractContextManager[None]:
+    def running(
+        self, task: Task, *, counts: bool = True, left_out: Set[int] = frozenset()
+    ) -> AbstractContextManager[None]:
         """Return the context in which one forward, backward or weight-gradient task runs; the gradients of a micro-batch that
-        does not count, since it is empty or its loss is constant, are zeros and no use of a weight.
+        does not count, since it is empty or its loss is constant, are zeros and no use of a weight. Nor are those of the tensors
+        whose ids are `left_out`.
 
         Called for each such task, by every rank of the task's pipeline stage. Inside, weights are gathered and buckets reduced
         as the program says. Collective over `dp_shard` and `dp_replicate`, see [Note: collective calls].
