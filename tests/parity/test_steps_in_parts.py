@@ -157,6 +157,25 @@ def test_each_optimizer_counts_its_own_updates() -> None:
     assert [rate for pair in found for rate in pair] == pytest.approx([rate for pair in wanted for rate in pair])
 
 
+def by_values(rank: int, world: int, given_to: str) -> Any:
+    """Return the steps, losses and weights of a GAN whose batches are values, given to all ranks or to the first alone."""
+    loop = LOOPS["gan"]
+    run = run_of(loop, "")
+    steps, losses = [], []
+    for batch in samestep.batches(Points(), run.job):
+        values = batch.samples(batch.indices) if given_to == "all" or rank == 0 else None
+        losses.append(loop.parts(run, values, batch.step))
+        steps.append(run.steps_taken)
+    return steps, losses, run.state_dict(on_every_rank=True)
+
+
+@pytest.mark.parametrize("given_to", ["all", "first"])
+def test_values_that_are_given_again_are_one_step(given_to: str) -> None:
+    for steps, *found in pool(2).run(by_values, given_to):
+        assert steps == [*range(1, STEPS + 1)]
+        assert_equal((found[0], found[1]), plain("gan"))
+
+
 # -- wrong uses ------------------------------------------------------------------------------------
 
 

@@ -436,7 +436,9 @@ class Run:
     ) -> tuple[StepReport, StepBatch]:
         """Take a step or a backward on a batch that is checked and labelled; return the report, and that batch."""
         self._refuse_within(method)
-        given = self.batch_of(batch, f"run.{method}", local=local)
+        values, step = batch, self.steps_taken if method == "step" else self._parts.step_of(batch)
+        given = self.batch_of(batch, f"run.{method}", local=local, step=step)
+        self._parts.note_values(values, step)
         batch = self.labelled(given)
         self._hear(given)
         self.changes += self.data.begin_step(given)
@@ -586,8 +588,8 @@ class Run:
                 print(f"samestep: {line}", file=sys.stderr, flush=True)
         stream.remarks = ()
 
-    def batch_of(self, given: Any, method: str, *, local: bool = False) -> StepBatch:
-        """Return what a method of this run was given as the batch of its next step.
+    def batch_of(self, given: Any, method: str, *, local: bool = False, step: int | None = None) -> StepBatch:
+        """Return what a method of this run was given as the batch of its next step, or of another one.
 
         Collective over the world where it is no batch of `samestep.batches`, see [Note: collective calls].
 
@@ -602,7 +604,7 @@ class Run:
             or self._own.current.parallel.batch_norms.takes_statistics  # of samples in the order of the whole batch
         )
         batch = self._given_batches.batch_of(
-            given, method, self.steps_taken, self.layout, local=local, compares=compares
+            given, method, self.steps_taken if step is None else step, self.layout, local=local, compares=compares
         )
         lanes = self.lanes.of(batch)
         if isinstance(lanes, LaneBatch) and not self.lanes.are_ready:

@@ -15,7 +15,7 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +50,8 @@ from samestep.runtime.step_report import StepReport
 from samestep.runtime.step_scalars import StepNumbers
 from samestep.runtime.stepper import Stepper
 from samestep.runtime.weights import given_instance
+from samestep.state.fingerprints import digest
+from samestep.trees import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +77,31 @@ class StepsInParts:
         """The backwards of which something waits."""
         self._last: tuple[int, int] = (-1, 0)
         """The step of the last backward, and the number of its backwards so far."""
+        self._values: tuple[list[Any], int, list[Any]] = [], -1, []
+        """The tensors of the last batch that was given by values, its step, and what tells them from others."""
         self._methods: set[tuple[tuple[int, ...] | None, str]] = set()
         """The methods of optimizers that were called, and do not couple what the layout divides."""
         self._known: dict[object, tuple[StepTrials, LossNames]] = {}
         """The trials of each loss other than the run's, and the names of what it reports, by its code."""
+
+    # -- values as a batch -------------------------------------------------------------------------
+
+    def step_of(self, given: Any) -> int:
+        """Return the step of what a backward was given: values that were given before, of the same tensors, belong to the step of then.
+
+        Collective over the world for values, see [Note: collective calls]: some ranks may be given none.
+        """
+        if hasattr(given, "shares"):
+            return self._stepper.steps_taken
+        is_same = None if given is None else _marks_of(tree_leaves(given)) == self._values[2]
+        with outside_step():
+            known = gather_values(is_same, self._own.layout.world_size)
+        return self._values[1] if True in known and False not in known else self._stepper.steps_taken
+
+    def note_values(self, given: Any, step: int) -> None:
+        """Note the values of the batch of a step; a batch of `samestep.batches` knows its step."""
+        leaves = [] if hasattr(given, "shares") else tree_leaves(given)
+        self._values = leaves, step, _marks_of(leaves)
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -408,6 +431,16 @@ class StepsInParts:
             raise ModelError(
                 f'{method} with numerics.compression = "{numerics.compression}": run.step works, and so does "none"'
             )
+
+
+def _marks_of(leaves: Sequence[Any]) -> list[Any]:
+    """Return what tells values from others: a tensor that was written meanwhile is another one."""
+    return [
+        (id(leaf), 0 if leaf.is_inference() else leaf._version)
+        if isinstance(leaf, Tensor)
+        else (id(leaf), digest(leaf))
+        for leaf in leaves
+    ]
 
 
 def _key_of(loss: Loss) -> object:
