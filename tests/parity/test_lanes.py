@@ -213,3 +213,73 @@ def test_lanes_stand_where_the_first_step_stood() -> None:
     assert lanes == [[step % 5 + lane * 5 for lane in range(4)] for step in range(STEPS)]
     with pytest.raises(InputError, match=r"the data set has 3 samples, and train.global_batch = 4 lanes take one each"):
         samestep.batches([1, 2, 3], JOB, lanes=True)
+
+
+# -- samples along the second dimension ------------------------------------------------------------
+
+
+class OverTime(nn.Module):
+    """A recurrent model over [tokens, samples], whose state may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Embedding(11, 6), nn.LSTM(6, 7, 2), nn.Linear(7, 11)
+
+    def forward(self, x: Tensor, carried: Any = None) -> Any:
+        outputs, after = self.lstm(self.embed(x), carried)
+        return (self.head(outputs), after) if self.carries else self.head(outputs)
+
+    carries = False
+
+
+class OverTimeInLanes(OverTime):
+    carries = True
+
+
+def transposed(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: torch.stack([one[key] for one in samples], 1) for key in samples[0]}
+
+
+def over_time(carries: bool) -> nn.Module:
+    torch.manual_seed(1)
+    return OverTimeInLanes() if carries else OverTime()
+
+
+def train_over_time(rank: int, world: int, layout: str, how: str) -> tuple[list[float], dict[str, Tensor]]:
+    run = samestep.parallelize(
+        lambda: over_time(how == "lanes"), loss, lambda params: torch.optim.SGD(params, lr=0.5), layout=layout, job=JOB, batch_dim=1
+    )  # fmt: skip
+    if how == "by hand":
+        return [
+            run.step({key: one.T for key, one in batch.items()}).loss for batch in columns("data set")
+        ], run.state_dict(on_every_rank=True)
+    source: Any = (
+        torch.utils.data.DataLoader(Text(), batch_size=4, collate_fn=transposed) if how == "loader" else Text()
+    )
+    return [run.step(one).loss for one in samestep.batches(source, JOB, lanes=how == "lanes")], run.state_dict(
+        on_every_rank=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"), [("dp=1", "by hand"), ("dp=2", "by hand"), ("dp=2 zero=3 microbatch=1", "loader"), ("dp=2", "lanes")]
+)  # fmt: skip
+def test_samples_along_the_second_dimension_train_as_in_a_plain_loop(layout: str, how: str) -> None:
+    model, carried, wanted = over_time(how == "lanes").double(), None, []
+    optimizer, text = torch.optim.SGD(model.parameters(), lr=0.5), Text()
+    for step in range(STEPS):
+        batch = {key: one.T for key, one in columns("data set")[step].items()}
+        if how == "loader":
+            batch = transposed([text[index] for index in range(22)][step * 4 : step * 4 + 4])
+        outputs = model(batch["x"], detached(carried) if step % 5 else None)
+        outputs, carried = outputs if how == "lanes" else (outputs, None)
+        total, count = loss(outputs, batch)
+        optimizer.zero_grad()
+        (total / count).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+        wanted.append(float(total.detach()) / count)
+    for losses, state in pool(Layout.parse(layout).world_size).run(train_over_time, layout, how):
+        assert losses == pytest.approx(wanted, rel=1e-9)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10, msg=name)

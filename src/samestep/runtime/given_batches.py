@@ -11,8 +11,10 @@ so that whatever is repeated or compared there knows the whole batch.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from samestep.building.batch_dim import BatchDim
 from samestep.datasets.given_batch import GivenBatch
 from samestep.datasets.opening import check_batch
 from samestep.datasets.values import joined, num_samples, tensors_of_arrays
@@ -32,8 +34,8 @@ _UNSENT = "a batch that rank 0 alone is given holds {}, which is not sent to the
 class GivenBatches:
     """The batches that one run is given. Every rank has one, and all call its methods alike."""
 
-    def __init__(self, job: Job, place: RankInfo) -> None:
-        self._job, self._place = job, place
+    def __init__(self, job: Job, place: RankInfo, turn: BatchDim | None = None) -> None:
+        self._job, self._place, self._turn = job, place, turn
         self._sends = False
         """Whether rank 0 alone is given values, as the ranks have agreed last."""
 
@@ -52,9 +54,20 @@ class GivenBatches:
             if compares and held is not None and self._place.world_size > 1:
                 with outside_step():
                     self._compare_stream(held, method)
-            return given
+            return self._first_of(given)
         with outside_step():
-            return self._of_values(tensors_of_arrays(given), method, step, layout, local, compares)
+            given = tensors_of_arrays(given)
+            given = given if self._turn is None or given is None else self._turn.first(given)
+            return self._of_values(given, method, step, layout, local, compares)
+
+    def _first_of(self, batch: Any) -> Any:
+        """Return a batch whose samples come first where they are read."""
+        if self._turn is None:
+            return batch
+        if not isinstance(batch, GivenBatch):
+            return self._turn.batch(batch)
+        values = self._turn.first(batch.values)
+        return replace(batch, values=values, count=num_samples(values) or batch.count)
 
     def _of_values(self, given: Any, method: str, step: int, layout: Layout, local: bool, compares: bool) -> GivenBatch:
         world = self._place.world_size

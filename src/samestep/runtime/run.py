@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep import calls
+from samestep.building.batch_dim import BatchDim
 from samestep.building.loss import named_loss
 from samestep.building.loss_scope import scoped
 from samestep.building.pretrained_form import PretrainedForm
@@ -86,6 +88,7 @@ class Run:
         *,
         owns_weights: bool = False,
         shared: SharedWeights | None = None,
+        batch_dim: int = 0,
     ) -> None:
         """Make a run; with `owns_weights` nobody else holds a weight between two steps, when zero=1 may still gather it.
 
@@ -106,7 +109,8 @@ class Run:
         self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights)
         self._parts = StepsInParts(self._stepper, self._own)
         self._labels = NextLabels(source.loss, job)
-        self._given_batches = GivenBatches(job, place)
+        self._turn = BatchDim(batch_dim) if batch_dim else None
+        self._given_batches = GivenBatches(job, place, self._turn)
         self.lanes = Lanes()
         """The state that samples hand to those of the next step."""
         self._shared = shared
@@ -187,6 +191,10 @@ class Run:
         """
         if self._own.is_prepared:
             return
+        if self._turn is not None and not self.lanes.are_ready:
+            source = self._own.source
+            model, loss = self._turn.around(source.model, source.loss)
+            self._own.source = replace(source, model=model, loss=loss)
         for remark in self._own.assemble(example):
             self._stepper.refusals.remark(remark)
         if self._shared is not None and (remark := self._shared.begin(self._own.current)):
@@ -613,7 +621,7 @@ class Run:
                     "the run was prepared for samples without lanes: batches(..., lanes=True) from the first step on works"
                 )
             first = lanes.samples(lanes.shares(0, 1, 1)[0][:1])
-            self._own.source = self.lanes.source_of(self._own.source, self.job, self.layout, first)
+            self._own.source = self.lanes.source_of(self._own.source, self.job, self.layout, first, self._turn)
         return lanes
 
     def _kernels(self) -> AbstractContextManager[None]:
@@ -643,6 +651,7 @@ def parallelize(
     job: Job | None = None,
     stages: Sequence[str] | None = None,
     forward: Forward | None = None,
+    batch_dim: int = 0,
 ) -> Run:
     """Put any model into a layout; `run.step(batch)` then takes one optimizer step of the job.
 
@@ -666,6 +675,8 @@ def parallelize(
             those of `job.model.stages`, and else blocks, or the calls of any modules.
         forward: a function of the model, or of the models by name, and of a batch with its labels, which returns the outputs that
             the loss is given; by default the model is called with what its forward takes of the batch.
+        batch_dim: the dimension of the samples in the tensors that the forward and the loss are given, and in batches that a
+            collate_fn or the loop puts together: 1 for a recurrent model over [tokens, samples].
 
     Raises:
         InputError: a model, optimizer or layout that cannot run; the text says what would.
@@ -688,4 +699,4 @@ def parallelize(
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
     source = Source(model, loss, optimizer_source(optimizer, names), name)
-    return Run(source, where, job, place, shared=SharedWeights())
+    return Run(source, where, job, place, shared=SharedWeights(), batch_dim=batch_dim)

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samestep.building.batch_dim import BatchDim
 from samestep.building.named_tensors import cast_floating
 from samestep.building.several_models import as_one
 from samestep.datasets.values import first_of, num_samples, rows_of
@@ -57,6 +58,7 @@ class Lanes:
         """The dimension of the lanes in each tensor of the state."""
         self._count = 0
         """The number of lanes."""
+        self._turn: BatchDim | None = None
 
     @property
     def are_ready(self) -> bool:
@@ -85,7 +87,7 @@ class Lanes:
             self._now = {}
         return LaneBatch(batch, self)
 
-    def source_of(self, source: Source, job: Job, layout: Layout, example: Any) -> Source:
+    def source_of(self, source: Source, job: Job, layout: Layout, example: Any, turn: BatchDim | None = None) -> Source:
         """Return the source of a run whose forward is given the state of lanes, and whose loss is not.
 
         Raises:
@@ -96,19 +98,26 @@ class Lanes:
             raise LayoutError(
                 f"{str(layout)!r} divides a forward, and the state that lanes carry enters and leaves it as a whole: pp=1 and cp=1 work"
             )
-        self._dims = _dims_of(source, job, example["batch"])
-        return replace(source, model=as_one(source.model, self._forward), loss=_loss_of(source.loss))
+        self._turn = turn
+        self._dims = _dims_of(source, job, example["batch"], self._there)
+        loss = source.loss if turn is None else turn.loss_of(source.loss)
+        return replace(source, model=as_one(source.model, self._forward), loss=_loss_of(loss))
+
+    def _there(self, batch: Any) -> Any:
+        return batch if self._turn is None else self._turn.there(batch)
 
     def _forward(self, model: Any, samples: Any) -> Any:
         """Call the model's forward with the state of lanes; without one, as in evaluation, only its outputs are returned."""
         if not _has_lanes(samples):
-            return call(model, samples, None)[0]
+            outputs = call(model, self._there(samples), None)[0]
+            return outputs if self._turn is None else self._turn.back(outputs, samples)
         assert self._dims is not None, "they are found before the model is built"
         leaves, form = tree_flatten(samples["carried"])
         given = [
             leaf.movedim(0, dim) for leaf, dim in zip(leaves, self._dims, strict=False) if isinstance(leaf, Tensor)
         ]
-        outputs, carried = call(model, samples["batch"], tree_unflatten(given, form) if given else None)
+        outputs, carried = call(model, self._there(samples["batch"]), tree_unflatten(given, form) if given else None)
+        outputs = outputs if self._turn is None else self._turn.back(outputs, samples["batch"])
         left, form = tree_flatten(carried)
         return LaneOutputs(
             outputs, tree_unflatten([leaf.movedim(dim, 0) for leaf, dim in zip(left, self._dims, strict=True)], form)
@@ -234,14 +243,14 @@ def call(model: Any, batch: Any, carried: Any) -> tuple[Any, Any]:
     return found
 
 
-def _dims_of(source: Source, job: Job, example: Any) -> list[int]:
+def _dims_of(source: Source, job: Job, example: Any, there: Callable[[Any], Any]) -> list[int]:
     """Return the dimension of the lanes in each tensor of the state that a forward leaves."""
     module = build_blueprint(source, job).module
     dtype = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
     sample = cast_floating(first_of(example), dtype)
     count, shapes = num_samples(sample) or 1, []
     for number in (2, 3):
-        several = rows_of(sample, [0] * number, count)
+        several = there(rows_of(sample, [0] * number, count))
         on_meta = tree_map_only(Tensor, lambda one: one.to("meta"), several)
         try:
             with torch.no_grad(), torch.device("meta"):
