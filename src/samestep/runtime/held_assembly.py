@@ -19,7 +19,7 @@ from samestep.layout import Layout
 from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly, assemble
 from samestep.runtime.axes import recompute
-from samestep.runtime.axes.lanes import Lanes
+from samestep.runtime.axes.lanes import CarriedLanes
 from samestep.runtime.local_replicas import LocalReplicas, Replicas
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.optimizers.optimizer_step import Updater
@@ -116,7 +116,7 @@ class PreparedRun(Protocol):
         """The data that the run is trained on."""
 
     @property
-    def lanes(self) -> Lanes:
+    def lanes(self) -> CarriedLanes:
         """The state that samples hand to those of the next step."""
 
     @property

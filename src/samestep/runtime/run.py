@@ -39,7 +39,7 @@ from samestep.program import recorded
 from samestep.program.program import Program
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.axes.lanes import LaneBatch, Lanes
+from samestep.runtime.axes.lanes import CarriedLanes, LaneBatch
 from samestep.runtime.checkpoints import checkpoint, given_weights, manifests, whole_state
 from samestep.runtime.checkpoints.trained_data import TrainedData
 from samestep.runtime.given_batches import GivenBatches
@@ -111,7 +111,7 @@ class Run:
         self._labels = NextLabels(source.loss, job)
         self._turn = BatchDim(batch_dim) if batch_dim else None
         self._given_batches = GivenBatches(job, place, self._turn)
-        self.lanes = Lanes()
+        self.lanes = CarriedLanes()
         """The state that samples hand to those of the next step."""
         self._shared = shared
         self._load_from: Path | None = None

@@ -45,7 +45,7 @@ class LaneOutputs(NamedTuple):
     carried: Any
 
 
-class Lanes:
+class CarriedLanes:
     """The state of the lanes of one run on this rank; empty in a run whose batches have none."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class Lanes:
 class LaneBatch:
     """A batch whose samples come with the state of their lanes."""
 
-    def __init__(self, batch: Any, lanes: Lanes) -> None:
+    def __init__(self, batch: Any, lanes: CarriedLanes) -> None:
         self._batch, self._lanes = batch, lanes
         self._places = {int(index): place for place, index in enumerate(batch.shares(0, 1, 1)[0])}
 
