@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from samestep.building.over_samples import after_step, batch_cat, batch_mean, batch_sum
     from samestep.datasets import batches
     from samestep.engines.launch import launch
+    from samestep.engines.ray_worker import ray_worker
     from samestep.explanation.explain import explain
     from samestep.independence.row_rules import independent
     from samestep.measurement.profile import measure
@@ -84,6 +85,7 @@ _LAZY = {
     "model_loss": ("samestep.building.model_loss", "model_loss"),
     "parallelize": ("samestep.runtime.run", "parallelize"),
     "plan": ("samestep.planning.plan", "plan"),
+    "ray_worker": ("samestep.engines.ray_worker", "ray_worker"),
     "sample": ("samestep.training.trained", "sample"),
     "simulate": ("samestep.simulation.simulate", "simulate"),
     "track": ("samestep.training.tracking", "track"),
@@ -131,6 +133,7 @@ __all__ = [
     "model_loss",
     "parallelize",
     "plan",
+    "ray_worker",
     "sample",
     "simulate",
     "track",

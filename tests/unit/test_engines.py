@@ -45,7 +45,8 @@ def test_slurm_with_tasks_for_ranks() -> None:
     assert {"--nodes=2", "--ntasks-per-node=8", "--partition=gpu", "--gpus-per-node=8"} < {*_options(text)}
     assert {"--exclusive", "--requeue", "--open-mode=append", "--signal=TERM@120"} < {*_options(text)}
     assert "srun --kill-on-bad-exit=1 samestep train --layout 'dp=8 tp=2' --out runs/default --auto-resume" in text
-    assert '[ $status -eq 143 ]; then  # stopped, with a checkpoint\n    scontrol requeue "$SLURM_JOB_ID"' in text
+    assert "[ $status -eq 143 ]; then  # stopped, with a checkpoint\n    scontrol show job" in text
+    assert '&& scontrol requeue "$SLURM_JOB_ID"' in text
 
 
 def test_slurm_with_an_agent_on_each_node_is_signalled_through_the_script() -> None:

@@ -74,6 +74,7 @@ def test_the_public_names_are_these() -> None:
         "model_loss",
         "parallelize",
         "plan",
+        "ray_worker",
         "sample",
         "simulate",
         "track",

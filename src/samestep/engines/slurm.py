@@ -30,6 +30,7 @@ _NOTES = (
     "sbatch THIS_FILE starts the run, and again where it stopped. A run that nears its time limit or is preempted",
     "saves, and goes back into the queue.",
 )
+_REQUEUE = 'scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING && scontrol requeue "$SLURM_JOB_ID"  # unless it is cancelled'
 _ADDRESS = [
     "# Rank 0 is on the first node of the job; its address is the one that Slurm itself uses.",
     'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
@@ -56,7 +57,7 @@ def _srun_lines(wanted: Wanted) -> list[str]:
         f"srun --kill-on-bad-exit=1 {shell(wanted.train_words())}",
         "status=$?",
         "if [ $status -eq 143 ]; then  # stopped, with a checkpoint",
-        '    scontrol requeue "$SLURM_JOB_ID"',
+        f"    {_REQUEUE}",
         "fi",
         "exit $status",
     ]
@@ -79,7 +80,7 @@ def _torchrun_lines(wanted: Wanted) -> list[str]:
         "status=$?",
         "if [ $stopped -eq 1 ]; then",
         "    wait $!  # the trap has ended the first wait",
-        '    scontrol requeue "$SLURM_JOB_ID"',
+        f"    {_REQUEUE}",
         "fi",
         "exit $status",
     ]

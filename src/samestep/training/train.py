@@ -17,7 +17,7 @@ import json
 import secrets
 import signal
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,10 @@ class Summary:
         return cls(**{**values, "folder": Path(record["folder"])})
 
 
+OnStep = Callable[[StepReport, bool], None]
+"""A function that is called behind each step, with its report and whether it is the last."""
+
+
 @calls.checked
 def train(
     job: Job,
@@ -121,6 +125,7 @@ def train(
     rendezvous: Rendezvous | None = None,
     least_ranks: int | None = None,
     allow_code: bool = False,
+    on_step: OnStep | None = None,
 ) -> Summary | None:
     """Train `job` in a layout, on this machine's workers, with those of other hosts, or as one rank of torchrun or srun.
 
@@ -141,6 +146,7 @@ def train(
         least_ranks: where ranks are lost for good, a restart (`run.restarts`) goes on with as few as these; by default it
             needs all. The global batch and its samples stay; only data degrees shrink, or `layout="auto"` plans anew.
         allow_code: run functions that the checkpoint of `init_from` names, and neither this job nor a run before has named.
+        on_step: under a launcher of ranks, called on every rank behind each step, with its report and whether it is the last.
 
     Returns:
         The result of the run; None on ranks of torchrun or srun other than 0.
@@ -170,7 +176,7 @@ def train(
         place = join.join(run.device, **given_to_join, threads=run.threads, may_renew=True)
     if rendezvous is None:
         workers.say_inside(info)
-        return _lead_workers(job, given, place, prove, Elasticity(least_ranks, layout == AUTO))
+        return _lead_workers(job, given, place, prove, Elasticity(least_ranks, layout == AUTO), on_step=on_step)
     return _on_hosts(job, given, prove, least_ranks, rendezvous)
 
 
@@ -203,7 +209,13 @@ def _on_hosts(
 
 
 def _lead_workers(
-    job: Job, given: Mapping[str, Any], place: RankInfo | None, prove: bool, elastic: Elasticity, num_hosts: int = 1
+    job: Job,
+    given: Mapping[str, Any],
+    place: RankInfo | None,
+    prove: bool,
+    elastic: Elasticity,
+    num_hosts: int = 1,
+    on_step: OnStep | None = None,
 ) -> Summary | None:
     """Check a run and carry it out: on workers of this host and of those that it leads, or as one rank of a launcher."""
     meeting = elastic.meeting
@@ -230,7 +242,7 @@ def _lead_workers(
         start = decide_on_rank_0(lambda: secrets.token_hex(8), place)
         try:
             with hang_watch.watching(place, job.run.hang_s, start):
-                summary = _work(place, checked)
+                summary = _work(place, checked, on_step)
                 stack.close()
                 if join.ended_by():  # a launcher kills the others once one rank ends with the status of a signal
                     decide_on_rank_0(lambda: None, place)
@@ -315,7 +327,7 @@ def steps_of(run: Run, dataset: Dataset, until: int, profiler: Profiler | None =
         yield report
 
 
-def _work(place: RankInfo, checked: Checked) -> Summary | None:
+def _work(place: RankInfo, checked: Checked, on_step: OnStep | None = None) -> Summary | None:
     """Do one rank's part of a run.
 
     Raises:
@@ -325,7 +337,7 @@ def _work(place: RankInfo, checked: Checked) -> Summary | None:
     profiler = Profiler(job.run.profiled_steps, checked.folder, place)
     run = Run(checked.workload.source, checked.layout, job, place, profiler, owns_weights=True)
     try:
-        return _train_rank(run, place, checked, profiler)
+        return _train_rank(run, place, checked, profiler, on_step)
     except Exception as error:
         if not out_of_memory.is_shortage(error):
             raise
@@ -334,7 +346,9 @@ def _work(place: RankInfo, checked: Checked) -> Summary | None:
     raise OutOfMemoryError(f"{text}\n{out_of_memory.less_memory(checked, place.device.type)}")
 
 
-def _train_rank(run: Run, place: RankInfo, checked: Checked, profiler: Profiler) -> Summary | None:
+def _train_rank(
+    run: Run, place: RankInfo, checked: Checked, profiler: Profiler, on_step: OnStep | None
+) -> Summary | None:
     """Prepare or resume the run, take its remaining steps, and print and write its progress and its result."""
     workload, folder, until = checked.workload, checked.folder, checked.until
     run.data.is_of(workload.stamp)
@@ -361,7 +375,7 @@ def _train_rank(run: Run, place: RankInfo, checked: Checked, profiler: Profiler)
             _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
     rule = evaluations.Rule.of(run.job, workload)
     evaluated = evaluations.resume_evaluations(run, rule, folder, screen.say if screen else lambda text: None, first)
-    _loop(evaluated, workload.dataset, until, profiler, screen, metrics)
+    _loop(evaluated, workload.dataset, until, profiler, screen, metrics, on_step)
     with whereabouts.apart("the evaluation at the end"):
         return _finish(evaluated, checked, screen, metrics)
 
@@ -457,6 +471,7 @@ def _loop(
     profiler: Profiler,
     screen: Screen | None,
     metrics: Metrics | None,
+    on_step: OnStep | None,
 ) -> None:
     """Take the remaining steps and log each; evaluate and save checkpoints as often as the job says, and save after the last."""
     run, folder = evaluated.run, evaluated.folder
@@ -485,6 +500,8 @@ def _loop(
                     metrics.sync()  # before the checkpoint, which must never be ahead of the log
                 with whereabouts.apart("a save"):
                     saver.save(is_last=is_last)
+            if on_step is not None:
+                on_step(report, is_last)
             if is_last:
                 break
     profiler.close()  # a run that was stopped
