@@ -4,6 +4,7 @@
 # make matrix  the fast tests on the interpreters (PYTHONS="...") and CPU builds of torch (WHEELS="...") at hand; downloads no torch
 # make families   prove every causal family of transformers; FAMILY=NAME proves one, and what is proven is not proven again
 # make crashes [SECONDS=1800] [SEED=0]   harm inputs (ten minutes), then runs and checkpoints at random; adds to the sums in benchmarks/rows/crashes.json
+# make launchers  train the default job, made small, by each launcher that is installed here; says what it skipped and why
 # make gpu     where there is a GPU: is samestep right on it? Takes what is installed, and no network
 # Each does the set-up it needs; the second call starts at once.
 
@@ -12,7 +13,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test parity shard matrix families crashes gpu check format bench setup clean
+.PHONY: train test parity shard matrix families crashes launchers gpu check format bench setup clean
 
 train: $(READY)
 	$(BIN)/samestep train jobs/default.toml
@@ -36,6 +37,9 @@ families: $(READY)
 crashes: $(READY)
 	$(BIN)/python -W ignore -m tests.odd_inputs --seconds 600 --seed $(or $(SEED),0)
 	$(BIN)/python -m tests.crashes.sweep --seconds $(or $(SECONDS),1800) --seed $(or $(SEED),0)
+
+launchers: $(READY)
+	$(BIN)/python benchmarks/launchers.py
 
 gpu: HERE = PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(or $(wildcard $(BIN)/python),$(PYTHON))
 gpu:
