@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from samestep.engines.wanted import Wanted, shell
 
-_SAVE_S = 120
-"""Seconds that ranks have to save after they were asked to stop."""
-
 
 def script(wanted: Wanted) -> str:
     """Return the script."""
@@ -37,8 +34,7 @@ def script(wanted: Wanted) -> str:
         lines += ["MASTER_ADDR=127.0.0.1"]
     lines += [f"MASTER_PORT={mpi.port}", "export MASTER_ADDR MASTER_PORT", ""]
     lines += [
-        "# Open MPI kills ranks 1 s after it has asked them to end, and ends with status 1 itself: both are changed here.",
-        f"export OMPI_MCA_odls_base_sigkill_timeout={_SAVE_S} PRTE_MCA_odls_base_sigkill_timeout={_SAVE_S}",
+        "# Asked to end, mpirun asks the ranks, which save; Open MPI kills those that take longer than a second.",
         "stopped=0",
         "trap 'stopped=1; kill -TERM $!' TERM",
         f"{shell([*base, '-n', str(wanted.ranks), *ranks])} \\",
