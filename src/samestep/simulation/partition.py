@@ -86,7 +86,7 @@ class Gap(NamedTuple):
     closed_by: Span | None
 
 
-class Lanes(Protocol):
+class StepLanes(Protocol):
     """The spans of one step, lane by lane: a `Timeline`."""
 
     @property
@@ -109,7 +109,7 @@ class Lanes(Protocol):
         """Yield the span of every op of one lane."""
 
 
-def partition(timeline: Lanes) -> tuple[TimeRow, ...]:
+def partition(timeline: StepLanes) -> tuple[TimeRow, ...]:
     """Return the rows of every lane: those of one lane add up to the seconds of the step."""
     found: dict[int, dict[Key, float]] = {}
     for stage in timeline.stages:
@@ -128,7 +128,7 @@ def partition(timeline: Lanes) -> tuple[TimeRow, ...]:
     )
 
 
-def gaps(timeline: Lanes, stage: int) -> Iterator[Gap]:
+def gaps(timeline: StepLanes, stage: int) -> Iterator[Gap]:
     """Yield the instants of a lane in which it does not compute, in order within a gap from its end to its start."""
     return (part for part in _walk(timeline, stage) if isinstance(part, Gap))
 
@@ -147,7 +147,7 @@ def row_name(kind: str) -> str:
     return _ROWS.get(kind, "compute")
 
 
-def hidden_s(timeline: Lanes, stage: int) -> dict[str, float]:
+def hidden_s(timeline: StepLanes, stage: int) -> dict[str, float]:
     """Return the seconds of communication that ran while the lane computed, by axis."""
     spans = [*timeline.spans_of(stage)]
     computing = [(span.start_s, span.end_s) for span in spans if span.stream == COMPUTE]
@@ -164,7 +164,7 @@ def _add(rows: dict[Key, float], key: Key, seconds: float) -> None:
         rows[key] = rows.get(key, 0.0) + seconds
 
 
-def _walk(timeline: Lanes, stage: int) -> Iterator[Gap | tuple[Key, float]]:
+def _walk(timeline: StepLanes, stage: int) -> Iterator[Gap | tuple[Key, float]]:
     """Yield the row and the seconds of each op on the compute stream of a lane, and the parts of the gaps between them."""
     busy: list[Span] = []
     sent: list[Span] = []
@@ -189,7 +189,7 @@ def _walk(timeline: Lanes, stage: int) -> Iterator[Gap | tuple[Key, float]]:
 class _Closing:
     """The collectives and messages of a lane in the order of their ends, from which gaps are explained one after the other."""
 
-    def __init__(self, timeline: Lanes, stage: int, sent: Sequence[Span]) -> None:
+    def __init__(self, timeline: StepLanes, stage: int, sent: Sequence[Span]) -> None:
         self._stage, self._sent, self._next = stage, sent, 0
         self._step_s, self._same_s = timeline.step_s, timeline.step_s * _SAME
         self._is_played = timeline.lane == "stage"
