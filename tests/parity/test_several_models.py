@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 import samestep
 from samestep import losses
-from samestep.errors import JobError, ModelError
+from samestep.errors import JobError, LayoutError, ModelError
+from samestep.layout import Layout
 from samestep.runtime.run import Run
+from samestep.runtime.weights.model_averages import ModelAverages
 from tests.laboratory import combinations, job_of
 from tests.models import Plain, Tokens
 from tests.pool import pool
@@ -162,6 +164,10 @@ def test_losses_are_those_of_their_papers() -> None:
         losses.distillation((logits, logits), {}, hard=1.0)
 
 
+EMA: dict[str, Any] = {"ema teacher": {"teacher": ("student", 0.9)}}
+KINDS["ema teacher"] = (lambda: {"student": plain_model(7)}, distil_forward, distil, Tokens)
+
+
 def adam(params: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)
 
@@ -180,7 +186,7 @@ def parallel(rank: int, world: int, layout: str, kind: str, folder: str = "") ->
     build, forward, loss, dataset = KINDS[kind]
 
     def make() -> Run:
-        return samestep.parallelize(build(), loss, adam, layout=layout, job=JOB, forward=forward)
+        return samestep.parallelize(build(), loss, adam, layout=layout, job=JOB, forward=forward, ema=EMA.get(kind))
 
     if not folder:
         return steps_of(run := make(), dataset(), 0, STEPS), run.state_dict(on_every_rank=True)
@@ -197,6 +203,8 @@ def plain(kind: str) -> tuple[list[float], dict[str, Tensor]]:
     """One device with the whole batch."""
     build, forward, loss, dataset = KINDS[kind]
     built = build()
+    if kind in EMA:
+        built["teacher"] = frozen(plain_model(7))
     models = nn.ModuleDict(built).double() if isinstance(built, dict) else built.double()
     trained = [param for param in models.parameters() if param.requires_grad]
     optimizer, seen = adam(trained), []
@@ -211,6 +219,9 @@ def plain(kind: str) -> tuple[list[float], dict[str, Tensor]]:
         total.backward()
         torch.nn.utils.clip_grad_norm_(trained, 0.5)
         optimizer.step()
+        for name, (source, decay) in EMA.get(kind, {}).items():
+            for one, other in zip(models[name].parameters(), models[source].parameters(), strict=True):
+                one.data.lerp_(other.data, 1 - decay)
         seen.append(total.item())
     return seen, {name: value.detach() for name, value in models.state_dict().items()}
 
@@ -233,11 +244,27 @@ def test_one_device_is_the_plain_loop(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind"), combinations(LAYOUTS, [kind for kind in KINDS if kind not in ("dpo", "distillation")])
+    ("layout", "kind"), combinations(LAYOUTS, [kind for kind in KINDS if kind not in ("dpo", "distillation", *EMA)])
 )
 def test_models_of_two_ranks(layout: str, kind: str, tmp_path: Path) -> None:
     for found in pool(2).run(parallel, layout, kind, str(tmp_path / "saved")):
         assert_plain(kind, found)
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=2 zero=3", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("dp=2 microbatch=3", "tp=2"))]
+)
+def test_a_teacher_that_follows_its_student(layout: str, tmp_path: Path) -> None:
+    for found in pool(2).run(parallel, layout, "ema teacher", str(tmp_path / "saved")):
+        assert_plain("ema teacher", found)
+
+
+def test_what_follows_no_model_is_refused() -> None:
+    models = {"student": plain_model(1)}
+    with pytest.raises(ModelError, match="'teacher' follows 'policy', which is none of the trained models 'student'"):
+        samestep.parallelize(models, distil, adam, forward=distil_forward, ema={"teacher": ("policy", 0.9)})
+    with pytest.raises(LayoutError, match="no master weights, and bf16 would round away"):
+        ModelAverages({"teacher": ("student", 0.9)}).check(Layout(), job_of("bf16"))
 
 
 def test_several_models_need_a_forward() -> None:

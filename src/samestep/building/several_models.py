@@ -47,15 +47,23 @@ class Models(nn.ModuleDict):
         return [model for model in self.values() if any(param.requires_grad for param in model.parameters())]
 
 
-def as_one(model: Built | Mapping[str, Built], forward: Forward | None) -> Built:
+def as_one(
+    model: Built | Mapping[str, Built], forward: Forward | None, follows: Mapping[str, str] | None = None
+) -> Built:
     """Return one model, or a function that builds it: of several models those that `model` names, with the forward around them.
 
-    An instance is the result where all models are instances, with their own parameters.
+    An instance is the result where all models are instances, with their own parameters. `follows` names for a model another one that
+    it follows: it is frozen, and a copy of that one unless it is given.
 
     Raises:
         ModelError: several models are given without a forward, or what is given for one is no model.
     """
+    follows = follows or {}
     if not isinstance(model, Mapping):
+        if follows:
+            raise ModelError(
+                "ema says that a model follows another one, and one is given: a dict of models by name works"
+            )
         return model if forward is None else _around_one(model, forward)
     if forward is None:
         raise ModelError(
@@ -67,17 +75,29 @@ def as_one(model: Built | Mapping[str, Built], forward: Forward | None) -> Built
             raise ModelError(
                 f"model[{name!r}] = {short_repr(one)}: a name without dots works, with a module or a function that builds one"
             )
+    for name, source in follows.items():
+        if source not in model or source == name or source in follows:
+            raise ModelError(
+                f"ema: {name!r} follows {source!r}, which is none of the trained models {', '.join(map(repr, model))}"
+            )
     if all(isinstance(one, nn.Module) for one in model.values()):
-        return Models({name: one for name, one in model.items() if isinstance(one, nn.Module)}, forward)
-    return functools.partial(_build, dict(model), forward)
+        found = {name: one for name, one in model.items() if isinstance(one, nn.Module)}
+        return Models(_with_followers(found, follows), forward)
+    return functools.partial(_build, dict(model), forward, follows)
 
 
-def _build(models: Mapping[str, Built], forward: Forward) -> Models:
+def _with_followers(models: dict[str, nn.Module], follows: Mapping[str, str]) -> dict[str, nn.Module]:
+    """Return the models with those that follow others, frozen."""
+    copies = {name: copy_module(models.get(name, models[source])) for name, source in follows.items()}
+    return {**models, **{name: one.requires_grad_(False) for name, one in copies.items()}}
+
+
+def _build(models: Mapping[str, Built], forward: Forward, follows: Mapping[str, str]) -> Models:
     """Build each model that is a function; an instance is copied, so that each call gives other parameters."""
-    return Models(
-        {name: copy_module(one) if isinstance(one, nn.Module) else _called(name, one) for name, one in models.items()},
-        forward,
-    )
+    built = {
+        name: copy_module(one) if isinstance(one, nn.Module) else _called(name, one) for name, one in models.items()
+    }
+    return Models(_with_followers(built, follows), forward)
 
 
 def _called(name: str, build: Callable[[], nn.Module]) -> nn.Module:

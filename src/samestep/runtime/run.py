@@ -62,6 +62,7 @@ from samestep.runtime.recording.step_recorder import StepRecorder
 from samestep.runtime.step_observer import StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
+from samestep.runtime.weights.model_averages import Following, ModelAverages
 
 Measure = Callable[[Any, Any], Any]
 """A function of (outputs, batch) -> (sum, count), or a dict of names and such pairs."""
@@ -114,6 +115,8 @@ class Run:
         self.lanes = CarriedLanes()
         """The state that samples hand to those of the next step."""
         self._shared = shared
+        self.averages = ModelAverages()
+        """The models that follow others behind each step."""
         self._load_from: Path | None = None
         """The checkpoint that `prepare` will read."""
         self._given: dict[str, Any] | None = None
@@ -353,6 +356,8 @@ class Run:
         """
         self._parts.refuse_waiting("step")
         report, batch = self._taken(batch, "step", self._stepper.take, local=local)
+        if self.averages.following:
+            self.averages.follow(self.model, batch.step)
         self.replicas.exchange(self.steps_taken)
         if len(self.replicas.assemblies) > 1:  # what the first one is at the next step, the loop has changed
             self._stepper.loop_changes = LoopChanges(self._own.current, len(self.replicas.assemblies))
@@ -652,6 +657,7 @@ def parallelize(
     stages: Sequence[str] | None = None,
     forward: Forward | None = None,
     batch_dim: int = 0,
+    ema: Following | None = None,
 ) -> Run:
     """Put any model into a layout; `run.step(batch)` then takes one optimizer step of the job.
 
@@ -677,6 +683,8 @@ def parallelize(
             the loss is given; by default the model is called with what its forward takes of the batch.
         batch_dim: the dimension of the samples in the tensors that the forward and the loss are given, and in batches that a
             collate_fn or the loop puts together: 1 for a recurrent model over [tokens, samples].
+        ema: models that follow others behind each step, {"teacher": ("student", 0.996)}: the decay is a number, or a function of the
+            step. Such a model is frozen, and starts as a copy of the one that it follows, unless `model` has one of its name.
 
     Raises:
         InputError: a model, optimizer or layout that cannot run; the text says what would.
@@ -695,8 +703,12 @@ def parallelize(
             join.leave()
         raise
     loss = scoped(named_loss(loss) if isinstance(loss, str) else loss, job)
-    model = as_one(model, forward)
+    averages = ModelAverages(ema or {})
+    averages.check(where, job)
+    model = as_one(model, forward, {name: source for name, (source, _) in averages.following.items()})
     names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
     source = Source(model, loss, optimizer_source(optimizer, names), name)
-    return Run(source, where, job, place, shared=SharedWeights(), batch_dim=batch_dim)
+    run = Run(source, where, job, place, shared=SharedWeights(), batch_dim=batch_dim)
+    run.averages = averages
+    return run
