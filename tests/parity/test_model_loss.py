@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.building.model_loss import Rule, returned_loss
-from samestep.errors import JobError, UnprovenError
+from samestep.errors import DataError, JobError, UnprovenError
 from samestep.runtime.axes.precision import RaiseIslands
+from samestep.runtime.next_labels import check_labels
 from samestep.runtime.run import Run
 from tests.laboratory import combinations, job_of
 from tests.models import LENGTH, VOCABULARY, Plain, Tokens
@@ -217,6 +218,17 @@ def refused(rank: int, world: int, layout: str) -> None:
 def test_what_fits_nothing_is_refused_with_the_ways_out() -> None:
     with pytest.raises(UnprovenError, match=r"neither their sum nor their mean .*model_loss\(count=.*works"):
         pool(2).run(refused, "dp=2")
+
+
+class NextTokens(Tokens):
+    label_convention = "next"
+
+
+def test_labels_are_not_shifted_twice() -> None:
+    with pytest.raises(DataError, match=r'labels of this source are those of the next token.*"cross_entropy" works'):
+        check_labels(llama(), samestep.model_loss(), JOB, NextTokens())
+    check_labels(llama(), samestep.model_loss(), JOB, Aligned())
+    check_labels(own("mean"), samestep.model_loss(), JOB, NextTokens())
 
 
 def test_outputs_without_a_loss_are_refused() -> None:

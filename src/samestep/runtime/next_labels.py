@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from samestep.building.loss import cross_entropy
+from samestep.building.model_loss import ModelLoss
 from samestep.building.own_loss import moves_labels
 from samestep.datasets.labels import (
     LOOKED_AT,
@@ -19,6 +20,7 @@ from samestep.datasets.labels import (
     convention_of,
     convention_of_samples,
 )
+from samestep.errors import DataError
 from samestep.examination.examine import Loss
 from samestep.job import Job
 from samestep.job_tables import Convention
@@ -36,6 +38,21 @@ def check_labels(module: nn.Module, loss: Loss, job: Job, dataset: Any) -> None:
     """
     if loss is cross_entropy and moves_labels(module):
         convention_of(dataset, job.data.labels)
+    if isinstance(loss, ModelLoss) and moves_labels(module):
+        _refuse_next_labels(dataset)
+
+
+def _refuse_next_labels(dataset: Any) -> None:
+    """Refuse a source whose labels are the next tokens already, for a model that shifts them in its own loss.
+
+    Raises:
+        DataError: it is one.
+    """
+    if any(getattr(part, "label_convention", None) == "next" for part in (dataset, *getattr(dataset, "parts", ()))):
+        raise DataError(
+            'loss = "model": the labels of this source are those of the next token, and the model shifts labels itself: loss = '
+            '"cross_entropy" works, and so does a data set whose labels are the inputs at their own place'
+        )
 
 
 class NextLabels:
@@ -43,6 +60,7 @@ class NextLabels:
 
     def __init__(self, loss: Loss, job: Job) -> None:
         self._is_cross_entropy, self._word = loss is cross_entropy, job.data.labels
+        self._is_within = isinstance(loss, ModelLoss)
         self._moves: bool | None = None
         self._found: deque[tuple[Any, Convention]] = deque(maxlen=_KEPT)
 
@@ -54,6 +72,9 @@ class NextLabels:
         """
         if self._moves is None:
             self._moves = self._is_cross_entropy and moves_labels(module)
+            self._is_within &= moves_labels(module)
+        if self._is_within:
+            _refuse_next_labels(getattr(batch, "dataset", None))
         if not self._moves or isinstance(batch, LabelBatch):
             return batch
         if getattr(getattr(batch, "dataset", None), "label_convention", None) is not None and self._word != "aligned":
