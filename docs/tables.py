@@ -173,6 +173,12 @@ def families() -> str:
     return str(importlib.import_module("benchmarks.family_table").table())
 
 
+def scripts() -> str:
+    """Kinds of single-device scripts with what each layout makes of them, as `benchmarks/scripts.py` has found it."""
+    sys.path.insert(0, str(ROOT))
+    return str(importlib.import_module("benchmarks.script_table").table())
+
+
 def gpu() -> str:
     """What `benchmarks/gpu.py` has measured on GPUs: nothing where none was at hand."""
     sys.path.insert(0, str(ROOT))
@@ -468,6 +474,7 @@ TABLES = {
     "gpu": gpu,
     "family_counts": family_counts,
     "families": families,
+    "scripts": scripts,
     "where": where,
     "a_step": a_step,
     "ladder": ladder,
@@ -476,6 +483,7 @@ TABLES = {
     "overtaking_at_best": overtaking_at_best,
     "number_formats": number_formats,
     "techniques": techniques,
+    **importlib.import_module("api_tables").TABLES,
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.building.loss_result import Loss
 from samestep.datasets import read_samples
-from samestep.errors import DataError, ModelError
+from samestep.errors import DataError, LayoutError, ModelError
 from samestep.examination.examine import Source
 from samestep.job import Job
 from samestep.layout import Layout
@@ -306,22 +306,19 @@ def seen_whole(rank: int, world: int, layout: str) -> tuple[dict[str, tuple[int,
     trained(run, 1)
     before = [id(one) for one in run.model.parameters()]
     with run.gathered() as model:
-        shapes = {name: tuple(one.shape) for name, one in model.named_parameters() if not one.is_meta}
-        state = {name: one.detach().clone() for name, one in model.state_dict().items() if not one.is_meta}
+        shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+        state = {name: one.detach().clone() for name, one in model.state_dict().items()}
     return shapes, state, before == [id(one) for one in run.model.parameters()]
 
 
 @pytest.mark.parametrize("layout", SETTING)
 def test_weights_are_whole_within_gathered(layout: str) -> None:
     ((shapes, state, _),) = everywhere("dp=1", seen_whole)
-    names = set()
     for ours, values, is_as_before in everywhere(layout, seen_whole):
-        names |= ours.keys()
         assert is_as_before
-        for name, shape in ours.items():
-            assert shape == shapes[name]
-            assert torch.allclose(values[name], state[name], rtol=1e-9, atol=1e-12)
-    assert names == set(shapes)
+        assert ours == shapes
+        for name, one in state.items():
+            assert torch.allclose(values[name], one, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -371,5 +368,21 @@ def calls_within(rank: int, world: int, layout: str) -> None:
 
 
 def test_writes_that_differ_between_ranks_are_refused() -> None:
-    with pytest.raises(ModelError, match=r"rank 1 has written other values into blocks.0.up.weight than rank 0"):
+    with pytest.raises(ModelError, match=r"ranks have written different values into blocks.0.up.weight"):
         pool(2).run(calls_within, "dp=2 zero=3")
+
+
+def mixed_stages(rank: int, world: int, layout: str) -> None:
+    """A loop that moves a block of each stage towards one of the other."""
+    run = run_of(rank, world, layout)
+    first, last = run.model.get_parameter("blocks.0.up.weight"), run.model.get_parameter("blocks.1.up.weight")
+    with torch.no_grad():
+        for one in run.model.parameters():  # which moves each by itself, as in a loop over all weights
+            one.mul_(0.5)
+        first.add_(0.1 * last)
+        last.add_(0.1 * first)
+
+
+def test_weights_of_two_stages_are_not_mixed_where_one_has_no_values() -> None:
+    with pytest.raises(LayoutError, match=r"is in another stage of the pipeline.* run.gathered\(\) as model"):
+        pool(2).run(mixed_stages, "pp=2 microbatch=2")

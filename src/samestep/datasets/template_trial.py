@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import resource
 import signal
 import time
 import warnings
@@ -53,6 +52,8 @@ def try_template(auto: Any) -> None:
 
 def _status_of(write: Callable[[], Any]) -> int:
     """Return 0 if a text is written or refused within the memory, else 1; it is called in the child."""
+    import resource  # noqa: PLC0415 - a module that Windows lacks, where nothing forks
+
     size = Path("/proc/self/statm")
     if size.exists():
         most = int(size.read_text().split()[0]) * resource.getpagesize() + MOST_BYTES

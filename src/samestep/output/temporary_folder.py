@@ -7,12 +7,13 @@ held by the process that made it and by those that it has forked, and the system
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import stat
 import tempfile
 from pathlib import Path
+
+from samestep.output import process_limits
 
 _PREFIX, _LOCK = "samestep-", ".lock"
 _locks: dict[Path, int] = {}
@@ -21,12 +22,13 @@ _locks: dict[Path, int] = {}
 
 def make() -> Path:
     """Make a folder that only this user can read, and remove those that killed processes have left."""
-    _remove_left_behind()
+    if hasattr(os, "geteuid"):  # else no lock says whose process is gone
+        _remove_left_behind()
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     lock = folder / _LOCK
     new = lock.with_suffix(".new")
-    _locks[folder] = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    fcntl.flock(_locks[folder], fcntl.LOCK_EX)
+    _locks[folder] = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | process_limits.O_CLOEXEC, 0o600)
+    process_limits.lock(_locks[folder])
     new.rename(lock)  # so that nobody sees a lock that is not held yet
     return folder
 
@@ -58,9 +60,9 @@ def _remove_left_behind() -> None:
 
 
 def _is_held(lock: Path) -> bool:
-    descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    descriptor = os.open(lock, os.O_RDWR | process_limits.O_CLOEXEC | process_limits.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        process_limits.lock(descriptor, shared=True, waits=False)
     except BlockingIOError:
         return True
     finally:

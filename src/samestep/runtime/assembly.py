@@ -55,6 +55,7 @@ from samestep.runtime.axes import (
 )
 from samestep.runtime.axes.compiled_blocks import CompiledBlocks, compile_blocks
 from samestep.runtime.axes.joined_exchanges import BackwardExchanges, NothingToJoin
+from samestep.runtime.axes.pipeline import other_stages
 from samestep.runtime.axes.pipeline import stage as pipeline
 from samestep.runtime.axes.pipeline.stage_flow import Flows
 from samestep.runtime.axes.weight_gradients import Deferred
@@ -225,6 +226,7 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     is_own_loss = not str(getattr(source.loss, "__module__", "")).startswith("samestep.")
     may_differ = decided.spec.looks or is_own_loss
     exchanges = exchanging_calls.watch(plan.module, decided.program, store.before_exchange, may_differ=may_differ)
+    other_stages.mark(plan.module)
     return Assembly(
         parallel=replace(_parallel(decided, mesh, cut), exchanges=exchanges),
         model=replace(

@@ -291,10 +291,10 @@ class Run:
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Return a context in which each weight of `run.model` is whole and in master precision, to be read and written.
+        """Return a context in which `run.model` has all weights, whole and in master precision, to be read and written.
 
-        What all ranks write alike is kept at its end. In a pipeline a rank's model has the weights of its own stage. Within it
-        the run takes no step and no forward.
+        It is so in every layout, on every rank: in a pipeline the weights of all stages. What all ranks write alike is kept at
+        its end. Within it the run takes no step and no forward.
 
         Collective over the world, see [Note: collective calls].
 

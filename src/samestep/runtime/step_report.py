@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from samestep.output import process_limits
 
 
 class _Late:
@@ -28,12 +28,17 @@ class StepReport(_Late):
     step: int
     """Steps taken so far, this one included."""
     loss: float
+    """The loss of the whole step: its sum over the global batch divided by its count; with several terms the sum of their means."""
     grad_norm: float
+    """The norm of the whole gradient, over all weights, in front of clipping."""
     lr: float
+    """The learning rate of the update: that of the optimizer's first group."""
     tokens: int
     """Tokens or samples that the loss counted."""
     step_s: float
+    """Seconds that the step took on this rank."""
     tokens_per_s: float
+    """Tokens or samples that the loss counted, of all ranks, in a second."""
     data_wait_s: float = 0.0
     """Seconds of the step in which this rank waited for samples."""
     memory_bytes: int
@@ -41,6 +46,7 @@ class StepReport(_Late):
     reserved_bytes: int | None = None
     """Peak bytes that torch's allocator has taken from this rank's GPU since the step began; None on a CPU."""
     skipped: bool = False
+    """Whether the weights were left as they were: a number was not finite, no label counted, or the loss was a spike."""
     spike: bool = False
     """Whether it was skipped because its loss is a spike (`numerics.on_spike`)."""
     stop: bool = False
@@ -105,5 +111,4 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak bytes allocated on a GPU, or on a CPU the peak resident bytes of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return process_limits.peak_resident_bytes()

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import resource
-import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType
 
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from samestep import hardware
+from samestep.output import process_limits
 from samestep.output.byte_sizes import readable
 from samestep.planning.nearest_layout import nearest
 from samestep.program.bodies import Task
@@ -143,8 +142,7 @@ def most_bytes(device: torch.device) -> int:
     """Return the largest number of bytes that this process has held: on a GPU since the step began, else so far."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_reserved(device))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return process_limits.peak_resident_bytes()
 
 
 def limit_bytes(device: torch.device) -> int:
@@ -152,8 +150,8 @@ def limit_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     total = int(psutil.virtual_memory().total)
-    allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return total if allowed == resource.RLIM_INFINITY else min(total, allowed)
+    allowed = process_limits.address_space_bytes()
+    return total if allowed is None else min(total, allowed)
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:

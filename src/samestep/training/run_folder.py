@@ -8,7 +8,6 @@ files that they point to; the lock can be opened by its owner alone, since whoev
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
@@ -20,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from samestep.errors import CheckpointError, JobError
-from samestep.output import durable_files
+from samestep.output import durable_files, process_limits
 
 RUNS = Path("runs")
 """The parent folder of runs that are given no folder of their own."""
@@ -154,9 +153,9 @@ def _lock_folder(folder: Path) -> int:
     """
     path, end = folder / _LOCK, time.monotonic() + _LOCK_GRACE_S
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | process_limits.O_CLOEXEC | process_limits.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            process_limits.lock(descriptor, waits=False)
             if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
                 break  # else the run before has removed the file that was opened
         except BlockingIOError:
@@ -181,11 +180,11 @@ def is_held(folder: Path) -> bool:
     """Return whether another process holds a folder's lock, as seen from this host; some shared folders hide other
     hosts' locks."""
     try:
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | process_limits.O_CLOEXEC | process_limits.O_NOFOLLOW)
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        process_limits.lock(descriptor, shared=True, waits=False)
     except OSError as error:
         return isinstance(error, BlockingIOError)
     finally:

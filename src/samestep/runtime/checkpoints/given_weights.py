@@ -151,18 +151,19 @@ def _set_extra_state(run: PreparedRun, values: Mapping[str, Any]) -> None:
 
 
 class _Slot(NamedTuple):
-    """The place of a parameter in a module, for the time in which the whole weight stands there."""
+    """The place of a weight or a buffer in a module, for the time in which the whole one stands there."""
 
     name: str
-    module: nn.Module
+    held: dict[str, Any]
+    """The parameters or the buffers of the module."""
     leaf: str
-    part: nn.Parameter
-    whole: nn.Parameter
+    part: Tensor
+    whole: Tensor
 
 
 @contextmanager
 def gathered(run: PreparedRun) -> Iterator[nn.Module]:
-    """Let each weight of a run's model be whole and in master precision inside, and keep what is written into it.
+    """Let a run's model have all weights and buffers inside, whole and in master precision, and keep what is written into them.
 
     Where the body raises, nothing is kept.
 
@@ -175,49 +176,48 @@ def gathered(run: PreparedRun) -> Iterator[nn.Module]:
         state = whole_state.state_dict(run, on_every_rank=True)
     slots = _slots(run, state)
     for slot in slots:
-        slot.module._parameters[slot.leaf] = slot.whole
+        slot.held[slot.leaf] = slot.whole
     try:
         yield run.model
     finally:
         for slot in slots:
-            slot.module._parameters[slot.leaf] = slot.part
+            slot.held[slot.leaf] = slot.part
     values = {slot.name: slot.whole.detach() for slot in slots}
     _compare(run, values)
     _set(run, values)
 
 
 def _slots(run: PreparedRun, state: Mapping[str, Tensor]) -> list[_Slot]:
-    """Return the places of the weights that this rank's stage has, each with a parameter that is the whole weight."""
-    firsts, made, found = run.assembly.model.state_names, dict[str, nn.Parameter](), list[_Slot]()
+    """Return the places of the weights and the saved buffers, also of those that are another stage's, with the whole ones."""
+    firsts, made, found = run.assembly.model.state_names, dict[str, Tensor](), list[_Slot]()
     for path, module in run.model.named_modules(remove_duplicate=False):
-        for leaf, part in module._parameters.items():
-            first = firsts.get(f"{path}.{leaf}" if path else leaf)
-            if part is None or part.is_meta or first is None or first not in state:
-                continue
-            if first not in made:
-                value = state[first].to(part.device)
-                made[first] = nn.Parameter(value, part.requires_grad and value.is_floating_point())
-            found.append(_Slot(first, module, leaf, part, made[first]))
+        for held in (module._parameters, module._buffers):
+            for leaf, part in held.items():
+                first = firsts.get(f"{path}.{leaf}" if path else leaf)
+                if part is None or first is None or first not in state:
+                    continue
+                if first not in made:
+                    value = state[first].to(run.place.device)
+                    trains = part.requires_grad and value.is_floating_point()
+                    made[first] = nn.Parameter(value, trains) if held is module._parameters else value
+                found.append(_Slot(first, held, leaf, part, made[first]))
     return found
 
 
 def _compare(run: PreparedRun, values: Mapping[str, Tensor]) -> None:
-    """Refuse whole weights that the ranks of a stage have written differently.
+    """Refuse whole weights that ranks have written differently.
 
     Raises:
         ModelError: on every rank; it names one.
     """
+    world = run.layout.world_size
     digests = {name: fingerprint(value) for name, value in values.items()}
-    stage, world = run.program.step.stage, run.layout.world_size
-    everyone = gather_values((stage, digest(repr(digests))), world)
-    if len({stage for stage, _ in everyone}) == len(set(everyone)):
+    if len(set(gather_values(digest(repr(digests)), world))) == 1:
         return
-    known: dict[tuple[int, str], tuple[int, int]] = {}
-    for rank, (of, theirs) in enumerate(gather_values((stage, digests), world)):
-        for name, number in theirs.items():
-            first, other = known.setdefault((of, name), (rank, number))
-            if other != number:
-                raise ModelError(
-                    f"run.gathered(): rank {rank} has written other values into {name} than rank {first}: a loop that writes alike "
-                    "on every rank works"
-                )
+    for rank, theirs in enumerate(gather_values(digests, world)):
+        other = next((name for name, number in theirs.items() if number != digests[name]), None)
+        if other is not None:
+            raise ModelError(
+                f"run.gathered(): ranks have written different values into {other}, of which one is rank {rank}: a loop that "
+                "writes alike on every rank works"
+            )

@@ -54,7 +54,8 @@ def _close_in_child() -> None:
         inherited.close()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+if hasattr(os, "register_at_fork"):  # a system that forks
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 class TokenError(Exception):

@@ -35,7 +35,8 @@ from samestep.runtime.processes.mesh import forget_groups
 from samestep.runtime.processes.this_host import LOOPBACK, agreed_name, bind_near, interface_towards, keep_freed_memory
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SAVE_SIGNAL = signal.SIGUSR1
+SAVE_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)
+"""The signal that asks for a checkpoint; None where the system has no such signal, as Windows."""
 """Asks for a checkpoint; the run goes on. Slurm sends it with --signal=USR1@SECONDS before it sends SIGTERM."""
 
 
@@ -223,7 +224,7 @@ def _listen_for_stop() -> dict[int, Any]:
     if threading.current_thread() is not threading.main_thread():
         return {}
     handlers: dict[int, Any] = {number: signal.signal(number, _on_stop) for number in STOP_SIGNALS}
-    return {**handlers, SAVE_SIGNAL: signal.signal(SAVE_SIGNAL, _on_save)}
+    return handlers if SAVE_SIGNAL is None else {**handlers, SAVE_SIGNAL: signal.signal(SAVE_SIGNAL, _on_save)}
 
 
 def restore_signals(handlers: Mapping[int, Any]) -> None:

@@ -71,7 +71,7 @@ def default_ranks(device: str = "auto") -> int:
 
 def oversubscription_warning(ranks: int, threads: int = 1) -> str | None:
     """Return a one-line warning if `ranks` CPU workers of `threads` threads share too few cores, else None."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if ranks * threads <= cores:
         return None
     each = "" if threads == 1 else f" of {threads} threads"
@@ -243,7 +243,7 @@ def _forwarding_signals_to(pool: _WorkerPool) -> Iterator[None]:
     """Forward this process's stop signals to the workers; a signal that is ignored here stays ignored."""
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (*STOP_SIGNALS, SAVE_SIGNAL):
+        for number in (*STOP_SIGNALS, *([] if SAVE_SIGNAL is None else [SAVE_SIGNAL])):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 handlers[number] = signal.signal(number, pool.on_signal)
     try:
