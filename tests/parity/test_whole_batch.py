@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import samestep
+from samestep import Job
 from samestep.building.optimizer import optimizer_of
 from samestep.datasets import batches
+from samestep.errors import JobError
 from samestep.examination.examine import Source
 from samestep.layout import Layout
 from samestep.runtime.processes.join import RankInfo
@@ -91,3 +96,49 @@ def test_a_layout_is_equal_to_a_plain_loop(name: str, layout: str, batch: int) -
         assert held_out == ranks[0][2]
     if Layout.parse(layout).world_size > 1:
         assert_ledger([seen for seen, *_ in ranks], layout)
+
+
+class Named:
+    """Samples with a word each."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.randn(3, generator=torch.Generator().manual_seed(index)), "word": "ab"[index % 2]}
+
+
+class OfX(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, word: list[str]) -> Tensor:
+        return self.linear(x)
+
+
+def reads_words(outputs: Tensor, batch: dict[str, Any]) -> Tensor:
+    is_a = torch.tensor([word == "a" for word in batch["word"]])
+    return outputs[is_a].mean() - outputs.mean()
+
+
+def counts_words(outputs: Tensor, batch: dict[str, Any]) -> Tensor:
+    return outputs.square().mean() * len(batch["word"])
+
+
+def ignores_words(outputs: Tensor, batch: dict[str, Any]) -> Tensor:
+    return outputs.square().mean() + 0 * batch["x"].sum()
+
+
+@pytest.mark.parametrize("loss", [reads_words, counts_words, ignores_words])
+@pytest.mark.parametrize("layout", ["dp=1", "dp=1 microbatch=2"])
+def test_words_of_other_samples_are_refused_where_the_loss_reads_them(loss: Any, layout: str) -> None:
+    job = Job(train={"global_batch": 4, "steps": 2}, run={"device": "cpu"})
+    run = samestep.parallelize(
+        OfX, samestep.whole_batch(loss), lambda p: torch.optim.SGD(p, 0.1), layout=layout, job=job
+    )
+    is_refused = layout != "dp=1" and loss is not ignores_words
+    with pytest.raises(JobError, match="reads words of the batch") if is_refused else nullcontext():
+        for batch in samestep.batches(Named(), job):
+            run.step(batch)
+    assert run.steps_taken == (0 if is_refused else 2)

@@ -323,11 +323,11 @@ class WholeBatch:
         """Call the loss with tensors of all samples in the places of those of the first micro-batch."""
         outputs, batch = iter(given[:num_outputs]), iter(given[num_outputs:])
         first = self._kept[0]
+        whole = map_tensors(first.batch, lambda _: next(batch))
+        if self._ranks.send or len(self._kept) > 1:
+            whole = _without_words(whole)
         with torch.enable_grad(), within(None):  # it sees all samples already
-            found = loss(
-                map_tensors(first.outputs, lambda _: next(outputs)), map_tensors(first.batch, lambda _: next(batch))
-            )
-            return loss_result(found)
+            return loss_result(loss(map_tensors(first.outputs, lambda _: next(outputs)), whole))
 
     def _tensors(self, of: Literal["outputs", "batch"]) -> Iterator[_Tensor]:
         """Yield the tensors of the outputs or of the batch, with the places of samples that the trace or their shapes show."""
@@ -451,6 +451,28 @@ class WholeBatch:
         places = torch.empty_like(self._order)
         places[self._order] = torch.arange(len(self._order))
         return rows[places[start : start + sum(self._mine)].to(rows.device)]
+
+
+class _Words:
+    """The words of all samples, of which a rank has its own alone, so that a loss which reads them is refused."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise JobError(
+            "the loss over the whole batch reads words of the batch, of which each rank has those of its own samples: numbers in "
+            "their place work, such as their classes"
+        )
+
+    __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __getattr__ = _refuse
+
+
+def _without_words(value: Any) -> Any:
+    """Return a nested value with lists of words replaced by ones that cannot be read."""
+    if isinstance(value, dict):
+        return {name: _without_words(one) for name, one in value.items()}
+    if type(value) in (list, tuple):
+        is_words = bool(value) and all(isinstance(one, str) for one in value)
+        return _Words() if is_words else type(value)(map(_without_words, value))
+    return value
 
 
 def _one_number(found: LossResult, num_samples: int) -> Amount:
