@@ -37,7 +37,16 @@ SMALL = {
     "schedule.warmup_steps": 2,
     "checkpoint.every": 0,
 }
-TIMINGS = ("data_wait_s", "step_s", "tokens_per_s", "memory_bytes", "reserved_bytes", "tflops_per_device", "mfu")
+TIMINGS = (
+    "data_wait_s",
+    "step_s",
+    "tokens_per_s",
+    "memory_bytes",
+    "reserved_bytes",
+    "tflops_per_device",
+    "mfu",
+    "time",
+)
 
 
 def settings(**changes: Any) -> list[str]:

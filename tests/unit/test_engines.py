@@ -16,7 +16,7 @@ import samestep
 from samestep import cli
 from samestep.engines import scripts
 from samestep.engines.site import Site, read_site
-from samestep.engines.wanted import Wanted, wanted_of
+from samestep.engines.wanted import LaunchRequest, wanted_of
 from samestep.errors import InputError, RunError
 
 
@@ -87,7 +87,7 @@ def test_a_shell_reads_every_script_and_passes_every_word_on(
     table = {"slurm": {"by": "torchrun"}, "mpi": {"by": "mpich"}}.get(on, {}) if other else {}
     made = Site()
     site = Site(**{on: type(getattr(made, on))(**table)})
-    wanted = Wanted("x", "", len(hosts), 2, "dp=4", out or "run", (setting,), hosts, site)
+    wanted = LaunchRequest("x", "", len(hosts), 2, "dp=4", out or "run", (setting,), hosts, site)
     text = scripts.emit(wanted, on, None)[0]
     checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
     assert checked.returncode == 0, checked.stderr

@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from samestep.engines.wanted import Wanted
+from samestep.engines.wanted import LaunchRequest
 from samestep.errors import InputError
 
 
-def script(wanted: Wanted) -> str:
+def script(wanted: LaunchRequest) -> str:
     """Return the manifest.
 
     Raises:
@@ -42,12 +42,12 @@ def script(wanted: Wanted) -> str:
     )
 
 
-def _metadata(wanted: Wanted) -> dict[str, Any]:
+def _metadata(wanted: LaunchRequest) -> dict[str, Any]:
     namespace = wanted.site.kubernetes.namespace
     return {"name": wanted.name, **({"namespace": namespace} if namespace else {})}
 
 
-def _command(wanted: Wanted) -> list[str]:
+def _command(wanted: LaunchRequest) -> list[str]:
     """Return the command of a pod: the words alone, or in a shell after the lines of the site."""
     words, setup = wanted.train_words(), wanted.site.run.setup
     if not setup:
@@ -55,16 +55,16 @@ def _command(wanted: Wanted) -> list[str]:
     return ["sh", "-c", "\n".join([*setup, 'exec "$@"']), "sh", *words]
 
 
-def _environment(wanted: Wanted, more: dict[str, str]) -> list[dict[str, str]]:
+def _environment(wanted: LaunchRequest, more: dict[str, str]) -> list[dict[str, str]]:
     return [{"name": name, "value": value} for name, value in (more | wanted.site.run.environment).items()]
 
 
-def _resources(wanted: Wanted) -> dict[str, Any]:
+def _resources(wanted: LaunchRequest) -> dict[str, Any]:
     site = wanted.site.kubernetes
     return {"resources": {"limits": {site.gpu: str(site.gpus_per_node)}}} if site.gpus_per_node else {}
 
 
-def _volumes(wanted: Wanted) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _volumes(wanted: LaunchRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the volumes of a pod, and where they are mounted: the shared folder, and memory for workers to share."""
     site = wanted.site.kubernetes
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
@@ -75,7 +75,7 @@ def _volumes(wanted: Wanted) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     return volumes, mounts
 
 
-def _job(wanted: Wanted) -> dict[str, Any]:
+def _job(wanted: LaunchRequest) -> dict[str, Any]:
     """Return the indexed Job, whose pods have the variables of a TrainJob's."""
     site = wanted.site.kubernetes
     volumes, mounts = _volumes(wanted)
@@ -116,7 +116,7 @@ def _job(wanted: Wanted) -> dict[str, Any]:
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(wanted), "spec": spec}
 
 
-def _service(wanted: Wanted) -> dict[str, Any]:
+def _service(wanted: LaunchRequest) -> dict[str, Any]:
     """Return the headless Service, by which a pod has a name before it is ready."""
     spec = {
         "clusterIP": "None",
@@ -127,7 +127,7 @@ def _service(wanted: Wanted) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(wanted), "spec": spec}
 
 
-def _train_job(wanted: Wanted) -> dict[str, Any]:
+def _train_job(wanted: LaunchRequest) -> dict[str, Any]:
     """Return the TrainJob, to whose pods the Trainer gives the variables at which they meet."""
     site = wanted.site.kubernetes
     volumes, mounts = _volumes(wanted)

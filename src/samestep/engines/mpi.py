@@ -5,10 +5,10 @@ mpirun gives each rank its number and no address. The script therefore asks mpir
 
 from __future__ import annotations
 
-from samestep.engines.wanted import Wanted, shell
+from samestep.engines.wanted import LaunchRequest, shell
 
 
-def script(wanted: Wanted) -> str:
+def script(wanted: LaunchRequest) -> str:
     """Return the script."""
     mpi = wanted.site.mpi
     hosts = mpi.hosts or wanted.hosts

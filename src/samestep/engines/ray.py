@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from samestep.engines.wanted import Wanted, shell
+from samestep.engines.wanted import LaunchRequest, shell
 
 
-def script(wanted: Wanted) -> str:
+def script(wanted: LaunchRequest) -> str:
     """Return the script, to be run where the cluster is reached."""
     ray = wanted.site.ray
     words = ["ray", "job", "submit", "--working-dir", ".", "--submission-id", f"{wanted.name}-$(date +%s)"]

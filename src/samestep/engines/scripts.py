@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from samestep.engines import kubernetes, mpi, ray, slurm, ssh, torchrun
-from samestep.engines.wanted import Wanted
+from samestep.engines import kubernetes, mpi, ray, slurm, ssh_script, torchrun
+from samestep.engines.wanted import LaunchRequest
 from samestep.errors import InputError, RunError, did_you_mean
 from samestep.output.output_file import write
 
@@ -17,7 +17,7 @@ from samestep.output.output_file import write
 class Engine:
     """A way to start ranks on several machines: its script, and the command that takes it."""
 
-    script: Callable[[Wanted], str]
+    script: Callable[[LaunchRequest], str]
     suffix: str
     """The end of the script's name."""
     submit: tuple[str, ...]
@@ -29,7 +29,7 @@ ENGINES: Mapping[str, Engine] = {
     "kubernetes": Engine(kubernetes.script, ".yaml", ("kubectl", "apply", "-f")),
     "ray": Engine(ray.script, ".sh", ("bash",)),
     "mpi": Engine(mpi.script, ".sh", ("bash",)),
-    "ssh": Engine(ssh.script, ".sh", ("bash",)),
+    "ssh": Engine(ssh_script.script, ".sh", ("bash",)),
     "torchrun": Engine(torchrun.script, ".sh", ("bash",)),
 }
 
@@ -45,7 +45,7 @@ def engine_of(name: str) -> Engine:
     return ENGINES[name]
 
 
-def emit(wanted: Wanted, on: str, path: str | Path | None) -> tuple[str, Path]:
+def emit(wanted: LaunchRequest, on: str, path: str | Path | None) -> tuple[str, Path]:
     """Return the script of an engine and its file, which is written if a path is given.
 
     Raises:

@@ -12,12 +12,12 @@ Sources: sbatch(1), scancel(1), scontrol(1); torch.distributed.run.
 
 from __future__ import annotations
 
-from samestep.engines.wanted import Wanted, shell
+from samestep.engines.wanted import LaunchRequest, shell
 
 _FIRST_PORT = 20000
 
 
-def script(wanted: Wanted) -> str:
+def script(wanted: LaunchRequest) -> str:
     """Return the batch script."""
     by_torchrun = wanted.site.slurm.by == "torchrun"
     tasks = 1 if by_torchrun else wanted.ranks_per_node
@@ -39,7 +39,7 @@ _ADDRESS = [
 ]
 
 
-def _options(wanted: Wanted, tasks: int, to: str) -> list[str]:
+def _options(wanted: LaunchRequest, tasks: int, to: str) -> list[str]:
     """Return the options of sbatch, one a line."""
     slurm = wanted.site.slurm
     named = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos, "constraint": slurm.constraint}
@@ -51,7 +51,7 @@ def _options(wanted: Wanted, tasks: int, to: str) -> list[str]:
     return [f"#SBATCH {option}" for option in (*options, *slurm.options)]
 
 
-def _srun_lines(wanted: Wanted) -> list[str]:
+def _srun_lines(wanted: LaunchRequest) -> list[str]:
     return [
         "",
         f"srun --kill-on-bad-exit=1 {shell(wanted.train_words())}",
@@ -63,7 +63,7 @@ def _srun_lines(wanted: Wanted) -> list[str]:
     ]
 
 
-def _torchrun_lines(wanted: Wanted) -> list[str]:
+def _torchrun_lines(wanted: LaunchRequest) -> list[str]:
     torchrun = wanted.site.torchrun
     words = ["torchrun", f"--nnodes={wanted.nodes}", f"--nproc-per-node={wanted.ranks_per_node}", "--rdzv-backend=c10d"]
     words += [f"--max-restarts={torchrun.restarts}", *torchrun.options]

@@ -15,7 +15,7 @@ from samestep.layout import Layout
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LaunchRequest:
     """A run on a number of nodes, as an engine is asked for it."""
 
     name: str
@@ -72,7 +72,7 @@ def wanted_of(
     settings: Sequence[str] = (),
     name: str | None = None,
     site: Site | None = None,
-) -> Wanted:
+) -> LaunchRequest:
     """Return the run that the arguments describe, checked as far as this machine can.
 
     Raises:
@@ -104,7 +104,7 @@ def wanted_of(
             f"a layout whose degrees multiply to {num_nodes * each} works, such as dp={num_nodes * each}"
         )
     called = name or (Path(job).stem if job else "default")
-    return Wanted(
+    return LaunchRequest(
         re.sub(r"[^a-z0-9]+", "-", called.lower()).strip("-")[:40] or "run",
         str(job) if job else "",
         num_nodes,

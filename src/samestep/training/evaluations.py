@@ -102,7 +102,7 @@ def _drop_later_best(folder: Path, first: int, rank: int) -> tuple[int, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class EvaluationRule:
     """What is evaluated, how often, and what follows from it."""
 
     losses: Callable[[Run], Mapping[str, float]]
@@ -116,7 +116,7 @@ class Rule:
     """Whether the largest mean is the best one, as of an accuracy."""
 
     @classmethod
-    def of(cls, job: Job, workload: Workload) -> Rule:
+    def of(cls, job: Job, workload: Workload) -> EvaluationRule:
         """Return the rule of a job."""
         train = job.train
         return cls(
@@ -167,7 +167,7 @@ class HeldOut:
                 "never ends the loop"
             )
 
-    def rule(self) -> Rule:
+    def rule(self) -> EvaluationRule:
         """Return it as the rule that decides."""
         sets = self.sets if isinstance(self.sets, Mapping) else {HELD_OUT: self.sets}
         judge = self.judged_by or next(iter(sets))
@@ -183,7 +183,7 @@ class HeldOut:
                 )
             return found
 
-        return Rule(
+        return EvaluationRule(
             losses=losses,
             judge=judge,
             every=self.every,
@@ -198,7 +198,7 @@ class Evaluations:
     """The evaluations of one run."""
 
     run: Run
-    rule: Rule
+    rule: EvaluationRule
     folder: Path
     rows: list[EvaluatedStep] = field(default_factory=list)
     """The evaluations so far, in order."""
@@ -269,7 +269,9 @@ class Evaluations:
         return f"step {step}: {describe_losses(losses, judge)}{more if is_best else ''}"
 
 
-def resume_evaluations(run: Run, rule: Rule, folder: Path, say: Callable[[str], None], first: int) -> Evaluations:
+def resume_evaluations(
+    run: Run, rule: EvaluationRule, folder: Path, say: Callable[[str], None], first: int
+) -> Evaluations:
     """Return the evaluations of a resumed run up to its step `first`, and print a line if its best checkpoint was dropped;
     every rank must call it.
 

@@ -373,7 +373,7 @@ def _train_rank(
     if first < until:
         with use_evaluated_weights(run):
             _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
-    rule = evaluations.Rule.of(run.job, workload)
+    rule = evaluations.EvaluationRule.of(run.job, workload)
     evaluated = evaluations.resume_evaluations(run, rule, folder, screen.say if screen else lambda text: None, first)
     _loop(evaluated, workload.dataset, until, profiler, screen, metrics, on_step)
     with whereabouts.apart("the evaluation at the end"):

@@ -20,7 +20,7 @@ _FIRST_PORT, _NUM_PORTS = 20000, 10000
 
 
 @dataclass(frozen=True)
-class Engine:
+class KnownLauncher:
     """A launcher: the variables that it must set, and the function that reads them."""
 
     name: str
@@ -333,17 +333,17 @@ def _host_info(
 
 
 ENGINES = (
-    Engine("torchrun", _missing_torchrun, lambda env: _given(env, *_BY_HAND), _read_torchrun),
-    Engine("srun", missing_srun, lambda env: _given(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), _read_srun),
-    Engine("Open MPI", OPEN_MPI.missing, OPEN_MPI.shown, OPEN_MPI.read),
-    Engine("MPICH", _MPICH.missing, _MPICH.shown, _MPICH.read),
-    Engine("Kubernetes", _missing_kubernetes, _shown_kubernetes, _read_kubernetes),
-    Engine(
+    KnownLauncher("torchrun", _missing_torchrun, lambda env: _given(env, *_BY_HAND), _read_torchrun),
+    KnownLauncher("srun", missing_srun, lambda env: _given(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), _read_srun),
+    KnownLauncher("Open MPI", OPEN_MPI.missing, OPEN_MPI.shown, OPEN_MPI.read),
+    KnownLauncher("MPICH", _MPICH.missing, _MPICH.shown, _MPICH.read),
+    KnownLauncher("Kubernetes", _missing_kubernetes, _shown_kubernetes, _read_kubernetes),
+    KnownLauncher(
         "SkyPilot",
         _missing_skypilot,
         lambda env: _given(env, "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"),
         _read_skypilot,
     ),
-    Engine("dstack", _missing_dstack, lambda env: _given(env, *_DSTACK), _read_dstack),
-    Engine("Flux", _FLUX.missing, _FLUX.shown, _FLUX.read),
+    KnownLauncher("dstack", _missing_dstack, lambda env: _given(env, *_DSTACK), _read_dstack),
+    KnownLauncher("Flux", _FLUX.missing, _FLUX.shown, _FLUX.read),
 )

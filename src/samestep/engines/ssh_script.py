@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from samestep.engines.wanted import Wanted, shell
+from samestep.engines.wanted import LaunchRequest, shell
 from samestep.errors import InputError
 
 
-def script(wanted: Wanted) -> str:
+def script(wanted: LaunchRequest) -> str:
     """Return the script, to be run where ssh reaches the hosts.
 
     Raises:
