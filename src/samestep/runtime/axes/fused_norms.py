@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from samestep.building.torch_seams import DispatchMode
 
 Call = Callable[[nn.Module, Tensor], Tensor]
 """Calls a norm on an input that has the dtype of its weights."""
@@ -109,7 +110,7 @@ class _Held:
         return self._parameters[name] if name in self._parameters else getattr(self._module, name)
 
 
-class _Names(TorchDispatchMode):
+class _Names(DispatchMode):
     """Records the names of the aten operations that run inside."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.building.torch_seams import disable_current_modes
+from samestep.building.torch_seams import DisableTorchFunctionSubclass, disable_current_modes
 from samestep.errors import ModelError
 from samestep.trees import tree_leaves, tree_map_only
 
@@ -40,7 +40,7 @@ class LaterTensor(Tensor):
         kwargs = kwargs or {}
         later = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LaterTensor)]
         name = getattr(func, "__name__", "")
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if name == "__get__" and not isinstance(func(later[0].form), Tensor):
                 return func(*args, **kwargs)  # its shape, dtype or device
             if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or "out" in kwargs:
@@ -61,7 +61,7 @@ class LaterTensor(Tensor):
             found: Tensor = func(*given_args, **given_kwargs)
             return found
 
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return LaterTensor(result, later[0].device, compute)
 
     @classmethod
