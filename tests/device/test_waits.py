@@ -30,6 +30,7 @@ STEP_BEFORE = ("synchronize", "runtime/stepper.py:Stepper.read")
 WRITTEN = ("to host pinned asynchronous", "runtime/weights/pieces.py:LiveWeights.begin_step")
 WRITTEN_THERE = ("synchronize", "runtime/weights/pieces.py:LiveWeights.was_written_early")
 SAMPLES = ("to device pinned asynchronous", "runtime/host_copies.py:to_device")
+KEYS = ("to device pinned asynchronous", "randomness/row_hashes.py:ForwardRows._begin")
 GRADIENTS = ("to host pinned asynchronous", "runtime/host_copies.py:send_to_values")
 WEIGHTS = ("to device pinned asynchronous", "runtime/host_copies.py:_send")
 ROWS_OF_EXPERTS = ("to host", "runtime/axes/expert.py:_dispatch_and_combine")
@@ -40,6 +41,7 @@ REASONS = {
     WRITTEN: "weights beside masters: whether the user has written them between two steps",
     WRITTEN_THERE: "weights beside masters: the host waits until the device begins the step, all of which it has launched",
     SAMPLES: "tokens, labels and, for dropout, indices of samples come from the host, which does not wait",
+    KEYS: "dropout: the keys of all masks of a micro-batch come from the host, which does not wait",
     GRADIENTS: "offload: the optimizer works on the host, where gradients arrive before the step's sums do",
     WEIGHTS: "offload: updated weights go back, and the host does not wait",
     ROWS_OF_EXPERTS: "how many rows an exchange sends depends on the experts that were chosen",
@@ -69,7 +71,7 @@ EXPECTED: list[tuple[str, str, dict[tuple[str, str], int]]] = [
     ("dp=2 zero=1", "llama", {SAMPLES: 2, **BESIDE_MASTERS}),
     ("dp=2 zero=3 microbatch=2", "llama", {SAMPLES: 4}),
     ("dp=1 microbatch=1", "llama", {SAMPLES: 16, **BESIDE_MASTERS}),
-    ("dp=2 microbatch=2", "gpt2_with_dropout", {SAMPLES: 6, **BESIDE_MASTERS}),
+    ("dp=2 microbatch=2", "gpt2_with_dropout", {SAMPLES: 6, KEYS: 2, **BESIDE_MASTERS}),
     ("dp=2 zero=3 offload", "llama", {SAMPLES: 2, **OFFLOADED}),
     ("tp=2 sequence_parallel", "llama", {SAMPLES: 2, **BESIDE_MASTERS}),
     ("cp=2", "llama", {SAMPLES: 2, **BESIDE_MASTERS}),

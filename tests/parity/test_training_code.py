@@ -26,7 +26,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.runtime.guards import loss_paths, step_trials
 from samestep.runtime.guards.outside_changes import OutsideChanges
-from samestep.runtime.optimizers import update_rule
+from samestep.runtime.optimizers import skeletons
 from samestep.runtime.optimizers.group_rates import GroupRates
 from samestep.runtime.optimizers.optimizer_source import optimizer_source
 from samestep.runtime.processes.join import RankInfo
@@ -120,8 +120,8 @@ GUARDS: dict[str, tuple[Any, str, Any]] = {
     "given instance clamped": (OutsideChanges, "refusal", _nothing),
     "decay of the given optimizer": (GroupRates, "_follow_options", _nothing),
     "momentum by a schedule": (GroupRates, "_follow_options", _nothing),
-    "step that clips": (update_rule, "StepCode", _NoCode),
-    "hook that clips": (update_rule, "StepCode", _NoCode),
+    "step that clips": (skeletons, "StepCode", _NoCode),
+    "hook that clips": (skeletons, "StepCode", _NoCode),
 }
 """Of each case the function whose work keeps it from being wrong, and what stands in its place."""
 WRONG = {

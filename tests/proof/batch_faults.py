@@ -288,20 +288,20 @@ def samples_have_other_content_on_a_rank(patch: Patch) -> None:
 
 @fault(Cause.DROPOUT, "dp=2", "plain_with_dropout")
 def every_rank_drops_the_same(patch: Patch) -> None:
-    def draw(original: Any, seed: int, step: int, samples: Tensor) -> Any:
-        return original(seed, step, torch.arange(len(samples)))
+    def draw(original: Any, seed: int, step: int, samples: Tensor, *others: int) -> Any:
+        return original(seed, step, torch.arange(len(samples)), *others)
 
     around(patch, dropout, "Draw", draw)
 
 
 @fault(Cause.DROPOUT, "dp=2", "plain_with_dropout")
 def a_rank_has_a_seed_of_its_own(patch: Patch) -> None:
-    around(patch, dropout, "Draw", lambda draw, seed, step, samples: draw(seed + rank(), step, samples))
+    around(patch, dropout, "Draw", lambda draw, seed, *others: draw(seed + rank(), *others))
 
 
 @fault(Cause.DROPOUT, "dp=2 microbatch=2", "plain_with_dropout")
 def every_step_drops_the_same(patch: Patch) -> None:
-    around(patch, dropout, "Draw", lambda draw, seed, step, samples: draw(seed, 0, samples))
+    around(patch, dropout, "Draw", lambda draw, seed, _, *others: draw(seed, 0, *others))
 
 
 @fault(Cause.POSITIONS, "dp=2", "llama")

@@ -122,8 +122,8 @@ def the_norm_is_summed_over_tp_alone(patch: Patch) -> None:
 
 @fault(Cause.RANDOM, "dp=2", "noisy")
 def every_rank_draws_the_same_noise(patch: Patch) -> None:
-    def draw(original: Any, seed: int, step: int, samples: Tensor) -> Any:
-        return original(seed, step, torch.arange(len(samples)))
+    def draw(original: Any, seed: int, step: int, samples: Tensor, *others: int) -> Any:
+        return original(seed, step, torch.arange(len(samples)), *others)
 
     around(patch, dropout, "Draw", draw)
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from samestep.datasets import reading
 from samestep.errors import ModelError
 from samestep.examination import plan_search
 from samestep.independence import cut_proof, dimension_maps, unit_rules
@@ -169,8 +170,9 @@ def a_capacity_of_experts_is_waived(patch: Patch) -> None:
 
 
 @reverted("B", "augmentation in __getitem__", "dp=2", Cause.DATA, allow=("data",))
-def data_that_draws_is_waived(patch: Patch) -> None:
-    """The job waives the refusal."""
+def data_draws_from_unseeded_generators(patch: Patch) -> None:
+    """Reading a sample leaves the generators of the process as they are, and the job waives the refusal."""
+    patch.setattr(reading, "drawing_from", lambda key: nullcontext())
 
 
 # -- random numbers and state ----------------------------------------------------------------------

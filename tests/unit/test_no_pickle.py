@@ -27,7 +27,6 @@ ALLOWED = {
         "pickle",
     ): "an unpickler that makes records of torch's metadata, and refuses every other name",
     ("state/fingerprints.py", "pickle"): "writes only: a stream that is hashed",
-    ("datasets/read_ahead.py", "pickle"): "writes only: the states of generators, which are compared",
 }
 
 

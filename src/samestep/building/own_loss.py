@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from samestep.building.families import facts_of
+
 _CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
 _UNMOVED = ("XLMWithLMHeadModel", "XLNetLMHeadModel")
 """Classes of language models whose loss takes the labels unshifted."""
@@ -28,7 +30,7 @@ def settle_problem_type(module: nn.Module, labels: Any) -> None:
     It follows from the number of labels and from their dtype, as in those models' own code.
     """
     for model in _outermost(module):
-        config, number = model.config, getattr(model, "num_labels", None)
+        config, number = model.config, getattr(model, facts_of(model).classes_field, None)
         if number is None or getattr(config, "problem_type", "") is not None or not isinstance(labels, Tensor):
             continue
         several = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"

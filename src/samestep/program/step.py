@@ -199,6 +199,11 @@ class StepSpec:
         """Dtype of master weights, accumulated gradients and optimizer state."""
         return "float64" if self.precision == "float64" else "float32"
 
+    @property
+    def sums_plainly(self) -> bool:
+        """Whether the gradients of a step are summed as they are, over all ranks at once, and nothing of them is kept."""
+        return self.contributions is None
+
     @cached_property
     def contributions(self) -> Contributions | None:
         """The contributions that are encoded and summed: to a gradient, or to the move of weights where replicas are trained

@@ -102,7 +102,10 @@ class ForwardRows:
         self._layout = layout = self._known.layout(first, samples.numel())
         self._mine = self._known.of_first[first] = {}
         if layout is not None:
-            keys = torch.tensor([self._key_of(draw) for draw in layout.draws], device=samples.device)
+            keys = torch.tensor([self._key_of(draw) for draw in layout.draws])
+            if samples.is_cuda:  # the host waits for no copy from pinned memory
+                keys = keys.pin_memory()
+            keys = keys.to(samples.device, non_blocking=True)
             self._halves = mix((keys[:, None] ^ samples).flatten()[layout.places] + layout.rows)
 
 

@@ -23,7 +23,7 @@ from samestep.building.optimizer import OptimizerSource, members_of
 from samestep.building.torch_seams import disable_compiler
 from samestep.runtime.optimizers.one_process import alone, rejoined
 from samestep.runtime.optimizers.optimizer_source import WholeWeights
-from samestep.runtime.optimizers.skeletons import over_small_weights
+from samestep.runtime.optimizers.skeletons import over_small_weights, skeleton
 from samestep.runtime.optimizers.update_rule import TRIED, is_torchs_own
 from samestep.runtime.weights.pieces import Piece
 
@@ -76,7 +76,7 @@ def members_that_evaluate(source: OptimizerSource, whole: WholeWeights) -> froze
     if not whole.shapes:
         return frozenset()
     found = set[int]()
-    optimizer, _ = over_small_weights(source, whole.shapes, whole.attributes)
+    optimizer, _ = skeleton(source, whole.shapes, whole.attributes)
     for index, member in enumerate(members_of(optimizer)):
         if is_torchs_own(member) or (parameter := _closure_of(member)) is None:
             continue

@@ -74,8 +74,8 @@ class UnitOrder:
             ]
             for key, ops in program.bodies.items()
         }
-        self._exchanges: Mapping[BodyKey, Mapping[str, int]] = {
-            key: _places_of_exchanges(ops, named) for key, ops in program.bodies.items() if not is_forward(key)
+        self._module_exchanges: Mapping[BodyKey, Mapping[str, int]] = {
+            key: _places_of_module_exchanges(ops, named) for key, ops in program.bodies.items() if not is_forward(key)
         }
         """The number of entries before the first exchange of each module in a backward, by the module's path."""
         self._alone = [
@@ -200,7 +200,7 @@ class UnitOrder:
     def before_exchange(self, path: str) -> None:
         """Issue what the program lists before the exchange of a module whose backward starts."""
         if self._in_backward:
-            self._pass_over(self._exchanges[self._body].get(path, 0))
+            self._pass_over(self._module_exchanges[self._body].get(path, 0))
 
     def after_backward(self, running: RunningUnit) -> None:
         """Reduce the gradients of a unit whose backward is over, after what the program lists before it."""
@@ -240,10 +240,10 @@ def _may_give_up(program: Program) -> bool:
     nothing of its gradients. What ranks of `tp` exchange is of the same samples.
     """
     others = (op.axis for key, ops in program.bodies.items() if key != UPDATE_BODY for op in ops if not op.implied)
-    return {*others} <= {None, "tp"} and program.step.contributions is None
+    return {*others} <= {None, "tp"} and program.step.sums_plainly
 
 
-def _places_of_exchanges(ops: Ops, named: Mapping[str, RunningUnit]) -> dict[str, int]:
+def _places_of_module_exchanges(ops: Ops, named: Mapping[str, RunningUnit]) -> dict[str, int]:
     """Return the number of gathers and reductions of units before the first exchange of each module, by its path."""
     count, found = 0, dict[str, int]()
     for op in ops:
