@@ -23,8 +23,8 @@ from torch import nn
 from samestep.building.named_tensors import copy_module
 from samestep.errors import ModelError, short_repr
 
-Forward = Callable[[Any, Any], Any]
-"""A function of the model, or of a mapping of models by name, and of a batch, which returns the outputs."""
+Forward = Callable[..., Any]
+"""A function of the model, or of a mapping of models by name, and of a batch, which returns the outputs; with lanes also of the state."""
 Built = Callable[[], nn.Module] | nn.Module
 
 
@@ -38,9 +38,9 @@ class Models(nn.ModuleDict):
         super().__init__(models)
         self._forward_of_models = forward
 
-    def forward(self, batch: Any) -> Any:
-        """Return what the user's function makes of the models and a batch."""
-        return self._forward_of_models(self, batch)
+    def forward(self, batch: Any, *carried: Any) -> Any:
+        """Return what the user's function makes of the models and a batch, and of the state of lanes where it is given one."""
+        return self._forward_of_models(self, batch, *carried)
 
     def trained(self) -> list[nn.Module]:
         """Return the models that have a weight which takes a gradient."""
@@ -133,10 +133,10 @@ def _with_forward(model: nn.Module, forward: Forward) -> nn.Module:
     class Outer(given):  # type: ignore[misc, valid-type]
         takes_batch = True
 
-        def forward(self, batch: Any) -> Any:
+        def forward(self, batch: Any, *carried: Any) -> Any:
             inner = object.__new__(Inner)
             object.__setattr__(inner, "__dict__", self.__dict__)
-            return forward(inner, batch)
+            return forward(inner, batch, *carried)
 
     for made in (Inner, Outer):
         made.__name__, made.__qualname__, made.__module__ = given.__name__, given.__qualname__, given.__module__
