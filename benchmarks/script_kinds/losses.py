@@ -354,7 +354,7 @@ class Nanogpt(Transformers):
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         logits = self.body(x)
-        return F.cross_entropy(logits.float(), labels)  # type: ignore[arg-type]
+        return F.cross_entropy(logits, labels)  # type: ignore[arg-type]
 
 
 class Autocast(nn.Module):
