@@ -1,4 +1,4 @@
-"""Models whose samples lie along another dimension than the first, such as recurrent ones over [tokens, samples].
+"""Models whose samples are along another dimension than the first, such as recurrent ones over [tokens, samples].
 
 Inside of a run the samples come first. The forward and the loss are given the batch as they know it, with the samples along `batch_dim` of each
 tensor that has so many dimensions, and what the forward returns is turned back:

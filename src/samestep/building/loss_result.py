@@ -41,7 +41,7 @@ UNNAMED = ""
 
 @dataclass(frozen=True, slots=True)
 class LossResult:
-    """What a loss has returned of some samples."""
+    """The result of a loss on some samples."""
 
     terms: Mapping[str, Amount]
     values: Mapping[str, Amount] = field(default_factory=dict)

@@ -24,7 +24,7 @@ _MARK = "over_whole_batch"
 
 @dataclass(frozen=True, slots=True)
 class OverBatch:
-    """What a loss of the whole batch asks for."""
+    """The settings of a loss of the whole batch."""
 
     pad: float | None = None
     """The value with which tensors of different sizes are padded; None refuses them."""

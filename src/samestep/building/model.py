@@ -196,7 +196,7 @@ def call_model(model: nn.Module, batch: Any, *, plainly: bool = False) -> Any:
 
 @dataclass(slots=True)
 class LossWithin:
-    """How a forward is called that computes the loss itself."""
+    """The call of a forward that computes the loss itself."""
 
     is_given_labels: bool = True
     takes_items: bool = False

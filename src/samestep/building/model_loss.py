@@ -26,7 +26,7 @@ from samestep.trees import fold, tensors_in
 
 
 class Rule(StrEnum):
-    """What the loss of a part of a batch is divided by."""
+    """The number by which the loss of a part of a batch is divided."""
 
     COUNT = "the count that is given"
     RETURNED = "the count that the forward returns"

@@ -57,7 +57,7 @@ class CollatedDataset:
 
 @dataclass(frozen=True, slots=True)
 class LoaderParts:
-    """What was taken of a loader."""
+    """The parts of a loader that a run uses."""
 
     dataset: CollatedDataset
     indices: Callable[[int], Integers]

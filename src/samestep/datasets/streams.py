@@ -41,7 +41,7 @@ _OF_STREAMS = -3
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What is iterated, and what its items are."""
+    """A source that is iterated, and the kind of its items."""
 
     name: str
     begin: Callable[[], Iterator[Any]]

@@ -128,7 +128,7 @@ def _service(wanted: LaunchRequest) -> dict[str, Any]:
 
 
 def _train_job(wanted: LaunchRequest) -> dict[str, Any]:
-    """Return the TrainJob, to whose pods the Trainer gives the variables at which they meet."""
+    """Return the TrainJob; the Trainer gives its pods the variables of their rendezvous."""
     site = wanted.site.kubernetes
     volumes, mounts = _volumes(wanted)
     resources = _resources(wanted)

@@ -134,7 +134,7 @@ def launch(
 
 
 def _as_file(job: Job, emit: str | Path | None, submit: bool) -> Path:
-    """Write a job beside the script that runs it, and return its path.
+    """Write a job into the folder of the script that runs it, and return its path.
 
     Raises:
         InputError: no script is kept, so that the job has no place.

@@ -24,7 +24,7 @@ MOST_DRIFT = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """What is added to a clock's nanoseconds: the middle of an interval."""
+    """The offset that is added to a clock, in nanoseconds: the middle of an interval."""
 
     clock: str
     host: str

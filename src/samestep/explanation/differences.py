@@ -1,4 +1,4 @@
-"""Two steps beside each other: runs, layouts, or a run and its simulation; their differences by size, with the causes that are known."""
+"""Comparison of two steps (of runs, of layouts, or of a run and its simulation): their differences by size, with known causes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OneSide:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What differs between two steps."""
+    """The differences between two steps."""
 
     one: OneSide
     other: OneSide

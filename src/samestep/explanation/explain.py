@@ -34,7 +34,7 @@ _MOST_DEVICES = 64
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """Where the time of a run's steps went."""
+    """The time of a run's steps by its parts."""
 
     folder: Path
     found: MeasuredSteps

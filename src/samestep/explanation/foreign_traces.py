@@ -47,7 +47,7 @@ class RankTrace:
 
 @dataclass(frozen=True, slots=True)
 class ForeignSteps:
-    """Where the time of the steps of another program went."""
+    """The time of another program's steps by its parts."""
 
     folder: Path
     steps: tuple[int, ...]

@@ -53,7 +53,7 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSteps:
-    """What the records of all ranks say of some steps, averaged over them."""
+    """Some steps as the records of all ranks show them, averaged."""
 
     steps: tuple[int, ...]
     records: Mapping[int, RankRecord]

@@ -26,7 +26,7 @@ STRAGGLES = 1.25
 
 @dataclass(frozen=True, slots=True)
 class StepVerdict:
-    """What a step is bound by."""
+    """The resource that bounds a step."""
 
     kind: str
     """`compute`, `input`, `host`, `checkpoint`, `link`, `bubble`, `imbalance`, `straggler` or `load`."""

@@ -44,7 +44,7 @@ class SentOp(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordHead:
-    """What a rank says about itself before its steps."""
+    """The description of a rank in front of its steps."""
 
     rank: int
     world_size: int

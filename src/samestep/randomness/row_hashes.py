@@ -41,7 +41,7 @@ class _Layout:
 
 @dataclass(slots=True)
 class KnownDraws:
-    """The draws that earlier forwards of a model made, by the first draw of each forward."""
+    """The draws of earlier forwards of a model, by the first draw of each forward."""
 
     of_first: dict[Hashable, dict[Hashable, Tensor]] = field(default_factory=dict)
     _layouts: dict[tuple[Hashable, int], _Layout] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class ForwardRows:
         return self._halves[start : start + number].view(torch.int32).view(samples.numel(), rows.numel(), 2)
 
     def _begin(self, first: Hashable, samples: Tensor) -> None:
-        """Hash the rows of all draws that an earlier forward made after this first one."""
+        """Hash the rows of all draws of an earlier forward that began with this one."""
         self._layout = layout = self._known.layout(first, samples.numel())
         self._mine = self._known.of_first[first] = {}
         if layout is not None:

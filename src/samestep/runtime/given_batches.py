@@ -1,4 +1,4 @@
-"""What a loop hands to a run as a batch, made into a `StepBatch`: a batch of `samestep.batches`, or the values of a whole batch.
+"""The `StepBatch` of what a loop hands to a run: a batch of `samestep.batches`, or the values of a whole batch.
 
     equal on all ranks         each reads its share of what it holds; nothing is sent
     on rank 0, None elsewhere  rank 0 sends the values to all ranks in every step

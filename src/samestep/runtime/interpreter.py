@@ -57,7 +57,7 @@ class Interpreter:
     """The ids of the weights that the backward of a micro-batch reaches, though its loss does not need them."""
 
     def forward_backward(self, batch: StepBatch, index: int) -> Tensor:
-        """Run the forwards and backwards of the replica at `index`; return this rank's loss sum and count, and behind them the
+        """Run the forwards and backwards of the replica at `index`; return this rank's loss sum and count, followed by the
         sum and the count of each named term and value of the loss (float64 [2 + `StepSpec.num_reported`]).
 
         Collective over the world, see [Note: collective calls].

@@ -47,7 +47,7 @@ def num_counts(step: StepSpec) -> int:
 
 
 def apply(program: Program) -> Program:
-    """Return the program with the all_reduce of the counts behind the first forward that ends the model."""
+    """Return the program with the all_reduce of the counts after the first forward that ends the model."""
     step = program.step
     axis = axis_of(step)
     if axis is None:

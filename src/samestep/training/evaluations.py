@@ -103,7 +103,7 @@ def _drop_later_best(folder: Path, first: int, rank: int) -> tuple[int, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRule:
-    """What is evaluated, how often, and what follows from it."""
+    """The rule of a run's evaluations: the sets, how often, and what follows from the result."""
 
     losses: Callable[[Run], Mapping[str, float]]
     """Returns the mean of each set, by name; every rank calls it."""
@@ -134,7 +134,7 @@ class EvaluationRule:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out samples that a loop of one's own evaluates, to end in time and to keep the best checkpoint.
+    """Held-out samples that a user's loop evaluates, to end in time and to keep the best checkpoint.
 
     It is one of the receivers of `samestep.track`. Each report of a step after which it is evaluated has the means in `held_out`:
     that of the loss under the set's name, and those of `measure` as "NAME/MEASURE".

@@ -1,4 +1,4 @@
-"""The receivers of the reports of a loop of one's own, `samestep.track`: those that `samestep train` has for its own loop.
+"""The receivers of a user loop's reports, `samestep.track`: the same as those of `samestep train`.
 
     samestep.track(run, "progress", "metrics.jsonl", "tensorboard", samestep.HeldOut(held_out, every=100, patience=5))
     for batch in samestep.batches(dataset, job):
@@ -124,7 +124,7 @@ class Tracking:
     __call__ = receive
 
     def _begin(self, report: StepReport) -> None:
-        """Open the receivers behind the first step that they receive."""
+        """Open the receivers after the first step that they receive."""
         run, first = self._run, report.step - 1
         job, folder = run.job, self._folder
         if run.place.rank == 0:

@@ -121,7 +121,7 @@ class BatchValues:
             self._values = {key: (buffer, value_of(value)) for key, (buffer, value) in self._values.items()}
 
     def write(self) -> None:
-        """Write the next values into the buffers, behind the update of the weights."""
+        """Write the next values into the buffers, after the update of the weights."""
         values, self._values = self._values, {}
         write(values.values())
 
@@ -179,7 +179,11 @@ class BatchValues:
         return result
 
     def num_rows(self, x: Tensor) -> int:
-        """Return the number of rows of all samples, of which `x` has those of this rank."""
+        """Return the number of rows of all samples, of which `x` has those of this rank.
+
+        Raises:
+            ModelError: the samples do not have equally many rows.
+        """
         each, rest = divmod(len(x), max(1, self.mine))
         if rest:
             raise ModelError(

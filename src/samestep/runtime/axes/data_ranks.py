@@ -25,7 +25,7 @@ class DataRanks:
         return self._group is not None
 
     def gather(self, mine: Tensor, owner: str) -> Tensor:
-        """Return the tensors of all ranks, one behind the other along the first dimension.
+        """Return the tensors of all ranks, concatenated along the first dimension.
 
         Collective over `dp`, see [Note: collective calls].
         """

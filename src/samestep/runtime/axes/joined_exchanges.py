@@ -39,7 +39,7 @@ NOTHING_LEFT_OUT: frozenset[int] = frozenset()
 
 
 class BackwardExchanges(Protocol):
-    """What a rank does for exchanges in the backward that its loss may not need."""
+    """The part of a rank in exchanges of the backward that its loss may not need."""
 
     def joined(self, loss_sum: Tensor) -> tuple[Tensor, frozenset[int]]:
         """Return a micro-batch's loss with a graph that runs all exchanges, and the ids of the weights that only this reaches."""

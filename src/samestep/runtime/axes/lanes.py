@@ -39,7 +39,7 @@ from samestep.trees import tree_flatten, tree_leaves, tree_map_only, tree_unflat
 
 
 class LaneOutputs(NamedTuple):
-    """What a forward over lanes returns: the outputs, and the state with the lanes along its first dimension."""
+    """The result of a forward over lanes: the outputs, and the state with the lanes along its first dimension."""
 
     outputs: Any
     carried: Any

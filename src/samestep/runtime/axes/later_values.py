@@ -1,4 +1,4 @@
-"""Tensors that are known only once all micro-batches of a step have run: sums and rows of all samples, and what is made of them.
+"""Tensors that are known only once all micro-batches of a step have run: sums and rows of all samples, and what is computed from them.
 
 Code that computes the next value of a buffer from such a sum runs with every micro-batch, before the sum is known. So its
 operations are noted rather than carried out: each result knows its shape and dtype, and how it is computed from others. The value

@@ -123,7 +123,7 @@ def _compute_in(
 
 
 def _call_fused(module: nn.Module, fused: tuple[fused_norms.Call, torch.dtype]) -> None:
-    """Let a norm be the call, where input and weights have its dtype, and else its own forward, which is an island."""
+    """Let a norm be the call, where input and weights have its dtype, and otherwise the forward of its class, which is an island."""
     (call, dtype), inner = fused, type(module).forward
 
     def forward(module: nn.Module, x: Tensor) -> Any:

@@ -51,7 +51,7 @@ Shares = Callable[[int, int, int], Sequence[Indices]]
 
 
 class RowsPlace(NamedTuple):
-    """Where a tensor has the samples of a micro-batch."""
+    """The place of a micro-batch's samples in a tensor."""
 
     dim: int
     """Its dimension of samples; negative where it has none."""
@@ -180,7 +180,7 @@ class WholeBatch:
 
     @contextmanager
     def outputs_alone(self, model: nn.Module, *, takes_gradients: bool) -> Iterator[None]:
-        """Return the context of a forward that no backward follows; behind the last one the model is as it was before the first."""
+        """Return the context of a forward that no backward follows; after the last one the model is as it was before the first."""
         if self.left == self._num_alone and self._keeps_state:
             self._state = KeptValues(model, weights=False)
         with forward_only(takes_gradients=takes_gradients):
@@ -191,7 +191,7 @@ class WholeBatch:
             self._state = None
 
     def keep(self, microbatch: int, outputs: Any, part: Any, loss: Loss | None = None) -> None:
-        """Keep what a micro-batch gives to the loss; behind the last one compute `loss` and its gradient.
+        """Keep what a micro-batch gives to the loss; after the last one compute `loss` and its gradient.
 
         Collective over `dp`, see [Note: collective calls].
         """

@@ -97,7 +97,7 @@ class _Trial:
 
     @property
     def allowed(self) -> float:
-        """How far two sides may be apart, relative to the larger."""
+        """Return the largest difference between two sides that counts as rounding, relative to the larger one."""
         return _ALLOWED[precision.DTYPES[self.held.parallel.program.step.compute_dtype]]
 
 

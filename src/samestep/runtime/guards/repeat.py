@@ -112,7 +112,7 @@ class Repeat:
         return float(number)
 
     def _loss(self, outputs: Any, samples: Any, modes: Callable[[], AbstractContextManager[None]]) -> Tensor:
-        """Return the sums and counts of the loss's terms and values on outputs of samples, float64, sum behind sum."""
+        """Return the sums and counts of the loss's terms and values on outputs of samples, float64, concatenated."""
         like = torch.zeros((), dtype=torch.float64, device=self._assembly.parallel.mesh.device)
         with modes():
             found = loss_result(self._assembly.objective.loss(outputs, self._assembly.parallel.slicing.part(samples)))

@@ -1,1 +1,1 @@
-"""Steps that a loop takes in parts: its own backwards and updates, and what waits between them."""
+"""Steps that a loop takes in parts: separate backwards and updates, and the gradients that wait between them."""

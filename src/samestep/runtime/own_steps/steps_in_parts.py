@@ -109,6 +109,9 @@ class StepsInParts:
         """Run the forwards and backwards of a batch, and let the gradients wait; return the report of all that waits.
 
         Collective over the world, see [Note: collective calls].
+
+        Raises:
+            ModelError: the stream of the batch has ended.
         """
         self._refuse_layout("run.backward")
         held = self._stepper.held

@@ -30,7 +30,7 @@ _ASK_AGAIN_S = 1.0
 
 @dataclass(frozen=True)
 class HostShare:
-    """The ranks of this host, and the address at which all ranks meet."""
+    """The ranks of this host, and the address of the rendezvous."""
 
     info: LaunchInfo
     ranks: int

@@ -424,7 +424,11 @@ def _store_of(info: LaunchInfo, timeout: datetime.timedelta) -> Store:
 
 
 def listen_on(host: str, port: int) -> int | None:
-    """Listen on the one address of `host`; torch's store would listen on every interface."""
+    """Listen on the one address of `host`; torch's store would listen on every interface.
+
+    Raises:
+        WorkerError: the port is taken.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server((address[0], port), family=family).detach()

@@ -132,7 +132,7 @@ def launch(
 
 
 def say_inside(info: LaunchInfo) -> None:
-    """Say that this process starts workers of its own, where it is inside an allocation and no task of several."""
+    """Print that this process starts workers, where it is inside an allocation and no task of several."""
     if info.inside:
         text = f"inside {info.inside}, and no task of several: the workers are this process's own, on this host"
         print(f"samestep: {text}", file=sys.stderr, flush=True)

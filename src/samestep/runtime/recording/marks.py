@@ -65,7 +65,7 @@ def region(name: str) -> Iterator[None]:
 
 
 class TimedWork:
-    """A work of torch whose waits are heard; all else is the work's own."""
+    """A work of torch whose waits are recorded; it behaves as the work otherwise."""
 
     def __init__(self, work: dist.Work, waited: Callable[[], Callable[[], None]]) -> None:
         self._work, self._waited = work, waited

@@ -143,7 +143,7 @@ class StepRecorder(StepObserver):
 
     @property
     def hears_scalars(self) -> bool:
-        """Whether the observer that it is given is told a step's scalars."""
+        """Whether the observer that it wraps reads a step's scalars."""
         return self._inner.hears_scalars
 
     def dropout_mode(self) -> MakeMode | None:
@@ -327,7 +327,7 @@ class _Window:
 
 
 def sent_ops(program: Program) -> list[SentOp]:
-    """Return the collectives and messages of a step, in the order of the program, and those of exchanges behind them."""
+    """Return the collectives and messages of a step, in the order of the program, followed by those of exchanges."""
     found = [
         SentOp(op.owner, str(op.kind), op.axis, op.size_bytes, f"{task.kind}{task.microbatch}")
         for task, op in program.ops()

@@ -56,7 +56,7 @@ class ModelAverages:
 
     @torch.no_grad()
     def follow(self, module: nn.Module, step: int) -> None:
-        """Move each model that follows another towards it, behind a step counted from 0.
+        """Move each model that follows another towards it, after a step counted from 0.
 
         Raises:
             LayoutError: a rank holds other parts of the two.
