@@ -206,18 +206,14 @@ def _is_number(value: Any, *, may_be_negative: bool = False) -> bool:
 
 def _describe_form(value: Any) -> str:
     """Return a text that describes the form of a value."""
-
-    def form(one: Any) -> str:
-        return str(fold(one, _describe_leaf, lambda items: f"({', '.join(items)})"))
-
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {form(item)}' for key, item in value.items())}}}"
-    return form(value)
+    return str(fold(value, _describe_leaf, lambda items: f"({', '.join(items)})"))
 
 
 def _describe_leaf(one: Any) -> str:
     if isinstance(one, Tensor):
         return f"a tensor {list(one.shape)}{' of complex numbers' * one.is_complex()}"
+    if isinstance(one, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_describe_form(item)}' for key, item in one.items())}}}"
     return "None" if one is None else f"a {type(one).__name__}"
 
 

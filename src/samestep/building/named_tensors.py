@@ -113,18 +113,20 @@ def unwrapped_name(name: str, prefixes: Mapping[str, str]) -> str:
 
 def cast_floating(batch: Any, dtype: torch.dtype) -> Any:
     """Return a batch with its floating tensors cast to `dtype`."""
-
-    def cast(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(dtype) if value.is_floating_point() else value
-        return value if value is None or isinstance(value, _PLAIN) else tree_map_only(Tensor, cast, value)
-
     # The arguments of a module, most often; torch's walk of a tree takes the host microseconds each.
     if type(batch) is tuple:
-        return tuple([cast(value) for value in batch])
+        return tuple([_cast_leaf(value, dtype) for value in batch])
     if type(batch) is dict:
-        return {name: cast(value) for name, value in batch.items()}
-    return cast(batch)
+        return {name: _cast_leaf(value, dtype) for name, value in batch.items()}
+    return _cast_leaf(batch, dtype)
+
+
+def _cast_leaf(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if value is None or isinstance(value, _PLAIN):
+        return value
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
 
 _PLAIN = (int, float, str, bytes)
