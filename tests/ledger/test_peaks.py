@@ -10,6 +10,7 @@ import gc
 import itertools
 import json
 import sys
+import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +82,11 @@ def _peaks(rank: int, world: int, layout: str, precision: str, folder: str, *set
             run.step(batch)
         most = min(most, live.most)
     said = during_step(run.program, states_per_param(job), rank)
-    saving = Live()
-    trained = saving.count_all()
+    trained = sys.maxsize
+    for _ in range(5):  # a thread of gloo may hold a message of the last step for a moment
+        saving = Live()
+        trained = min(trained, saving.count_all())
+        time.sleep(0.02)
     with saving.watching():
         checkpoint.save(run, Path(folder), keep=1)
     drawn, saved = during_init(run.program, rank).total, saving_host_bytes(run.program, states_per_param(job), rank)
