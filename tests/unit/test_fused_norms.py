@@ -104,6 +104,38 @@ class Small(nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
+class ResidualNorm(nn.RMSNorm):
+    """A norm whose input has a name, and which adds a residual where it is given one."""
+
+    def forward(self, hidden: Tensor, residual: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden if residual is None else hidden + residual)
+
+
+@pytest.mark.parametrize("how", ["alone", "by name", "with a residual"])
+def test_a_norm_is_called_as_its_code_calls_it(how: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(6, SIZE), ResidualNorm(SIZE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            if how == "alone":
+                return self.norm(x)
+            return self.norm(hidden=x) if how == "by name" else self.norm(x, residual=x)
+
+    found = []
+    for precision in ("float32", "bf16"):
+        job = Job(train={"global_batch": 4, "steps": 2}, numerics={"precision": precision}, run={"device": "cpu"})
+        run = parallelize(
+            Model, lambda y, batch: (y.square().sum(), y.numel()), lambda p: torch.optim.SGD(p, 0.1), job=job
+        )
+        draws = torch.Generator().manual_seed(0)
+        data = [(torch.randn(6, generator=draws), torch.zeros(1)) for _ in range(8)]
+        found.append([run.step(batch).loss for batch in batches(data, job)])
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+
+
 def test_casts_are_no_hooks_and_a_copy_of_the_model_runs_with_its_own_weights() -> None:
     job = Job(train={"global_batch": 4, "steps": 2}, numerics={"precision": "bf16"}, run={"device": "cpu"})
     run = parallelize(

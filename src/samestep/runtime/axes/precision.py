@@ -98,7 +98,7 @@ def _compute_in(
     given: list[torch.dtype] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if fused is not None and len(args) == 1 and not kwargs and args[0].dtype == module.weight.dtype == fused[1]:
+        if fused is not None and _is_alone_in(fused[1], module, args, kwargs):
             return None
         for name, param in list(module._parameters.items()):
             if param is not None and param.is_floating_point() and param.dtype != dtype:
@@ -126,10 +126,17 @@ def _call_fused(module: nn.Module, fused: tuple[fused_norms.Call, torch.dtype]) 
     """Let a norm be the call, where input and weights have its dtype, and otherwise the forward of its class, which is an island."""
     (call, dtype), inner = fused, type(module).forward
 
-    def forward(module: nn.Module, x: Tensor) -> Any:
-        return call(module, x) if x.dtype == module.weight.dtype == dtype else inner(module, x)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        alone = _is_alone_in(dtype, module, args, kwargs)
+        return call(module, args[0]) if alone else inner(module, *args, **kwargs)
 
     module.forward = MethodType(forward, module)
+
+
+def _is_alone_in(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Return whether a norm is given one tensor and nothing else, and has it and its weight in this dtype."""
+    x = args[0] if len(args) == 1 and not kwargs else None
+    return isinstance(x, Tensor) and x.dtype == module.weight.dtype == dtype
 
 
 _MARK = "casts_for_precision"
