@@ -167,6 +167,16 @@ def prepared_run(rank: int, world: int, model: str, layout: str, job: Job) -> Ru
     return run
 
 
+def losses_of_steps(run: Run, dataset: Any, start: int, stop: int) -> list[float]:
+    """Take the steps from `start` to before `stop` of a run's job; return their losses."""
+    found = []
+    for batch in batches(dataset, run.job, first_step=start):
+        if batch.step == stop:
+            break
+        found.append(run.step(batch).loss)
+    return found
+
+
 def resume(
     rank: int, world: int, model: str, layout: str, job: Job, begin: str | None, until: int, end: str | None
 ) -> tuple[Run, list[float]]:

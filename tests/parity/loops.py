@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -291,11 +292,13 @@ def parts_result(
 # -- the loops -------------------------------------------------------------------------------------
 
 
-def _plain_step(plain: Plain, batch: Any, step: int) -> list[float]:
+def _plain_step(
+    plain: Plain, batch: Any, step: int, clip: Callable[..., object] = nn.utils.clip_grad_norm_, limit: float = 0.1
+) -> list[float]:
     plain.zero_grad()
     loss = plain.mean(batch, both)
     loss.backward()
-    nn.utils.clip_grad_norm_(plain.model.parameters(), 0.1)
+    clip(plain.model.parameters(), limit)
     for one in plain.optimizers.values():
         one.step()
     return [loss.item()]
@@ -414,14 +417,7 @@ def _pcgrad(run: Run, batch: Any, step: int) -> list[float]:
     return losses
 
 
-def _plain_by_value(plain: Plain, batch: Any, step: int) -> list[float]:
-    plain.zero_grad()
-    loss = plain.mean(batch, both)
-    loss.backward()
-    nn.utils.clip_grad_value_(plain.model.parameters(), 0.01)
-    for one in plain.optimizers.values():
-        one.step()
-    return [loss.item()]
+_plain_by_value = functools.partial(_plain_step, clip=nn.utils.clip_grad_value_, limit=0.01)
 
 
 def _by_value(run: Run, batch: Any, step: int) -> list[float]:

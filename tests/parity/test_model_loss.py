@@ -18,7 +18,7 @@ from samestep.errors import DataError, JobError, UnprovenError
 from samestep.runtime.axes.precision import RaiseIslands
 from samestep.runtime.next_labels import check_labels
 from samestep.runtime.run import Run
-from tests.laboratory import combinations, job_of
+from tests.laboratory import combinations, job_of, losses_of_steps
 from tests.models import LENGTH, VOCABULARY, Plain, Tokens
 from tests.pool import pool
 
@@ -128,15 +128,6 @@ def adam(params: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)
 
 
-def steps_of(run: Run, dataset: Any, start: int, stop: int) -> list[float]:
-    found = []
-    for batch in samestep.batches(dataset, JOB, first_step=start):
-        if batch.step == stop:
-            break
-        found.append(run.step(batch).loss)
-    return found
-
-
 Found = tuple[list[float], dict[str, Tensor], str, float]
 
 
@@ -150,11 +141,11 @@ def parallel(rank: int, world: int, layout: str, kind: str, folder: str = "") ->
     losses = []
     run = make()
     if folder:
-        losses = steps_of(run, dataset(), 0, 2)
+        losses = losses_of_steps(run, dataset(), 0, 2)
         run.save(folder)
         run = make()
         run.load(folder)
-    losses += steps_of(run, dataset(), len(losses), STEPS)
+    losses += losses_of_steps(run, dataset(), len(losses), STEPS)
     rule = run._own.source.loss.rule
     return losses, run.state_dict(on_every_rank=True), str(rule), run.evaluate(dataset())["loss"]
 
@@ -212,7 +203,7 @@ def test_the_loss_of_a_forward_on_two_ranks(layout: str, kind: str, tmp_path: Pa
 
 def refused(rank: int, world: int, layout: str) -> None:
     run = samestep.parallelize(functools.partial(own, "weighted"), "model", adam, layout=layout, job=JOB)
-    steps_of(run, Tokens(), 0, 1)
+    losses_of_steps(run, Tokens(), 0, 1)
 
 
 def test_what_fits_nothing_is_refused_with_the_ways_out() -> None:

@@ -18,7 +18,7 @@ from samestep.errors import JobError, LayoutError, ModelError
 from samestep.layout import Layout
 from samestep.runtime.run import Run
 from samestep.runtime.weights.model_averages import ModelAverages
-from tests.laboratory import combinations, job_of
+from tests.laboratory import combinations, job_of, losses_of_steps
 from tests.models import Plain, Tokens
 from tests.pool import pool
 
@@ -172,15 +172,6 @@ def adam(params: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.01)
 
 
-def steps_of(run: Run, dataset: Any, start: int, stop: int) -> list[float]:
-    found = []
-    for batch in samestep.batches(dataset, JOB, first_step=start):
-        if batch.step == stop:
-            break
-        found.append(run.step(batch).loss)
-    return found
-
-
 def parallel(rank: int, world: int, layout: str, kind: str, folder: str = "") -> tuple[list[float], dict[str, Tensor]]:
     """Train in a layout, and with `folder` go on after two steps from a checkpoint."""
     build, forward, loss, dataset = KINDS[kind]
@@ -189,13 +180,13 @@ def parallel(rank: int, world: int, layout: str, kind: str, folder: str = "") ->
         return samestep.parallelize(build(), loss, adam, layout=layout, job=JOB, forward=forward, ema=EMA.get(kind))
 
     if not folder:
-        return steps_of(run := make(), dataset(), 0, STEPS), run.state_dict(on_every_rank=True)
+        return losses_of_steps(run := make(), dataset(), 0, STEPS), run.state_dict(on_every_rank=True)
     first = make()
-    found = steps_of(first, dataset(), 0, 2)
+    found = losses_of_steps(first, dataset(), 0, 2)
     first.save(folder)
     run = make()
     run.load(folder)
-    return [*found, *steps_of(run, dataset(), 2, STEPS)], run.state_dict(on_every_rank=True)
+    return [*found, *losses_of_steps(run, dataset(), 2, STEPS)], run.state_dict(on_every_rank=True)
 
 
 @functools.cache
