@@ -298,7 +298,7 @@ TECHNIQUES = (
         "proof of independence",
         "independence/dependence.py independence/dimension_maps.py independence/row_prover.py independence/cut_proof.py independence/operation_trial.py",
     ),
-    ("the canary", "runtime/guards/canary.py runtime/guards/drift.py runtime/guards/step_trials.py"),
+    ("the canary", "runtime/guards/canary.py runtime/guards/repeat.py runtime/guards/deviation.py"),
     ("the ledger", "runtime/ledger.py program/program.py"),
     (
         "checkpoints and resume",

@@ -110,7 +110,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(layout: str) -> None:
 def open_steps(rank: int, world: int, model: str, layout: str, job: Job, folder: Path) -> list[bool]:
     """Return after which steps of a run of `samestep train` the host does not know the sums."""
     run = make_run(rank, world, model, layout, job)
-    run._stepper._observer = Profiler(range(0), folder, run.place)
+    run._stepper.guards.observer = Profiler(range(0), folder, run.place)
     return [run.step(batch).step > 0 and run._stepper._open is not None for batch in batches(Tokens(), job)]
 
 

@@ -44,7 +44,6 @@ from samestep.runtime.checkpoints import checkpoint, given_weights, manifests, w
 from samestep.runtime.checkpoints.trained_data import TrainedData
 from samestep.runtime.given_batches import GivenBatches
 from samestep.runtime.guards import deterministic
-from samestep.runtime.guards.outside_changes import LoopChanges
 from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.local_replicas import Replicas
@@ -136,7 +135,7 @@ class Run:
     @steps_taken.setter
     def steps_taken(self, number: int) -> None:
         self._stepper.steps_taken = number
-        self._stepper.loop_changes = None  # a load, which changes weights too
+        self._stepper.guards.forget_replicas()
         self._parts.forget()
 
     @property
@@ -359,8 +358,7 @@ class Run:
         if self.averages.following:
             self.averages.follow(self.model, batch.step)
         self.replicas.exchange(self.steps_taken)
-        if len(self.replicas.assemblies) > 1:  # what the first one is at the next step, the loop has changed
-            self._stepper.loop_changes = LoopChanges(self._own.current, len(self.replicas.assemblies))
+        self._stepper.guards.note_replicas()
         return self._received(report, batch)
 
     def backward(
@@ -515,7 +513,7 @@ class Run:
                 batch_to_evaluate(batch, "run.evaluate", self.job.train.global_batch), "run.evaluate", local=local
             )
         )
-        self._stepper.find_loss(given)
+        self._stepper.guards.find_loss(self._stepper.held, given)
         with self._kernels(), self.replicas.outer():
             return evaluation.evaluate(self.assembly, given, self.job.train.seed, measure)
 
@@ -613,7 +611,7 @@ class Run:
         compares = (
             method != "run.step"
             or not self.is_prepared
-            or self._stepper.looks_closer(self.steps_taken)
+            or self._stepper.guards.looks_closer(self.steps_taken)
             or self._own.current.parallel.batch_norms.takes_statistics  # of samples in the order of the whole batch
         )
         batch = self._given_batches.batch_of(

@@ -14,8 +14,8 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -24,16 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.program.ops import StepFlag
-from samestep.runtime.assembly import Assembly, copy_modes
+from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import forward_state
 from samestep.runtime.deciders import DeviceDecides, HostDecides, StepState
-from samestep.runtime.guards import nonfinite, step_trials
-from samestep.runtime.guards.canary import Canary
-from samestep.runtime.guards.drift import DriftMonitor
-from samestep.runtime.guards.outside_changes import LoopChanges, OutsideChanges
-from samestep.runtime.guards.refusals import Refusals
-from samestep.runtime.guards.skipped_steps import MASKED, SkippedSteps
-from samestep.runtime.guards.step_trials import StepTrials
+from samestep.runtime.guards import nonfinite
+from samestep.runtime.guards.skipped_steps import MASKED
+from samestep.runtime.guards.step_guards import StepGuards
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.interpreter import Interpreter
@@ -59,16 +55,13 @@ class Stepper:
 
     def __init__(self, own: HeldAssembly, observer: StepObserver, *, owns_weights: bool) -> None:
         """Make it before the run is prepared; with `owns_weights` nobody else holds a weight between two steps."""
-        self._own, self._observer, self._owns_weights = own, observer, owns_weights
+        self._own, self._owns_weights = own, owns_weights
         self.job, self.place = own.job, own.place
         self.steps_taken = 0
         self.spikes = SpikeWatch(self.job.numerics)
         """The losses of the last steps, by which a spike is told."""
-        self.refusals = Refusals(self.job.run)
-        self.loop_changes: LoopChanges | None = None
-        """What the loop changes of the first replica, where this rank trains several."""
-        self._skipped = SkippedSteps(self.job.numerics)
-        self._num_taken = 0
+        self.guards = StepGuards(own, observer)
+        self.refusals = self.guards.refusals
         self._num_updates = 0
         """Updates of the weights in this process, of which the host waits for the first."""
         self._open: OpenStep | None = None
@@ -113,83 +106,21 @@ class Stepper:
 
         Collective over the world, see [Note: collective calls].
         """
-        for reason in () if self.is_amid_step else self.held.model.replaced.take_over(inside=False):
-            self._refuse_state(batch, reason)
-        self.find_loss(batch)
+        held = self.held
+        for reason in () if self.is_amid_step else held.model.replaced.take_over(inside=False):
+            self.guards.refuse_state(batch, reason)
+        self.guards.find_loss(held, batch)
         self.is_amid_step = True
         steps = take or functools.partial(self._step, batch)
-        report = self._taken(batch, steps, replays=take is None) if watches else steps()
+        report = self.guards.watch(batch, steps, replays=take is None) if watches else steps()
         self.is_amid_step = False
         return report
-
-    def looks_closer(self, step: int) -> bool:
-        """Return whether the next step of this process, with this index, is one in which something is repeated or compared."""
-        every, program = self.job.train.watch_every, self._own.current.parallel.program
-        taken = self._num_taken + 1
-        return (
-            taken == 1
-            or step_trials.is_regular(step, every, taken, program)
-            or step_trials.is_early(every, taken, program)
-        )
-
-    def find_loss(self, batch: StepBatch) -> None:
-        """Find out, before its first use, how a loss that the forward returns adds up over the parts of a batch.
-
-        Collective over the world, see [Note: collective calls].
-        """
-        self._trials.try_model_loss(self.held, batch, self.job.train.seed)
-
-    def _taken(self, batch: StepBatch, take: Callable[[], StepReport], *, replays: bool) -> StepReport:
-        self._num_taken += 1
-        every, taken = self.job.train.watch_every, self._num_taken
-        regularly = step_trials.is_regular(batch.step, every, taken, self.held.parallel.program)
-        if len(self._own.replicas.assemblies) > 1:  # the canary knows one model
-            return take()
-        if not regularly and not step_trials.is_early(every, taken, self.held.parallel.program):
-            return take()
-        self.held.weights.store.settle()  # what is repeated or compared reads any weight
-        if self._observer.is_proof:  # which compares more
-            return self._compared(batch, take) if regularly else take()
-        self._trials.loss_is_tried &= not regularly  # again: a loss may come to couple samples later
-        watching = self._canary.watching(batch, self._observer, is_first=taken == 1, replays=regularly and replays)
-        with watching as canary, self._observe_with(canary):
-            return canary.checked(self._compared(batch, take) if regularly else take())
-
-    @functools.cached_property
-    def _drift_monitor(self) -> DriftMonitor:
-        return DriftMonitor(self.held)
-
-    @functools.cached_property
-    def _canary(self) -> Canary:
-        return Canary(self.held, self.job, self._own.source.loss)
-
-    @functools.cached_property
-    def _trials(self) -> StepTrials:
-        return StepTrials(self.held, self._own.source.loss, self.refusals, self.place.device)
 
     @functools.cached_property
     def used(self) -> UsedWeights:
         """The agreement of the ranks on the weights that steps use."""
         parallel, number = self.held.parallel, self._own.replicas.number
         return UsedWeights.of(parallel.program, parallel.mesh, self.held.model.spec, number)
-
-    @functools.cached_property
-    def _outside(self) -> OutsideChanges:
-        return OutsideChanges(self._own.source.model, self.held)
-
-    def _compared(self, batch: StepBatch, take: Callable[[], StepReport]) -> StepReport:
-        """Take a step or a part of one, and compare what several ranks must hold alike."""
-        if self._own.layout.world_size == 1:
-            return take()
-        return self._drift_monitor.watch(take, batch.shares(0, 1, 1)[0])
-
-    @contextmanager
-    def _observe_with(self, observer: StepObserver) -> Iterator[None]:
-        before, self._observer = self._observer, observer
-        try:
-            yield
-        finally:
-            self._observer = before
 
     # -- inside a step -----------------------------------------------------------------------------
 
@@ -206,8 +137,7 @@ class Stepper:
         began = time.perf_counter()
         forget_peak(self.place.device)
         # Trials: what the loop has changed since the last step, and whether all ranks read the same samples.
-        self._look_at_changes(batch)
-        self._trials.try_data(self.held, batch)
+        self.guards.begin_step(self.held, batch)
         # Forwards and backwards, of one replica after the other.
         weights = self.held.weights
         running = nonfinite.save_values(self.held.model.running_buffers)
@@ -233,20 +163,6 @@ class Stepper:
         )
         return opened, decider
 
-    def _look_at_changes(self, batch: StepBatch) -> None:
-        """Let all replicas follow the modes of the first one's modules, and refuse what the loop may not change."""
-        model = self.held.model
-        for _, replica in self._own.each():
-            if replica.model is not model:
-                copy_modes(model.module, replica.model.module)
-        self.refusals.compare(self._outside.evaluated())
-        reason = self.loop_changes.refusal() if self.loop_changes is not None else ""
-        if reason := reason or self._outside.refusal(self.held):
-            self._refuse_state(batch, reason)
-
-    def _refuse_state(self, batch: StepBatch, reason: str) -> None:
-        self.refusals.add("state", f"step {batch.step + 1}: {reason}")
-
     def _decider(self, numerator: float, *, is_apart: bool) -> HostDecides | DeviceDecides:
         """Return who decides on a step whose backwards are launched: the device, if that is possible and allowed."""
 
@@ -259,7 +175,7 @@ class Stepper:
             and not self._is_repeating
             and not self._own.replicas.are_apart
             and self._num_updates > 0
-            and not self._observer.hears_scalars
+            and not self.guards.hears_scalars
         )
         may_decide = self._device_may_decide
         if is_usual and may_decide and not self.spikes.acts and self.used.can_be_expected():
@@ -388,7 +304,7 @@ class Stepper:
         self.used.read(summed.uses, exchanges=summed.flags[StepFlag.UNUSED_CHANGED] > 0)
         if summed.flags[StepFlag.WROTE_UNSEEN]:
             self._wait_from_now_on(batch)
-        self._observer.agreed(summed.agreed)
+        self.guards.agreed(summed.agreed)
         if summed.flags[StepFlag.STOP]:
             batch.end_stream()
             join.note_stop()
@@ -404,7 +320,7 @@ class Stepper:
         Raises:
             NonFiniteError, SpikeError, DataError: as `SkippedSteps.skips` says.
         """
-        skipped = bool(note) and self._skipped.skips(
+        skipped = bool(note) and self.guards.skipped.skips(
             opened.batch.step + 1,
             note,
             loss_is_finite=math.isfinite(numbers.loss),
@@ -412,7 +328,7 @@ class Stepper:
             is_masked=numbers.is_masked,
             is_scaled=self.held.weights.updater.loss_scale.scale > 1.0,
         )
-        self._skipped.note(skipped=skipped)
+        self.guards.skipped.note(skipped=skipped)
         if skipped:
             nonfinite.put_back(opened.running_buffers)
         else:
@@ -452,9 +368,9 @@ class Stepper:
         weights = assembly.weights
         uses = self.used.note(number, weights.store.without_gradient())
         if reason := self.used.unproven(number):
-            self._refuse_state(batch, reason)
+            self.guards.refuse_state(batch, reason)
         for name in weights.store.watch.written():
-            self._refuse_state(batch, forward_state.explain_lost_write(name, f"zero={self._own.layout.zero}"))
+            self.guards.refuse_state(batch, forward_state.explain_lost_write(name, f"zero={self._own.layout.zero}"))
         norm_squared = weights.store.norm_squared(of.names) + weights.updater.overflow(self.place.device, of.names)
         weights.store.watch.take_back()
         return torch.cat([totals[:2], norm_squared.view(1), uses, totals[2:]])
@@ -466,14 +382,14 @@ class Stepper:
 
         Collective over the world, see [Note: collective calls].
         """
-        held, trials = of.held or self.held, of.trials or self._trials
+        held, trials = of.held or self.held, of.trials or self.guards.trials
         step, delivers = self.steps_taken + 1, not of.is_apart
-        interpreter = Interpreter(held, self.job, self.place, self._observer, trials, step, of.number, delivers)
+        interpreter = Interpreter(held, self.job, self.place, self.guards, trials, step, of.number, delivers)
         totals = interpreter.forward_backward(batch, index)
         self._data_wait_s = interpreter.data_wait_s
         self.refusals.gave_up_at = self.held.weights.store.gave_up
         for reason in self.held.model.replaced.take_over(inside=True):
-            self._refuse_state(batch, reason)
+            self.guards.refuse_state(batch, reason)
         for line in self.whole_assembly.model.compiled.news():
             self.refusals.remark(line)
         return totals
@@ -511,7 +427,7 @@ class Stepper:
             UnprovenError: the first step did not, so the steps that ran ahead since may have lost what was written.
         """
         self._writes_unseen = True
-        if self._num_taken > 1:
+        if self.guards.num_taken > 1:
             reason = (
                 f"step {batch.step + 1}: a forward or backward writes weights through .data, and the first one did not, so "
                 "what was written in the steps between may be lost; to write them under torch.no_grad() works"
@@ -521,10 +437,10 @@ class Stepper:
     def update(self, assembly: Assembly, update: Callable[[], None]) -> None:
         """Update this rank's weights of a replica, and make them visible to the next forward."""
         weights = assembly.weights
-        with self._observer.running(assembly.parallel.program.tasks[-1], _NO_SAMPLES):
-            self._trials.settle()
+        with self.guards.running(assembly.parallel.program.tasks[-1], _NO_SAMPLES):
+            self.guards.trials.settle()
             update()
-            self._trials.check_generators(assembly, self.steps_taken + 1, "the optimizer")
+            self.guards.trials.check_generators(assembly, self.steps_taken + 1, "the optimizer")
             self.refusals.raise_own()
             assembly.parallel.batch_norms.values.write()
             weights.updater.publish()

@@ -1,6 +1,7 @@
 """Checks during a run: each question has one mechanism, and what it finds is refused on all ranks by one path (`refusals.py`).
 
-*watched*: steps 1, 2, 4, 8, ... of a split batch and every `train.watch_every`-th (`step_trials.py` says which).
+`step_guards.py` is the chief: the one observer of a run's steps, which calls the others. *watched*: steps 1, 2, 4, 8, ... of a
+split batch and every `train.watch_every`-th (its head draws them).
 
 | question | mechanism | when | what it costs |
 | --- | --- | --- | --- |

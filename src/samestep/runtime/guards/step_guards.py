@@ -1,0 +1,182 @@
+"""All guards of one rank's steps behind one observer: which step is watched, by which of them, and in which order they act.
+
+```
+take    ─► watch          a watched step: samples run again, one update made again, ranks compared
+begin   ─► begin_step     what the loop has changed since the last step; samples read twice
+tasks   ─► running ...    passed to the observer of the run, in a watched step by way of the canary
+        ─► trials         random numbers, calls of torch.distributed, the loss
+agree   ─► refusals       one flag of the step's all_reduce
+decide  ─► skips          a step that is not finite, a spike, or all masked
+```
+The table in the head of this room lists what each of them finds, and what it costs. Which steps are watched:
+
+```
+step of this process     1  2     4           8                       16 ...      early: a sample alone
+                                           every     2 every     3 every          regular: a weight's update and the ranks too
+```
+Code that begins to act otherwise after a while is found within twice that time, until the regular checks begin; code that does from
+the beginning, such as one that divides by the number of samples in a micro-batch, whether there are regular checks or not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from samestep.program.bodies import Task
+from samestep.runtime.assembly import Assembly, copy_modes
+from samestep.runtime.guards.canary import Canary
+from samestep.runtime.guards.drift import DriftMonitor
+from samestep.runtime.guards.outside_changes import LoopChanges, OutsideChanges
+from samestep.runtime.guards.refusals import Refusals
+from samestep.runtime.guards.skipped_steps import SkippedSteps
+from samestep.runtime.guards.step_trials import StepTrials, is_split
+from samestep.runtime.held_assembly import HeldAssembly
+from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
+from samestep.runtime.step_report import StepReport
+
+
+class StepGuards(StepObserver):
+    """The guards of a run's steps. Every rank makes one, and all call its methods in the same order."""
+
+    def __init__(self, own: HeldAssembly, observer: StepObserver) -> None:
+        """Make them before the run is prepared; `observer` sees the steps as the guards do."""
+        self.observer = observer
+        self.refusals = Refusals(own.job.run)
+        self.skipped = SkippedSteps(own.job.numerics)
+        self.num_taken = 0
+        """Number of steps that this process has begun to take."""
+        self._own = own
+        self._loop_changes: LoopChanges | None = None
+
+    # -- what they observe -------------------------------------------------------------------------
+
+    @property
+    def hears_scalars(self) -> bool:
+        """Whether the observer reads a step's scalars, as the canary does."""
+        return self.observer.hears_scalars
+
+    def running(self, task: Task, samples: Indices) -> AbstractContextManager[None]:
+        """Return the observer's context of a task."""
+        return self.observer.running(task, samples)
+
+    def dropout_mode(self) -> MakeMode | None:
+        """Return the observer's factory of the dropout mode."""
+        return self.observer.dropout_mode()
+
+    def agreed(self, scalars: StepScalars) -> None:
+        """Pass the scalars on."""
+        self.observer.agreed(scalars)
+
+    # -- a whole step ------------------------------------------------------------------------------
+
+    def looks_closer(self, step: int) -> bool:
+        """Return whether the next step of this process, with this index, is one in which something is repeated or compared."""
+        taken = self.num_taken + 1
+        return taken == 1 or self._is_regular(step, taken) or self._is_early(taken)
+
+    def watch(self, batch: StepBatch, take: Callable[[], StepReport], *, replays: bool) -> StepReport:
+        """Take a step or a part of one by `take`; where one is due, do a part of it once more, and compare what ranks hold.
+
+        `replays` makes an update again too. Collective over the world, see [Note: collective calls].
+        """
+        self.num_taken += 1
+        taken, held = self.num_taken, self._own.current
+        regularly = self._is_regular(batch.step, taken)
+        if len(self._own.replicas.assemblies) > 1:  # the canary knows one model
+            return take()
+        if not regularly and not self._is_early(taken):
+            return take()
+        held.weights.store.settle()  # what is repeated or compared reads any weight
+        if self.observer.is_proof:  # which compares more
+            return self._compare(batch, take) if regularly else take()
+        self.trials.loss_is_tried &= not regularly  # again: a loss may come to couple samples later
+        inner = self.observer
+        watching = self._canary.watching(batch, inner, is_first=taken == 1, replays=regularly and replays)
+        with watching as watched, self._observing_by(watched):
+            return watched.checked(self._compare(batch, take) if regularly else take())
+
+    def _is_regular(self, step: int, taken: int) -> bool:
+        """Return whether a step, counted from 0, is one of `train.watch_every`, or the first of a model with what no rule shows.
+
+        `taken` is the number of steps of this process, with this one.
+        """
+        every, program = self._own.job.train.watch_every, self._own.current.parallel.program
+        is_first = taken == 1 and bool(program.step.model.tried)
+        return (every > 0 and (step + 1) % every == 0) or (is_first and is_split(program))
+
+    def _is_early(self, taken: int) -> bool:
+        """Return whether samples are run again in this step, the first, second, fourth, eighth and so on of this process."""
+        every, program = self._own.job.train.watch_every, self._own.current.parallel.program
+        return taken & (taken - 1) == 0 and (taken == 1 or taken < every) and is_split(program)
+
+    def _compare(self, batch: StepBatch, take: Callable[[], StepReport]) -> StepReport:
+        """Take a step or a part of one, and compare what several ranks must hold alike."""
+        if self._own.layout.world_size == 1:
+            return take()
+        return self._drift_monitor.watch(take, batch.shares(0, 1, 1)[0])
+
+    @contextmanager
+    def _observing_by(self, observer: StepObserver) -> Iterator[None]:
+        before, self.observer = self.observer, observer
+        try:
+            yield
+        finally:
+            self.observer = before
+
+    # -- parts of a step ---------------------------------------------------------------------------
+
+    def find_loss(self, held: Assembly, batch: StepBatch) -> None:
+        """Find out, before its first use, how a loss that the forward returns adds up over the parts of a batch.
+
+        Collective over the world, see [Note: collective calls].
+        """
+        self.trials.try_model_loss(held, batch, self._own.job.train.seed)
+
+    def begin_step(self, held: Assembly, batch: StepBatch) -> None:
+        """Look at what the loop has changed since the last step, and in the first one at the data.
+
+        Collective over the world in its first call, see [Note: collective calls].
+        """
+        for _, replica in self._own.each():  # all replicas follow the modes of the first one's modules
+            if replica.model is not held.model:
+                copy_modes(held.model.module, replica.model.module)
+        self.refusals.compare(self._outside.evaluated())
+        reason = self._loop_changes.refusal() if self._loop_changes is not None else ""
+        if reason := reason or self._outside.refusal(held):
+            self.refuse_state(batch, reason)
+        self.trials.try_data(held, batch)
+
+    def refuse_state(self, batch: StepBatch, reason: str) -> None:
+        """Refuse a step at its end, on all ranks, for a state that no layout keeps."""
+        self.refusals.add("state", f"step {batch.step + 1}: {reason}")
+
+    def note_replicas(self) -> None:
+        """Note, after a step, what the loop may not change of the first replica, where this rank trains several."""
+        number = len(self._own.replicas.assemblies)
+        self._loop_changes = LoopChanges(self._own.current, number) if number > 1 else None
+
+    def forget_replicas(self) -> None:
+        """Forget it: the weights are read from a file."""
+        self._loop_changes = None
+
+    # -- the guards --------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def trials(self) -> StepTrials:
+        """The trials of the run's data and loss, and the watch over its generators."""
+        return StepTrials(self._own.current, self._own.source.loss, self.refusals, self._own.place.device)
+
+    @functools.cached_property
+    def _drift_monitor(self) -> DriftMonitor:
+        return DriftMonitor(self._own.current)
+
+    @functools.cached_property
+    def _canary(self) -> Canary:
+        return Canary(self._own.current, self._own.job, self._own.source.loss)
+
+    @functools.cached_property
+    def _outside(self) -> OutsideChanges:
+        return OutsideChanges(self._own.source.model, self._own.current)
