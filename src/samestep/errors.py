@@ -37,6 +37,10 @@ from pathlib import Path
 class SamestepError(Exception):
     """Any error that samestep raises on purpose."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that a notebook shows of this error."""
+        return users_lines(self)
+
 
 class InputError(SamestepError, ValueError):
     """A mistake in what samestep was given; the text says what would work."""
@@ -121,6 +125,17 @@ def of_words(name: str, given: Iterable[str]) -> SamestepError:
     """Return the error of which these are the words; a name of no class here makes a `RunError`."""
     kind = globals().get(name)
     return kind(*given) if isinstance(kind, type) and issubclass(kind, SamestepError) else RunError(*given)
+
+
+def users_lines(error: BaseException) -> list[str]:
+    """Return what is printed of an uncaught error of ours: the user's own lines of code and the text."""
+    packages = (str(Path(__file__).parent), *(str(Path(where, "IPython")) for where in site.getsitepackages()))
+    shown = traceback.TracebackException.from_exception(error)
+    shown.stack = traceback.StackSummary.from_list(
+        [one for one in shown.stack if not one.filename.startswith(packages)]
+    )
+    shown.__cause__ = shown.__context__ = None
+    return "".join(shown.format()).splitlines()
 
 
 def short_repr(value: object) -> str:

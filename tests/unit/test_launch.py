@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from samestep.building import drawn_rows
 from samestep.errors import JobError
 from samestep.runtime.processes import join as joining
-from samestep.runtime.processes import local_workers, workers
+from samestep.runtime.processes import local_workers, start_method, workers
 from samestep.runtime.processes.join import RankInfo, join, leave
 from samestep.runtime.processes.this_host import LOOPBACK, keep_freed_memory
 from samestep.runtime.processes.workers import run_workers
@@ -190,12 +191,44 @@ def test_whoever_joins_by_itself_grows_memory_before_a_gpu_is_used(monkeypatch: 
     assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
+def _method(device: str, threads: int, work: Any = None) -> str:
+    return start_method.start_method(device, threads, work)
+
+
 def test_fork_only_where_it_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert local_workers._start_method("cpu", 1) == "fork"
-    assert local_workers._start_method("cpu", 2) == "spawn"
-    assert local_workers._start_method("cuda", 1) == "spawn"
-    monkeypatch.setattr(local_workers, "_autograd_has_threads", lambda: True)
-    assert local_workers._start_method("cpu", 1) == "spawn"
+    assert _method("cpu", 1) == "fork"
+    assert _method("cpu", 2) == "spawn"
+    assert _method("cuda", 1) == "spawn"
+    monkeypatch.setattr(start_method, "_autograd_has_threads", lambda: True)
+    assert _method("cpu", 1) == "spawn"
+
+
+def test_functions_of_a_notebooks_cell_are_forked_or_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    exec("def main(place): return place.rank\nclass Data: pass", cell)
+    vars(sys.modules["__main__"]).update(cell)
+    bound = [(cell["main"], ()), (lambda place: None, ()), (_nothing, (cell["Data"](),)), (_nothing, ([cell["Data"]],))]
+    for work in bound:
+        assert _method("cuda", 1, work) == "fork", work
+        with pytest.raises(JobError, match=r"^threads=4: forked workers have one thread.*threads=1 works"):
+            _method("cpu", 4, work)
+    assert _method("cuda", 1, (_nothing, (1,))) == "spawn"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for work in bound:
+        with pytest.raises(JobError, match=r"^CUDA has started in this notebook.*a restarted kernel"):
+            _method("cuda", 1, work)
+    assert _method("cuda", 1, (_nothing, (1,))) == "spawn"
+
+
+def test_cuda_that_was_only_asked_for_its_devices_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bad_fork(device: torch.device) -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, ...")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", bad_fork)
+    with pytest.raises(JobError, match=r"^CUDA has started in this notebook"):
+        joining._device_of(joining.launched_by(), "cuda")
 
 
 def _nothing(place: RankInfo) -> None:

@@ -17,6 +17,7 @@ FSDP2's own names stand in `runtime/weights/`, those of aten in the tables of op
     RecordFunctionFast              _C._profiler                              torch.profiler.record_function, slower
     dynamo, current_compile_id      _dynamo, _guards                          torch.compiler, in part
     default_store, names_of_groups  distributed_c10d                          none
+    abandon_groups                  distributed_c10d                          none
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ __all__ = [
     "DisableTorchFunctionSubclass",
     "DispatchMode",
     "RecordFunctionFast",
+    "abandon_groups",
     "autograd_sequence_number",
     "current_autograd_node",
     "current_backward_id",
@@ -106,6 +108,18 @@ def default_store() -> Any:
 def names_of_groups() -> Mapping[dist.ProcessGroup, str]:
     """Return the name of each process group of this process."""
     return dist.distributed_c10d._world.pg_names
+
+
+_abandoned: list[Any] = []
+
+
+def abandon_groups() -> None:
+    """Forget the process groups that a forked process has inherited, and end none: their threads are the parent's."""
+    world = dist.distributed_c10d._world
+    if world.default_pg is not None:
+        _abandoned.append(dict(world.pg_map))  # a group that is freed would wait for its threads
+        world.pg_names.clear()  # the groups that are shut down
+        dist.destroy_process_group()
 
 
 class DispatchMode(TorchDispatchMode):

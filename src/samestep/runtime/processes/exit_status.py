@@ -16,7 +16,12 @@ _stopped_by = 0
 
 
 def end_as_stopped(number: int) -> None:
-    """Let this process end with the status of a signal once its script is through, and say so."""
+    """Let this process end with the status of a signal once its script is through, and say so.
+
+    A notebook or an interactive session, whose user has ended one call of many, keeps its own status.
+    """
+    if hasattr(sys, "ps1"):
+        return
     global _stopped_by
     if not _stopped_by:
         atexit.register(_set_status)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from samestep.building.torch_seams import default_store
+from samestep.building.torch_seams import abandon_groups, default_store
 from samestep.errors import JobError, WorkerError
 from samestep.job_tables import NO_MPS
 from samestep.output.temporary_folder import compiler_cache
@@ -38,6 +38,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAVE_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)
 """The signal that asks for a checkpoint; None where the system has no such signal, as Windows."""
 """Asks for a checkpoint; the run goes on. Slurm sends it with --signal=USR1@SECONDS before it sends SIGTERM."""
+
+CUDA_HAS_STARTED = (
+    "CUDA has started in this notebook, and main is a function of one of its cells, so workers cannot be forked: launch "
+    "works in a restarted kernel, before anything calls torch.cuda (is_available() counts too); so does main in a module of its own"
+)
 
 
 @dataclass(frozen=True)
@@ -155,10 +160,12 @@ def store_address() -> tuple[str, int] | None:
 
 
 def become_worker(info: LaunchInfo) -> None:
-    """Prepare this new worker to join as `info`: forget the run that its parent had joined, and listen for stop
-    signals."""
+    """Prepare this new worker to join as `info`: forget the run and the groups that its parent had joined, and listen
+    for stop signals."""
     global _launch_info, _joined, _stop_signal, _is_save_wanted, _ended_by
     _launch_info, _joined, _stop_signal, _is_save_wanted, _ended_by = info, None, 0, False, 0
+    abandon_groups()
+    forget_groups()
     _listen_for_stop()
 
 
@@ -363,7 +370,12 @@ def _device_of(info: LaunchInfo, device_type: str) -> torch.device:
     if index >= gpus:
         raise JobError(f"local rank {index} has no GPU: {gpus} on this machine; at most {gpus} ranks on it work")
     device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
+    try:
+        torch.cuda.set_device(device)
+    except RuntimeError as error:  # torch does not say so before the fork where CUDA was only asked for its devices
+        if "forked subprocess" not in str(error):
+            raise
+        raise JobError(CUDA_HAS_STARTED) from None
     return device
 
 

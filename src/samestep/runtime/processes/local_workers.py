@@ -1,8 +1,5 @@
 """The workers of this machine, seen from the process that started them: their messages, their deaths, and their end.
 
-Forking after torch is imported takes 0.03 s where a new process takes seconds. It is safe only without CUDA, without
-an OpenMP pool in use by both sides, and without autograd's device threads; otherwise workers are spawned.
-
 A SIGKILL alone does not say who sent it. Whether the kernel killed a process because memory ran out shows in its log,
 which not every user may read, and in its counts of such kills for each control group and for the machine. Source:
 Documentation/admin-guide/cgroup-v2.rst (memory.events) and cgroup-v1/memory.rst of Linux.
@@ -18,7 +15,6 @@ import os
 import pickle
 import re
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -27,12 +23,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from samestep.errors import JobError
 from samestep.output import temporary_folder
 from samestep.runtime.processes.join import allocator_variables, interface_variables, set_defaults
+from samestep.runtime.processes.start_method import start_method
 from samestep.runtime.processes.worker import Failure, LaunchOptions, run_worker
 
 OUT_OF_MEMORY = "(out of memory:"
@@ -132,10 +126,10 @@ class LocalWorkers:
         """Start all workers.
 
         Raises:
-            JobError: `main` cannot be imported by a new process.
+            JobError: `main` cannot be imported by a new process, and forking is not safe here.
         """
         options = self._options
-        method = _start_method(options.device_type, options.threads)
+        method = start_method(options.device_type, options.threads, (self._main, self._args))
         context: Any = multiprocessing.get_context(method)
         defaults = interface_variables(options.interface) | allocator_variables(options.device_type)
         defaults |= temporary_folder.compiler_cache()
@@ -231,26 +225,6 @@ class LocalWorkers:
         for pipe in self._pipes:
             pipe.close()
         temporary_folder.remove(self._folder)
-
-
-def _start_method(device_type: str, threads: int) -> str:
-    """Return fork where it is safe, else spawn."""
-    if sys.platform != "linux" or device_type == "cuda" or torch.cuda.is_initialized() or dist.is_initialized():
-        return "spawn"
-    # A forked worker whose parent has used an OpenMP pool hangs in its own first parallel region; with one thread it
-    # has no such region. There is no way to ask whether the parent has used one.
-    if threads > 1:
-        return "spawn"
-    return "spawn" if _autograd_has_threads() else "fork"
-
-
-def _autograd_has_threads() -> bool:
-    """Return whether a backward pass ran here on a machine with GPUs: autograd then refuses to run in a fork."""
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            if (task / "comm").read_text().startswith("pt_autograd"):
-                return True
-    return False
 
 
 @contextlib.contextmanager

@@ -21,10 +21,8 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -49,7 +47,7 @@ from samestep.runtime.processes.join import (
 )
 from samestep.runtime.processes.launch_info import LaunchInfo
 from samestep.runtime.processes.local_workers import LocalWorkers
-from samestep.runtime.processes.whereabouts import PACKAGE, Whereabouts, lacks
+from samestep.runtime.processes.whereabouts import Whereabouts, lacks
 from samestep.runtime.processes.worker import Failure, LaunchOptions
 
 T = TypeVar("T")
@@ -143,12 +141,7 @@ def _print_without_our_frames(kind: type[BaseException], error: BaseException, t
     if not isinstance(error, SamestepError):
         sys.__excepthook__(kind, error, trace)
         return
-    told = traceback.TracebackException(kind, error, trace)
-    told.stack = traceback.StackSummary.from_list(
-        [one for one in told.stack if PACKAGE not in Path(one.filename).parents]
-    )
-    told.__cause__ = told.__context__ = None
-    print("".join(told.format()), end="", file=sys.stderr)
+    print("\n".join(errors.users_lines(error)), file=sys.stderr)
 
 
 def run_workers(
