@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from samestep.planning.plan import plan
     from samestep.proof.verify import verify
     from samestep.runtime.checkpoints.manifests import latest
-    from samestep.runtime.run import parallelize
+    from samestep.runtime.parallelize import parallelize
     from samestep.simulation.simulate import simulate
     from samestep.training.evaluations import HeldOut
     from samestep.training.export import export
@@ -83,7 +83,7 @@ _LAZY = {
     "layouts": ("samestep.planning.legality", "layouts"),
     "measure": ("samestep.measurement.profile", "measure"),
     "model_loss": ("samestep.building.model_loss", "model_loss"),
-    "parallelize": ("samestep.runtime.run", "parallelize"),
+    "parallelize": ("samestep.runtime.parallelize", "parallelize"),
     "plan": ("samestep.planning.plan", "plan"),
     "ray_worker": ("samestep.engines.ray_worker", "ray_worker"),
     "sample": ("samestep.training.trained", "sample"),

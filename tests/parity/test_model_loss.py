@@ -16,7 +16,7 @@ import samestep
 from samestep.building.model_loss import Rule, returned_loss
 from samestep.errors import DataError, JobError, UnprovenError
 from samestep.runtime.axes.precision import RaiseIslands
-from samestep.runtime.next_labels import check_labels
+from samestep.runtime.batches.next_labels import check_labels
 from samestep.runtime.run import Run
 from tests.laboratory import combinations, job_of, losses_of_steps
 from tests.models import LENGTH, VOCABULARY, Plain, Tokens

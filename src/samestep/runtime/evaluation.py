@@ -17,7 +17,7 @@ from torch import Tensor
 from samestep.building.loss import values_of
 from samestep.building.loss_result import UNNAMED, Amount, as_number, loss_result
 from samestep.building.named_tensors import cast_floating
-from samestep.errors import DataError, ModelError
+from samestep.errors import DataError
 from samestep.examination.examine import Loss
 from samestep.randomness.mode import Draw, DropoutMode
 from samestep.runtime import microbatches
@@ -25,11 +25,9 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision, tensor
 from samestep.runtime.axes.forward_only import forward_only
 from samestep.runtime.axes.whole_batch import WholeBatch
-from samestep.runtime.held_assembly import PreparedRun
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.processes.messages import broadcast_from, gather_values
 from samestep.runtime.step_observer import Indices
-from samestep.runtime.weights.pieces import Piece, WeightAverages
 from samestep.runtime.weights.unit_order import CalledAgainError
 from samestep.trees import (
     keystr,
@@ -336,41 +334,3 @@ def _forward_only(assembly: Assembly) -> Iterator[None]:
         for part, training in modes.items():
             part.training = training
     assembly.weights.store.end_forward_only()
-
-
-@contextmanager
-def use_averages(run: PreparedRun) -> Iterator[None]:
-    """Let a run's model have the averages of its weights inside, which hold the weights meanwhile.
-
-    Before the first update the average of a weight is the weight.
-
-    Collective over the world, see [Note: collective calls].
-
-    Raises:
-        ModelError: the job averages none, or they are in use already.
-    """
-    updater = run.updater
-    averages = updater.averages
-    if averages is None:
-        raise ModelError("the weights of this run are not averaged: train.ema = 0.999 works")
-    averages.refuse_in_use("averaged")
-    _exchange(run, averages, updater.pieces)
-    averages.are_in_use = True
-    try:
-        yield
-    finally:
-        averages.are_in_use = False
-        _exchange(run, averages, updater.pieces)
-
-
-@torch.no_grad()
-def _exchange(run: PreparedRun, averages: WeightAverages, pieces: Sequence[Piece]) -> None:
-    """Exchange masters and averages, one piece at a time, and publish the masters."""
-    for piece in pieces:
-        if (average := averages.of(piece)) is None:
-            continue
-        before = piece.master().clone()
-        piece.set_master(average)
-        average.copy_(before)
-    run.assembly.weights.updater.publish()
-    run.assembly.weights.store.publish()

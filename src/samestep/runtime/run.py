@@ -7,53 +7,47 @@ for batch in samestep.batches(dataset, job):
 ```
 The forwards and backwards of a step are carried out by an `Interpreter`. The ranks then agree on the step by one all_reduce,
 and each updates its weights, or none does.
+A run is a facade: what its methods do stands in files of their own.
 
-Putting any model into a layout: the entry of a loop of the user's own.
+```
+step, backward, update     ─► RunBatches    what a loop hands over, as a batch         batches/run_batches.py
+                           ─► Stepper       one step, or its two halves                stepper.py, own_steps/steps_in_parts.py
+save, load, state_dict     ─► RunState      weights in files, dicts, and whole         checkpoints/run_state.py
+evaluate, predict          ─► evaluation    forwards without gradients                 evaluation.py
+```
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from samestep import calls
-from samestep.building.batch_dim import BatchDim
 from samestep.building.loss import named_loss
-from samestep.building.loss_scope import scoped
-from samestep.building.pretrained_form import PretrainedForm
-from samestep.building.several_models import Built, Forward, as_one
 from samestep.datasets.batch import Dataset
 from samestep.datasets.opening import batch_to_evaluate
-from samestep.errors import LayoutError, ModelError
-from samestep.examination.examine import Loss, Source, build_blueprint
+from samestep.examination.examine import Loss, Source
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.program import recorded
 from samestep.program.program import Program
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
-from samestep.runtime.axes.lanes import CarriedLanes, LaneBatch
-from samestep.runtime.checkpoints import checkpoint, given_weights, manifests, whole_state
-from samestep.runtime.checkpoints.trained_data import TrainedData
-from samestep.runtime.given_batches import GivenBatches
+from samestep.runtime.batches.run_batches import RunBatches
+from samestep.runtime.checkpoints import checkpoint
+from samestep.runtime.checkpoints.run_state import Lent, RunState
 from samestep.runtime.guards import deterministic
 from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.local_replicas import Replicas
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import StepBatch
-from samestep.runtime.next_labels import NextLabels
-from samestep.runtime.optimizers.optimizer_source import OptimizerLike, optimizer_source
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.own_steps.steps_in_parts import StepsInParts
-from samestep.runtime.processes import join, mesh, rank_order
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.mesh import forget_groups
 from samestep.runtime.processes.messages import gather_values
@@ -61,7 +55,7 @@ from samestep.runtime.recording.step_recorder import StepRecorder
 from samestep.runtime.step_observer import StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
-from samestep.runtime.weights.model_averages import Following, ModelAverages
+from samestep.runtime.weights.model_averages import ModelAverages
 
 Measure = Callable[[Any, Any], Any]
 """A function of (outputs, batch) -> (sum, count), or a dict of names and such pairs."""
@@ -99,8 +93,6 @@ class Run:
         """What resumes have changed of the job and its layout, and after which steps."""
         if job.numerics.deterministic:
             deterministic.reserve_workspace()
-        self.data = TrainedData(job, place)
-        """The data that the run is trained on, as checkpoints note it."""
         self.receivers: list[Receiver] = []
         """What is given the report of each step: those of `samestep.track`."""
         self._own = HeldAssembly(source, layout, job, place)
@@ -108,19 +100,14 @@ class Run:
         """Where the time of its steps goes."""
         self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights)
         self._parts = StepsInParts(self._stepper, self._own)
-        self._labels = NextLabels(source.loss, job)
-        self._turn = BatchDim(batch_dim) if batch_dim else None
-        self._given_batches = GivenBatches(job, place, self._turn)
-        self.lanes = CarriedLanes()
-        """The state that samples hand to those of the next step."""
+        self._batches = RunBatches(self._own, self._stepper.refusals, batch_dim)
+        self.data, self.lanes = self._batches.data, self._batches.lanes
+        self._state = RunState(self, self._own)
         self._shared = shared
         self.averages = ModelAverages()
         """The models that follow others behind each step."""
-        self._load_from: Path | None = None
-        """The checkpoint that `prepare` will read."""
-        self._given: dict[str, Any] | None = None
-        """The state dict that `prepare` will set after that."""
-        self._is_gathered = False
+        self._after_step: list[Callable[[int], None]] = []
+        """What is done after each step, with its index: nothing, unless models follow others or replicas are trained apart."""
 
     @property
     def layout(self) -> Layout:
@@ -193,19 +180,17 @@ class Run:
         """
         if self._own.is_prepared:
             return
-        if self._turn is not None and not self.lanes.are_ready:
-            source = self._own.source
-            model, loss = self._turn.around(source.model, source.loss)
-            self._own.source = replace(source, model=model, loss=loss)
+        self._batches.turn_model()
         for remark in self._own.assemble(example):
             self._stepper.refusals.remark(remark)
         if self._shared is not None and (remark := self._shared.begin(self._own.current)):
             self._stepper.refusals.remark(remark)
-        if self._load_from is not None:
-            checkpoint.load(self, self._load_from)
-        if self._given is not None:
-            given_weights.load(self, self._given)
-            self._given = None
+        if self.averages.following:
+            self._after_step.append(lambda step: self.averages.follow(self.model, step))
+        if self.replicas.are_apart:
+            self._after_step.append(lambda step: self.replicas.exchange(step + 1))
+            self._after_step.append(lambda _: self._stepper.guards.note_replicas())
+        self._state.begin()
 
     def adopt(self, change: Callable[[Assembly], Assembly]) -> None:
         """Continue with an assembly derived from this run's own, for example one with another optimizer."""
@@ -225,11 +210,9 @@ class Run:
             CheckpointError: the optimizer keeps state that no file can hold.
             SaveError: the file system does not allow it; what was saved before is untouched.
         """
-        self._refuse_within("save")
+        self._state.refuse("save")
         self._parts.refuse_waiting("save")
-        if (unread := self._unread) is not None:  # no step was left to take
-            return checkpoint.copy_checkpoint(self, unread, Path(folder))
-        return checkpoint.save(self, Path(folder), self.job.checkpoint.keep)
+        return self._state.save(Path(folder))
 
     @calls.checked
     def save_pretrained(self, folder: str | Path) -> Path:
@@ -244,10 +227,8 @@ class Run:
             ModelError: the model is none of transformers.
             SaveError: the folder exists, or the file system does not allow it.
         """
-        self._refuse_within("save_pretrained")
-        form = self._stepper.held.model.form or PretrainedForm.of(build_blueprint(self._own.source, self.job), self.job)
-        checkpoint.save_pretrained(self, form, Path(folder))
-        return Path(folder)
+        self._state.refuse("save_pretrained")
+        return self._state.save_pretrained(Path(folder))
 
     @calls.checked
     def load(self, folder: str | Path) -> None:
@@ -260,14 +241,10 @@ class Run:
         Raises:
             CheckpointError: there is none, or it is damaged, lacks a tensor, or belongs to a job with another result.
         """
-        self._refuse_within("load")
+        self._state.refuse("load")
         found = checkpoint.find_checkpoint(Path(folder))
-        if self._own.is_prepared:
-            checkpoint.load(self, found)
-            self._stepper.wait_for_first_update()
-        else:
-            self.steps_taken = checkpoint.step_of(found, self.job)
-            self._load_from, self._given = found, None
+        self._state.load(found)
+        self._stepper.wait_for_first_update()
         self.data.continues_stream(checkpoint.stream_state_of(found))
 
     @calls.checked
@@ -282,14 +259,10 @@ class Run:
         Raises:
             ModelError: names are missing or unexpected, or a tensor has another shape.
         """
-        self._refuse_within("load_state_dict")
-        if self._own.is_prepared:
-            given_weights.load(self, given_weights.checked_state(state))
-        else:
-            self._given = given_weights.copied(state)
+        self._state.refuse("load_state_dict")
+        self._state.load_state_dict(state)
 
-    @contextmanager
-    def gathered(self) -> Iterator[nn.Module]:
+    def gathered(self) -> AbstractContextManager[nn.Module]:
         """Return a context in which `run.model` has all weights, whole and in master precision, to be read and written.
 
         It is so in every layout, on every rank: in a pipeline the weights of all stages. What all ranks write alike is kept at
@@ -301,13 +274,8 @@ class Run:
             LayoutError: the run is not prepared yet.
             ModelError: ranks have written different values; or the context is entered within another one.
         """
-        self._refuse_within("gathered")
-        with given_weights.gathered(self) as model:
-            self._is_gathered = True
-            try:
-                yield model
-            finally:
-                self._is_gathered = False
+        self._state.refuse("gathered")
+        return self._state.gathered()
 
     def state_dict(self, *, on_every_rank: bool = False) -> dict[str, Tensor]:
         """Return the whole model's weights and persistent buffers, on the host, for `load_state_dict` of the plain module.
@@ -319,18 +287,8 @@ class Run:
         Raises:
             LayoutError: the run is not prepared yet.
         """
-        self._refuse_gathered("state_dict")
-        if (unread := self._unread) is not None:  # no step was left to take
-            return self._read_stored_state(unread) if on_every_rank or self.place.rank == 0 else {}
-        with self.replicas.outer():
-            return whole_state.state_dict(self, on_every_rank=on_every_rank)
-
-    def _read_stored_state(self, folder: Path) -> dict[str, Tensor]:
-        """Return what `state_dict` returns of a run that was loaded and not prepared, read from its checkpoint."""
-        manifests.check_digests(manifest := manifests.read_manifest(folder), folder)
-        return whole_state.stored_state_dict(
-            build_blueprint(self._own.source, self.job), manifest, folder, self.job.numerics
-        )
+        self._state.refuse("state_dict", Lent.WHOLE)
+        return self._state.state_dict(on_every_rank=on_every_rank)
 
     def step(self, batch: StepBatch | Any, *, local: bool = False) -> StepReport:
         """Take one optimizer step on the global batch; once a rank was asked to stop, it is the last of its stream.
@@ -355,10 +313,8 @@ class Run:
         """
         self._parts.refuse_waiting("step")
         report, batch = self._taken(batch, "step", self._stepper.take, local=local)
-        if self.averages.following:
-            self.averages.follow(self.model, batch.step)
-        self.replicas.exchange(self.steps_taken)
-        self._stepper.guards.note_replicas()
+        for act in self._after_step:
+            act(batch.step)
         return self._received(report, batch)
 
     def backward(
@@ -401,7 +357,7 @@ class Run:
             ModelError: no gradient waits, no optimizer has the name, or its `step` does not take the options.
             NonFiniteError: loss or gradients are not finite, and `numerics.on_nonfinite` is "stop".
         """
-        self._refuse_within("update")
+        self._state.refuse("update")
         with self._kernels():
             return self._received(*self._parts.update(name, options))
 
@@ -425,7 +381,7 @@ class Run:
             ModelError: no optimizer has the name, or the optimizer no such method.
             LayoutError: the method couples weights, or elements of one, that the layout divides.
         """
-        self._refuse_within("call")
+        self._state.refuse("call")
         with self._kernels():
             return self._parts.call(name, method, args, given)
 
@@ -446,13 +402,12 @@ class Run:
         self, batch: StepBatch | Any, method: str, take: Callable[[StepBatch], StepReport], *, local: bool
     ) -> tuple[StepReport, StepBatch]:
         """Take a step or a backward on a batch that is checked and labelled; return the report, and that batch."""
-        self._refuse_within(method)
+        self._state.refuse(method)
         values, step = batch, self.steps_taken if method == "step" else self._parts.step_of(batch)
         given = self.batch_of(batch, f"run.{method}", local=local, step=step)
         self._parts.note_values(values, step)
         batch = self.labelled(given)
-        self._hear(given)
-        self.changes += self.data.begin_step(given)
+        self.changes += self._batches.begin_step(given)
         is_last = batch.step + 1 >= self.job.train.steps
         shared = SharedWeights() if self._shared is None else self._shared
         try:
@@ -507,12 +462,7 @@ class Run:
 
         Collective over the world, see [Note: collective calls].
         """
-        self._refuse_gathered("evaluate")
-        given = self.labelled(
-            self.batch_of(
-                batch_to_evaluate(batch, "run.evaluate", self.job.train.global_batch), "run.evaluate", local=local
-            )
-        )
+        given = self._to_evaluate(batch, "evaluate", local=local)
         self._stepper.guards.find_loss(self._stepper.held, given)
         with self._kernels(), self.replicas.outer():
             return evaluation.evaluate(self.assembly, given, self.job.train.seed, measure)
@@ -530,12 +480,7 @@ class Run:
         Raises:
             DataError: an output has no dimension of samples, and is not the same for all of them.
         """
-        self._refuse_gathered("predict")
-        given = self.labelled(
-            self.batch_of(
-                batch_to_evaluate(batch, "run.predict", self.job.train.global_batch), "run.predict", local=local
-            )
-        )
+        given = self._to_evaluate(batch, "predict", local=local)
         with self._kernels(), self.replicas.outer():
             return evaluation.predict(self.assembly, given, self.job.train.seed)
 
@@ -547,28 +492,14 @@ class Run:
         Raises:
             ModelError: when it is entered, the job averages no weights.
         """
-        return evaluation.use_averages(self)
+        return self._state.averaged()
 
-    @property
-    def _unread(self) -> Path | None:
-        """The checkpoint of a run that was loaded and is not prepared, so that all of its values are in the files."""
-        return None if self._own.is_prepared or self._given is not None else self._load_from
-
-    def _refuse_gathered(self, word: str) -> None:
-        if self._is_gathered:
-            raise ModelError(
-                f"run.{word} within run.gathered(): the model has whole weights there; behind it, it works"
-            )
-
-    def _refuse_within(self, word: str) -> None:
-        """Refuse a call while the model has other tensors than those that are trained.
-
-        Raises:
-            ModelError: it has.
-        """
-        self._refuse_gathered(word)
-        if self._own.is_prepared and (averages := self._own.current.weights.updater.averages) is not None:
-            averages.refuse_in_use(word)
+    def _to_evaluate(self, given: Any, word: str, *, local: bool) -> StepBatch:
+        """Return a data set or a batch that a method is given, as one batch with labels."""
+        self._state.refuse(word, Lent.WHOLE)
+        method = f"run.{word}"
+        batch = batch_to_evaluate(given, method, self.job.train.global_batch)
+        return self.labelled(self.batch_of(batch, method, local=local))
 
     def all_waived(self) -> tuple[str, ...]:
         """Return the refusals that any rank met and `run.allow` waived; `job.run.waived` notes each.
@@ -583,21 +514,10 @@ class Run:
 
         Collective over the world, see [Note: collective calls].
         """
-        self._refuse_gathered("outputs")
+        self._state.refuse("outputs", Lent.WHOLE)
         self.prepare(samples)
         with self.replicas.outer():
             return evaluation.outputs_of(self.assembly, samples, self.job.train.seed)
-
-    def _hear(self, batch: StepBatch) -> None:
-        """Let the user know, once, what the stream of a batch has to say: in the report, and on rank 0 on stderr."""
-        stream = getattr(batch, "stream", None)
-        if stream is None or not stream.remarks:
-            return
-        for line in stream.remarks:
-            self._stepper.refusals.remark(line)
-            if self.place.rank == 0:
-                print(f"samestep: {line}", file=sys.stderr, flush=True)
-        stream.remarks = ()
 
     def batch_of(self, given: Any, method: str, *, local: bool = False, step: int | None = None) -> StepBatch:
         """Return what a method of this run was given as the batch of its next step, or of another one.
@@ -607,25 +527,14 @@ class Run:
         Raises:
             DataError: it is neither a batch nor the values of one.
         """
-        self.data.place(given)
         compares = (
             method != "run.step"
             or not self.is_prepared
             or self._stepper.guards.looks_closer(self.steps_taken)
             or self._own.current.parallel.batch_norms.takes_statistics  # of samples in the order of the whole batch
         )
-        batch = self._given_batches.batch_of(
-            given, method, self.steps_taken if step is None else step, self.layout, local=local, compares=compares
-        )
-        lanes = self.lanes.of(batch)
-        if isinstance(lanes, LaneBatch) and not self.lanes.are_ready:
-            if self.is_prepared:
-                raise ModelError(
-                    "the run was prepared for samples without lanes: batches(..., lanes=True) from the first step on works"
-                )
-            first = lanes.samples(lanes.shares(0, 1, 1)[0][:1])
-            self._own.source = self.lanes.source_of(self._own.source, self.job, self.layout, first, self._turn)
-        return lanes
+        step = self.steps_taken if step is None else step
+        return self._batches.of(given, method, step, local=local, compares=compares)
 
     def _kernels(self) -> AbstractContextManager[None]:
         return deterministic.kernels(self.place.device) if self.job.numerics.deterministic else nullcontext()
@@ -641,72 +550,4 @@ class Run:
         """
         if not self._own.is_prepared:
             self.prepare(batch.samples(batch.shares(0, 1, 1)[0][:1]))
-        return self._labels.of(batch, self._own.current.model.module)
-
-
-@calls.checked
-def parallelize(
-    model: Built | Mapping[str, Built],
-    loss: Loss | str,
-    optimizer: OptimizerLike | Sequence[OptimizerLike] | Mapping[str, OptimizerLike],
-    *,
-    layout: str | Layout = "",
-    job: Job | None = None,
-    stages: Sequence[str] | None = None,
-    forward: Forward | None = None,
-    batch_dim: int = 0,
-    ema: Following | None = None,
-) -> Run:
-    """Put any model into a layout; `run.step(batch)` then takes one optimizer step of the job.
-
-    Every rank calls it with equal arguments, started by `samestep.launch`, torchrun or srun, or as the only process.
-
-    A run trains weights of its own: of an instance it takes the values. So two runs over the same modules or optimizer, which
-    take steps in turn, are refused.
-
-    Args:
-        model: a build function, whose weights start as functions of (seed, name); or an instance, whose values stay; or several of
-            these by name, with a `forward`. Those whose weights take no gradient are frozen.
-        loss: (outputs, batch) -> (sum, count), or one of `samestep.whole_batch`, or a word of the key `train.loss`: "cross_entropy",
-            "mse", or "model" for what the forward returns, which is then given the labels.
-        optimizer: a function of the list of parameters, or of a list of (name, parameter); an instance over the model instance
-            that has not stepped; or a list or a dict of these, which together hold each weight once.
-        layout: one line of text such as "dp=2 zero=3"; empty replicates over all ranks.
-        job: global batch, steps, seed, schedule, numerics, `optimizer.clip_norm`, and `data.labels`, which says what the labels of
-            a causal model of transformers are for "cross_entropy". Its model, the rest of its data, its loss and the rest of
-            its optimizer table are not read: the arguments above replace them.
-        stages: names of modules with which the later stages of a pipeline may begin, such as ["encoder.3", "head"]; by default
-            those of `job.model.stages`, and else blocks, or the calls of any modules.
-        forward: a function of the model, or of the models by name, and of a batch with its labels, which returns the outputs that
-            the loss is given; by default the model is called with what its forward takes of the batch.
-        batch_dim: the dimension of the samples in the tensors that the forward and the loss are given, and in batches that a
-            collate_fn or the loop puts together: 1 for a recurrent model over [tokens, samples].
-        ema: models that follow others behind each step, {"teacher": ("student", 0.996)}: the decay is a number, or a function of the
-            step. Such a model is frozen, and starts as a copy of the one that it follows, unless `model` has one of its name.
-
-    Raises:
-        InputError: a model, optimizer or layout that cannot run; the text says what would.
-    """
-    job = (job or Job()).with_stages(stages)
-    had_joined = dist.is_initialized()
-    place = join.join(job.run.device, timeout_s=job.run.timeout_s, ranks_per_node=job.run.ranks_per_node)
-    where = Layout.parse(layout) if isinstance(layout, str) else layout
-    if layout == "":
-        where = Layout(dp_replicate=place.world_size)
-    try:
-        mesh.check_world(where)
-        rank_order.check(where, place.hosts)
-    except LayoutError:
-        if not had_joined:  # a process in no group may still fork the ranks that the refusal asks for
-            join.leave()
-        raise
-    loss = scoped(named_loss(loss) if isinstance(loss, str) else loss, job)
-    averages = ModelAverages(ema or {})
-    averages.check(where, job)
-    model = as_one(model, forward, {name: source for name, (source, _) in averages.following.items()})
-    names = {id(param): name for name, param in model.named_parameters()} if isinstance(model, nn.Module) else None
-    name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
-    source = Source(model, loss, optimizer_source(optimizer, names), name)
-    run = Run(source, where, job, place, shared=SharedWeights(), batch_dim=batch_dim)
-    run.averages = averages
-    return run
+        return self._batches.labelled(batch)

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from samestep.building import nf4
-from samestep.errors import ModelError
 from samestep.runtime import host_copies
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.weights.split_masters import SplitMasters
@@ -210,18 +209,7 @@ class WeightAverages:
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
-        self.are_in_use = False
-        """Whether the model has the averages at present, and these hold the weights."""
         self._of: dict[int, Tensor] = {}
-
-    def refuse_in_use(self, word: str) -> None:
-        """Refuse a call that reads or changes the weights while the model has the averages instead.
-
-        Raises:
-            ModelError: the model has them.
-        """
-        if self.are_in_use:
-            raise ModelError(f"run.{word} within run.averaged(): the model has the averages there; behind it, it works")
 
     def of(self, piece: Piece) -> Tensor | None:
         """Return the average of a piece, of the shape of its value; None before the first update."""

@@ -1,0 +1,92 @@
+"""What a loop hands to the methods of one run, as the batches of its steps.
+
+given ─► GivenBatches          a batch of `samestep.batches`, or the values of one
+      ─► lanes, batch_dim      only where a loop asks for them: the model is then called in another way
+      ─► NextLabels            with labels of the next token, where the data has aligned ones
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+from samestep.building.batch_dim import BatchDim
+from samestep.errors import ModelError
+from samestep.runtime.axes.lanes import CarriedLanes, LaneBatch
+from samestep.runtime.batches.given_batches import GivenBatches
+from samestep.runtime.batches.next_labels import NextLabels
+from samestep.runtime.checkpoints.trained_data import TrainedData
+from samestep.runtime.guards.refusals import Refusals
+from samestep.runtime.held_assembly import HeldAssembly
+from samestep.runtime.microbatches import StepBatch
+
+
+class RunBatches:
+    """The batches that one run is given. Every rank has one, and all call its methods alike."""
+
+    def __init__(self, own: HeldAssembly, refusals: Refusals, batch_dim: int) -> None:
+        self._own, self._refusals = own, refusals
+        self.data = TrainedData(own.job, own.place)
+        """The data that the run is trained on, as checkpoints note it."""
+        self.lanes = CarriedLanes()
+        """The state that samples hand to those of the next step."""
+        self._turn = BatchDim(batch_dim) if batch_dim else None
+        self._given = GivenBatches(own.job, own.place, self._turn)
+        self._labels = NextLabels(own.source.loss, own.job)
+
+    def of(self, given: Any, method: str, step: int, *, local: bool, compares: bool) -> StepBatch:
+        """Return what `method` was given as the batch of the step with this index; with `compares` ranks compare values.
+
+        Collective over the world where it is no batch of `samestep.batches`, see [Note: collective calls].
+
+        Raises:
+            DataError: it is neither a batch nor the values of one.
+            ModelError: it has lanes, and the run was prepared for samples without.
+        """
+        self.data.place(given)
+        batch = self._given.batch_of(given, method, step, self._own.layout, local=local, compares=compares)
+        batch = self.lanes.of(batch)
+        if isinstance(batch, LaneBatch) and not self.lanes.are_ready:
+            self._begin_lanes(batch)
+        return batch
+
+    def _begin_lanes(self, batch: LaneBatch) -> None:
+        """Let the run's model be called with the state of lanes.
+
+        Raises:
+            ModelError: the model is built.
+        """
+        own = self._own
+        if own.is_prepared:
+            raise ModelError(
+                "the run was prepared for samples without lanes: batches(..., lanes=True) from the first step on works"
+            )
+        first = batch.samples(batch.shares(0, 1, 1)[0][:1])
+        own.source = self.lanes.source_of(own.source, own.job, own.layout, first, self._turn)
+
+    def turn_model(self) -> None:
+        """Let the run's model and loss be given samples in the dimension that they know; lanes have done so already."""
+        if self._turn is not None and not self.lanes.are_ready:
+            source = self._own.source
+            model, loss = self._turn.around(source.model, source.loss)
+            self._own.source = replace(source, model=model, loss=loss)
+
+    def labelled(self, batch: StepBatch) -> StepBatch:
+        """Return a batch as the loss of a prepared run is given it: with labels of the next token, where they are aligned.
+
+        Raises:
+            DataError: the samples do not show which token their labels are, or contradict `data.labels`.
+        """
+        return self._labels.of(batch, self._own.current.model.module)
+
+    def begin_step(self, batch: StepBatch) -> tuple[str, ...]:
+        """Take notice of the batch of a step: what its stream has to say, and whose data it is; return what a resume has changed."""
+        stream = getattr(batch, "stream", None)
+        if stream is not None and stream.remarks:
+            for line in stream.remarks:
+                self._refusals.remark(line)
+                if self._own.place.rank == 0:
+                    print(f"samestep: {line}", file=sys.stderr, flush=True)
+            stream.remarks = ()
+        return self.data.begin_step(batch)
