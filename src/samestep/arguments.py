@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from samestep.errors import did_you_mean
+from samestep.errors import InputError, did_you_mean
 from samestep.job_tables import MOST_STEPS, MayChange, Precision, Waiver
 from samestep.layout import MOST_RANKS
+
+JSON_ALONE = "--json=-"
+"""`--json` without a file, as the parser takes it."""
 
 
 class Parser(ArgumentParser):
@@ -19,7 +22,7 @@ class Parser(ArgumentParser):
     _given: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments, and exit with status 2 at an unknown one, since the flags of the verb are known by now."""
+        """Parse the arguments, and refuse an unknown one, since the flags of the verb are known by now."""
         self._given = list(sys.argv[1:] if args is None else args)
         words, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -31,12 +34,38 @@ class Parser(ArgumentParser):
         return f"unknown argument {flag}{did_you_mean(flag, self._option_string_actions)}"
 
     def error(self, message: str) -> NoReturn:
-        """Print the mistake and exit with status 2; where a flag is missing, an unknown one that may stand for it is named."""
+        """Raise the mistake as an `InputError`; where a flag is missing, an unknown one that may stand for it is named."""
         if "arguments are required" in message:
             flags = (word for word in self._given if word.startswith("--"))
             unknown = (flag for flag in flags if flag.partition("=")[0] not in self._option_string_actions)
             message = "; ".join([message, *map(self._of_unknown, [*unknown][:1])])
-        self.exit(2, f"samestep: {message}; see {self.prog} --help\n")
+        raise InputError(f"{message}; see {self.prog} --help")
+
+
+def spell_out_json(words: Sequence[str]) -> list[str]:
+    """Return the words of a command in which `--json` without a file is `--json=-`; a job behind it is no file to write."""
+    spelled = list(words)
+    for place, word in enumerate(spelled):
+        if word == "--":
+            break
+        after = spelled[place + 1] if place + 1 < len(spelled) else "-"
+        if word == "--json" and after.endswith(".toml"):
+            spelled[place] = JSON_ALONE
+        elif word == "--json" and after.startswith("-"):
+            spelled[place] = JSON_ALONE
+            del spelled[place + 1 : place + 1 + (after == "-")]
+    return spelled
+
+
+def verbs_of(parser: ArgumentParser) -> dict[str, ArgumentParser]:
+    """Return the parser of each verb, by its name."""
+    return dict(next(action.choices for action in parser._actions if isinstance(action.choices, dict)))
+
+
+def add_json(parser: ArgumentParser) -> None:
+    """Add what every verb takes: where its result goes as JSON."""
+    about = "print the result as JSON and nothing else; with FILE, write it there and print the text"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=about)
 
 
 def _add_job(parser: ArgumentParser) -> None:
@@ -130,7 +159,6 @@ def add_verify(parser: ArgumentParser) -> None:
     about = "every legal split of --devices over the axes, and each switch by itself"
     parser.add_argument("--all", action="store_true", help=about)
     parser.add_argument("--devices", type=_ranks, metavar="N", help="with --all: the number of devices")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict to a file")
 
 
 def add_export(parser: ArgumentParser) -> None:
@@ -169,7 +197,6 @@ def add_evaluate(parser: ArgumentParser) -> None:
     _add_run(parser)
     parser.add_argument("--samples", type=_count, metavar="N", help="held-out samples; default: the job's")
     _add_ema(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to a file")
 
 
 def _add_run(parser: ArgumentParser) -> None:
@@ -203,7 +230,6 @@ def add_plan(parser: ArgumentParser) -> None:
     parser.add_argument("--days-for-tokens", type=_num_tokens, metavar="2T", help=about)
     about = "the price of one device for an hour: say what training costs"
     parser.add_argument("--cost-per-hour", type=_price, metavar="PRICE", help=about)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan to a file")
 
 
 def add_simulate(parser: ArgumentParser) -> None:
@@ -213,7 +239,6 @@ def add_simulate(parser: ArgumentParser) -> None:
     _add_hardware(parser)
     parser.add_argument("--devices", type=_ranks, metavar="N", help="must equal the layout's ranks")
     parser.add_argument("--program", action="store_true", help="print every op, however many there are")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the prediction to a file")
     about = "write a page with a picture of the step, which needs no other file"
     parser.add_argument("--html", type=Path, metavar="FILE", help=about)
     about = "play a published run or a textbook comparison instead of a job; `--case list` lists them"
@@ -230,7 +255,6 @@ def add_explain(parser: ArgumentParser) -> None:
     chosen.add_argument("--step", type=_count, metavar="N", help="one step; default: all recorded ones but the first")
     chosen.add_argument("--steps", metavar="A:B", help="some steps, averaged")
     _add_hardware(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the parts of the step to a file")
     about = "write a page with a bar for each rank, which needs no other file"
     parser.add_argument("--html", type=Path, metavar="FILE", help=about)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, which Perfetto opens")
@@ -248,13 +272,11 @@ def add_layouts(parser: ArgumentParser) -> None:
     parser.add_argument("--pairs", action="store_true", help=about)
     parser.add_argument("--why-not", metavar='"dp=2 ..."', help="say why one layout is refused")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to a file")
 
 
 def add_inspect(parser: ArgumentParser) -> None:
     """Add the arguments of `inspect`."""
     _add_job(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables to a file")
 
 
 def add_profiles(parser: ArgumentParser) -> None:

@@ -14,6 +14,7 @@ import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,9 @@ from samestep.errors import InputError, LayoutError, RunError, WorkerError
 from samestep.layout import Layout
 from samestep.models import published
 from samestep.models.presets import PRESETS
-from samestep.output import temporary_folder
+from samestep.output import results, temporary_folder
 from samestep.output.output_file import check_writable, write
+from samestep.output.results import Failure, Result
 from samestep.training import run_folder
 
 if TYPE_CHECKING:
@@ -35,22 +37,53 @@ if TYPE_CHECKING:
 def main(words: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit status from 0 to 255; a user's mistake prints one line, never a traceback."""
     warnings.showwarning = _say_warning
-    given = _parser().parse_args(words)
+    given = arguments.spell_out_json(sys.argv[1:] if words is None else words)
     try:
-        for flag in ("json", "trace", "html"):
-            if getattr(given, flag, None) is not None:
-                check_writable(getattr(given, flag))
-        return int(given.verb(given) or 0)
-    except RunError as error:
-        return _fail(error, 1)
-    except InputError as error:
-        return _fail(error, 2)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        if arguments.JSON_ALONE in given:
+            return _print_json(given)
+        found = _run(given)
+        if isinstance(found, Failure):
+            return _fail(found)
+        if found.text:
+            print(found.text)
+        return found.status
     except BrokenPipeError:
         # The reader of our output has gone; without this, Python would flush the rest at exit and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _print_json(given: Sequence[str]) -> int:
+    """Run one verb and print its result or error as JSON, and nothing else on standard output; return the exit status."""
+    verb = next((word for word in given if not word.startswith("-")), "")
+    with results.only_json() as say:
+        try:
+            found = _run(given)
+        except Exception as error:  # a mistake of ours: its traceback follows
+            say(verb, Failure(error, 1))
+            raise
+        say(verb, found)
+    return found.status
+
+
+def _run(words: Sequence[str]) -> Result | Failure:
+    """Run one verb, and write its result to the file of `--json`."""
+    try:
+        given = _parser().parse_args(words)
+        for flag in ("json", "trace", "html"):
+            path = getattr(given, flag, None)
+            if path is not None and path != results.STANDARD_OUTPUT:
+                check_writable(path)
+        found: Result | Failure = given.verb(given)
+        if isinstance(found, Result) and given.json not in (None, results.STANDARD_OUTPUT):
+            results.write_file(given.json, found)
+    except RunError as error:
+        return Failure(error, 1)
+    except InputError as error:
+        return Failure(error, 2)
+    except KeyboardInterrupt as error:
+        return Failure(error, 130)
+    return found
 
 
 def _parser() -> ArgumentParser:
@@ -62,9 +95,10 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"samestep {metadata.version('samestep')}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
 
-    def verb(name: str, run: Callable[[Namespace], int | None], about: str) -> ArgumentParser:
+    def verb(name: str, run: Callable[[Namespace], Result | Failure], about: str) -> ArgumentParser:
         added: ArgumentParser = verbs.add_parser(name, help=about, allow_abbrev=False)
         added.set_defaults(verb=run)
+        arguments.add_json(added)
         return added
 
     about = "prove that a layout computes what one device computes: exit 0 proven, 1 differs, 2 could not be tried"
@@ -125,7 +159,7 @@ def _limit_threads(count: int) -> None:
         os.environ.setdefault(name, value)
 
 
-def _train(words: Namespace) -> int:
+def _train(words: Namespace) -> Result:
     out = run_folder.newest() if words.resume and words.out is None else words.out
     goes_on = (words.resume or words.auto_resume) and words.job is None and out and (out / run_folder.JOB).exists()
     if goes_on:
@@ -147,23 +181,23 @@ def _train(words: Namespace) -> int:
 
         nodes = words.nodes or "1"
         num_hosts = int(nodes) if nodes.isdecimal() else len(nodes.split(","))
-        print(dry_run(job, **given, num_hosts=max(1, num_hosts)).to_text())
-    else:
-        if words.nodes is not None and not words.nodes.isdecimal():
-            from samestep.training import ssh
+        would = dry_run(job, **given, num_hosts=max(1, num_hosts))
+        return Result(would.to_record, would.to_text())
+    if words.nodes is not None and not words.nodes.isdecimal():
+        from samestep.training import ssh
 
-            return ssh.start(words.nodes.split(","), words.rendezvous, goes_on=least_ranks is not None)
-        from samestep.runtime.processes import join
-        from samestep.training.train import train
+        status = ssh.start(words.nodes.split(","), words.rendezvous, goes_on=least_ranks is not None)
+        return Result(lambda: {"hosts": words.nodes.split(","), "folder": out, "status": status}, status=status)
+    from samestep.runtime.processes import join
+    from samestep.training.train import train
 
-        more = {"prove": words.prove, "rendezvous": _rendezvous(words), "least_ranks": least_ranks}
-        summary = train(job, **given, **more)
-        if number := summary.stop_signal if summary else join.ended_by():
-            return 128 + number
-    return 0
+    more = {"prove": words.prove, "rendezvous": _rendezvous(words), "least_ranks": least_ranks}
+    summary = train(job, **given, **more)
+    number = summary.stop_signal if summary else join.ended_by()
+    return Result(summary.to_record if summary else None, status=128 + number if number else 0)
 
 
-def _launch(words: Namespace) -> None:
+def _launch(words: Namespace) -> Result:
     from samestep.engines import scripts
     from samestep.engines.site import read_site
     from samestep.engines.wanted import wanted_of
@@ -176,6 +210,8 @@ def _launch(words: Namespace) -> None:
     print(text, end="", flush=True)
     if words.submit:
         scripts.submit(words.on, file)
+    path = file if words.emit or words.submit else None
+    return Result(lambda: {"engine": words.on, "script": text, "file": path, "submitted": words.submit})
 
 
 def _rendezvous(words: Namespace) -> Rendezvous | None:
@@ -199,7 +235,7 @@ def _rendezvous(words: Namespace) -> Rendezvous | None:
     return meeting.Rendezvous.of(words.rendezvous, int(words.nodes), token)
 
 
-def _verify(words: Namespace) -> int:
+def _verify(words: Namespace) -> Result | Failure:
     job = _allowing(words)
     _limit_threads(job.run.threads)
     from samestep.proof import verify
@@ -216,41 +252,44 @@ def _verify(words: Namespace) -> int:
             else [verify.verify(job, layout=words.layout, **given)]
         )
         for verdict in every:
-            print(verdict.to_line() if words.all else verdict.to_text(), flush=True)
+            if words.all:
+                print(verdict.to_line(), flush=True)
             verdicts.append(verdict)
     except WorkerError as error:
-        return _fail(error, 2)
-    records = [verdict.to_record() for verdict in verdicts]
-    _write_json(words.json, records if words.all else records[0])
-    return 0 if all(verdict.proven for verdict in verdicts) else 1
+        return Failure(error, 2)
+    status = 0 if all(verdict.proven for verdict in verdicts) else 1
+    if words.all:
+        return Result(lambda: [verdict.to_record() for verdict in verdicts], status=status)
+    return Result(verdicts[0].to_record, verdicts[0].to_text(), status)
 
 
-def _export(words: Namespace) -> None:
+def _export(words: Namespace) -> Result:
     _limit_threads(1)
     from samestep.training.export import export
 
     given = {"dtype": words.dtype, "merge": words.merge, "ema": words.ema, "form": words.format}
     given["allow_code"] = "code" in words.allow
-    print(export(words.run, words.out, **given).to_text())
+    written = export(words.run, words.out, **given)
+    return Result(lambda: asdict(written), written.to_text())
 
 
-def _sample(words: Namespace) -> None:
+def _sample(words: Namespace) -> Result:
     from samestep.training.trained import printable, sample
 
     keys = ("chat", "tokens", "temperature", "seed", "ema")
     given = {key: getattr(words, key) for key in keys} | {"allow_code": "code" in words.allow}
-    print(printable(sample(words.run, words.prompt, **given)))
+    text = sample(words.run, words.prompt, **given)
+    return Result(lambda: {"text": text}, printable(text))
 
 
-def _evaluate(words: Namespace) -> None:
+def _evaluate(words: Namespace) -> Result:
     from samestep.training.trained import evaluate
 
     found = evaluate(words.run, samples=words.samples, ema=words.ema, allow_code="code" in words.allow)
-    print(found.to_text())
-    _write_json(words.json, found.to_record())
+    return Result(found.to_record, found.to_text())
 
 
-def _plan(words: Namespace) -> int:
+def _plan(words: Namespace) -> Result:
     from samestep.planning import plan, ranking
 
     job = _planned_job(words)
@@ -262,23 +301,24 @@ def _plan(words: Namespace) -> int:
         job, words.devices, words.hardware, top=top, fewest_devices=words.fewest_devices, keep_free=words.keep_free
     )
     _say_cautions(words, found.hardware, words.devices)
-    print(ranking.as_text(found))
-    if asked is not None:
-        print(ranking.why_not(found, asked))
+    why = [] if asked is None else [ranking.why_not(found, asked)]
     answers = ranking.answers(found, words.days_for_tokens, words.cost_per_hour)
-    for line in [*answers, *ranking.other_numerics(found)]:
-        print(line)
+    text = "\n".join([ranking.as_text(found), *why, *answers, *ranking.other_numerics(found)])
     measured = None
     if words.measure_top and found.best:
         _limit_threads(job.run.threads)
         from samestep.measurement.profile import measure
 
+        print(text)
         measured = measure(job, layouts=[one.layout for one in found.best[: words.measure_top]])
-        print(measured.to_text())
-    if words.json:  # a hundred thousand rejected layouts take longer to write out than to reject
-        rows = {} if measured is None else {"measured": [row.to_record() for row in measured.rows]}
-        _write_json(words.json, ranking.as_record(found) | rows)
-    return 0 if found.best else 1
+        text = measured.to_text()
+
+    def record() -> dict[str, object]:
+        more: dict[str, object] = {"why": why[0]} if why else {}
+        more |= {"measured": [row.to_record() for row in measured.rows]} if measured else {}
+        return ranking.as_record(found) | more
+
+    return Result(record, text, 0 if found.best else 1)
 
 
 def _check_measurable(words: Namespace, job: jobs.Job) -> None:
@@ -299,20 +339,19 @@ def _say_cautions(words: Namespace, machine: hardware.Hardware, devices: int) ->
         print(line)
 
 
-def _simulate(words: Namespace) -> None:
+def _simulate(words: Namespace) -> Result:
     if words.case is not None:
-        _case(words)
-        return
+        return _case(words)
     from samestep.simulation import listing
     from samestep.simulation.simulate import simulate
 
     found = simulate(_planned_job(words), words.layout, words.hardware, devices=words.devices)
     _say_cautions(words, found.hardware, found.devices)
-    print(listing.as_text(found, whole=words.program))
-    _write_prediction(words, found)
+    _write_pictures(words, found)
+    return Result(found.to_record, listing.as_text(found, whole=words.program))
 
 
-def _explain(words: Namespace) -> None:
+def _explain(words: Namespace) -> Result:
     from samestep.explanation import differences, explain, foreign_traces
 
     if len(words.run) > 2:
@@ -323,37 +362,38 @@ def _explain(words: Namespace) -> None:
             raise InputError("--trace, --html, --step and --steps are of one run with records: leave them out")
         one, other, is_pair = words.run[0], words.run[-1], len(words.run) == 2
         told = differences.differences(one, other, words.hardware) if is_pair else foreign_traces.explain_traces(run)
-        print(told.to_text())
-        _write_json(words.json, told.to_record())
-        return
+        return Result(told.to_record, told.to_text())
     found = explain.explain(run, step=words.step, steps=words.steps, hardware=words.hardware)
-    print(found.to_text())
-    _write_json(words.json, found.to_record())
     if words.trace:
         write(words.trace, json.dumps(found.to_chrome_trace()))
     if words.html:
         from samestep.explanation import explained_page
 
         write(words.html, explained_page.to_html(found))
+    return Result(found.to_record, found.to_text())
 
 
-def _case(words: Namespace) -> None:
+def _case(words: Namespace) -> Result:
     from samestep.simulation import cases
 
     given = [flag for flag in ("job", "layout", "set", "hardware", "devices", "program") if getattr(words, flag)]
     if given:
         name = given[0] if given[0] == "job" else f"--{given[0]}"
         raise InputError(f"--case {words.case} has its own job and layout: leave {name} out")
-    wanted = [flag for flag in ("json", "trace", "html") if getattr(words, flag)]
+    is_file = words.json not in (None, results.STANDARD_OUTPUT)
+    wanted = [flag for flag in ("json", "trace", "html") if getattr(words, flag) and (flag != "json" or is_file)]
     if wanted and words.case not in cases.RUNS:
         raise InputError(f"--{wanted[0]} writes one step, and only the cases {', '.join(cases.RUNS)} are one step")
-    print("\n".join(cases.lines_of(words.case)))
-    if wanted:
-        _write_prediction(words, cases.RUNS[words.case].predict())
+    lines = cases.lines_of(words.case)
+    if words.case not in cases.RUNS:
+        return Result(lambda: {"lines": lines}, "\n".join(lines))
+    run = cases.RUNS[words.case]
+    if words.trace or words.html:
+        _write_pictures(words, run.predict())
+    return Result(lambda: run.predict().to_record(), "\n".join(lines))
 
 
-def _write_prediction(words: Namespace, found: Any) -> None:
-    _write_json(words.json, found.to_record())
+def _write_pictures(words: Namespace, found: Any) -> None:
     if words.trace:
         write(words.trace, json.dumps(found.timeline.to_chrome_trace()))
     if words.html:
@@ -362,31 +402,31 @@ def _write_prediction(words: Namespace, found: Any) -> None:
         write(words.html, to_html(found))
 
 
-def _layouts(words: Namespace) -> None:
+def _layouts(words: Namespace) -> Result:
     from samestep.planning import legality
 
     job = _planned_job(words)
     if words.why_not is not None:
-        print(legality.why_refused(job, Layout.parse(words.why_not), words.devices))
-    elif words.pairs:
-        print(legality.matrix(legality.pairs(job), markdown=words.markdown))
-    else:
-        rows = legality.layouts(job, words.devices, switches=words.switches)
-        print(legality.as_markdown(rows) if words.markdown else legality.as_text(rows, whole=words.whole))
-        _write_json(words.json, [legality.as_record(row) for row in rows])
+        reason = legality.why_refused(job, Layout.parse(words.why_not), words.devices)
+        return Result(lambda: {"layout": words.why_not, "answer": reason}, reason)
+    if words.pairs:
+        pairs = [*legality.pairs(job)]
+        return Result(lambda: [asdict(pair) for pair in pairs], legality.matrix(pairs, markdown=words.markdown))
+    rows = legality.layouts(job, words.devices, switches=words.switches)
+    text = legality.as_markdown(rows) if words.markdown else legality.as_text(rows, whole=words.whole)
+    return Result(lambda: [legality.as_record(row) for row in rows], text)
 
 
-def _inspect(words: Namespace) -> None:
+def _inspect(words: Namespace) -> Result:
     job = _planned_job(words)
     _limit_threads(job.run.threads)
     from samestep.training.inspection import inspect
 
     found = inspect(job)
-    print(found.to_text())
-    _write_json(words.json, found.to_record())
+    return Result(found.to_record, found.to_text())
 
 
-def _measure(words: Namespace) -> None:
+def _measure(words: Namespace) -> Result:
     _limit_threads(1)
     from samestep.measurement import profile
 
@@ -396,34 +436,32 @@ def _measure(words: Namespace) -> None:
             file=sys.stderr,
         )
     machine = profile.measure(out=words.out, ranks=words.ranks, device=words.device)
-    print(profile.as_text(machine))
-    print(f"written: {words.out or hardware.own_path()}, with the source of every number")
+    path = words.out or hardware.own_path()
+    said = f"{profile.as_text(machine)}\nwritten: {path}, with the source of every number"
+    return Result(lambda: {"file": path, "profile": asdict(machine)}, said)
 
 
-def _presets(words: Namespace) -> None:
-    print(published.presets())
+def _presets(_: Namespace) -> Result:
+    return Result(published.preset_records, published.presets())
 
 
-def _profiles(words: Namespace) -> None:
-    print(hardware.profile_table() if words.show is None else hardware.as_written(words.show), end="")
+def _profiles(words: Namespace) -> Result:
+    names = hardware.known() if words.show is None else (words.show,)
+    text = hardware.profile_table() if words.show is None else hardware.as_written(words.show)
+    return Result(lambda: {name: asdict(hardware.load(name)) for name in names}, text.rstrip("\n"))
 
 
-def _env(words: Namespace) -> None:
+def _env(_: Namespace) -> Result:
     from samestep import environment
 
-    print(environment.as_text())
+    return Result(environment.as_record, environment.as_text())
 
 
-def _write_json(path: Path | None, data: object) -> None:
-    if path is not None:
-        write(path, json.dumps(data, indent=1) + "\n")
-
-
-def _fail(error: Exception | str, status: int) -> int:
+def _fail(failure: Failure) -> int:
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)  # a killed worker may have left the cursor hidden behind its live line
-    print(f"samestep: {_visible(error)}", file=sys.stderr)
-    return status
+    print(f"samestep: {_visible(failure.text)}", file=sys.stderr)
+    return failure.status
 
 
 def _visible(text: object) -> str:

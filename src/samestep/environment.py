@@ -14,7 +14,20 @@ _PACKAGES = ("samestep", "torch", "numpy", "transformers", "tokenizers", "safete
 def as_text() -> str:
     """Return the versions of Python and of the packages that results depend on, and the GPUs, one line each."""
     python = f"python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores"
-    return "\n".join([python, *map(_version, _PACKAGES), *_list_shadowed(), *_gpus()])
+    packages = (f"{package} {_version(package) or 'is not installed'}" for package in _PACKAGES)
+    return "\n".join([python, *packages, *_list_shadowed(), *_gpus()])
+
+
+def as_record() -> dict[str, object]:
+    """Return the same as plain data; a package that is not installed is None."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "packages": {package: _version(package) for package in _PACKAGES},
+        "shadowed": _list_shadowed(),
+        "gpus": _gpus(),
+    }
 
 
 def _gpus() -> list[str]:
@@ -45,8 +58,8 @@ def _list_shadowed() -> list[str]:
     return lines
 
 
-def _version(package: str) -> str:
+def _version(package: str) -> str | None:
     try:
-        return f"{package} {metadata.version(package)}"
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return f"{package} is not installed"
+        return None

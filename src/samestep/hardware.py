@@ -252,10 +252,15 @@ def profiles() -> tuple[str, ...]:
     return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
 
 
+def known() -> tuple[str, ...]:
+    """Return the names that `--hardware` takes here: those of the profiles, and this machine's own once it is measured."""
+    return (*profiles(), *[OWN] * _is_measured())
+
+
 def profile_table() -> str:
     """Return a table of the profiles: names, devices of a machine, memory, peak rates and links of one device."""
     rows = [("--hardware", "devices", "GiB", "TFLOP/s", "GB/s inside", "GB/s outside")]
-    for name in (*profiles(), *[OWN] * _is_measured()):
+    for name in known():
         one = load(name)
         rate = max(one.flops_per_s.get(dtype, 0.0) for dtype in ("bfloat16", "float16", "float32"))
         inside, outside = (_rate(link.bytes_per_s / 1e9) for link in (one.intra, one.inter))

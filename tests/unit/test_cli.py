@@ -18,6 +18,7 @@ import torch
 import samestep
 from samestep import cli, hardware
 from samestep.building.optimizer import optimizer_of
+from samestep.errors import RunError
 from samestep.models import catalog
 from samestep.models.spec_json import from_json, to_json
 from samestep.planning import search
@@ -536,7 +537,7 @@ def _degrees(layout: samestep.Layout) -> tuple[int, ...]:
 
 
 def test_who_stops_reading_stops_the_writing() -> None:
-    code = "import samestep.cli as cli; cli._env = lambda _: print('x' * 10**6); raise SystemExit(cli.main(['env']))"
+    code = "import samestep.cli as cli; cli._env = lambda _: cli.Result(None, 'x' * 10**6); raise SystemExit(cli.main(['env']))"
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -546,7 +547,7 @@ def test_who_stops_reading_stops_the_writing() -> None:
 
 def test_a_terminal_gets_its_cursor_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert cli._fail("a worker died", 1) == 1
+    assert cli._fail(cli.Failure(RunError("a worker died"), 1)) == 1
     said, complaint = capsys.readouterr()
     assert said == "\x1b[?25h"
     assert complaint == "samestep: a worker died\n"

@@ -98,6 +98,19 @@ def _batch(name: str, sequence: int) -> tuple[int, str]:
     return samples, f"with {origin} {tokens / 1e6:.3g}M tokens a step, {samples} sample{'s' * (samples > 1)}"
 
 
+def preset_records() -> list[dict[str, str | int | None]]:
+    """Return what is known of each preset as plain data: its weights, tokens of a sample and of a step."""
+    return [
+        {
+            "source": f"preset:{name}",
+            "num_params": preset(name).num_params,
+            "tokens_of_a_sample": DECODERS[name].sequence if name in DECODERS else None,
+            "tokens_of_a_step": TOKENS.get(name),
+        }
+        for name in PRESETS
+    ]
+
+
 def presets() -> str:
     """Return a table of the presets: their names as `model.source` takes them, their weights, tokens of a sample and of a step."""
     rows = [("model.source", "weights", "tokens of a sample", "tokens of a step")]

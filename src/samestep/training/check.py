@@ -287,6 +287,12 @@ class DryRun:
     why: str
     """The chosen layout and the reason for it, as text; empty where the layout was given."""
 
+    def to_record(self) -> dict[str, Any]:
+        """Return plain data: the resolved job with its layout, and the bytes and samples of each rank."""
+        ranks = [{"memory": share.memory.to_record(), "samples": share.samples} for share in self.ranks]
+        sizes = {"num_microbatches": self.num_microbatches, "microbatch_samples": self.microbatch_samples}
+        return {"layout": str(self.layout), **sizes, "ranks": ranks, "why": self.why, "job": self.job.model_dump()}
+
     def to_text(self) -> str:
         """Return the text for a terminal: the layout, a line for each rank, and the job as TOML."""
         count, size, ranks = self.num_microbatches, self.microbatch_samples, len(self.ranks)

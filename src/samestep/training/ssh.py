@@ -87,8 +87,8 @@ def _heed(lines: Iterator[bytes]) -> None:
 
 
 def _without_nodes(words: Sequence[str]) -> list[str]:
-    """Return the arguments of a command without the flags for several hosts."""
-    kept, flags = [], ("--nodes", "--rendezvous", "--token-file")
+    """Return the arguments of a command without the flags for several hosts and the form of its result."""
+    kept, flags = [], ("--nodes", "--rendezvous", "--token-file", "--json")
     is_value = False
     for word in words:
         if not is_value and word.partition("=")[0] not in flags:

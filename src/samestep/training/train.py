@@ -93,9 +93,13 @@ class Summary:
     stop_signal: int = 0
     """The signal that stopped it, with whose status the command ends; 0 without one, and under torchrun."""
 
+    def to_record(self) -> dict[str, Any]:
+        """Return it as plain data, but for its path."""
+        return dataclasses.asdict(self)
+
     def to_json(self) -> str:
         """Return it as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=1, default=str)
+        return json.dumps(self.to_record(), indent=1, default=str)
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Summary:

@@ -1,0 +1,189 @@
+"""Every verb gives programs one line of JSON, results and errors, with the exit status that people get."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samestep import arguments, cli, errors, hardware
+from samestep.output import results
+from samestep.proof.verdict import Verdict
+from tests import small
+
+PRESET = ("--set", "model.source=preset:gpt2", "--set", "train.global_batch=8")
+OF_A_RUN = ("explain", "sample", "evaluate", "export")
+WORDS: dict[str, tuple[str, ...]] = {
+    "train": (*small.settings(), "--ranks", "2", "--dry-run"),
+    "verify": ("--layout", "dp=2"),
+    "launch": (*small.settings(), "--on", "mpi", "--nodes", "2", "--layout", "dp=2"),
+    "export": ("RUN", "--out", "exported"),
+    "sample": ("RUN", "--tokens", "3"),
+    "evaluate": ("RUN", "--samples", "2"),
+    "plan": (*PRESET, "--devices", "2", "--why", "dp=2"),
+    "simulate": (*PRESET, "--layout", "dp=2"),
+    "explain": ("RUN",),
+    "layouts": (*PRESET, "--devices", "2"),
+    "inspect": (*small.settings(),),
+    "measure": (),
+    "presets": (),
+    "profiles": ("--show", "h100x8"),
+    "env": (),
+}
+"""Words with which each verb has a result; RUN stands for a run folder."""
+ASKS = {
+    "train": ("folder", "ranks"), "verify": ("layout", "proven"), "launch": ("engine", "script"), "export": ("folder", "step"),
+    "sample": ("text",), "evaluate": ("loss",), "plan": ("best", "why"), "simulate": ("step_s",), "explain": ("verdict",),
+    "layouts": ("layout", "legal"), "inspect": ("layers",), "measure": ("file", "profile"), "presets": ("source", "num_params"),
+    "profiles": ("h100x8",), "env": ("python", "packages"),
+}  # fmt: skip
+"""Keys of each verb's result, or of its first row."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """A run folder, and what `train --json` said on its two outputs: from a process of its own, with workers."""
+    folder = tmp_path_factory.mktemp("json") / "run"
+    words = ["train", *small.settings(), "--layout", "dp=2", "--out", str(folder), "--record", "3:5"]
+    here = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "samestep", *words, "--json"], capture_output=True, text=True, cwd=here, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout, done.stderr
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def said(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any]]:
+    def said(*words: str) -> tuple[int, Any]:
+        """The exit status of a command, and the one document that it printed."""
+        capfd.readouterr()
+        status = small.main(*words)
+        lines = capfd.readouterr().out.splitlines()
+        assert len(lines) == 1, lines
+        document = json.loads(lines[0], parse_constant=pytest.fail)  # NaN is no JSON
+        assert (document.pop("samestep"), document.pop("format")) == (metadata.version("samestep"), results.FORMAT)
+        assert document.pop("verb") == words[0]
+        return status, document
+
+    return said
+
+
+def _verbs() -> list[str]:
+    return [*arguments.verbs_of(cli._parser())]
+
+
+def test_every_verb_has_a_row() -> None:
+    assert set(WORDS) == set(ASKS) == set(_verbs())
+
+
+@pytest.mark.parametrize("verb", _verbs())
+def test_a_verb_gives_its_result(
+    verb: str,
+    said: Callable[..., tuple[int, Any]],
+    run: tuple[Path, str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from samestep.measurement import profile
+    from samestep.proof import verify
+
+    verdict = Verdict(layout="dp=2", job="", steps=1, precision="float64", checks=())
+    monkeypatch.setattr(verify, "verify", lambda *_, **__: verdict)
+    monkeypatch.setattr(profile, "measure", lambda **_: hardware.load("cpu-laptop"))
+    platform.platform()  # runs a program the first time, of which tests/audit.py would complain
+    words = [str(run[0]) if word == "RUN" else word for word in WORDS[verb]]
+    status, document = said(verb, *words, "--json")
+    assert (status, list(document)) == (0, ["result"]), document
+    found = document["result"]
+    row = found[0] if isinstance(found, list) else found
+    if verb != "train":
+        assert not set(ASKS[verb]) - set(row), sorted(row)
+    if verb == "export":
+        words[-1] = "another"
+    assert small.main(verb, *words, "--json", "result.json") == 0
+    assert capfd.readouterr().out.strip()
+    written = json.loads(Path("result.json").read_text())
+    assert type(written) is type(found)
+    assert set(written) == set(found) if isinstance(found, dict) else len(written) == len(found)
+
+
+def test_a_run_prints_its_summary_alone_and_its_workers_on_the_other_output(run: tuple[Path, str, str]) -> None:
+    folder, out, err = run
+    document = json.loads(out)
+    assert out.count("\n") == 1
+    assert document["result"] == json.loads((folder / "summary.json").read_text())
+    assert "loss" in err
+
+
+@pytest.mark.parametrize("verb", _verbs())
+def test_a_mistake_is_json_too(verb: str, said: Callable[..., tuple[int, Any]]) -> None:
+    status, document = said(verb, "--nosuch", "--json")
+    assert status == 2
+    assert document["error"]["class"] == "InputError"
+    assert "--nosuch" in document["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "kind"),
+    [
+        (("plan", "none.toml", "--devices", "2", "--json"), 2, "JobError"),
+        (("plan", "--json", "none.toml", "--devices", "2"), 2, "JobError"),
+        (("plan", "--json", "-", "none.toml", "--devices", "2"), 2, "JobError"),
+        (("simulate", *PRESET, "--layout", "tp=7", "--json"), 2, "LayoutError"),
+        (("evaluate", "nowhere", "--json"), 2, "CheckpointError"),
+        (("explain", "nowhere", "--json"), 2, "RecordError"),
+    ],
+)
+def test_an_error_has_its_class_and_its_exit_status(
+    words: tuple[str, ...], status: int, kind: str, said: Callable[..., tuple[int, Any]]
+) -> None:
+    found, document = said(*words)
+    assert (found, document["error"]["class"]) == (status, kind)
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "kind"),
+    [
+        (errors.WorkerError("rank 1 died"), 1, "WorkerError"),
+        (KeyboardInterrupt(), 130, "KeyboardInterrupt"),
+        (ZeroDivisionError("a mistake of ours"), None, "ZeroDivisionError"),
+    ],
+)
+def test_a_failure_is_json_too(
+    raised: BaseException,
+    status: int | None,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def fail(_: object) -> cli.Result:
+        print("words of a library")
+        raise raised
+
+    monkeypatch.setattr(cli, "_env", fail)
+    if status is None:
+        with pytest.raises(type(raised)):
+            cli.main(["env", "--json"])
+    else:
+        assert cli.main(["env", "--json"]) == status
+    out, err = capfd.readouterr()
+    assert json.loads(out)["error"]["class"] == kind
+    assert "words of a library" in err
+
+
+def test_a_number_that_is_none_is_null() -> None:
+    assert results.plain({"a": float("nan"), 1: (float("inf"), Path("x"), {2})}) == {"a": None, "1": [None, "x", [2]]}
