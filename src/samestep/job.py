@@ -14,12 +14,13 @@ import tomllib
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from samestep.errors import JobError, LayoutError, did_you_mean, short_repr
+from samestep.job_keys import JobKeys
 from samestep.job_tables import (
     HELD_OUT,
     PRESET,
@@ -54,7 +55,7 @@ class Job(Table):
     checkpoint: CheckpointTable = CheckpointTable()
     run: RunTable = RunTable()
 
-    def __init__(self, source: Callable[[str], str] = lambda key: "job", /, **tables: Any) -> None:
+    def __init__(self, source: Callable[[str], str] = lambda key: "job", /, **tables: Unpack[JobKeys]) -> None:
         """Check the tables; `source` returns, for a key, the origin that an error about the key begins with, such as a
         file.
 
@@ -66,7 +67,7 @@ class Job(Table):
                 f"a job is made of tables by their names, and {short_repr(source)} has none: Job(train={{...}}) works, and Job(**tables)"
             )
         try:
-            super().__init__(**tables)
+            super().__init__(**dict[str, Any](tables))
         except ValidationError as error:
             raise JobError(_mistakes(error, source)) from None
 

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mypy.api
 import pytest
 
 import samestep
 from samestep.runtime.run import Run
 from samestep.runtime.step_report import StepReport
+from tests import small
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "python-api.md").read_text(encoding="utf-8")
@@ -44,3 +46,49 @@ def test_fields_have_the_types_of_the_report(tables: Any) -> None:
     found = {name: kind for name, kind, _ in tables.fields_of(StepReport)}
     assert found["loss"] == "float"
     assert found["reserved_bytes"] == r"int \| None"
+
+
+def test_the_types_of_a_jobs_tables_are_those_of_the_tables(tmp_path: Path) -> None:
+    status, said, _ = small.script(Path("docs/job_keys.py").resolve(), ["--check"], tmp_path)
+    assert (status, said) == (0, "")
+
+
+RIGHT = """
+from samestep.job import Job
+from samestep.job_keys import TrainKeys
+from samestep.job_tables import TrainTable
+train: TrainKeys = {"steps": 3, "loss_over": "batch", "ema": None, "record": 4}
+Job(train=train, model={"source": "hf:llama", "lora": {"targets": ["q_proj"], "r": 4}})
+Job(train=TrainTable(steps=3), data={"augment": ("crop",), "mixture": {"topics": 1}}, layout={"dp": 2})
+Job(optimizer={"lr": 1, "groups": [{"match": ["*.bias"], "lr": 0.1}]}, run={"report": "wandb", "allow": ["loss"]})
+"""
+WRONG = {
+    'Job(train={"step": 3})': "TrainKeys",
+    'Job(train={"steps": "3"})': "TrainKeys",
+    'Job(training={"steps": 3})': '"training"',
+    'Job(numerics={"precision": "fp32"})': "NumericsKeys",
+    'Job(model={"lora": {"r": 4}})': "ModelKeys",
+    'Job(run={"allow": ["lose"]})': "RunKeys",
+    'wrong: OptimizerKeys = {"learning_rate": 1.0}': 'Extra key "learning_rate" for TypedDict "OptimizerKeys"',
+}
+
+
+def test_a_type_checker_knows_the_keys_of_a_job(tmp_path: Path) -> None:
+    source = Path(samestep.__file__).parent
+    (tmp_path / "right.py").write_text(RIGHT)
+    (tmp_path / "wrong.py").write_text(
+        "\n".join(["from samestep.job import Job; from samestep.job_keys import OptimizerKeys", *WRONG])
+    )
+    files = [source / f"{name}.py" for name in ("job", "job_keys", "job_tables", "optimizer_tables")]
+    options = [
+        "--follow-imports=skip",
+        "--config-file=",
+        "--no-incremental",
+        "--hide-error-context",
+        "--cache-dir=/dev/null",
+    ]
+    said, _, _ = mypy.api.run([*options, *map(str, (tmp_path / "right.py", tmp_path / "wrong.py", *files))])
+    said = [line for line in said.splitlines() if str(tmp_path) in line]
+    assert [line for line in said if "right.py" in line] == []
+    for number, (code, words) in enumerate(WRONG.items(), 2):
+        assert any(f"wrong.py:{number}: error" in line and words in line for line in said), (code, said)
