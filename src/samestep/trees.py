@@ -5,6 +5,7 @@
     operands                    what torch's operators nest: one list at most
     fold                        nested lists and tuples, made into a text or something that can be compared
     replace_tensors             the attributes of a module, whose lists and dicts stay the same objects
+    have_same_values            whether two tensors are equal, where NaN equals NaN
 
 `torch.utils._pytree` was seen in torch 2.11 and 2.13; `torch.utils.pytree` of 2.13 is its public successor.
 """
@@ -16,6 +17,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import (
     keystr,
@@ -29,6 +31,7 @@ from torch.utils._pytree import (
 
 __all__ = [
     "fold",
+    "have_same_values",
     "keystr",
     "map_tensors",
     "operands",
@@ -41,6 +44,13 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
 ]
+
+
+def have_same_values(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same shape, dtype and elements, where NaN equals NaN."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def tensors_in(value: Any, *, records: bool = False) -> list[Tensor]:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from samestep.building.loss import cross_entropy, mse
 from samestep.runtime.guards import loss_trial
-from samestep.runtime.guards.loss_trial import LossTrial, join_samples, tensors_in, try_loss_on_halves, with_tensors
+from samestep.runtime.guards.loss_parts import join_samples, tensors_in, with_tensors
+from samestep.runtime.guards.loss_trial import LossTrial, try_loss_on_halves
 
 B, T, V = 6, 4, 5
 _draw = torch.Generator().manual_seed(0)

@@ -42,6 +42,7 @@ from samestep.randomness import masks
 from samestep.runtime.assembly import Assembly, trace_for_layout
 from samestep.runtime.axes.precision import DTYPES
 from samestep.runtime.checkpoints import checkpoint, manifests
+from samestep.runtime.guards.deviation import NUM_PERTURBED, allowance
 from samestep.runtime.optimizers.optimizer_source import check_optimizer
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
@@ -49,10 +50,6 @@ from samestep.strategies import programs_of
 
 FLOAT64_ALLOWANCE = 1e-9
 """The largest error that is allowed in float64."""
-PERTURBED_RUNS = 8
-"""The number of runs that measure what one rounding does in the job's own precision."""
-ALLOWANCE_FACTOR = 8
-"""The allowed error in the job's own precision, over the largest deviation of the perturbed runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +428,7 @@ def _rounding(subject: Subject) -> float:
 
 def _claim_seeds(subject: Subject) -> Iterator[int]:
     """Yield the seeds of the perturbed runs that no other worker has claimed."""
-    for seed in range(PERTURBED_RUNS):
+    for seed in range(NUM_PERTURBED):
         try:
             subject.note(f"begun-{seed}").touch(exist_ok=False)
         except FileExistsError:
@@ -444,7 +441,7 @@ def judge_rounding(place: RankInfo, subject: Subject) -> Judgement:
     one, ranks = _observations(subject)
     deviations: dict[tuple[str, str, int], float] = {}
     largest: dict[tuple[str, int], float] = {}
-    for seed in range(PERTURBED_RUNS):
+    for seed in range(NUM_PERTURBED):
         for (what, name, step), error in notes.read(subject.note(f"off-{seed}")).items():
             deviations[what, name, step] = max(deviations.get((what, name, step), 0.0), error)
             largest[what, step] = max(largest.get((what, step), 0.0), error)
@@ -453,7 +450,7 @@ def judge_rounding(place: RankInfo, subject: Subject) -> Judgement:
     def limit(what: str, name: str, step: int) -> float:
         """Return the largest relative error that is allowed."""
         measured = deviations.get((what, name, step), largest.get((what, step), 0.0))
-        return float(ALLOWANCE_FACTOR * max(measured, rounding))
+        return allowance(rounding, measured)
 
     compared = [one_kind for one_kind in comparison.compare(one, ranks, limit) if one_kind.what != "start"]
     checks = tuple(

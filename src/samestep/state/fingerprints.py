@@ -2,7 +2,7 @@
 
 Frozen weights, buffers and attributes of modules are functions of the seed and the code until something writes them: a
 teacher that follows its student, running statistics, a counter. Version counters of tensors do not show writes through
-`.data`, so their bytes are compared: a hash on the host, and on other devices a sum of their words weighted by position.
+`.data`, so their bytes are compared: a hash on the host, and on other devices sums of their words (`word_sums`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from samestep.building.optimizer import CombinedOptimizer
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 _PLAIN = (type(None), bool, int, float, str)
-_WORDS = 1 << 24
-"""The number of words of a tensor whose weighted sum is taken at once."""
+_COLUMNS = 4093
+"""The number of columns of the table in which a tensor's words are summed: a prime, so that rows of a usual width which change places show."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,16 +117,24 @@ def fingerprint(tensor: Tensor) -> int:
     flat = tensor.detach().contiguous().flatten()
     if not flat.numel():
         return 0
-    words = flat.view(torch.uint8)
-    if words.device.type == "cpu":
-        return xxhash.xxh3_64_intdigest(np.ascontiguousarray(words.numpy()).data)
-    if words.numel() % 4 == 0 and words.data_ptr() % 4 == 0:
-        words = words.view(torch.int32)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for number, part in enumerate(words.split(_WORDS)):
-        weights = torch.arange(1, part.numel() + 1, device=part.device)
-        total = total * 31 + (part.long() * weights).sum() + number
-    return int(total)
+    if flat.device.type == "cpu":
+        return xxhash.xxh3_64_intdigest(np.ascontiguousarray(flat.view(torch.uint8).numpy()).data)
+    return hash(tuple(word_sums(flat).tolist()))
+
+
+@torch.no_grad()
+def word_sums(tensor: Tensor) -> Tensor:
+    """Return two integers computed from a tensor's bits, where it is: a sum of its words, and one weighted by position (int64 [2])."""
+    flat = tensor.detach().contiguous().view(-1)
+    words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
+    whole = len(words) - len(words) % _COLUMNS
+    sums = torch.zeros(_COLUMNS, dtype=torch.int64, device=words.device)
+    if whole:
+        sums += words[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
+    sums[: len(words) - whole] += words[whole:]
+    odd = torch.arange(1, 2 * _COLUMNS, 2, dtype=torch.int64, device=words.device) * 0x9E3779B97F4A7C1
+    # Integers wrap around, alike on every rank; halved, so that their negatives can be compared too.
+    return torch.stack([sums.sum(), (sums * odd).sum()]) >> 1
 
 
 def digest(value: Any) -> int:

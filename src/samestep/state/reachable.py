@@ -57,7 +57,7 @@ _SINGLE = (bool, int, float, complex, str, bytes, type(None))
 
 @functools.lru_cache(maxsize=4096)
 def is_users(module_name: str | None) -> bool:
-    """Return whether a module is the user's own: no part of Python, of an installed package, or of this one."""
+    """Return whether a module is the user's: no part of Python, of an installed package, or of samestep."""
     if not module_name or module_name.partition(".")[0] == _OWN_PACKAGE:
         return False
     module = sys.modules.get(module_name)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from samestep.building.named_tensors import address
 from samestep.state.reachable import GENERATORS, Variable, reachable_from
+from samestep.trees import have_same_values
 
 _DEPTH = 5
 _LARGEST_COPY = 2**24
@@ -245,7 +246,7 @@ class KeptValues:
         for tensor, copied in self._copies:
             if tensor.shape != copied.shape:
                 tensor.data = copied.clone()
-            elif not _is_same(tensor, copied):
+            elif not have_same_values(tensor, copied):
                 tensor.data.copy_(copied)
 
 
@@ -318,12 +319,6 @@ def _put_items(held: Any, items: Any) -> None:
     elif len(held) != len(items) or any(a is not b for a, b in zip(held, items, strict=True)):
         held.clear()
         held.extend(items)
-
-
-def _is_same(tensor: Tensor, copied: Tensor) -> bool:
-    if tensor.dtype != copied.dtype:
-        return False
-    return bool(((tensor == copied) | ((tensor != tensor) & (copied != copied))).all())
 
 
 def _set_array(array: Any, copied: Any) -> None:

@@ -9,8 +9,9 @@ split batch and every `train.watch_every`-th (its head draws them).
 | does padding count? | `canary.py`, by `repeat.py` | watched steps, samples of two sizes | 3 forwards of one or two samples |
 | is an update repeated alike? | `update_replay.py` | every `watch_every`-th step | the update of one weight of at most 4 Mi elements, copied |
 | how far may roundings go? | `deviation.py` | after a deviation | 8 forwards, whenever it exceeds what was measured before |
-| is the loss a sum over samples, over tokens? | `loss_trial.py` | until a micro-batch shows it, and in regular watched steps | some calls of the loss on at most 4 Mi elements |
+| is the loss a sum over samples, over tokens? | `loss_trial.py`, on `loss_parts.py` | until a micro-batch shows it, and in regular watched steps | some calls of the loss on at most 4 Mi elements |
 | does it reach weights by the outputs alone? | `loss_paths.py` | when the loss is tried | a walk along the graph of one loss |
+| by what is a loss divided that the forward returns? | `model_loss_trial.py`, by `repeat.py` | before the first step | 3 to 10 forwards of up to three samples |
 | is a sample the same whenever it is read? | `step_trials.py` | the first step | 8 samples read twice, 4 of them once more, two digests from each rank |
 | does the user's code communicate by itself? | `step_trials.py` | until the loss is tried | a look at the caller for each call of torch.distributed |
 | who draws random numbers? | `randomness.py` | every forward, loss, backward, update | 41 us each; another forward under hooks to name the module |

@@ -1,4 +1,4 @@
-"""A part of a watched step done once more: the forward of one sample by itself, and the update of one weight.
+"""The repetition of a part of a watched step: the forward of one sample by itself, and the update of one weight.
 
 A proof shows what a forward does with what it is given; what changes while a run goes on, it cannot show: a random
 generator of a module's own, state that one micro-batch hands to the next, a capacity that becomes scarce, a branch that
@@ -46,10 +46,9 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
 from samestep.runtime.axes.expert import RouteMode
 from samestep.runtime.guards.deviation import (
-    ALLOWANCE_FACTOR,
-    PERTURBED_FORWARDS,
+    NUM_PERTURBED,
+    allowance,
     floating,
-    is_equal,
     largest_deviation,
     relative_deviation,
     rows_of,
@@ -64,7 +63,7 @@ from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, Step
 from samestep.runtime.step_report import StepReport
 from samestep.schedules import TaskKind
 from samestep.state.snapshot import preserve_generators, weight_versions
-from samestep.trees import tensors_in, tree_leaves, tree_map_only
+from samestep.trees import have_same_values, tensors_in, tree_leaves, tree_map_only
 
 LossOf = Callable[[Indices, Nudge | None], Tensor | None]
 """Returns the sum and the count of the loss of samples that are read together, and None where there is none: on a stage that does
@@ -86,21 +85,20 @@ def of_two_sizes(groups: Iterable[Indices], shapes_of: Callable[[list[int]], lis
     return np.array([large, small], dtype=np.int64)
 
 
-def misfit(pair: Indices, loss_of: LossOf, largest: Callable[[float], float], allowed: float, *, is_idle: bool) -> str:
+def misfit(pair: Indices, loss_of: LossOf, largest: Callable[[float], float], rounding: float, *, is_idle: bool) -> str:
     """Return why the loss of a pair of samples is not the sum of theirs alone; empty if it is, up to roundings.
 
     Collective over the world: every rank calls it, and one that has no such pair runs as many forwards (`is_idle`); if one does
-    not, the others wait until the time limit. `largest` returns the largest of all ranks' values.
+    not, the others wait until the time limit. `largest` returns the largest of all ranks' values; `rounding` is that of the dtype.
     """
     both, one, other = (loss_of(part, None) for part in (pair, pair[:1], pair[1:]))
-    apart = None if one is None or other is None else one + other
-    deviation = largest(0.0 if is_idle or both is None or apart is None else relative_deviation(both, apart))
-    if deviation <= allowed:
+    alone = None if one is None or other is None else one + other
+    deviation = largest(0.0 if is_idle or both is None or alone is None else relative_deviation(both, alone))
+    if deviation <= allowance(rounding):
         return ""
-    rounding = allowed / ALLOWANCE_FACTOR
-    shaken = [loss_of(pair, (rounding, seed)) for seed in range(PERTURBED_FORWARDS)]
+    shaken = [loss_of(pair, (rounding, seed)) for seed in range(NUM_PERTURBED)]
     measured = [relative_deviation(both, loss) for loss in shaken if both is not None and loss is not None]
-    if deviation <= ALLOWANCE_FACTOR * max(largest(max(measured, default=0.0)), rounding):
+    if deviation <= allowance(rounding, largest(max(measured, default=0.0))):
         return ""
     return (
         f"samples {pair[0]} and {pair[1]} have different sizes, and padded to one size their loss and count differ by "
@@ -271,7 +269,7 @@ class WatchedStep(StepObserver):
 
     # -- samples of different sizes ----------------------------------------------------------------
 
-    def _padding(self, allowed: float) -> Finding | None:
+    def _padding(self, rounding: float) -> Finding | None:
         """Hold the loss of two samples of different sizes, padded to one, against the sum of theirs alone."""
         if not (self._canary.is_split and self._canary.alone) or self._canary.routed:
             return None
@@ -280,7 +278,7 @@ class WatchedStep(StepObserver):
         if not self._again.largest(float(pair is not None)):
             return None
         sizes = self._indices[:1].repeat(2) if pair is None else pair  # a rank without runs as many forwards
-        why = misfit(sizes, self._loss_of, self._again.largest, allowed, is_idle=pair is None)
+        why = misfit(sizes, self._loss_of, self._again.largest, rounding, is_idle=pair is None)
         return Finding("samples", why) if why else None
 
     def _loss_of(self, indices: Indices, nudge: Nudge | None) -> Tensor | None:
@@ -325,7 +323,7 @@ class WatchedStep(StepObserver):
         if self._again.largest(float(is_written)):  # which could not be put back
             return Finding("state", _WRITES) if self._assembly.parallel.program.step.num_microbatches > 1 else None
         rounding = torch.finfo(precision.DTYPES[self._assembly.parallel.program.step.compute_dtype]).eps
-        if finding := self._padding(ALLOWANCE_FACTOR * rounding):
+        if finding := self._padding(rounding):
             return finding
         first = self._forward(self._canary.alone)
         deviation = self._again.largest(self._deviation(first))
@@ -334,17 +332,17 @@ class WatchedStep(StepObserver):
             first = self._forward(False)
             deviation = self._again.largest(self._deviation(first))
         # Kernels of a GPU may add up in another order each time; those of a CPU do not.
-        repeatable = 0.0 if self._assembly.parallel.mesh.device.type == "cpu" else ALLOWANCE_FACTOR * rounding
+        repeatable = 0.0 if self._assembly.parallel.mesh.device.type == "cpu" else allowance(rounding)
         if self._again.largest(relative_deviation(*self._losses) if self._losses else 0.0) > repeatable:
             why = "it draws random numbers, or keeps something from one call to the next"
             return Finding("loss", f"the loss of the same outputs is another the second time: {why}")
-        if math.isinf(deviation) or deviation <= max(self._canary.allowance, ALLOWANCE_FACTOR * rounding):
+        if math.isinf(deviation) or deviation <= max(self._canary.allowance, allowance(rounding)):
             return None
         if self._again.largest(largest_deviation(self._forward(self._canary.alone), first)) > repeatable:
             return self._finding(deviation, is_random=True)
-        perturbed = [self._forward(self._canary.alone, (rounding, seed)) for seed in range(PERTURBED_FORWARDS)]
+        perturbed = [self._forward(self._canary.alone, (rounding, seed)) for seed in range(NUM_PERTURBED)]
         measured = self._again.largest(max(largest_deviation(one, first) for one in perturbed))
-        self._canary.allowance = ALLOWANCE_FACTOR * max(measured, rounding)
+        self._canary.allowance = allowance(rounding, measured)
         if deviation <= self._canary.allowance:
             return None
         return self._finding(deviation, is_random=False)
@@ -419,7 +417,7 @@ class WatchedStep(StepObserver):
         """Return whether the sample, read again, is not what the step has read."""
         samples = self._again.read(self._indices)
         read = [leaf[self._row : self._row + 1] for leaf in tree_leaves(samples) if isinstance(leaf, Tensor)]
-        return not all(any(is_equal(given, one) for one in read) for given in self._inputs)
+        return not all(any(have_same_values(given, one) for one in read) for given in self._inputs)
 
     def _deviation(self, outputs: list[Tensor] | None) -> float:
         """Return the largest relative deviation from the step's outputs; infinity if none can be compared."""

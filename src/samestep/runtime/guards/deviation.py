@@ -1,8 +1,7 @@
-"""The distance of two forwards of the same samples, and the distance that one rounding in every module causes.
+"""How far roundings may go: the distance of two forwards of the same samples, against that which one rounding causes.
 
 Two numbers are compared relative to the largest finite value expected. Kernels add up the elements of another shape in another
-order, so the allowance of a sample that is run alone is measured: `ALLOWANCE_FACTOR` times the largest deviation of
-`PERTURBED_FORWARDS` forwards, in each of which the output of every module with weights is off by one rounding (`nudge_outputs`).
+order, so the allowance of a sample that is run alone is measured: 8 times the largest deviation of 8 forwards, in each of which the output of every module with weights is off by one rounding (`nudge_outputs`).
 """
 
 from __future__ import annotations
@@ -17,14 +16,19 @@ from torch import Tensor, nn
 from samestep.tracing.pending_logits import PendingLogits
 from samestep.trees import tensors_in, tree_map_only
 
-PERTURBED_FORWARDS = 8
-"""The number of forwards that measure what one rounding of every module's output does."""
+NUM_PERTURBED = 8
+"""The number of forwards, or of runs of `verify`, that measure what one rounding does."""
 
-ALLOWANCE_FACTOR = 8
-"""The allowed deviation of a sample, over the largest deviation of the perturbed forwards."""
+_ALLOWANCE_FACTOR = 8
+"""The allowed deviation, over the largest one that is measured."""
 
 _BEYOND = 1e30
 """The deviation of outputs that are not finite in one of two forwards."""
+
+
+def allowance(rounding: float, measured: float = 0.0) -> float:
+    """Return the allowed deviation where one rounding of this size has made numbers deviate by `measured`."""
+    return _ALLOWANCE_FACTOR * max(measured, rounding)
 
 
 def floating(outputs: Any) -> Iterator[Tensor]:
@@ -45,11 +49,6 @@ def samples_dim(whole: torch.Size, alone: torch.Size, count: int) -> int | None:
         return None
     odd = [dim for dim, (all_rows, rows) in enumerate(zip(whole, alone, strict=True)) if all_rows != rows]
     return odd[0] if len(odd) == 1 and alone[odd[0]] * count == whole[odd[0]] else None
-
-
-def is_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same shape, dtype and values."""
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def relative_deviation(expected: Tensor, found: Tensor) -> float:

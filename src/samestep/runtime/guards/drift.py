@@ -6,8 +6,7 @@
     once            what the ranks of each group sent in the first step that is checked: kind, dtype and bytes of every
                     collective, since a backend adds up what it is given, and checks nothing
 
-Bits are compared by fingerprints made where the weights are: integer sums of the words of each column of a table,
-weighted by fixed odd numbers. Whether max(x) = min(x) over a group is one all_reduce of (x, -x), so that a check sends
+Bits are compared by sums of words made where the weights are (`state/fingerprints.py`). Whether max(x) = min(x) over a group is one all_reduce of (x, -x), so that a check sends
 a few hundred bytes a tensor, in groups of its own. Only after a difference do ranks send more, to name the one that
 differs.
 """
@@ -35,10 +34,10 @@ from samestep.runtime.processes.mesh import Mesh, group_among
 from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.weights.pieces import Piece
+from samestep.state.fingerprints import word_sums
 
 TOLERANCE = 1e-3
 """Largest relative difference of redundantly computed weights; a missing reduction soon exceeds it."""
-_COLUMNS = 4096
 
 
 class DriftMonitor:
@@ -99,7 +98,7 @@ class DriftMonitor:
         values: list[Any] = []
         for pieces, group in self._replicas:
             # Under offload the values are on the host, and ranks compare on their devices.
-            prints = torch.stack([_fingerprint(piece.master()) for piece in pieces]) if pieces else torch.zeros(0)
+            prints = torch.stack([word_sums(piece.master()) for piece in pieces]) if pieces else torch.zeros(0)
             odd = _differing(prints.to(self._mesh.device), group)
             names += [pieces[index].name for index in odd]
             values += prints[odd].tolist() if odd else []
@@ -240,30 +239,12 @@ def _diverged_rows(sizes: Tensor, group: dist.ProcessGroup) -> list[int]:
 
 
 @torch.no_grad()
-def _fingerprint(value: Tensor) -> Tensor:
-    """Return two integers computed from a tensor's bits, int64 [2]."""
-    flat = value.detach().contiguous().view(-1)
-    words = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    whole = len(words) - len(words) % _COLUMNS
-    sums = torch.zeros(_COLUMNS, dtype=torch.int64, device=value.device)
-    if whole:
-        sums += words[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
-    sums[: len(words) - whole] += words[whole:]
-    # Integers wrap around, alike on every rank; halved, so that their negatives can be compared too.
-    return torch.stack([sums.sum(), (sums * _odd(value.device)).sum()]) >> 1
-
-
-@torch.no_grad()
 def _project(value: Tensor) -> Tensor:
     """Return a projection of a tensor and its norm, float64 [2]."""
     flat = value.detach().flatten().double()
     index = torch.arange(len(flat), device=flat.device)
     signs = 1.0 - 2.0 * ((index * 2654435761 >> 16) & 1)
     return torch.stack([(flat * signs).sum(), flat.norm()])
-
-
-def _odd(device: torch.device) -> Tensor:
-    return torch.arange(1, 2 * _COLUMNS, 2, dtype=torch.int64, device=device) * 0x9E3779B97F4A7C1
 
 
 def _bits(number: float) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from samestep.runtime.guards.loss_trial import tensors_in
+from samestep.runtime.guards.loss_parts import tensors_in
 
 
 def beside_outputs(total: Tensor, outputs: Any, model: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""What a forward divides the loss by that it returns: found out by forwards on parts of the first batch.
+"""A trial that finds out by what a forward divides the loss that it returns: forwards on parts of the first batch.
 
 Let A and B be a few samples of the batch, and AB both together. Of the rules of `building/model_loss.py` one is left for which
 
@@ -35,7 +35,7 @@ from samestep.runtime.step_observer import Indices
 from samestep.trees import tree_map_only
 
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
-"""How far the sides may be apart, relative to the larger, by the dtype of the forward."""
+"""The largest difference of the two sides, relative to the larger, by the dtype of the forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def find_rule(loss: ModelLoss, held: Assembly, batch: StepBatch, seed: int) -> s
 
 
 def _findings(trial: _Trial, first: int) -> _Found | None:
-    """Run the forwards that tell the rules apart, as many on each rank; None where nothing can be seen."""
+    """Run the forwards that distinguish the rules, as many on each rank; None where nothing can be seen."""
     held = trial.held
     samples = trial.again.read(trial.indices)
     labels, call = labels_of(samples), loss_within(held.model.module)

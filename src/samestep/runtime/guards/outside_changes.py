@@ -1,4 +1,4 @@
-"""What a loop changes between two steps where the run does not see it: the given instance, and what is trained.
+"""Changes that a loop makes between two steps where the run does not see them: in the given instance, and in what is trained.
 
 A run trains a model of its own, which a model instance has only lent its values. A loop that freezes a layer of the instance,
 sets a number in it or writes into a weight changes nothing of the run, where a plain loop would train otherwise. And what was

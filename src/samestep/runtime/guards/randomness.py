@@ -57,7 +57,7 @@ class GeneratorWatch:
     """The comparison of the generators around the calls of one rank's steps."""
 
     def __init__(self, device: torch.device, own: Sequence[tuple[str, Any]] = ()) -> None:
-        """Watch the generators of the process, and those of the model's or the loss's own, with their names."""
+        """Watch the generators of the process, and the named ones that the model or the loss holds."""
         is_blind = device.type == "cuda" and _attention_moves(device)
         self._device = torch.device("cpu") if is_blind else device
         self._own = tuple(generator for _, generator in own)

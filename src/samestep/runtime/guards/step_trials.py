@@ -1,4 +1,4 @@
-"""What a step relies on, tried while the run goes on: samples that read alike, a loss that is a sum, generators that stand.
+"""Trials of what a step relies on, while the run goes on: samples that read alike, a loss that is a sum, generators that stand.
 
 What fails is refused at the end of the step on every rank (`refusals.py`), or only remarked on where the layout splits
 nothing, so that it changes no result. Each trial's own file says what is tried and why.
@@ -41,13 +41,13 @@ from samestep.program.program import Program
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision, tensor
 from samestep.runtime.axes.whole_batch import WholeBatch
-from samestep.runtime.guards import loss_paths, loss_trial, model_loss_trial, randomness
+from samestep.runtime.guards import loss_parts, loss_paths, loss_trial, model_loss_trial, randomness
 from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.processes.messages import gather_values
 from samestep.state.fingerprints import digest
-from samestep.trees import tensors_in, tree_leaves
+from samestep.trees import have_same_values, tensors_in, tree_leaves
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -141,9 +141,7 @@ def _are_same(once: Any, again: Any) -> bool:
 def _is_same(once: Any, again: Any) -> bool:
     if not (isinstance(once, Tensor) and isinstance(again, Tensor)):
         return isinstance(once, Tensor) == isinstance(again, Tensor) and (not isinstance(once, str) or once == again)
-    if once.shape != again.shape or once.dtype != again.dtype:
-        return False
-    return torch.equal(once, again) or torch.allclose(once, again, rtol=0.0, atol=0.0, equal_nan=True)
+    return have_same_values(once, again)
 
 
 _CALLS = (
@@ -315,13 +313,13 @@ class StepTrials:
         is_lone = False
         if before is not None and not trial.reason and (tried < wanted or not trial.judged):
             # Two micro-batches say more than one sample and its copy, and than a few samples that agree by chance.
-            both = loss_trial.join_samples(before[0], seen, (before[1], num_samples))
+            both = loss_parts.join_samples(before[0], seen, (before[1], num_samples))
             if both is None:
                 is_lone = True
             else:
                 seen, tried = both, before[1] + num_samples
                 trial = loss_trial.try_loss_on_halves(loss, *seen, tried)
-                kept = loss_trial.join_samples(before[0], (given, samples), (before[1], num_samples), keeps_equal=True)
+                kept = loss_parts.join_samples(before[0], (given, samples), (before[1], num_samples), keeps_equal=True)
                 if (
                     trial.reason
                     and kept is not None
@@ -330,7 +328,7 @@ class StepTrials:
                     seen, trial = kept, other
         is_shown = trial.judged and (tried >= wanted or is_lone)
         kept = seen if tried < wanted else (given, samples)
-        self._before = None if is_shown else (loss_trial.detach_tensors(kept), tried if tried < wanted else num_samples)
+        self._before = None if is_shown else (loss_parts.detach_tensors(kept), tried if tried < wanted else num_samples)
         what, matters = "samples", self._is_split
         if self._layout.cp > 1 and trial.judged and not trial.reason:
             length = target_of(samples).shape[1]
