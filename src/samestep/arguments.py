@@ -230,6 +230,14 @@ def add_plan(parser: ArgumentParser) -> None:
     parser.add_argument("--days-for-tokens", type=_num_tokens, metavar="2T", help=about)
     about = "the price of one device for an hour: say what training costs"
     parser.add_argument("--cost-per-hour", type=_price, metavar="PRICE", help=about)
+    _add_emit(parser, "the fastest layout")
+
+
+def _add_emit(parser: ArgumentParser, what: str) -> None:
+    about = f"write {what} in the words of megatron, torchtitan, deepspeed, fsdp or accelerate, and what that one cannot do of it"
+    parser.add_argument("--emit", metavar="FRAMEWORK", help=about)
+    about = "the file that --emit writes; without it the text is printed"
+    parser.add_argument("--emit-file", type=Path, metavar="FILE", help=about)
 
 
 def add_simulate(parser: ArgumentParser) -> None:
@@ -239,6 +247,7 @@ def add_simulate(parser: ArgumentParser) -> None:
     _add_hardware(parser)
     parser.add_argument("--devices", type=_ranks, metavar="N", help="must equal the layout's ranks")
     parser.add_argument("--program", action="store_true", help="print every op, however many there are")
+    _add_emit(parser, "the layout")
     about = "write a page with a picture of the step, which needs no other file"
     parser.add_argument("--html", type=Path, metavar="FILE", help=about)
     about = "play a published run or a textbook comparison instead of a job; `--case list` lists them"

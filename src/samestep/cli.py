@@ -31,7 +31,9 @@ from samestep.output.results import Failure, Result
 from samestep.training import run_folder
 
 if TYPE_CHECKING:
+    from samestep.planning.recipes.recipe import Recipe
     from samestep.runtime.processes.meeting import Rendezvous
+    from samestep.simulation.prediction import Prediction
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -70,7 +72,7 @@ def _run(words: Sequence[str]) -> Result | Failure:
     """Run one verb, and write its result to the file of `--json`."""
     try:
         given = _parser().parse_args(words)
-        for flag in ("json", "trace", "html"):
+        for flag in ("json", "trace", "html", "emit_file"):
             path = getattr(given, flag, None)
             if path is not None and path != results.STANDARD_OUTPUT:
                 check_writable(path)
@@ -292,6 +294,7 @@ def _evaluate(words: Namespace) -> Result:
 def _plan(words: Namespace) -> Result:
     from samestep.planning import plan, ranking
 
+    _check_emit(words)
     job = _planned_job(words)
     asked = None if words.why is None else Layout.parse(words.why)
     if words.measure_top:
@@ -303,7 +306,8 @@ def _plan(words: Namespace) -> Result:
     _say_cautions(words, found.hardware, words.devices)
     why = [] if asked is None else [ranking.why_not(found, asked)]
     answers = ranking.answers(found, words.days_for_tokens, words.cost_per_hour)
-    text = "\n".join([ranking.as_text(found), *why, *answers, *ranking.other_numerics(found)])
+    recipe = _recipe(words, job, *found.best)
+    text = "\n".join([ranking.as_text(found), *why, *answers, *ranking.other_numerics(found), *_emitted(words, recipe)])
     measured = None
     if words.measure_top and found.best:
         _limit_threads(job.run.threads)
@@ -316,9 +320,38 @@ def _plan(words: Namespace) -> Result:
     def record() -> dict[str, object]:
         more: dict[str, object] = {"why": why[0]} if why else {}
         more |= {"measured": [row.to_record() for row in measured.rows]} if measured else {}
+        more |= {"emitted": recipe.to_record()} if recipe else {}
         return ranking.as_record(found) | more
 
     return Result(record, text, 0 if found.best else 1)
+
+
+def _check_emit(words: Namespace) -> None:
+    """Refuse an unknown framework before the search, and a file of none."""
+    from samestep.planning.recipes import frameworks
+
+    if words.emit is not None:
+        frameworks.framework_of(words.emit)
+    elif words.emit_file is not None:
+        names = ", ".join(frameworks.FRAMEWORKS)
+        raise InputError(f"--emit-file {words.emit_file} needs --emit FRAMEWORK: one of {names}")
+
+
+def _recipe(words: Namespace, job: jobs.Job, *found: Prediction) -> Recipe | None:
+    """Return the first predicted layout in the words of another framework; None if none is asked for, or nothing fits."""
+    from samestep.planning.recipes import frameworks
+
+    return frameworks.emit_predicted(words.emit, job, found) if words.emit and found else None
+
+
+def _emitted(words: Namespace, recipe: Recipe | None) -> list[str]:
+    """Write a recipe to its file, and return what is printed of it, as a list of at most one text."""
+    if recipe is None:
+        return []
+    if words.emit_file is None:
+        return ["\n" + "\n".join([recipe.text.rstrip(), *([] if recipe.has_comments else recipe.notes), *recipe.instead])]
+    write(words.emit_file, recipe.text)
+    return ["\n".join([f"wrote {words.emit_file}", *recipe.notes, *recipe.instead])]
 
 
 def _check_measurable(words: Namespace, job: jobs.Job) -> None:
@@ -345,10 +378,15 @@ def _simulate(words: Namespace) -> Result:
     from samestep.simulation import listing
     from samestep.simulation.simulate import simulate
 
-    found = simulate(_planned_job(words), words.layout, words.hardware, devices=words.devices)
+    _check_emit(words)
+    job = _planned_job(words)
+    found = simulate(job, words.layout, words.hardware, devices=words.devices)
     _say_cautions(words, found.hardware, found.devices)
     _write_pictures(words, found)
-    return Result(found.to_record, listing.as_text(found, whole=words.program))
+    recipe = _recipe(words, job, found)
+    more = {"emitted": recipe.to_record()} if recipe else {}
+    text = "\n".join([listing.as_text(found, whole=words.program), *_emitted(words, recipe)])
+    return Result(lambda: found.to_record() | more, text)
 
 
 def _explain(words: Namespace) -> Result:

@@ -1,0 +1,1 @@
+"""Layouts in the words of other frameworks: one file for each framework, and what it lacks."""

@@ -1,0 +1,123 @@
+"""Layouts as DeepSpeed's configuration, a JSON file (names as in DeepSpeed 0.18).
+
+Its own words are the ZeRO stage, the micro-batch and the offload; pipelines, experts and Ulysses are built in code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from samestep.planning.recipes.recipe import Framework, Said, RecipeFacts
+
+
+def _words(facts: RecipeFacts) -> Mapping[str, Said]:
+    layout = facts.layout
+    return {
+        "dp_replicate": _replicas(facts),
+        "dp_shard": Said(),
+        "zero": Said(
+            {"zero_optimization.stage": layout.zero, "zero_optimization.overlap_comm": True} if layout.zero else {}
+        ),
+        "tp": Said(
+            {"tensor_parallel.autotp_size": layout.tp},
+            lacks="tp with zero=3: AutoTP works with ZeRO stages 0 to 2" if layout.zero == 3 else "",
+        ),
+        "sequence_parallel": Said(lacks="sequence_parallel: AutoTP keeps activations between its cut products whole"),
+        "cp": Said(
+            in_code=f"UlyssesSPAttentionHF.register_with_transformers(..., sequence_parallel_size={layout.cp}) before the model is built"
+        ),
+        "pp": _pipeline(facts),
+        "ep": Said(in_code=f"deepspeed.moe.layer.MoE(..., ep_size={layout.ep}) in place of each mixture of experts"),
+        "schedule": Said(lacks=f"schedule={layout.schedule}: PipelineModule runs 1f1b alone"),
+        "virtual_stages": Said(lacks=f"virtual_stages={layout.virtual_stages}: PipelineModule has one stage a rank"),
+        "microbatch": Said(
+            {
+                "train_batch_size": facts.global_batch,
+                "train_micro_batch_size_per_gpu": facts.microbatch,
+                "gradient_accumulation_steps": facts.num_microbatches,
+            }
+        ),
+        "recompute": _recompute(facts),
+        "loss_chunk": Said(
+            in_code="TiledFusedLogitsLoss of deepspeed.runtime.sequence_parallel.ulysses_sp around head and loss"
+        ),
+        "accumulate": Said(lacks="accumulate=full: ZeRO-2 and ZeRO-3 reduce gradients in each micro-batch"),
+        "offload": _offload(facts),
+    }
+
+
+def _replicas(facts: RecipeFacts) -> Said:
+    layout = facts.layout
+    if layout.zero == 0 or layout.dp_replicate == 1:
+        return Said()
+    if layout.zero == 3:
+        return Said(
+            {"zero_optimization.mics_shard_size": layout.dp_shard},
+            in_code="with deepspeed.zero.MiCS_Init(): around the code that builds the model",
+        )
+    return Said(
+        lacks=f"dp_replicate={layout.dp_replicate} with zero={layout.zero}: groups of shards need stage 3 (MiCS); all data ranks shard"
+    )
+
+
+def _pipeline(facts: RecipeFacts) -> Said:
+    layout = facts.layout
+    lacks = (
+        f"zero={layout.zero} with pp={layout.pp}: PipelineModule works with ZeRO stages 0 and 1"
+        if layout.zero > 1
+        else ""
+    )
+    return Said(
+        in_code=f"deepspeed.pipe.PipelineModule(layers, num_stages={layout.pp}) and engine.train_batch()", lacks=lacks
+    )
+
+
+def _recompute(facts: RecipeFacts) -> Said:
+    if facts.layout.recompute == "selective":
+        return Said(lacks="recompute=selective: deepspeed.checkpointing repeats whole blocks; full works")
+    return Said(
+        in_code="model.gradient_checkpointing_enable(), or deepspeed.checkpointing.checkpoint around each block"
+    )
+
+
+def _offload(facts: RecipeFacts) -> Said:
+    if facts.layout.zero == 0:
+        return Said(lacks="offload with zero=0: offload_optimizer needs a ZeRO stage of at least 1")
+    return Said(
+        {"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.offload_optimizer.pin_memory": True}
+    )
+
+
+def _write(facts: RecipeFacts, settings: dict[str, Any]) -> str:
+    job = facts.job
+    if job.numerics.precision != "float32":
+        settings[f"{job.numerics.precision}.enabled"] = True
+    if job.optimizer.clip_norm is not None:
+        settings["gradient_clipping"] = job.optimizer.clip_norm
+    return json.dumps(nested(settings), indent=2) + "\n"
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings whose names have points as nested tables."""
+    tables: dict[str, Any] = {}
+    for name, value in settings.items():
+        *path, last = name.split(".")
+        table = tables
+        for part in path:
+            table = table.setdefault(part, {})
+        table[last] = value
+    return tables
+
+
+DEEPSPEED = Framework(
+    name="deepspeed",
+    suffix=".json",
+    comment="",
+    words=_words,
+    write=_write,
+    differs=(
+        "ZeRO-3 gathers parameters by its own prefetch, not block by block; gradients are divided by the ranks, not by the tokens",
+    ),
+)

@@ -1,0 +1,127 @@
+"""Layouts as flags of Megatron-LM's `pretrain_gpt.py` (names as in Megatron Core 0.14 and newer).
+
+Its data ranks are those that tensor, context and pipeline parallelism leave over, so their number is no flag. ZeRO-1 is the
+distributed optimizer; ZeRO-2 and ZeRO-3 are Megatron-FSDP. It exchanges heads under context parallelism with `a2a`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from samestep.planning.recipes.recipe import Framework, Said, RecipeFacts, flags
+
+_SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
+_PRECISION = {"bf16": "--bf16", "fp16": "--fp16"}
+
+
+def _words(facts: RecipeFacts) -> Mapping[str, Said]:
+    layout = facts.layout
+    recompute: dict[str, Any] = {"--recompute-granularity": layout.recompute}
+    if layout.recompute == "full":
+        recompute |= {"--recompute-method": "uniform", "--recompute-num-layers": 1}
+    return {
+        "dp_replicate": _replicas(facts),
+        "dp_shard": Said(),
+        "zero": _zero(facts),
+        "tp": Said({"--tensor-model-parallel-size": layout.tp}),
+        "sequence_parallel": Said({"--sequence-parallel": True}),
+        "cp": Said(
+            {"--context-parallel-size": layout.cp, "--cp-comm-type": "a2a"},
+            lacks=f"cp={layout.cp} on {facts.model.length} tokens: Megatron's sequences are a multiple of {2 * layout.cp}"
+            if facts.model.length % (2 * layout.cp)
+            else "",
+        ),
+        "pp": Said({"--pipeline-model-parallel-size": layout.pp}),
+        "ep": _experts(facts),
+        "schedule": _schedule(facts),
+        "virtual_stages": Said({"--num-virtual-stages-per-pipeline-rank": layout.virtual_stages}),
+        "microbatch": Said({"--micro-batch-size": facts.microbatch, "--global-batch-size": facts.global_batch}),
+        "recompute": Said(
+            recompute,
+            differs="selective recompute repeats the core of the attention alone, and keeps all else; here the results of "
+            "matrix products are kept and all else is repeated"
+            if layout.recompute == "selective"
+            else "",
+        ),
+        "loss_chunk": Said(
+            lacks="loss_chunk: logits of a micro-batch exist whole; --cross-entropy-loss-fusion saves a copy of them"
+        ),
+        "accumulate": Said(lacks="accumulate=full: Megatron-FSDP reduces gradients in each micro-batch"),
+        "offload": _offload(facts),
+    }
+
+
+def _replicas(facts: RecipeFacts) -> Said:
+    layout = facts.layout
+    if layout.zero == 0 or layout.dp_replicate == 1:
+        return Said()
+    return Said({"--num-distributed-optimizer-instances": layout.dp_replicate})
+
+
+def _zero(facts: RecipeFacts) -> Said:
+    zero = facts.layout.zero
+    if zero == 0:
+        return Said({"--overlap-grad-reduce": True} if facts.layout.dp > 1 else {})
+    settings: dict[str, Any] = {
+        "--use-distributed-optimizer": True,
+        "--overlap-grad-reduce": True,
+        "--overlap-param-gather": True,
+    }
+    if zero == 1:
+        return Said(settings)
+    settings |= {"--use-megatron-fsdp": True, "--data-parallel-sharding-strategy": _SHARDED[zero]}
+    more = {"--no-gradient-accumulation-fusion": True, "--ckpt-format": "fsdp_dtensor"}
+    differs = (
+        f"zero={zero} with pp={facts.layout.pp}: Megatron-FSDP decides when a stage gathers and reduces its weights"
+    )
+    return Said(settings | more, differs=differs if facts.layout.pp > 1 else "")
+
+
+def _experts(facts: RecipeFacts) -> Said:
+    layout = facts.layout
+    lacks = ""
+    if layout.tp > 1 and not layout.sequence_parallel:
+        lacks = f"ep={layout.ep} with tp={layout.tp} needs sequence_parallel in Megatron"
+    return Said({"--expert-model-parallel-size": layout.ep, "--moe-token-dispatcher-type": "alltoall"}, lacks=lacks)
+
+
+def _schedule(facts: RecipeFacts) -> Said:
+    schedule = facts.layout.schedule
+    if schedule == "interleaved":
+        return Said()  # its flag is that of the virtual stages
+    return Said(lacks=f"schedule={schedule}: Megatron's schedules are 1f1b and interleaved; this file runs 1f1b")
+
+
+def _offload(facts: RecipeFacts) -> Said:
+    settings = {"--optimizer-cpu-offload": True, "--use-precision-aware-optimizer": True}
+    if facts.layout.zero == 0:
+        return Said(lacks="offload with zero=0: --optimizer-cpu-offload needs the distributed optimizer, zero=1")
+    return Said(settings)
+
+
+def _write(facts: RecipeFacts, settings: dict[str, Any]) -> str:
+    job = facts.job
+    always: dict[str, Any] = {"--seq-length": facts.model.length, "--max-position-embeddings": facts.model.length}
+    if job.numerics.precision in _PRECISION:
+        always[_PRECISION[job.numerics.precision]] = True
+    if job.optimizer.clip_norm is not None:
+        always["--clip-grad"] = job.optimizer.clip_norm
+    words = [*flags({**settings, **always}), '"${MODEL_AND_DATA_FLAGS[@]}"']
+    layout = facts.layout
+    needs_one = layout.zero < 2 and (layout.tp > 1 or layout.cp > 1)  # which Megatron asserts before Blackwell
+    environment = "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if needs_one else "unset CUDA_DEVICE_MAX_CONNECTIONS\n"
+    return environment + facts.torchrun("pretrain_gpt.py", words)
+
+
+MEGATRON = Framework(
+    name="megatron",
+    suffix=".sh",
+    comment="#",
+    words=_words,
+    write=_write,
+    differs=(
+        "kernels of Transformer Engine are faster than those that the prediction assumes; gradients are divided by the ranks "
+        "and micro-batches, not by the tokens, unless --calculate-per-token-loss is given",
+    ),
+)

@@ -1,0 +1,183 @@
+"""Laws of layouts in the words of other frameworks: every word of a layout is said or refused, and batches come out whole."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep import job as jobs
+from samestep.hardware import resolve_hardware
+from samestep.layout import Layout
+from samestep.models import catalog
+from samestep.planning.recipes import frameworks
+from samestep.planning.recipes.recipe import Recipe, recipe_of
+
+_NAMES = sorted(frameworks.FRAMEWORKS)
+_MEGATRON = {
+    "--tensor-model-parallel-size": int,
+    "--pipeline-model-parallel-size": int,
+    "--context-parallel-size": int,
+    "--cp-comm-type": str,
+    "--expert-model-parallel-size": int,
+    "--moe-token-dispatcher-type": str,
+    "--num-virtual-stages-per-pipeline-rank": int,
+    "--num-distributed-optimizer-instances": int,
+    "--data-parallel-sharding-strategy": str,
+    "--ckpt-format": str,
+    "--micro-batch-size": int,
+    "--global-batch-size": int,
+    "--recompute-granularity": str,
+    "--recompute-method": str,
+    "--recompute-num-layers": int,
+    "--seq-length": int,
+    "--max-position-embeddings": int,
+    "--clip-grad": float,
+} | dict.fromkeys(
+    (
+        "--sequence-parallel",
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--use-megatron-fsdp",
+        "--no-gradient-accumulation-fusion",
+        "--optimizer-cpu-offload",
+        "--use-precision-aware-optimizer",
+        "--bf16",
+        "--fp16",
+    ),
+    bool,
+)
+"""Flags of Megatron-LM's `megatron/training/arguments.py` that are written, and the type that it reads; a switch takes no value."""
+
+
+def _layouts() -> st.SearchStrategy[Layout]:
+    degree = st.sampled_from([1, 1, 2, 4])
+    words = st.fixed_dictionaries(
+        {
+            "dp_replicate": degree,
+            "dp_shard": degree,
+            "tp": degree,
+            "cp": degree,
+            "pp": degree,
+            "ep": degree,
+            "virtual_stages": st.sampled_from([1, 2]),
+            "schedule": st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
+            "zero": st.sampled_from([0, 1, 2, 3]),
+            "microbatch": st.sampled_from([None, 1, 3]),
+            "recompute": st.sampled_from(["none", "selective", "full"]),
+            "offload": st.booleans(),
+            "sequence_parallel": st.booleans(),
+            "accumulate": st.sampled_from(["sharded", "full"]),
+            "loss_chunk": st.sampled_from([None, 64]),
+        }
+    )
+    return words.filter(lambda one: one["zero"] > 0 or one["dp_shard"] == 1).map(lambda one: Layout(**one))
+
+
+def _recipe(name: str, layout: Layout, batch: int = 512) -> Recipe:
+    job = jobs.default(["model.source=preset:llama3-8b", f"train.global_batch={batch}", "numerics.precision=bf16"])
+    return frameworks.emit(name, job, layout, catalog.model_spec(job), resolve_hardware("h100x8"))
+
+
+@given(st.sampled_from(_NAMES), _layouts())
+def test_every_layout_is_written_in_every_framework(name: str, layout: Layout) -> None:
+    """A file comes out, and it says the layout's ranks or refuses one of its words."""
+    found = _recipe(name, layout)
+    assert found.text
+    assert str(layout) in found.text or not found.has_comments
+    assert all("has no word here" not in line or "reduce=" in line for line in found.lacks)
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_a_word_of_which_a_framework_says_nothing_is_one_that_it_lacks(name: str) -> None:
+    """A word that is added to layouts cannot be passed over: without an answer it is listed as missing."""
+    job = jobs.default(["model.source=preset:llama3-8b", "numerics.precision=bf16", "train.global_batch=64"])
+    silent = replace(frameworks.FRAMEWORKS[name], words=lambda facts: {}, write=lambda facts, settings: "")
+    layout = Layout.parse("dp_replicate=2 dp_shard=2 zero=3 tp=2 microbatch=1 recompute=full")
+    found = recipe_of(silent, job, layout, catalog.model_spec(job), resolve_hardware("h100x8"))
+    given_words = [one.name for one in fields(Layout) if getattr(layout, one.name) != getattr(Layout(), one.name)]
+    for word in given_words:
+        assert any(line.startswith(f"{word}=") for line in found.lacks), word
+
+
+@given(_layouts(), st.integers(1, 200))
+def test_deepspeed_batch_sizes_multiply(layout: Layout, batch: int) -> None:
+    """DeepSpeed refuses a configuration whose batch sizes do not multiply; ours do, or the recipe says that they cannot."""
+    found = _recipe("deepspeed", layout, batch)
+    table = json.loads(found.text)
+    steps, size = table["gradient_accumulation_steps"], table["train_micro_batch_size_per_gpu"]
+    is_whole = steps * size * layout.dp == table["train_batch_size"] == batch
+    assert is_whole or any("micro-batches" in line for line in found.lacks)
+
+
+@given(_layouts())
+def test_megatron_reads_every_flag(layout: Layout) -> None:
+    """Each flag is one of Megatron's own, with a value of the type that it reads, and no flag is given twice."""
+    body = _recipe("megatron", layout).text.split("pretrain_gpt.py", 1)[1].replace("\\\n", " ").split()
+    words = [word for word in body if word.startswith("--")]
+    assert len(words) == len(set(words))
+    for word, value in zip(body, [*body[1:], ""], strict=True):
+        if word.startswith("--"):
+            kind = _MEGATRON[word]
+            assert (value.startswith(("--", '"$'))) if kind is bool else kind(value) is not None
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_plain_data_parallelism_needs_no_excuse(name: str) -> None:
+    """Every framework can do data parallelism, and all but DDP-only words of ZeRO-3 too."""
+    for words in ("dp=8", "dp=8 zero=3", "dp=8 zero=3 microbatch=4 recompute=full"):
+        assert _recipe(name, Layout.parse(words)).is_whole, words
+
+
+def test_the_schedules_of_torchtitan_are_torchs_own() -> None:
+    """torchtitan finds the class of a schedule by torch's own function."""
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    for schedule in ("gpipe", "interleaved"):
+        text = _recipe(
+            "torchtitan", Layout(pp=2, schedule=schedule, virtual_stages=2 if schedule == "interleaved" else 1)
+        ).text
+        assert get_schedule_class(text.split("pipeline_parallel_schedule ")[1].split()[0])
+
+
+def test_accelerate_reads_its_file(tmp_path: Any) -> None:
+    """Accelerate's own reader takes each file, and has the values that were written."""
+    config_args = pytest.importorskip(
+        "accelerate.commands.config.config_args", reason="accelerate comes with the benchmarks alone"
+    )
+    for words in (
+        "dp=8",
+        "dp=8 zero=1",
+        "dp=4 zero=2",
+        "dp_replicate=2 dp_shard=4 zero=3 recompute=full",
+        "dp=4 zero=3 tp=2",
+        "cp=2 dp=4 zero=3",
+    ):
+        layout = Layout.parse(words)
+        path = tmp_path / "accelerate.yaml"
+        path.write_text(_recipe("accelerate", layout).text)
+        read = config_args.load_config_from_file(str(path))
+        assert read.num_processes == layout.world_size
+        assert read.mixed_precision == "bf16"
+        if layout.zero == 3:
+            assert read.parallelism_config["parallelism_config_dp_shard_size"] == layout.dp_shard
+
+
+def test_the_command_line_writes_a_file_and_says_what_it_lacks(tmp_path: Any, capsys: Any) -> None:
+    """`--emit-file` writes a file that can be read, and the notes are printed; an unknown name is refused with what works."""
+    from samestep.cli import main
+
+    path = tmp_path / "ds.json"
+    about = ["simulate", "--set", "model.source=preset:llama3-8b", "--hardware", "h100x8"]
+    assert main([*about, "--layout", "dp=4 zero=3 tp=2", "--emit", "deepspeed", "--emit-file", str(path)]) == 0
+    assert json.loads(path.read_text())["tensor_parallel"] == {"autotp_size": 2}
+    assert "cannot: tp with zero=3" in capsys.readouterr().out
+    assert main([*about, "--layout", "dp=8", "--emit", "megatro"]) == 2
+    assert "did you mean 'megatron'" in capsys.readouterr().err
+    assert main([*about, "--layout", "dp=8", "--emit-file", str(path)]) == 2
+    assert "--emit FRAMEWORK" in capsys.readouterr().err
