@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from samestep.planning.recipes.deepspeed import nested
-from samestep.planning.recipes.recipe import Framework, Said, RecipeFacts
+from samestep.planning.recipes.recipe import Framework, RecipeFacts, Said
 
 _PRECISION = {"float32": "no"}
 

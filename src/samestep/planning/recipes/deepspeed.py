@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from samestep.planning.recipes.recipe import Framework, Said, RecipeFacts
+from samestep.planning.recipes.recipe import Framework, RecipeFacts, Said
 
 
 def _words(facts: RecipeFacts) -> Mapping[str, Said]:

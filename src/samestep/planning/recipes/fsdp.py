@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from samestep.models.spec import ModelSpec
-from samestep.planning.recipes.recipe import Framework, Said, RecipeFacts
+from samestep.planning.recipes.recipe import Framework, RecipeFacts, Said
 
 _STYLES = {
     "column": "ColwiseParallel()",

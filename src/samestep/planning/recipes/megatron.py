@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from samestep.planning.recipes.recipe import Framework, Said, RecipeFacts, flags
+from samestep.planning.recipes.recipe import Framework, RecipeFacts, Said, flags
 
 _SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
 _PRECISION = {"bf16": "--bf16", "fp16": "--fp16"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from samestep.planning.recipes.recipe import Framework, Said, RecipeFacts, flags
+from samestep.planning.recipes.recipe import Framework, RecipeFacts, Said, flags
 
 _SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 _PRECISION = {"bf16": "bfloat16", "float32": "float32"}
