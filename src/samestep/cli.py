@@ -349,7 +349,9 @@ def _emitted(words: Namespace, recipe: Recipe | None) -> list[str]:
     if recipe is None:
         return []
     if words.emit_file is None:
-        return ["\n" + "\n".join([recipe.text.rstrip(), *([] if recipe.has_comments else recipe.notes), *recipe.instead])]
+        return [
+            "\n" + "\n".join([recipe.text.rstrip(), *([] if recipe.has_comments else recipe.notes), *recipe.instead])
+        ]
     write(words.emit_file, recipe.text)
     return ["\n".join([f"wrote {words.emit_file}", *recipe.notes, *recipe.instead])]
 

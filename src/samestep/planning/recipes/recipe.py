@@ -136,7 +136,6 @@ class Recipe:
         groups = {"in code": self.in_code, "cannot": self.lacks, "differs": self.differs}
         return tuple(f"{kind}: {line}" for kind, lines in groups.items() for line in lines)
 
-
     def to_record(self) -> dict[str, Any]:
         """Return the recipe as JSON values."""
         lists = {"in_code": self.in_code, "cannot": self.lacks, "differs": self.differs, "instead": self.instead}

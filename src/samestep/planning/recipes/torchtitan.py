@@ -117,6 +117,7 @@ def _schedule(facts: RecipeFacts) -> Said:
 def _write(facts: RecipeFacts, settings: dict[str, Any]) -> str:
     job = facts.job
     always: dict[str, Any] = {"--training.seq_len": facts.model.length}
+    settings.setdefault("--activation_checkpoint.mode", "none")  # where nothing is said, torchtitan recomputes
     if job.numerics.precision in _PRECISION:
         always["--training.mixed_precision_param"] = _PRECISION[job.numerics.precision]
     if job.optimizer.clip_norm is not None:
