@@ -17,7 +17,7 @@ from samestep import losses
 from samestep.errors import JobError, LayoutError, ModelError
 from samestep.layout import Layout
 from samestep.runtime.run import Run
-from samestep.runtime.weights.model_averages import ModelAverages
+from samestep.runtime.weights.moving_averages import ModelAverages
 from tests.laboratory import combinations, job_of, losses_of_steps
 from tests.models import Plain, Tokens
 from tests.pool import pool

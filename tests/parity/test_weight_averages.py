@@ -26,7 +26,8 @@ from samestep.layout import Layout
 from samestep.runtime.checkpoints import checkpoint
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.run import Run
-from samestep.runtime.weights.pieces import Piece, WeightAverages
+from samestep.runtime.weights.moving_averages import WeightAverages
+from samestep.runtime.weights.pieces import Piece
 from samestep.simulation.memory import at_rest, saving_host_bytes
 from tests import small, traced
 from tests.laboratory import TOLERANCE, Observed, assert_same, follow, job_of, perturbed

@@ -72,8 +72,9 @@ from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes import messages
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.weights import given_instance, owning, placement
+from samestep.runtime.weights.moving_averages import WeightAverages
 from samestep.runtime.weights.parameter_hooks import attributes_of, gradient_hooks
-from samestep.runtime.weights.pieces import Piece, WeightAverages
+from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.replaced_weights import ReplacedWeights
 from samestep.runtime.weights.replicated import Replicated
 from samestep.runtime.weights.weight_store import Materialize, WeightStore

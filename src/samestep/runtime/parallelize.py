@@ -19,7 +19,7 @@ from samestep.runtime.guards.shared_weights import SharedWeights
 from samestep.runtime.optimizers.optimizer_source import OptimizerLike, optimizer_source
 from samestep.runtime.processes import join, mesh, rank_order
 from samestep.runtime.run import Run
-from samestep.runtime.weights.model_averages import Following, ModelAverages
+from samestep.runtime.weights.moving_averages import Following, ModelAverages
 
 
 @calls.checked

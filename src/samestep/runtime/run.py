@@ -55,7 +55,7 @@ from samestep.runtime.recording.step_recorder import StepRecorder
 from samestep.runtime.step_observer import StepObserver
 from samestep.runtime.step_report import StepReport
 from samestep.runtime.stepper import Stepper
-from samestep.runtime.weights.model_averages import ModelAverages
+from samestep.runtime.weights.moving_averages import ModelAverages
 
 Measure = Callable[[Any, Any], Any]
 """A function of (outputs, batch) -> (sum, count), or a dict of names and such pairs."""

@@ -180,7 +180,7 @@ class Stepper:
         may_decide = self._device_may_decide
         if is_usual and may_decide and not self.spikes.acts and self.used.can_be_expected():
             return DeviceDecides(updater, follow)
-        sends = is_usual and updater.is_apart(self.place.device)
+        sends = is_usual and updater.offload.is_apart(self.place.device)
         return HostDecides(updater, follow, sends=sends, is_exception=may_decide)
 
     def _launch(self, opened: OpenStep, decider: DeviceDecides) -> StepReport:
@@ -232,7 +232,7 @@ class Stepper:
                 if opened.report is None:  # else it was when its update was launched
                     opened.prepare(updater)
                 if skipped or (scale := numbers.scales[number]) is None:
-                    updater.forget_sent()
+                    updater.offload.forget()
                 else:
                     factor = scale * clip_factor(numbers.norms[number], self.job.optimizer.clip_norm)
                     if must_reread:
@@ -284,7 +284,7 @@ class Stepper:
         """
         nonfinite.put_back(opened.running_buffers)
         for _, assembly in self._own.each():
-            assembly.weights.updater.forget_sent()
+            assembly.weights.updater.offload.forget()
         self._is_repeating = True
         again, _ = self.open(opened.batch, opened.of)
         self._is_repeating = False
@@ -371,7 +371,9 @@ class Stepper:
             self.guards.refuse_state(batch, reason)
         for name in weights.store.watch.written():
             self.guards.refuse_state(batch, forward_state.explain_lost_write(name, f"zero={self._own.layout.zero}"))
-        norm_squared = weights.store.norm_squared(of.names) + weights.updater.overflow(self.place.device, of.names)
+        updater = weights.updater
+        overflow = updater.loss_scale.overflow(updater.pieces, self.place.device, of.names)
+        norm_squared = weights.store.norm_squared(of.names) + overflow
         weights.store.watch.take_back()
         return torch.cat([totals[:2], norm_squared.view(1), uses, totals[2:]])
 

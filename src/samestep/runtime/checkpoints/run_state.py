@@ -22,7 +22,7 @@ from samestep.errors import ModelError
 from samestep.examination.examine import build_blueprint
 from samestep.runtime.checkpoints import checkpoint, given_weights, manifests, whole_state
 from samestep.runtime.held_assembly import HeldAssembly, PreparedRun
-from samestep.runtime.weights.pieces import WeightAverages
+from samestep.runtime.weights.moving_averages import WeightAverages
 
 
 class Lent(Enum):

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from samestep.building.optimizer import OptimizerSource, members_of
+from samestep.building.optimizer import OptimizerSource, class_names, members_of
 from samestep.building.torch_seams import disable_compiler
+from samestep.errors import ModelError
+from samestep.runtime.optimizers.loss_scale import LossScale
 from samestep.runtime.optimizers.one_process import alone, rejoined
 from samestep.runtime.optimizers.optimizer_source import WholeWeights
 from samestep.runtime.optimizers.skeletons import over_small_weights, skeleton
@@ -83,6 +85,19 @@ def members_that_evaluate(source: OptimizerSource, whole: WholeWeights) -> froze
         if parameter.default is parameter.empty or _fails_without(source, whole, index):
             found.add(index)
     return frozenset(found)
+
+
+def check_scale(scale: LossScale, evaluating: frozenset[int], optimizer: Optimizer | None) -> None:
+    """Refuse a loss scale in whose gradients an optimizer with members that evaluate the loss would meet overflows.
+
+    Raises:
+        ModelError: there are such members, and the scale changes.
+    """
+    if evaluating and scale.is_dynamic:
+        raise ModelError(
+            f"{class_names(optimizer) if optimizer else 'the optimizer'} evaluates the loss again in its step, where gradients under "
+            'a loss scale may overflow: numerics.precision = "bf16" works'
+        )
 
 
 def _closure_of(optimizer: Optimizer) -> inspect.Parameter | None:

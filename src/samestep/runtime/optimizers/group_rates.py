@@ -33,6 +33,18 @@ class GroupRates:
         self._given_rates = self._theirs()
         self._given_options = self._their_options()
 
+    def check(self, *, follows_schedule: bool) -> None:
+        """Refuse groups without a learning rate where the rates are to follow a schedule.
+
+        Raises:
+            ModelError: there is such a group.
+        """
+        if follows_schedule and self.optimizer is not None and any("lr" not in g for g in self.optimizer.param_groups):
+            raise ModelError(
+                f"a group of {type(self.optimizer).__name__} has no learning rate `lr`, which the job's schedule sets: "
+                'schedule.name = "constant" without warm-up works'
+            )
+
     def factors(self, schedule: Callable[[int], float], step: int) -> float | dict[int, float]:
         """Return the factor of a schedule in a step, for each group by itself where a loop has made updates of its own."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from samestep.job_tables import NumericsTable
+from samestep.runtime.weights.pieces import Piece
 
 LARGEST_SUM = torch.finfo(torch.float16).max / 2
 """The largest sum of gradients under a loss scale: partial sums, some of which cancel, then fit float16 as well."""
@@ -18,6 +23,11 @@ class LossScale:
     scale: float = 1.0
     growth_steps: float = math.inf
     steps_since: int = 0
+
+    @classmethod
+    def of(cls, numerics: NumericsTable) -> LossScale:
+        """Return the loss scale that a job begins with; 1 in other precisions than fp16."""
+        return cls(numerics.loss_scale, numerics.loss_scale_growth_steps) if numerics.precision == "fp16" else cls()
 
     @property
     def is_dynamic(self) -> bool:
@@ -32,3 +42,20 @@ class LossScale:
         self.steps_since += 1
         if self.steps_since >= self.growth_steps:
             self.scale, self.steps_since = self.scale * 2, 0
+
+    @torch.no_grad()
+    def overflow(self, pieces: Sequence[Piece], device: torch.device, names: Set[str] | None = None) -> Tensor:
+        """Return infinity if a gradient of pieces, of these weights or any, exceeds float16 under the scale; else 0 (float64 []).
+
+        Whether float16 overflows on the way depends on how many samples a micro-batch adds up; their sum over the whole
+        step does not. So the sum alone decides whether a step is skipped, and all layouts decide alike.
+        """
+        none = torch.zeros((), dtype=torch.float64, device=device)
+        if self.scale <= 1.0:
+            return none
+        mine = [piece for piece in pieces if names is None or piece.name in names]
+        gradients = [gradient for piece in mine if (gradient := piece.gradient()).numel()]
+        if not gradients:
+            return none
+        largest = torch.stack(torch._foreach_norm(gradients, math.inf)).max()
+        return torch.where(largest > LARGEST_SUM, math.inf, 0.0).double()

@@ -16,13 +16,15 @@ What is packed is a state of the shape of its weight. To widen and pack a state 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
+from torch.optim import Optimizer
 
 from samestep.runtime.weights.pieces import Piece
 from samestep.runtime.weights.placement import WeightSlice
@@ -53,6 +55,19 @@ class StatePacking:
         state.update(self.wide(piece, state))
         for key in [key for key in state if key.endswith(SCALE)]:
             del state[key]
+
+    @contextmanager
+    def widened(self, optimizer: Optimizer, pieces: Sequence[Piece], step: int) -> Iterator[None]:
+        """Let an optimizer have the states of pieces as it computes with them inside, for its update of a step."""
+        for piece in pieces:
+            if (state := optimizer.state.get(piece.value)) is not None:
+                self.widen(piece, state)
+        try:
+            yield
+        finally:
+            for piece in pieces:
+                if (state := optimizer.state.get(piece.value)) is not None:
+                    self.pack(piece, state, step)
 
     def wide(self, piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state with its tensors as the optimizer computes with them."""

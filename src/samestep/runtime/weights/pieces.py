@@ -1,22 +1,12 @@
-"""Pieces of weights, which a rank updates, their targets, which the forward reads, and their moving averages (`train.ema`).
+"""Pieces of weights, which a rank updates, and their targets, which the forward reads.
 
 However a layout cuts the weights, a rank updates a list of `Piece`s: runs of one parameter's elements as plain tensors
 in master precision: see [Note: what a rank holds of a weight], the head of `runtime/weights/__init__.py`.
-
-An exponential moving average is kept for each piece that a rank updates:
-
-    average = weights                                      after the first update
-    average = decay * average + (1 - decay) * weights      after every later one
-
-A step that is skipped updates neither. That is the rule of torch's `AveragedModel` with `get_ema_multi_avg_fn(decay)` and
-`use_buffers=False`: the model that is evaluated has averages for its trained weights, and its buffers as they are. An average has the
-dtype of the master and is divided like it, so averaging sends nothing. Models along a training path average to one with a lower
-loss (Polyak and Juditsky 1992, doi:10.1137/0330046).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -202,38 +192,3 @@ def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
     if rest:
         norms.append(torch.stack(torch._foreach_norm(rest)))
     return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
-
-
-class WeightAverages:
-    """The averages of the pieces that a rank updates."""
-
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
-        self._of: dict[int, Tensor] = {}
-
-    def of(self, piece: Piece) -> Tensor | None:
-        """Return the average of a piece, of the shape of its value; None before the first update."""
-        return self._of.get(id(piece))
-
-    def set(self, piece: Piece, values: Tensor | None) -> None:
-        """Set the average of a piece; None removes it."""
-        if values is None:
-            self._of.pop(id(piece), None)
-            return
-        self._of[id(piece)] = values.to(piece.value.device, piece.value.dtype, copy=True).view(piece.value.shape)
-
-    @torch.no_grad()
-    def update(self, pieces: Sequence[Piece], held_back: Tensor | None = None) -> None:
-        """Update the averages of pieces whose `value` has just been updated; none of them where `held_back` is 1."""
-        known = [piece for piece in pieces if id(piece) in self._of]
-        for piece in pieces if len(known) < len(pieces) else ():
-            assert held_back is None, "the host waits for the first update"
-            self.set(piece, piece.value.detach())
-        if not known:
-            return
-        averages, values = [self._of[id(piece)] for piece in known], [piece.value.detach() for piece in known]
-        if held_back is None:
-            torch._foreach_lerp_(averages, values, 1.0 - self.decay)
-        else:
-            weight = torch.where(held_back > 0, 0.0, 1.0 - self.decay).to(values[0].dtype)
-            torch._foreach_lerp_(averages, values, [weight] * len(values))

@@ -1,0 +1,119 @@
+"""Moving averages of weights: of all that a run trains (`train.ema`), and of a model that another model of the run follows.
+
+`WeightAverages` keeps an exponential moving average for each piece that a rank updates:
+
+    average = weights                                      after the first update
+    average = decay * average + (1 - decay) * weights      after every later one
+
+A step that is skipped updates neither. That is the rule of torch's `AveragedModel` with `get_ema_multi_avg_fn(decay)` and
+`use_buffers=False`: the model that is evaluated has averages for its trained weights, and its buffers as they are. An average has the
+dtype of the master and is divided like it, so averaging sends nothing. Models along a training path average to one with a lower
+loss (Polyak and Juditsky 1992, doi:10.1137/0330046).
+
+`ModelAverages` is for teachers and target networks. After each step t, with w the weights of a trained model and m those of the
+one that follows it, which is frozen,
+
+    m = d m + (1 - d) w          d a number, or a function of the step, counted from 0
+
+Both models have the same weights by name, and a layout cuts them alike, so that each rank averages the parts that it holds and sends
+nothing (Tarvainen and Valpola 2017, arXiv:1703.01780; He et al. 2020, arXiv:1911.05722).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import LayoutError
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.runtime.weights.pieces import Piece
+
+Decay = float | Callable[[int], float]
+Following = Mapping[str, tuple[str, Decay]]
+"""The model that each one follows by name, and the decay."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAverages:
+    """The models of a run that follow others."""
+
+    following: Following = field(default_factory=dict)
+
+    def check(self, layout: Layout, job: Job) -> None:
+        """Refuse a layout or a precision in which the models cannot be averaged where they are.
+
+        Raises:
+            LayoutError: it is one.
+        """
+        name = next(iter(self.following), "")
+        if not name:
+            return
+        if layout.pp > 1:
+            raise LayoutError(
+                f"ema: {name} follows a model whose weights may be on other stages (pp={layout.pp}): pp=1 works"
+            )
+        if job.numerics.precision not in ("float32", "float64"):
+            raise LayoutError(
+                f"ema: {name} is frozen, so it has no master weights, and {job.numerics.precision} would round away what a step moves "
+                'it by: numerics.precision = "float32" works'
+            )
+        if job.numerics.exchange_every > 1:
+            raise LayoutError(
+                f"ema: {name} follows a model that replicas train apart: numerics.exchange_every = 1 works"
+            )
+
+    @torch.no_grad()
+    def follow(self, module: nn.Module, step: int) -> None:
+        """Move each model that follows another towards it, after a step counted from 0.
+
+        Raises:
+            LayoutError: a rank holds other parts of the two.
+        """
+        for name, (source, decay) in self.following.items():
+            share = 1.0 - (decay(step) if callable(decay) else decay)
+            weights = dict(module.get_submodule(source).named_parameters())
+            for key, average in module.get_submodule(name).named_parameters():
+                if average.shape != weights[key].shape:
+                    raise LayoutError(
+                        f"ema: a rank holds {list(average.shape)} of {name}.{key} and {list(weights[key].shape)} of {source}.{key}: tp=1 works"
+                    )
+                average.lerp_(weights[key], share)
+
+
+class WeightAverages:
+    """The averages of the pieces that a rank updates."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self._of: dict[int, Tensor] = {}
+
+    def of(self, piece: Piece) -> Tensor | None:
+        """Return the average of a piece, of the shape of its value; None before the first update."""
+        return self._of.get(id(piece))
+
+    def set(self, piece: Piece, values: Tensor | None) -> None:
+        """Set the average of a piece; None removes it."""
+        if values is None:
+            self._of.pop(id(piece), None)
+            return
+        self._of[id(piece)] = values.to(piece.value.device, piece.value.dtype, copy=True).view(piece.value.shape)
+
+    @torch.no_grad()
+    def update(self, pieces: Sequence[Piece], held_back: Tensor | None = None) -> None:
+        """Update the averages of pieces whose `value` has just been updated; none of them where `held_back` is 1."""
+        known = [piece for piece in pieces if id(piece) in self._of]
+        for piece in pieces if len(known) < len(pieces) else ():
+            assert held_back is None, "the host waits for the first update"
+            self.set(piece, piece.value.detach())
+        if not known:
+            return
+        averages, values = [self._of[id(piece)] for piece in known], [piece.value.detach() for piece in known]
+        if held_back is None:
+            torch._foreach_lerp_(averages, values, 1.0 - self.decay)
+        else:
+            weight = torch.where(held_back > 0, 0.0, 1.0 - self.decay).to(values[0].dtype)
+            torch._foreach_lerp_(averages, values, [weight] * len(values))
