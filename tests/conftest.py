@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 
 from samestep.runtime.processes import join
-from tests import audit, laboratory, shard, time_limit
+from tests import audit, covering, laboratory, processor_time, shard, time_limit
 from tests import pool as pools
 from tests.progress import Progress
 
@@ -36,17 +36,27 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--shard"):
         config.option.every_layout = True
         config.pluginmanager.register(shard.Limit())
+    if count := config.getoption("--costs"):
+        config.pluginmanager.register(processor_time.Costs(count))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-layout", action="store_true", help="run the nightly combinations too")
+    parser.addoption("--costs", type=int, default=0, help="print so many of the tests that use most processor time")
     parser.addoption(
         "--shard", action="store_true", help="run a part of the nightly combinations alone: tests/shard.py"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the nightly combinations out, or all but a shard of them, and the tests for an accelerator where there is none."""
+    """Leave the nightly combinations out, or all but a shard of them, and the tests for an accelerator where there is none.
+
+    Tests with layouts of which `covering.needless` finds that others of their file hold the same are nightly, unless tests are asked for
+    by name.
+    """
+    if not config.option.keyword and not any("::" in word for word in config.args):
+        for item in covering.needless(items):
+            item.add_marker(pytest.mark.nightly)
     left = [item for item in items if _runs(config, item)]
     if config.getoption("--shard"):
         nightly = [item for item in left if item.get_closest_marker("nightly")]

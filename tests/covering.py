@@ -167,17 +167,67 @@ def daily(cases: Iterable[Any], *, beside_products: bool = False) -> list[Any]:
     params = [_param_of(case) for case in cases]
     free = [index for index, param in enumerate(params) if not param.marks]
     words = {index: set(_words_of(params[index], beside_products)) for index in free}
-    num_ranks = {index: _num_ranks(params[index]) for index in free}
-    missing = set().union(*words.values())
-    chosen: list[int] = []
-    while missing:
-        chosen.append(max(free, key=lambda index: len(words[index] & missing) / (1 + num_ranks[index])))
-        missing -= words[chosen[-1]]
-    chosen = without_needless(chosen, words.__getitem__)
+    chosen = fewest(words, {index: _layouts_in(params[index].values) for index in free})
     return [
         param if param.marks or index in chosen else pytest.param(*param.values, id=param.id, marks=pytest.mark.nightly)
         for index, param in enumerate(params)
     ]
+
+
+def fewest(words: dict[int, set[Hashable]], layouts: dict[int, list[Layout]]) -> list[int]:
+    """Return the cases that together hold every word of all: greedily, those of most new words for their ranks.
+
+    Of equal ones that with the layout which the fewest have is chosen. One rank proves less than two and costs little less, and the
+    least is proven by one rank with a whole batch.
+    """
+    missing = set[Hashable]().union(*words.values())
+    num_ranks = {index: max(2, sum(one.world_size for one in of_case)) for index, of_case in layouts.items()}
+    num_ranks |= {index: 4 for index, of_case in layouts.items() if all(one == Layout() for one in of_case)}
+    chosen: list[int] = []
+    times = Counter[str]()
+    while missing:
+        best = max(
+            words, key=lambda index: (len(words[index] & missing) / num_ranks[index], -times[str(layouts[index])])
+        )
+        chosen.append(best)
+        missing -= words[best]
+        times[str(layouts[best])] += 1
+    return without_needless(chosen, words.__getitem__)
+
+
+def needless(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests with a layout that `make test` leaves to the night: a file's others hold all that they hold.
+
+    Held are each test function, each of its values other than a layout, and each setting of a layout that the file has, in any
+    function. Tests with marks of their own (nightly, or every_row) keep them, and hold nothing here.
+    """
+    of_files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if _layouts_in(_values_of(item).values()) and not any(map(item.get_closest_marker, ("nightly", "every_row"))):
+            of_files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    found: list[pytest.Item] = []
+    for of_file in of_files.values():
+        words = {index: set(_words_in_file(item)) for index, item in enumerate(of_file)}
+        kept = set(fewest(words, {index: _layouts_in(_values_of(item).values()) for index, item in enumerate(of_file)}))
+        found += [item for index, item in enumerate(of_file) if index not in kept]
+    return found
+
+
+def _values_of(item: pytest.Item) -> dict[str, Any]:
+    return dict(item.callspec.params) if hasattr(item, "callspec") else {}
+
+
+def _words_in_file(item: pytest.Item) -> Iterator[Hashable]:
+    function, values = item.nodeid.partition("[")[0], _values_of(item)
+    yield function
+    several = len(_layouts_in(values.values())) > 1
+    for name, value in values.items():
+        layout = _layout_in(value)
+        if layout is None:
+            yield function, name, _hashable(value)
+            continue
+        for setting in _settings(layout):
+            yield (name if several else ""), *setting
 
 
 def _param_of(case: Any) -> Any:
@@ -190,21 +240,42 @@ def _words_of(param: Any, beside_products: bool) -> Iterator[Hashable]:
     for column, value in enumerate(param.values):
         layout = _layout_in(value)
         if layout is None:
-            yield column, value if isinstance(value, Hashable) else repr(value)
+            yield column, _hashable(value)
             continue
-        for entry in fields(layout):
-            setting = getattr(layout, entry.name)
-            if not (beside_products and setting in FEATURES.get(entry.name, ())):
-                yield column, entry.name, setting is not None if entry.name == "microbatch" else setting
+        for name, setting in _settings(layout):
+            if not (beside_products and getattr(layout, name) in FEATURES.get(name, ())):
+                yield column, name, setting
 
 
-def _num_ranks(param: Any) -> int:
-    return sum(layout.world_size for value in param.values if (layout := _layout_in(value)))
+def _settings(layout: Layout) -> Iterator[tuple[str, Any]]:
+    """Return the settings of a layout by name; of micro-batches only that there are some."""
+    for entry in fields(layout):
+        setting = getattr(layout, entry.name)
+        yield entry.name, setting is not None if entry.name == "microbatch" else setting
+
+
+def _hashable(value: Any) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value  # type: ignore[no-any-return]
+
+
+def _layouts_in(values: Iterable[Any]) -> list[Layout]:
+    return [layout for value in values if (layout := _layout_in(value)) is not None]
 
 
 def _layout_in(value: Any) -> Layout | None:
+    if isinstance(value, str):
+        return _parsed(value)
+    return value if isinstance(value, Layout) else None
+
+
+@functools.cache
+def _parsed(words: str) -> Layout | None:
     with contextlib.suppress(LayoutError):
-        return Layout.parse(value) if isinstance(value, str) and "=" in value else None
+        return Layout.parse(words) if "=" in words else None
     return None
 
 

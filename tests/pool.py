@@ -50,6 +50,8 @@ class Pool:
         """Traced models that the ranks have."""
         self.inherits = device == "cpu" or not real_gpu.is_asked()
         """Whether the ranks are forked."""
+        self.ended_s = 0.0
+        """Seconds of processor time of ranks that have been ended."""
         self._refusal_of_all: BaseException | None = None
         """What every rank has raised alike, so that none is left inside a collective."""
 
@@ -78,6 +80,8 @@ class Pool:
 
     def close(self) -> None:
         """Kill the ranks; the next job starts new ones."""
+        if not math.isnan(used_s := self.used_s()):
+            self.ended_s += used_s
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -160,6 +164,12 @@ def warm_up() -> None:
 def pool(ranks: int, device: str = "cpu") -> Pool:
     """Return the session's pool of so many ranks on a device."""
     return _pools.setdefault((ranks, device), Pool(ranks, device))
+
+
+def used_s_of_all() -> float:
+    """Return the seconds of processor time that the ranks of all pools have used so far, as far as they are known."""
+    running = [made.used_s() for made in _pools.values()]
+    return sum(made.ended_s for made in _pools.values()) + sum(used_s for used_s in running if not math.isnan(used_s))
 
 
 def close_all() -> None:

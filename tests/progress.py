@@ -3,9 +3,10 @@
 ```
 [ 43%]    12:31  tests/parity/test_tensor_axis.py  31 tests, 1 failed, 48 s, processor 52 s
 ...
+by folder: parity 700 s, code 60 s
 812 s of processor time, 640 s elapsed
 ```
-The processor's seconds are those of all processes (`processor_time.py`); the last line counts collection too.
+The processor's seconds are those of all processes (`processor_time.py`); the last line counts imports and collection too.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Progress:
         self._done = 0
         self._left: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
+        self._used_s_of_folder: dict[str, float] = {}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Count the tests of each file."""
@@ -67,11 +69,18 @@ class Progress:
             f"{self._of_file[file]} test{'s' * (self._of_file[file] > 1)}{failed}, {now_s - self._file_start_s:.0f} s, "
             f"processor {used_s - self._file_start_used_s:.0f} s"
         )
+        folder = file.removeprefix("tests/").rpartition("/")[0]
+        self._used_s_of_folder[folder] = self._used_s_of_folder.get(folder, 0.0) + used_s - self._file_start_used_s
         self._file_start_s, self._file_start_used_s = now_s, used_s
 
     def pytest_unconfigure(self) -> None:
         """End with what all of it cost."""
         elapsed_s = time.monotonic() - self._begin_s
+        dearest = sorted(self._used_s_of_folder.items(), key=lambda one: -one[1])
+        if dearest:
+            self._reporter.write_line(
+                "by folder: " + ", ".join(f"{folder} {used_s:.0f} s" for folder, used_s in dearest)
+            )
         self._reporter.write_line(f"{processor_time.used_s():.0f} s of processor time, {elapsed_s:.0f} s elapsed")
 
 
