@@ -520,6 +520,47 @@ def test_a_stream_that_ranks_read_differently_is_refused(kind: str) -> None:
     assert "another one on rank 1 than on rank 0: a stream that is the same on every rank works" in first
 
 
+def _of_unequal_lengths(rank: int, world: int, kind: str, counts: list[int], layout: str) -> tuple[str, int]:
+    run = samestep.parallelize(build, loss, optimizer, layout=layout, job=JOB)
+    flow = Flow(counts[rank])
+    source = flow if kind == "samples" else (batch for batch in DataLoader([*flow], batch_size=4))
+    steps = 0
+    try:
+        for batch in samestep.batches(source, JOB):
+            if layout == "tp=2":
+                run.evaluate(batch)
+                run.backward(batch)
+                run.backward(batch)
+                run.update()
+            else:
+                run.step(batch)
+            steps += 1
+    except DataError as error:
+        return str(error), steps
+    return "", steps
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("counts", [(8, 12), (12, 8), (12, 10), (8, 8)])
+def test_a_stream_that_is_shorter_on_one_rank_is_named_on_all_at_once(counts: tuple[int, int], layout: str) -> None:
+    (first, taken), (second, also) = pool(2).run(_of_unequal_lengths, "samples", counts, layout)
+    assert (first, taken) == (second, also)
+    assert taken == 2
+    said = [f"{count - 8} sample{'s' * (count != 9)}" if count > 8 else "nothing more" for count in counts]
+    assert first.startswith(
+        f"for step 3 a stream has {said[0]} on rank 0 and {said[1]} on rank 1: " if counts != (8, 8) else ""
+    )
+    assert bool(first) == (counts != (8, 8))
+
+
+def test_batches_of_a_stream_that_are_fewer_on_one_rank_are_named_too() -> None:
+    found = pool(2).run(_of_unequal_lengths, "batches", (8, 16), "dp=2")
+    assert {taken for _, taken in found} == {2}
+    assert all(
+        text.startswith("for step 3 a stream has nothing more on rank 0 and 4 samples on rank 1: ") for text, _ in found
+    )
+
+
 def test_a_generator_that_has_begun_cannot_be_resumed() -> None:
     begun = points_one_by_one()
     next(begun)

@@ -5,7 +5,7 @@ micro-batches, so nothing is sent, and another number of ranks, after a resume t
 
     items        single samples, `train.global_batch` of which are a step, or whole batches, of which each is one: of a loader as its
                  batch_size says, else as the first item shows, whose tensors all have global_batch rows, one of them of several numbers
-    its end      ends the loop, on every rank after the same step; a last step of fewer samples is taken, unless the loader has
+    its end      ends the loop, on every rank after the same step, which ranks compare in each step; a last step of fewer samples is taken, unless the loader has
                  drop_last. The next loop over the same `batches` begins the stream anew, where it can be iterated again
     a resume     by load_state_dict, with the state that `state_dict` gave when the checkpoint was saved; else the batches before are
                  read and left out
@@ -165,6 +165,10 @@ class StreamSteps(Steps):
         """The step with which the pass began."""
         self._stored: Any = None
         """The state of the stream in the checkpoint from which the run goes on."""
+        self.at_end: Callable[[int], None] | None = None
+        """Called with the first step of which the stream has no batch; set by the run that takes its batches."""
+        self.compared = -1
+        """The last step of which ranks have compared how many samples they have read."""
         self._windows: dict[int, SampleReader] = {}
         source = stream.holder
         if first_step and inspect.isgenerator(source) and inspect.getgeneratorstate(source) != inspect.GEN_CREATED:
@@ -228,6 +232,8 @@ class StreamSteps(Steps):
                 self._leave_out(self._begins_at)
         if (found := self._take()) is None:
             self._is_at_end = True
+            if self.at_end is not None:
+                self.at_end(step)
             raise StopIteration
         by_microbatch = self._job.numerics.coupled_samples is not None
         if self._batched:

@@ -51,8 +51,9 @@ class GivenBatches:
         """
         if hasattr(given, "shares") and hasattr(given, "samples"):
             held = getattr(given, "held", None)
-            if compares and held is not None and self._place.world_size > 1:
-                with outside_step():
+            if held is not None and self._place.world_size > 1:
+                self._compare_ends(given.stream, given.step, given.num_samples)
+                if compares:
                     self._compare_stream(held, method)
             return self._first_of(given)
         with outside_step():
@@ -116,9 +117,32 @@ class GivenBatches:
                 f"alone and None elsewhere; {method}(batch, local=True) takes each rank's own samples"
             )
 
+    def _compare_ends(self, stream: Any, step: int, count: int) -> None:
+        """Compare how many samples of a step all ranks have read of a stream: where it ends on some rank alone, that rank takes part
+        instead of its step, so that no other waits for it.
+
+        Collective over the world, see [Note: collective calls].
+
+        Raises:
+            DataError: ranks have read different numbers.
+        """
+        if stream.compared == step:
+            return
+        stream.compared, stream.at_end = step, lambda ended: self._compare_ends(stream, ended, 0)
+        with outside_step():
+            counts = gather_values(count, self._place.world_size)
+        other = next((rank for rank, one in enumerate(counts) if one != counts[0]), None)
+        if other is not None:
+            raise DataError(
+                f"for step {step + 1} a stream has {_samples(counts[0])} on rank 0 and {_samples(counts[other])} on rank {other}: one that "
+                "has as many on every rank works, since each keeps its own samples of it; so do batches that rank 0 alone reads and hands "
+                "over, with None on the others"
+            )
+
     def _compare_stream(self, held: Any, method: str) -> None:
         """Compare the samples of a step that all ranks have read of a stream."""
-        first, *others = gather_values(digest(held), self._place.world_size)
+        with outside_step():
+            first, *others = gather_values(digest(held), self._place.world_size)
         other = next((rank for rank, one in enumerate(others, 1) if one != first), None)
         if other is not None:
             raise DataError(
@@ -156,3 +180,7 @@ class GivenBatches:
             parts = [broadcast_from(leader, given, None, device, what=_UNSENT, kind=DataError) for leader in leaders]
             return GivenBatch(step, joined(parts, sizes), sum(sizes), by_microbatch=self._is_grouped)
         return GivenBatch(step, given, count, sizes, mine)
+
+
+def _samples(count: int) -> str:
+    return f"{count} sample{'s' * (count != 1)}" if count else "nothing more"
