@@ -93,6 +93,46 @@ def test_a_step_is_a_backward_and_an_update_to_the_bit(layout: str) -> None:
         assert all(torch.equal(value, in_parts[1][name]) for name, value in whole[1].items())
 
 
+class Counted(torch.autograd.Function):
+    """The identity, whose backwards are counted."""
+
+    count = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        Counted.count += 1
+        return gradients[0]
+
+
+class CountedHeads(Regression):
+    """Two heads of one body, of which the backwards into the body are counted."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found = Counted.apply(self.body(x))
+        return self.one(found), self.two(found)
+
+
+def counts(rank: int, world: int, layout: str) -> list[int]:
+    job = samestep.Job(train={"global_batch": 8, "steps": 2, "watch_every": 0}, numerics={"precision": "float64"})
+    run = samestep.parallelize(CountedHeads, both, OF_HEADS, layout=layout, job=job)
+    found = []
+    for batch in samestep.batches(Points(), job):
+        for into in ("one", "body", None):
+            Counted.count = 0
+            run.backward(batch, into=into)
+            found.append(Counted.count)
+        run.update()
+    return found[3:]
+
+
+def test_a_backward_into_some_weights_does_not_go_where_none_of_them_is() -> None:
+    assert pool(2).run(counts, "dp=2 microbatch=2") == [[0, 2, 2]] * 2
+
+
 class Dropping(Regression):
     """A model that drops activations."""
 

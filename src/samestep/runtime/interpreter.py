@@ -8,7 +8,7 @@ of means, and a user's loss need not know its count before its forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +49,8 @@ class Interpreter:
     """The number of backwards of the step before this one."""
     delivers: bool = True
     """Whether an update follows at once, so that gradients go to the ranks that update whole weights."""
+    into: Sequence[Tensor] | None = None
+    """The weights that alone get gradients, where autograd can leave the others out; None for all."""
     data_wait_s: float = field(default=0.0, init=False)
     """Seconds for which it has waited for data."""
     _constant: set[int] = field(default_factory=set, init=False)
@@ -188,4 +190,7 @@ class Interpreter:
     def _backward(self, task: Task, loss: Tensor | None) -> None:
         parallel = self.assembly.parallel
         parallel.deferred.microbatch = task.microbatch
-        parallel.stage.backward(task.microbatch, task.chunk, loss)
+        if self.into is None or loss is None:
+            parallel.stage.backward(task.microbatch, task.chunk, loss)
+        else:
+            loss.backward(inputs=self.into)

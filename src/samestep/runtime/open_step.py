@@ -12,6 +12,7 @@ from torch import Tensor
 from samestep.models.loss_names import LossNames
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
+from samestep.runtime.axes.joined_exchanges import NothingToJoin
 from samestep.runtime.deciders import StepState
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import Reading
@@ -35,6 +36,18 @@ class StepBackward:
     """The trials of that loss."""
     is_apart: bool = False
     """Whether the update is a call of its own, which may come later."""
+
+    def leaves(self, held: Assembly) -> list[Tensor] | None:
+        """Return the weights that alone get gradients, where autograd can leave the others out; None for all.
+
+        It can where each rank has all weights, and no exchange in a backward is waited for by ranks whose graphs may differ.
+        """
+        layout = held.parallel.program.step.layout
+        is_whole = layout.dp == layout.world_size and layout.ep == 1 and layout.zero < 2
+        if self.names is None or not is_whole or not isinstance(held.parallel.exchanges, NothingToJoin):
+            return None
+        named = held.model.module.named_parameters()
+        return [weight for name, weight in named if name in self.names and weight.requires_grad] or None
 
 
 WHOLE = StepBackward()

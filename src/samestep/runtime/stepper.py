@@ -366,7 +366,8 @@ class Stepper:
         """
         totals = self.forward_backward(batch, index, of)
         weights = assembly.weights
-        uses = self.used.note(number, weights.store.without_gradient())
+        without = weights.store.without_gradient()
+        uses = self.used.note(number, {name: without[name] for name in without if name in (of.names or without)})
         if reason := self.used.unproven(number):
             self.guards.refuse_state(batch, reason)
         for name in weights.store.watch.written():
@@ -386,7 +387,8 @@ class Stepper:
         """
         held, trials = of.held or self.held, of.trials or self.guards.trials
         step, delivers = self.steps_taken + 1, not of.is_apart
-        interpreter = Interpreter(held, self.job, self.place, self.guards, trials, step, of.number, delivers)
+        into = of.leaves(held)
+        interpreter = Interpreter(held, self.job, self.place, self.guards, trials, step, of.number, delivers, into)
         totals = interpreter.forward_backward(batch, index)
         self._data_wait_s = interpreter.data_wait_s
         self.refusals.gave_up_at = self.held.weights.store.gave_up
