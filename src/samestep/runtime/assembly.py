@@ -10,7 +10,6 @@ optimizer's state, the loss scale, and what is known of the model's dropout.
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,19 +22,17 @@ from torch import Tensor, nn
 
 from samestep.building import nf4
 from samestep.building.initial_values import fill_rest
-from samestep.building.loss import check_results_of, cross_entropy
-from samestep.building.loss_scope import mark_of
+from samestep.building.loss import cross_entropy
 from samestep.building.model_loss import ModelLoss, target_in
 from samestep.building.optimizer import OptimizerSource, learning_rate_factor
 from samestep.building.own_loss import settle_problem_type
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.errors import JobError
-from samestep.examination.examine import Loss, Source, examine
+from samestep.examination.examine import Source, examine
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
 from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
-from samestep.models.loss_names import LossNames
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.ranks import Ranks
@@ -47,18 +44,16 @@ from samestep.runtime.axes import (
     exchanging_calls,
     expert,
     forward_state,
-    loss_terms,
     precision,
     recompute,
     tensor,
-    whole_batch,
 )
 from samestep.runtime.axes.compiled_blocks import CompiledBlocks, compile_blocks
-from samestep.runtime.axes.joined_exchanges import BackwardExchanges, NothingToJoin
 from samestep.runtime.axes.pipeline import other_stages
 from samestep.runtime.axes.pipeline import stage as pipeline
 from samestep.runtime.axes.pipeline.stage_flow import Flows
 from samestep.runtime.axes.weight_gradients import Deferred
+from samestep.runtime.objective import Objective
 from samestep.runtime.optimizers.closures import members_that_evaluate
 from samestep.runtime.optimizers.optimizer_source import (
     WholeWeights,
@@ -71,7 +66,7 @@ from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes import messages
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.weights import given_instance, owning, placement
+from samestep.runtime.weights import owning, placement
 from samestep.runtime.weights.moving_averages import WeightAverages
 from samestep.runtime.weights.parameter_hooks import attributes_of, gradient_hooks
 from samestep.runtime.weights.pieces import Piece
@@ -82,7 +77,6 @@ from samestep.state.fingerprints import FirstState
 from samestep.strategies import program_of
 from samestep.tracing import pending_logits
 from samestep.tracing.checkpointed import Contexts
-from samestep.trees import tree_leaves
 
 # Order matters: from the inside out, as in `strategies.STACK`.
 TWINS: tuple[ModuleType, ...] = (tensor, expert)
@@ -107,8 +101,6 @@ class Parallel:
     """Returns the context of a forward whose loss makes the logits, in chunks."""
     checkpoints: Callable[[], AbstractContextManager[None]]
     """Returns the context of a step, in which checkpointed forwards are repeated as they ran."""
-    exchanges: BackwardExchanges = field(default_factory=NothingToJoin)
-    """The exchanges in backwards that this rank's loss may not need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,23 +133,6 @@ class PreparedModel:
     """Of each tensor in the uncut module's `state_dict`, the first name of what it is: tied weights have several."""
     gathered: Mapping[str, str] = field(default_factory=dict)
     """Modules whose outputs tp gathers although a plan cuts them otherwise, or which it leaves whole, and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """The sum that a step minimises."""
-
-    loss: Loss
-    scope: whole_batch.OwnSamples | whole_batch.WholeBatch
-    """The samples that the loss sees at once."""
-    balance: expert.Balance | expert.NoBalance
-    """The auxiliary loss that balances experts."""
-    nominal_count: float
-    """A power of two near the count of a whole step: dividing by it loses no bit."""
-    terms: loss_terms.SeveralTerms | loss_terms.OneTerm | whole_batch.WholeBatch
-    """What makes one sum and one count of the loss's terms."""
-    names: LossNames
-    """The names of what the loss returns, for which the step's scalars have places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +204,11 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     exchanges = exchanging_calls.watch(plan.module, decided.program, store.before_exchange, may_differ=may_differ)
     other_stages.mark(plan.module)
     return Assembly(
-        parallel=replace(_parallel(decided, mesh, cut), exchanges=exchanges),
+        parallel=_parallel(decided, mesh, cut),
         model=replace(
             _prepare_model(decided, mesh, cut, store), remarks=tuple(waived), form=form, state_names=state_names
         ),
-        objective=_objective(decided, mesh, example),
+        objective=Objective.of(source, decided.traced, decided.program, mesh, exchanges, example),
         weights=_with_updater(decided, mesh, store),
     )
 
@@ -407,30 +382,6 @@ def _written_weights(traced: TracedModel) -> list[str]:
     return [state.full_name for state in traced.analysis.states if state.kind == "weight"]
 
 
-def _objective(decided: _Decided, mesh: meshes.Mesh, example: Any) -> Objective:
-    """Return the sum that a step minimises in this layout."""
-    program, loss, names = decided.program, decided.source.loss, decided.program.step.model.loss_names
-    if loss is not cross_entropy:
-        loss = check_results_of(given_instance.watching(loss, decided.source.model, decided.traced.module))
-    # In chunks each part of the logits knows that it is cut.
-    if tensor.cuts_logits(program) and program.step.layout.loss_chunk is None:
-        loss = functools.partial(tensor.cut_loss, mesh)
-    scope: whole_batch.OwnSamples | whole_batch.WholeBatch = whole_batch.OwnSamples()
-    if (asked := mark_of(decided.source.loss)) is not None:
-        keeps = bool(decided.traced.analysis.states) or decided.spec.couples_samples
-        scope = whole_batch.WholeBatch(program, mesh, asked, keeps_state=keeps)
-    return Objective(
-        loss=loss,
-        scope=scope,
-        balance=expert.Balance.of(decided.traced, program, mesh),
-        nominal_count=_nominal_count(example, decided.job.train.global_batch, by_samples=len(names.terms) > 1),
-        terms=scope
-        if isinstance(scope, whole_batch.WholeBatch)
-        else loss_terms.SeveralTerms.of(decided.source.loss, program, mesh),
-        names=names,
-    )
-
-
 def _with_updater(decided: _Decided, mesh: meshes.Mesh, store: WeightStore) -> Weights:
     """Return the weights of a store, with the optimizer that updates them."""
     job = decided.job
@@ -516,17 +467,6 @@ def _recompute_contexts(
     return recompute.nest_contexts(first, records), recompute.nest_contexts(
         islands, repeated, slicing.for_recompute(), taken
     )
-
-
-def _nominal_count(example: Any, global_batch: int, *, by_samples: bool) -> float:
-    """Return a power of two near the count of a step, from shapes alone: the same in every layout."""
-    if by_samples:
-        return float(2 ** round(math.log2(global_batch)))
-    labels = example.get("labels") if isinstance(example, dict) else None
-    if labels is None:
-        labels = tree_leaves(example)[-1]
-    each = labels.numel() / max(1, labels.shape[0]) if isinstance(labels, Tensor) and labels.dim() else 1.0
-    return float(2 ** round(math.log2(max(1.0, global_batch * each))))
 
 
 def trace_for_layout(source: Source, layout: Layout, job: Job, example: Any) -> TracedModel:

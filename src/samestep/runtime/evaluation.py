@@ -77,7 +77,7 @@ def _totals(
 
     Collective over the world, see [Note: collective calls].
     """
-    parallel, scope = assembly.parallel, assembly.objective.scope
+    parallel, sums = assembly.parallel, assembly.objective.sums
     zeros = torch.zeros(2, dtype=torch.float64, device=parallel.mesh.device)
     totals = {name: zeros.clone() for name in (*names, _GAVE_UP)}
 
@@ -99,8 +99,8 @@ def _totals(
                     continue
             if outputs is None:
                 continue
-            if isinstance(scope, WholeBatch):
-                add(scope.evaluated(index, outputs, samples, assembly.objective.loss))
+            if isinstance(sums, WholeBatch):
+                add(sums.evaluated(index, outputs, samples, assembly.objective.loss))
             if weight:
                 add(_values(assembly, outputs, parallel.slicing.part(samples), used))
     return totals
@@ -113,9 +113,9 @@ def _parts(assembly: Assembly, batch: StepBatch, size: int | None = None) -> Ite
     most = size or parallel.program.step.microbatch_samples * dp
     at_once = parallel.batch_norms.num_evaluated_at_once(most)
     everything = batch.shares(0, 1, 1)[0]
-    ends = assembly.objective.scope.ends(len(everything), at_once)
+    ends = assembly.objective.sums.ends(len(everything), at_once)
     parts = [everything[start:stop] for start, stop in itertools.pairwise((0, *ends))]
-    assembly.objective.scope.begin_evaluation([np.array_split(part, dp) for part in parts])
+    assembly.objective.sums.begin_evaluation([np.array_split(part, dp) for part in parts])
     for part in parts:
         yield part, np.array_split(part, dp)[parallel.mesh.index("dp")]
 
@@ -125,7 +125,7 @@ def _values(
 ) -> dict[str, Amount]:
     """Return the sums and counts of the loss's terms and values, and those of a measure, of this rank's samples."""
     program, loss = assembly.parallel.program, assembly.objective.loss
-    is_whole = assembly.objective.scope.is_whole  # a loss that sees other samples too
+    is_whole = assembly.objective.sums.is_whole  # a loss that sees other samples too
     if measure is None:
         return {} if is_whole else _amounts(assembly, loss(outputs, samples))
     whole = tensor.whole_logits(outputs, program, assembly.parallel.mesh)

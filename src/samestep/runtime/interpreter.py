@@ -1,13 +1,15 @@
 """The interpreter of a step's tasks: it carries out the forwards, backwards and weight gradients of a program on one rank.
 
-A loss is a sum over samples or tokens, and their count. Backward runs on the sum, divided by a power of two near the
-count, which loses no bit. All ranks learn the true count after the last micro-batch, in the one all_reduce that also
-carries the loss, the gradient norm and the flags; the gradients are divided by it then. So nothing is ever a mean
-of means, and a user's loss need not know its count before its forward.
+```
+forward    samples ─► stage.forward ─► objective.part ─► sums of loss and count; the loss is kept
+backward   the kept loss ─► stage.backward ─► gradients, which the store reduces after the last one
+```
+How a loss becomes the sum that is minimised stands in `objective.py`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,19 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.building.loss import with_graph
-from samestep.building.loss_result import as_number
 from samestep.job import Job
 from samestep.program.bodies import Task
 from samestep.randomness import mode as dropout
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import precision
-from samestep.runtime.axes.expert import NoBalance
 from samestep.runtime.axes.joined_exchanges import NOTHING_LEFT_OUT
 from samestep.runtime.axes.whole_batch import WholeBatch
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import to_device
 from samestep.runtime.microbatches import Microbatches, StepBatch
+from samestep.runtime.open_step import WHOLE, StepBackward
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.step_observer import StepObserver
 from samestep.schedules import TaskKind
@@ -45,14 +45,14 @@ class Interpreter:
     trials: StepTrials
     step: int
     """The step, counted from 1."""
-    backward: int = 0
-    """The number of backwards of the step before this one."""
-    delivers: bool = True
-    """Whether an update follows at once, so that gradients go to the ranks that update whole weights."""
-    into: Sequence[Tensor] | None = None
-    """The weights that alone get gradients, where autograd can leave the others out; None for all."""
+    of: StepBackward = WHOLE
+    """Which backward of the step it is."""
     data_wait_s: float = field(default=0.0, init=False)
     """Seconds for which it has waited for data."""
+    _losses: dict[tuple[int, int], Tensor | None] = field(default_factory=dict, init=False)
+    """The scaled loss of each micro-batch and chunk whose backward is to come; None where the chunk does not end the model."""
+    _into: Sequence[Tensor] | None = field(default=None, init=False)
+    """The weights that alone get gradients, where autograd can leave the others out; None for all."""
     _constant: set[int] = field(default_factory=set, init=False)
     """Micro-batches whose loss is a constant, so that their gradients are no use of a weight."""
     _left_out: dict[int, frozenset[int]] = field(default_factory=dict, init=False)
@@ -64,46 +64,45 @@ class Interpreter:
 
         Collective over the world, see [Note: collective calls].
         """
-        parallel, store = self.assembly.parallel, self.assembly.weights.store
-        layout = parallel.program.step.layout
-        totals = torch.zeros(
-            2 + self.assembly.objective.names.num_numbers, dtype=torch.float64, device=self.place.device
-        )
-        held: dict[tuple[int, int], Tensor | None] = {}
-        terms = self.assembly.objective.terms
-        reading = self.trials.reading if layout.pp > 1 or terms.reads_ahead else nullcontext
+        model, parallel, store = self.assembly.model, self.assembly.parallel, self.assembly.weights.store
+        objective, layout = self.assembly.objective, parallel.program.step.layout
+        self._into = self.of.leaves(self.assembly)
+        totals = torch.zeros(2 + objective.names.num_numbers, dtype=torch.float64, device=self.place.device)
+        reading = self.trials.reading if layout.pp > 1 or objective.sums.reads_ahead else nullcontext
         microbatches = Microbatches(self.assembly, batch, reading)
-        self.assembly.model.dropout.begin_step(self.assembly.model.module)
+        model.dropout.begin_step(model.module)
         store.begin_step()
-        terms.begin_step(len(batch.shares(0, 1, 1)[0]))
         parallel.stage.begin_step(microbatches.shapes_of)
-        self.assembly.objective.scope.begin(batch.shares)
+        objective.sums.begin_step(batch.shares)
         with parallel.checkpoints():
             for task in parallel.program.tasks_of(index):
                 samples = microbatches.indices(task.microbatch)
                 counts = bool(len(samples)) and task.microbatch not in self._constant
                 left_out = self._left_out.pop(task.microbatch, NOTHING_LEFT_OUT)
                 with self.observer.running(task, samples), store.running(task, counts=counts, left_out=left_out):
-                    if store.gave_up:
-                        continue
-                    if task.kind is TaskKind.OUTPUTS:
-                        self._outputs_alone(task, microbatches)
-                        continue
-                    if task.kind is TaskKind.FORWARD:
-                        held[task.microbatch, task.chunk] = self._forward(task, microbatches, totals)
-                        continue
-                    if task.kind is TaskKind.WEIGHT:
-                        parallel.deferred.add_up(task.microbatch)
-                    else:
-                        self._backward(task, held.pop((task.microbatch, task.chunk)))
-                    self.trials.check_generators(self.assembly, self.step, "the backward")
+                    if not store.gave_up:
+                        self._run(task, microbatches, totals)
         self.data_wait_s = microbatches.wait_s
-        store.finish_gradients(delivers=self.delivers)
+        store.finish_gradients(delivers=not self.of.is_apart)
         if self.observer.dropout_mode() is None and not store.gave_up:
-            self.assembly.model.dropout.end_step(self.assembly.model.module)
+            model.dropout.end_step(model.module)
         parallel.stage.finish()
         parallel.batch_norms.values.finish()
         return totals / layout.model_ranks  # which count the same samples
+
+    def _run(self, task: Task, microbatches: Microbatches, totals: Tensor) -> None:
+        """Carry out one task, and add the loss and the count of a micro-batch to the totals."""
+        place, parallel = (task.microbatch, task.chunk), self.assembly.parallel
+        if task.kind is TaskKind.OUTPUTS:
+            self._outputs_alone(task, microbatches)
+        elif task.kind is TaskKind.FORWARD:
+            self._losses[place] = self._forward(task, microbatches, totals)
+        else:
+            if task.kind is TaskKind.WEIGHT:
+                parallel.deferred.add_up(task.microbatch)
+            else:
+                self._backward(task, self._losses.pop(place))
+            self.trials.check_generators(self.assembly, self.step, "the backward")
 
     def _forward(self, task: Task, microbatches: Microbatches, totals: Tensor) -> Tensor | None:
         """Run the forward of one chunk on a micro-batch; return its scaled loss where the chunk ends the model."""
@@ -117,26 +116,21 @@ class Interpreter:
             if not parallel.stage.is_last(task.chunk):
                 return None
             microbatches.keep(task.microbatch, outputs)
-            part = parallel.slicing.part(samples)
-            with self.trials.communication("the loss"), parallel.batch_norms.values.of_step(task.microbatch):
-                given_outputs = precision.for_loss(outputs)
-                result = objective.scope.result(task.microbatch, given_outputs, part, objective.loss)
-            self.trials.check_generators(self.assembly, self.step, "the loss")
+            given, part = precision.for_loss(outputs), parallel.slicing.part(samples)
             mine = part, len(microbatches.indices(task.microbatch))
-            loss_sum, count = objective.terms.summed(
-                result, given_outputs, mine, lambda: self._later(task, microbatches)
-            )
-            given = with_graph(loss_sum, result.counted, outputs)
-            if not loss_sum.requires_grad and isinstance(objective.balance, NoBalance):
-                self._constant.add(task.microbatch)
-            loss_sum = objective.balance.added_to(given, outputs, count, weight)
-            loss_sum, self._left_out[task.microbatch] = parallel.exchanges.joined(loss_sum)
-        self.trials.refuse_moved_counts(objective.terms.moved)
+            with self.trials.communication("the loss"), parallel.batch_norms.values.of_step(task.microbatch):
+                found = objective.sums.result(task.microbatch, given, part, objective.loss)
+            self.trials.check_generators(self.assembly, self.step, "the loss")
+            later = functools.partial(self._later, task, microbatches)
+            loss = objective.part(found, outputs, given, mine, later, weight)
+        self.trials.refuse_moved_counts(objective.sums.moved)
         if weight and not self.trials.loss_is_tried:
-            self.trials.try_loss(self.assembly, given, outputs, part, len(microbatches.indices(task.microbatch)))
-        both = torch.stack([as_number(loss_sum.detach(), totals), as_number(count, totals)])
-        totals += torch.cat([both, result.numbers(objective.names, totals)]) * weight
-        return loss_sum * (weight * self.assembly.weights.updater.loss_scale.scale / objective.nominal_count)
+            self.trials.try_loss(self.assembly, loss.own, outputs, *mine)
+        totals += loss.numbers(found, objective.names, totals) * weight
+        self._left_out[task.microbatch] = loss.left_out
+        if loss.is_constant:
+            self._constant.add(task.microbatch)
+        return loss.total * (weight * self.assembly.weights.updater.loss_scale.scale / objective.nominal_count)
 
     def _later(self, task: Task, microbatches: Microbatches) -> Iterator[tuple[Any, int]]:
         """Yield this rank's part of each micro-batch after that of a task, of the same replica, and its number of samples."""
@@ -158,17 +152,18 @@ class Interpreter:
     def _outputs_alone(self, task: Task, microbatches: Microbatches) -> None:
         """Run a forward that no backward follows, for a loss over all samples of the step."""
         model, objective, parallel = self.assembly.model, self.assembly.objective, self.assembly.parallel
-        assert isinstance(objective.scope, WholeBatch), "only its program has such tasks"
+        over_batch = objective.sums
+        assert isinstance(over_batch, WholeBatch), "only its program has such tasks"
         samples, _ = microbatches.samples(task.microbatch)
         takes_gradients = bool(model.spec.differentiates_at)
         with self._forward_modes(microbatches, task.microbatch):
-            with objective.scope.outputs_alone(model.module, takes_gradients=takes_gradients):
+            with over_batch.outputs_alone(model.module, takes_gradients=takes_gradients):
                 outputs = self._outputs(task, samples)
-            if not objective.scope.left:
+            if not over_batch.left:
                 parallel.stage.finish_forward()
             if parallel.stage.is_last(task.chunk):
                 with self.trials.communication("the loss"):
-                    objective.scope.keep(task.microbatch, outputs, samples, objective.loss)
+                    over_batch.keep(task.microbatch, outputs, samples, objective.loss)
                 self.trials.check_generators(self.assembly, self.step, "the loss")
 
     @contextmanager
@@ -181,7 +176,7 @@ class Interpreter:
                 yield
                 return
             samples = to_device(torch.as_tensor(microbatches.drawn(microbatch)), self.place.device)
-            draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples, self.backward)
+            draw = dropout.Draw(self.job.train.seed, microbatches.batch.step, samples, self.of.number)
             with (make_mode or dropout.DropoutMode)(model.module, draw, model.mask_part) as mode:
                 mode.allows_random = "random" in self.job.run.allow
                 yield
@@ -190,7 +185,7 @@ class Interpreter:
     def _backward(self, task: Task, loss: Tensor | None) -> None:
         parallel = self.assembly.parallel
         parallel.deferred.microbatch = task.microbatch
-        if self.into is None or loss is None:
+        if self._into is None or loss is None:
             parallel.stage.backward(task.microbatch, task.chunk, loss)
         else:
-            loss.backward(inputs=self.into)
+            loss.backward(inputs=self._into)

@@ -44,7 +44,7 @@ class StepBackward:
         """
         layout = held.parallel.program.step.layout
         is_whole = layout.dp == layout.world_size and layout.ep == 1 and layout.zero < 2
-        if self.names is None or not is_whole or not isinstance(held.parallel.exchanges, NothingToJoin):
+        if self.names is None or not is_whole or not isinstance(held.objective.exchanges, NothingToJoin):
             return None
         named = held.model.module.named_parameters()
         return [weight for name, weight in named if name in self.names and weight.requires_grad] or None

@@ -386,9 +386,7 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         held, trials = of.held or self.held, of.trials or self.guards.trials
-        step, delivers = self.steps_taken + 1, not of.is_apart
-        into = of.leaves(held)
-        interpreter = Interpreter(held, self.job, self.place, self.guards, trials, step, of.number, delivers, into)
+        interpreter = Interpreter(held, self.job, self.place, self.guards, trials, self.steps_taken + 1, of)
         totals = interpreter.forward_backward(batch, index)
         self._data_wait_s = interpreter.data_wait_s
         self.refusals.gave_up_at = self.held.weights.store.gave_up

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -42,31 +43,60 @@ Other = tuple[Any, float]
 """This rank's part of a later micro-batch, and its number of samples."""
 
 
-class OneTerm:
-    """The counterpart of `SeveralTerms` for a loss of one term, whose count a step divides by at its end."""
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+Shares = Callable[[int, int, int], Sequence[Indices]]
+"""Returns the samples of each micro-batch of a rank, among so many ranks with so many micro-batches."""
 
+
+class OwnSamples:
+    """The loss that is a sum over samples: a micro-batch needs no other. `WholeBatch` is its counterpart for one over the batch."""
+
+    is_whole: ClassVar[bool] = False
+    """Whether the loss sees all samples of the step at once."""
     reads_ahead: ClassVar[bool] = False
     """Whether later micro-batches are read before their forward."""
-    moved: ClassVar[str] = ""
-    """The name of a term whose count is another than its batch has shown: there is none."""
+    moved: str = ""
+    """The name of a term whose count is another than its batch has shown; empty if there is none."""
 
-    def begin_step(self, num_samples: int) -> None:
+    def begin_step(self, shares: Shares) -> None:
         """Do nothing: nothing is held of a step."""
+
+    def result(self, microbatch: int, outputs: Any, part: Any, loss: Loss) -> LossResult:
+        """Return the result of the loss of a micro-batch."""
+        return loss_result(loss(outputs, part))
+
+    def summed(self, found: LossResult, outputs: Any, own: Other, others: Callable[[], Iterable[Other]]) -> Amount:
+        """Return the sum and the count that stand for all terms of a micro-batch.
+
+        `own` is this rank's part of it; `others` returns those of the later micro-batches.
+        """
+        raise NotImplementedError
+
+    def ends(self, number: int, at_once: int) -> list[int]:
+        """Return where the parts end in which so many samples are evaluated; there is at least one."""
+        return [*range(at_once, number, at_once), number]
+
+    def begin_evaluation(self, parts: Sequence[Sequence[Indices]]) -> None:
+        """Do nothing, as `begin_step` does."""
+
+
+class OneTerm(OwnSamples):
+    """The loss of one term, whose count a step divides by at its end."""
 
     def summed(self, found: LossResult, outputs: Any, own: Other, others: Callable[[], Iterable[Other]]) -> Amount:
         """Return the sum and the count of the only term."""
         return found.only
 
 
-class OfModel(OneTerm):
+class OfModel(OwnSamples):
     """The loss that a forward returns: a mean with its count, or a sum, which a step divides by nothing."""
 
     def __init__(self, loss: ModelLoss) -> None:
         self._loss, self._num_samples = loss, 1
 
-    def begin_step(self, num_samples: int) -> None:
+    def begin_step(self, shares: Shares) -> None:
         """Note the number of samples of the step."""
-        self._num_samples = num_samples
+        self._num_samples = len(shares(0, 1, 1)[0])
 
     def summed(self, found: LossResult, outputs: Any, own: Other, others: Callable[[], Iterable[Other]]) -> Amount:
         """Return the sum and the count; a sum is multiplied by the number of samples, by which the step divides it."""
@@ -74,8 +104,32 @@ class OfModel(OneTerm):
         return (total * self._num_samples, count) if self._loss.rule is Rule.SUM else (total, count)
 
 
+def sums_of(loss: Loss, program: Program, mesh: Mesh, names: LossNames | None = None) -> OwnSamples:
+    """Return what sums a loss over samples in a layout; the `names` are by default those of the loss that was traced.
+
+    Raises:
+        JobError: a loss that was not traced has several terms, and the layout has no group of the ranks that add up counts.
+    """
+    if isinstance(loss, ModelLoss):
+        return OfModel(loss)
+    traced, layout = program.step.model.loss_names, program.step.layout
+    if len((names or traced).terms) < 2:
+        return OneTerm()
+    axis = axis_of(program.step)
+    if names is None:
+        return SeveralTerms(loss, traced, mesh.groups[axis] if axis else None, layout.cp)
+    everyone = "world" if layout.world_size == layout.dp * layout.cp else ""
+    group = mesh.groups.get(axis or everyone)
+    if group is None and layout.dp * layout.cp > 1:
+        raise JobError(
+            f"a loss of the terms {', '.join(names.terms)} for one backward: in a layout with tp or pp the loss of the run must have "
+            "several terms too; several backwards, whose means add up, work"
+        )
+    return SeveralTerms(loss, names, group, layout.cp)
+
+
 @dataclass(slots=True)
-class SeveralTerms:
+class SeveralTerms(OwnSamples):
     """The terms of a loss in one step after the other, on one rank."""
 
     reads_ahead: ClassVar[bool] = True
@@ -94,31 +148,7 @@ class SeveralTerms:
     moved: str = field(default="", init=False)
     """The name of a term whose count on the real outputs is another than that which followed from the batch."""
 
-    @classmethod
-    def of(cls, loss: Loss, program: Program, mesh: Mesh, names: LossNames | None = None) -> SeveralTerms | OneTerm:
-        """Return the terms of a loss in a layout; the `names` are by default those of the loss that was traced.
-
-        Raises:
-            JobError: a loss that was not traced has several terms, and the layout has no group of the ranks that add up counts.
-        """
-        if isinstance(loss, ModelLoss):
-            return OfModel(loss)
-        traced, layout = program.step.model.loss_names, program.step.layout
-        if len((names or traced).terms) < 2:
-            return OneTerm()
-        axis = axis_of(program.step)
-        if names is None:
-            return cls(loss, traced, mesh.groups[axis] if axis else None, layout.cp)
-        everyone = "world" if layout.world_size == layout.dp * layout.cp else ""
-        group = mesh.groups.get(axis or everyone)
-        if group is None and layout.dp * layout.cp > 1:
-            raise JobError(
-                f"a loss of the terms {', '.join(names.terms)} for one backward: in a layout with tp or pp the loss of the run must have "
-                "several terms too; several backwards, whose means add up, work"
-            )
-        return cls(loss, names, group, layout.cp)
-
-    def begin_step(self, num_samples: int) -> None:
+    def begin_step(self, shares: Shares) -> None:
         """Forget the counts of the step before."""
         self._factors, self._expected, self.moved = None, [], ""
 

@@ -38,16 +38,13 @@ from samestep.runtime.axes import precision
 from samestep.runtime.axes.batch_values import order_of
 from samestep.runtime.axes.data_ranks import DataRanks
 from samestep.runtime.axes.forward_only import forward_only
+from samestep.runtime.axes.loss_terms import Indices, Shares
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.mesh import Mesh
 from samestep.schedules import TaskKind
 from samestep.state.snapshot import KeptValues
 from samestep.strategies.whole_batch import SIZES, reads_of
 from samestep.trees import map_tensors, tensors_in
-
-Indices = np.ndarray[Any, np.dtype[np.int64]]
-Shares = Callable[[int, int, int], Sequence[Indices]]
-"""Returns the samples of each micro-batch of a rank, among so many ranks with so many micro-batches."""
 
 
 class RowsPlace(NamedTuple):
@@ -82,26 +79,6 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> Any:
         return None, None, *(given[0].to(one.dtype) * one for one in ctx.gradients)
-
-
-class OwnSamples:
-    """The scope of a loss that is a sum over samples: a micro-batch needs no other."""
-
-    is_whole = False
-
-    def begin(self, shares: Shares) -> None:
-        """Do nothing: no micro-batch has to do with another."""
-
-    def result(self, microbatch: int, outputs: Any, part: Any, loss: Loss) -> LossResult:
-        """Return the result of the loss of a micro-batch."""
-        return loss_result(loss(outputs, part))
-
-    def ends(self, number: int, at_once: int) -> list[int]:
-        """Return where the parts end in which so many samples are evaluated; there is at least one."""
-        return [*range(at_once, number, at_once), number]
-
-    def begin_evaluation(self, parts: Sequence[Sequence[Indices]]) -> None:
-        """Do nothing, as `begin` does."""
 
 
 class _Kept(NamedTuple):
@@ -163,10 +140,7 @@ class WholeBatch:
         self.graph: tuple[Tensor, list[Tensor]] | None = None
         """In a step that tries the loss its sum with its graph, and the outputs at which the graph should end."""
 
-    def begin_step(self, num_samples: int) -> None:
-        """Do nothing as the step's terms: `begin` has begun the step."""
-
-    def begin(self, shares: Shares) -> None:
+    def begin_step(self, shares: Shares) -> None:
         """Begin a step."""
         num_ranks = self._ranks.num_ranks
         self._begin([shares(rank, num_ranks, self._num_microbatches) for rank in range(num_ranks)], shares(0, 1, 1)[0])

@@ -85,7 +85,7 @@ class Repeat:
         shaken = nudge_outputs(self._assembly.model.module, *nudge) if nudge else nullcontext()
         with self.state.restored(), precision.raise_islands(self._assembly.parallel.program), shaken:
             outputs = self._forward(samples, around)
-            if outputs is None or not num_losses or self._assembly.objective.scope.is_whole:
+            if outputs is None or not num_losses or self._assembly.objective.sums.is_whole:
                 return outputs, []
             with preserve_function(self._loss_of_user):
                 return outputs, [self._loss(outputs, samples, modes) for _ in range(num_losses)]

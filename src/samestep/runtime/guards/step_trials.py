@@ -288,7 +288,7 @@ class StepTrials:
         """Try whether the loss, whose sum is `total`, reads nothing of the model but its outputs, and whether it is a sum over
         the samples, and under cp over the tokens, until a micro-batch has shown it.
         """
-        if isinstance(scope := held.objective.scope, WholeBatch):  # no sum over samples, on any rank
+        if isinstance(scope := held.objective.sums, WholeBatch):  # no sum over samples, on any rank
             self.loss_is_tried = True
             if scope.graph is not None and (way := loss_paths.beside_outputs(*scope.graph, held.model.module)):
                 self._refuse_path(way)
@@ -306,7 +306,7 @@ class StepTrials:
         loss = held.objective.loss if tensor.cuts_logits(held.parallel.program) else self._given_loss
         given = precision.for_loss(outputs)
         trial = loss_trial.try_loss_on_halves(loss, given, samples, num_samples)
-        if held.objective.terms.reads_ahead and held.parallel.program.step.num_microbatches > 1:
+        if held.objective.sums.reads_ahead and held.parallel.program.step.num_microbatches > 1:
             self.refuse_moved_counts(loss_trial.moved_count(loss, given, samples))
         tried, wanted = num_samples, loss_trial.samples_wanted(given, samples, num_samples)
         before, seen = self._before, (given, samples)

@@ -162,8 +162,8 @@ class StepsInParts:
                 f"run.backward was given another loss than that of the run, for which {word} never makes whole logits: a loss of the "
                 "run that is a function of (outputs, batch) in place of its word works"
             )
-        scope = held.objective.scope
-        if mark_of(loss) is not None and not scope.is_whole and is_split(program):
+        sums = held.objective.sums
+        if mark_of(loss) is not None and not sums.is_whole and is_split(program):
             raise ModelError(
                 "run.backward was given a loss over the whole batch, and the loss of the run is a sum over samples, so that nothing is "
                 "exchanged for it: samestep.whole_batch around the run's own loss too works, and so does one rank with one micro-batch"
@@ -177,10 +177,9 @@ class StepsInParts:
                 held.model.dropout.dropout = dropout.Dropout.UNKNOWN
                 dropout.track_modules(held.model.module)
         trials, names = self._known[key]
-        terms = held.objective.terms
-        if not scope.is_whole:
-            terms = loss_terms.SeveralTerms.of(checked, program, held.parallel.mesh, names)
-        return replace(held, objective=replace(held.objective, loss=checked, names=names, terms=terms)), trials
+        if not sums.is_whole:
+            sums = loss_terms.sums_of(checked, program, held.parallel.mesh, names)
+        return replace(held, objective=replace(held.objective, loss=checked, names=names, sums=sums)), trials
 
     def _names_in(self, held: Assembly, loss: Loss, batch: StepBatch) -> LossNames:
         """Return the names of what a loss reports, as one sample shows them; none where it needs gradients to be computed.

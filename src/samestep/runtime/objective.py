@@ -1,0 +1,137 @@
+"""The sum that a step minimises: what a loss returns for a micro-batch, as one number whose backward gives the step's gradients.
+
+A loss is a sum over samples or tokens, and their count. Backward runs on the sum, divided by a power of two near the
+count, which loses no bit. All ranks learn the true count after the last micro-batch, in the one all_reduce that also
+carries the loss, the gradient norm and the flags; the gradients are divided by it then. So nothing is ever a mean
+of means, and a user's loss need not know its count before its forward.
+
+```
+what the loss returns ─► sums        one sum and one count: of one term, of several, or of all samples of the step
+                      ─► balance     + the loss that balances experts
+                      ─► exchanges   + 0 x what the backwards of other ranks wait for
+```
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.building.loss import check_results_of, cross_entropy, with_graph
+from samestep.building.loss_result import LossResult, as_number
+from samestep.building.loss_scope import mark_of
+from samestep.examination.examine import Loss, Source
+from samestep.examination.traced_model import TracedModel
+from samestep.models.loss_names import LossNames
+from samestep.program.program import Program
+from samestep.runtime.axes import expert, loss_terms, tensor, whole_batch
+from samestep.runtime.axes.joined_exchanges import BackwardExchanges
+from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.weights import given_instance
+from samestep.trees import tree_leaves
+
+
+@dataclass(frozen=True, slots=True)
+class LossPart:
+    """The loss of one micro-batch on one rank."""
+
+    own: Tensor
+    """The sum that the loss has returned, with a graph."""
+    total: Tensor
+    """The sum from which the backward starts: with the loss that balances experts."""
+    count: Tensor | int
+    """What the sum is divided by, of the whole step."""
+    is_constant: bool
+    """Whether the loss depends on no weight, so that its gradients are no use of one."""
+    left_out: frozenset[int]
+    """The ids of the weights that the backward reaches, though the loss does not need them."""
+
+    def numbers(self, found: LossResult, names: LossNames, like: Tensor) -> Tensor:
+        """Return the total and its count, followed by the sum and the count of each named term and value that the loss found.
+
+        The tensor [2 + `StepSpec.num_reported`] has the dtype and the device of `like`.
+        """
+        both = torch.stack([as_number(self.total.detach(), like), as_number(self.count, like)])
+        return torch.cat([both, found.numbers(names, like)])
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The sum that a step minimises."""
+
+    loss: Loss
+    sums: loss_terms.OwnSamples | whole_batch.WholeBatch
+    """What makes one sum and one count of what the loss returns, and which samples it sees at once."""
+    balance: expert.Balance | expert.NoBalance
+    """The auxiliary loss that balances experts."""
+    exchanges: BackwardExchanges
+    """The exchanges in backwards that this rank's loss may not need."""
+    nominal_count: float
+    """A power of two near the count of a whole step: dividing by it loses no bit."""
+    names: LossNames
+    """The names of what the loss returns, for which the step's scalars have places."""
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        traced: TracedModel,
+        program: Program,
+        mesh: Mesh,
+        exchanges: BackwardExchanges,
+        example: Any,
+    ) -> Objective:
+        """Return the sum that a step of a program minimises; the global batch is made of samples like those of `example`."""
+        loss, names = source.loss, program.step.model.loss_names
+        if loss is not cross_entropy:
+            loss = check_results_of(given_instance.watching(loss, source.model, traced.module))
+        # In chunks each part of the logits knows that it is cut.
+        if tensor.cuts_logits(program) and program.step.layout.loss_chunk is None:
+            loss = functools.partial(tensor.cut_loss, mesh)
+        sums: loss_terms.OwnSamples | whole_batch.WholeBatch
+        if (asked := mark_of(source.loss)) is not None:
+            keeps = bool(traced.analysis.states) or traced.spec.couples_samples
+            sums = whole_batch.WholeBatch(program, mesh, asked, keeps_state=keeps)
+        else:
+            sums = loss_terms.sums_of(source.loss, program, mesh)
+        count = _nominal_count(example, program.step.global_batch, by_samples=len(names.terms) > 1)
+        return cls(loss, sums, expert.Balance.of(traced, program, mesh), exchanges, count, names)
+
+    def part(
+        self,
+        found: LossResult,
+        outputs: Any,
+        given: Any,
+        own: loss_terms.Other,
+        others: Callable[[], Iterable[loss_terms.Other]],
+        weight: float,
+    ) -> LossPart:
+        """Return the loss of a micro-batch from what the loss function has found in the model's outputs, as it was given them.
+
+        `own` is this rank's part of the batch, and `others` returns those of the later micro-batches; `weight` is 0 for a sample that
+        only fills an empty one.
+
+        Collective over the axes of a balancing loss or of several terms, see [Note: collective calls].
+        """
+        total, count = self.sums.summed(found, given, own, others)
+        alone = with_graph(total, found.counted, outputs)
+        is_constant = not total.requires_grad and isinstance(self.balance, expert.NoBalance)
+        total, left_out = self.exchanges.joined(self.balance.added_to(alone, outputs, count, weight))
+        return LossPart(alone, total, count, is_constant, left_out)
+
+
+def _nominal_count(example: Any, global_batch: int, *, by_samples: bool) -> float:
+    """Return a power of two near the count of a step, from shapes alone: the same in every layout."""
+    if by_samples:
+        return float(2 ** round(math.log2(global_batch)))
+    labels = example.get("labels") if isinstance(example, dict) else None
+    if labels is None:
+        labels = tree_leaves(example)[-1]
+    each = labels.numel() / max(1, labels.shape[0]) if isinstance(labels, Tensor) and labels.dim() else 1.0
+    return float(2 ** round(math.log2(max(1.0, global_batch * each))))
