@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from samestep.building import drawn_rows
 from samestep.building.initial_values import blueprint
-from samestep.building.tape import replay
+from samestep.building.replay import replay
 from samestep.datasets import batches
 from samestep.job import Job
 from tests.laboratory import clipped, make_run, on_ranks

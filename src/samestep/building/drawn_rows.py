@@ -34,8 +34,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from samestep.building.named_tensors import tensors_of
+from samestep.building.replay import Ref, Slice, drawing
 from samestep.building.surface import is_device, is_move, process_randomness
-from samestep.building.tape import Ref, Slice, Tape, drawing
+from samestep.building.tape import Tape
 
 _aten = torch.ops.aten
 _BY_ELEMENT = frozenset(

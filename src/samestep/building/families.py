@@ -14,7 +14,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -257,7 +257,6 @@ MOST_ELEMENTS = 2**31 - 1
 _COMMON_FIELDS = frozenset({"rope_theta", "rope_scaling", "attn_implementation", "experts_implementation"})
 """Fields that every configuration takes in addition to those of its class."""
 
-
 _TASKS: dict[Task, tuple[str, str, str]] = {
     "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model"),
     "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "masked language model"),
@@ -269,7 +268,6 @@ _TASKS: dict[Task, tuple[str, str, str]] = {
     ),
 }  # fmt: skip
 """The auto class of each task, the name of its table of families, and what it makes."""
-
 
 _REFUSALS = (ValueError, TypeError, AssertionError, ArithmeticError, LookupError, RuntimeError)
 """The exceptions that a family's code raises for a configuration that it does not take."""
@@ -320,10 +318,9 @@ def _families_of(task: Task) -> Mapping[str, str]:
 
 def near_family(word: str) -> str:
     """Return a hint at the family that was probably meant; empty without transformers."""
-    try:
+    with suppress(ImportError):
         return did_you_mean(word.lower(), _families_of("causal")).replace("mean '", "mean 'hf:")
-    except ImportError:
-        return ""
+    return ""
 
 
 def check_installed(source: str) -> None:
@@ -440,10 +437,8 @@ def fields_with_tokens(config: Any, fields: Mapping[str, Any], tokens: int) -> d
 
 
 def untied_fields(model: nn.Module) -> dict[str, Any]:
-    """Return the configuration fields that give a model a head with a separate weight; empty where it has no such
-    field."""
-    config: Any = _configuration(model)
-    word = facts_of(model).tie_field
+    """Return the configuration fields that give a model a head with a separate weight; empty where it has no such field."""
+    config, word = _configuration(model), facts_of(model).tie_field
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}
     fields: dict[str, Any] = {name: {word: False} for name, part in parts.items() if getattr(part, word, False)}
     return {word: False, **fields} if hasattr(config, word) else {}
@@ -459,8 +454,7 @@ def allow_cache(config: Any) -> None:
 
 
 def _is_read(kind: type, name: str) -> bool:
-    """Return whether the family's code reads a field that its configuration does not declare, as some families' code
-    does."""
+    """Return whether the family's code reads a field that its configuration does not declare, as that of some does."""
     folder = Path(inspect.getfile(kind)).parent
     words = re.compile(rf"""config(\.|, ["']){re.escape(name)}\b""")
     return any(words.search(path.read_text(encoding="utf-8")) for path in folder.glob("modeling_*.py"))

@@ -2,7 +2,7 @@
 
     UnitRows(stride=1, units=D)      the element at offset o of the storage belongs to unit (o // stride) % units
 
-`independence/unit_rules.py` follows them from the weights that a plan cuts through every operation.
+`independence/unit_walk.py` follows them from the weights that a plan cuts through every operation.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Weights have the shapes that the rank holds; sums over ranks are left out, and what is gathered is made whole by a
 stand-in. The forward must run the operations of the whole model, one by one, with the same numbers, each on the rank's
-part of the same tensors (`independence/unit_rules.py` knows which part). Code that counts its heads, neurons or features by an
+part of the same tensors (`independence/unit_walk.py` knows which part). Code that counts its heads, neurons or features by an
 attribute needs the rank's number there: the trial finds the attributes which make it succeed.
 """
 

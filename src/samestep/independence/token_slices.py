@@ -17,14 +17,11 @@ What cannot be shown is refused, with the operation at which it failed.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from samestep.building.attention import AttentionCall
 from samestep.building.loss import prediction_of, target_of
@@ -34,13 +31,14 @@ from samestep.errors import InputError
 from samestep.independence.dependence import Along, Dependence, Mixed
 from samestep.independence.operation_trial import Given, outcome_of
 from samestep.independence.row_prover import Prover
+from samestep.independence.sliced_shapes import Reshaping, sequence_dim
 from samestep.independence.value_numbers import Table, ValueNumbers, first_difference
 from samestep.models.analysis import ExpertModules
 from samestep.models.spec import ModelSpec
 from samestep.state import snapshot
 from samestep.tracing.crossings import with_slices_of
 from samestep.tracing.experts import routing_arguments
-from samestep.tracing.flow import CannotPassError, reads_shape_alone
+from samestep.tracing.flow import CannotPassError
 from samestep.tracing.forward import ValueOf
 from samestep.tracing.looks import tensors_seen_by
 from samestep.tracing.meta_tensors import NeedsValuesError, mutated_operands
@@ -356,142 +354,6 @@ class SliceProver(Prover):
             self.refuse(f"{where} counts the tokens of a slice itself; positions made before the blocks work")
 
 
-_RESHAPES = (torch.reshape, Tensor.reshape, Tensor.view)
-
-
-def fit_reshape(func: Any, args: tuple[Any, ...], length: int, size: int) -> tuple[Any, ...]:
-    """Return the arguments of a reshape on slices, where the code computed the shape from whole sequences.
-
-    A reshape of [B, size, ...] to [B, length, ...] keeps its shape, as at the end of GPT-2.
-    """
-    if func not in _RESHAPES or len(args) < 2:
-        return args
-    tensor, *shape = args
-    wanted = tuple(shape[0]) if isinstance(shape[0], list | tuple) else tuple(shape)
-    alike = len(wanted) == tensor.dim() > 1 and wanted[2:] == tuple(tensor.shape[2:])
-    if alike and wanted[1] == length and tensor.shape[1] == size and wanted[0] in (-1, tensor.shape[0]):
-        return tensor, (wanted[0], size, *wanted[2:])
-    return args
-
-
-_BY_ELEMENT = frozenset(
-    (
-        "add",
-        "radd",
-        "iadd",
-        "sub",
-        "rsub",
-        "isub",
-        "subtract",
-        "mul",
-        "rmul",
-        "imul",
-        "multiply",
-        "div",
-        "rdiv",
-        "truediv",
-        "rtruediv",
-        "itruediv",
-        "divide",
-        "true_divide",
-        "where",
-        "lerp",
-        "addcmul",
-        "addcdiv",
-        "maximum",
-        "minimum",
-        "pow",
-        "rpow",
-        "cat",
-        "concat",
-        "concatenate",
-        "stack",
-    )
-)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_by_element(func: Any) -> bool:
-    return getattr(func, "__name__", "").strip("_") in _BY_ELEMENT
-
-
-def slice_whole_operands(
-    func: Any, args: tuple[Any, ...], length: int, size: int, slice_of: Callable[[Tensor], Tensor]
-) -> tuple[Any, ...]:
-    """Return the arguments of an operation by elements, with slices of those that have rows for the whole sequence.
-
-    What the model made before the blocks and adds to what they return, as `x = x0 + block(x)` between blocks, is whole.
-    """
-    if size == length or not _is_by_element(func):
-        return args
-    given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim() > 1]
-    if {size, length} - {leaf.shape[1] for leaf in given}:
-        return args
-
-    def sliced(leaf: Tensor) -> Tensor:
-        return slice_of(leaf) if leaf.dim() > 1 and leaf.shape[1] == length else leaf
-
-    found: tuple[Any, ...] = tree_map_only(Tensor, sliced, args)
-    return found
-
-
-class Reshaping(TorchFunctionMode):
-    """A function mode that adapts the code between blocks to slices of `size` of a sequence's `length` tokens.
-
-    It acts once blocks are given slices.
-    """
-
-    def __init__(
-        self,
-        length: int,
-        size: int,
-        has_begun: Callable[[], bool],
-        slice_of: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        super().__init__()
-        self._length, self._size, self._has_begun = length, size, has_begun
-        self._slice_of = slice_of or (lambda whole: whole.narrow(1, 0, size))
-        self._written: list[weakref.ref[Tensor]] = []
-        """Whole tensors whose slices alone were written in place."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not self._has_begun():
-            return func(*args, **(kwargs or {}))
-        given = fit_reshape(func, args, self._length, self._size)
-        given = slice_whole_operands(func, given, self._length, self._size, self._slice_of)
-        outcome = func(*given, **(kwargs or {}))
-        if self._written and operands(outcome) and not reads_shape_alone(func):
-            self._check_unwritten(args)
-        if given is not args and given[0] is not args[0] and _writes(func):
-            self._written.append(weakref.ref(args[0]))
-        return outcome
-
-    def _check_unwritten(self, args: tuple[Any, ...]) -> None:
-        if any(one() is leaf for leaf in operands(*args) for one in self._written):
-            raise InputError(
-                "a tensor is read whole after its slices were written in place; x = x + y works, and x += y"
-            )
-
-
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, bool | int | float | complex | str)
-
-
-def _writes(func: Any) -> bool:
-    """Return whether a function writes into its first argument, as add_ and the operator += do."""
-    name: str = getattr(func, "__name__", "")
-    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-
-
-def sequence_dim(shape: torch.Size, length: int) -> int | None:
-    """Return the dimension with `length` rows, one for each token; None without one, or for pairs of tokens."""
-    if length not in shape or (len(shape) in (2, 4) and shape[-1] == shape[-2]):
-        return None
-    return list(shape).index(length) if len(shape) < 2 or shape[1] != length else 1
-
-
 def _is_bias(shape: torch.Size) -> bool:
     """Return whether an argument of one sample is a bias of attention [A, T, T], for each head and pair of tokens."""
     return len(shape) == 3 and shape[0] > 1 and shape[1] == shape[2]
@@ -499,3 +361,7 @@ def _is_bias(shape: torch.Size) -> bool:
 
 def _fits(shape: torch.Size, whole: int) -> bool:
     return len(shape) >= 2 and shape[-1] == whole and shape[-2] in (1, whole)
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, bool | int | float | complex | str)

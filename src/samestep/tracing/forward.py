@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from samestep.building.attention import AttentionCall
 from samestep.building.families import facts_of
@@ -35,19 +34,23 @@ from samestep.tracing.flow import Flow, makes_event
 from samestep.tracing.flow_recorder import FlowRecorder
 from samestep.tracing.looks import Looks
 from samestep.tracing.meta_tensors import (
-    GROUPED_PRODUCTS,
     KnownValues,
     NeedsValuesError,
     is_whole,
     run_on_meta,
+    seen_by,
     storage_elements,
     values_of,
 )
+from samestep.tracing.module_inputs import EmbeddingInputs, WeightSlots
 from samestep.tracing.operations import LOOKED, Recorder, Region, Visit
 from samestep.tracing.picked_rows import PACKS, PickedRows
+from samestep.tracing.products import Products
 from samestep.trees import operands, tensors_in, tree_leaves, tree_map_only
 
 _META = torch.device("meta")
+_BY_COLUMNS = ("column", "qkv", "gather", "vocab")
+"""The cut styles that leave a rank some of the columns of a product."""
 
 ValueOf = Callable[[str], Tensor]
 """Returns the value of the buffer or parameter of this name."""
@@ -85,10 +88,8 @@ class ForwardTracer(DispatchMode):
         """These calls, and the first calls of top-most modules without weights, in their order."""
         self.visits: dict[str, list[Visit]] = {}
         """The calls of each module."""
-        self.embeds: dict[str, Literal["tokens", "positions"]] = {}
-        """What the embeddings look up, by their paths, where it is known."""
-        self.given_by: dict[int, Literal["tokens", "positions"]] = {}
-        """What the tensors of a sample are to an embedding, by their storages."""
+        self.lookups = EmbeddingInputs(self.key)
+        """What the embeddings look up."""
         self.taking_gradient: set[str] = set()
         """Modules whose input took a gradient when they were first entered."""
         self.stacks: dict[int, set[frozenset[str]]] = {}
@@ -105,8 +106,8 @@ class ForwardTracer(DispatchMode):
         """Number of elements of each storage."""
         self._alive: dict[int, torch.UntypedStorage] = {}
         self.values = values_of(module, keeps_all=keeps_all)
-        self.replaced: set[str] = set()
-        """Weights in whose place a top-most module had another tensor when it was entered."""
+        self.slots = WeightSlots(module)
+        """Weights in whose place a module had another tensor when it was entered."""
         self.varies = ""
         """Path of a module whose code may act differently, or make another shape, for other values."""
         self.varies_within = True
@@ -147,11 +148,8 @@ class ForwardTracer(DispatchMode):
         self._depth = 0
         self.looks.data = {self.key(param) for param in module.parameters()}
         self._weights = {self.key(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        slots = {id(part): part._parameters for part in module.modules() if part._parameters}
-        # Identities alone: torch may keep this trace alive, and the model must not live as long.
-        self._slots = {part: {leaf: id(own) for leaf, own in held.items()} for part, held in slots.items()}
         facts = facts_of(module)
-        self._grouped_fallback = facts.grouped_fallback
+        self._products = Products(facts.grouped_fallback)
         self._norms = {path for path, part in module.named_modules() if facts.is_norm(part)}
         self._frozen = {self.key(param) for param in module.parameters() if not param.requires_grad}
 
@@ -191,16 +189,27 @@ class ForwardTracer(DispatchMode):
         if (call := batch_norms.find_batch_norm(func, args, kwargs, "".join(self._running[-1:]))) is not None:
             self.batch_norms.append((self.region, call))
         written = [tensor for tensor in operands(outcome) if tensor.is_meta]
-        flops = self._flops_of(func, args, kwargs, outcome)
+        flops = self._products.flops_of(func, args, kwargs, outcome)
         given = [tensor for tensor in given if tensor.is_meta]
         self.flow_recorder.is_random |= torch.Tag.nondeterministic_seeded in func.tags
         self._writes = func._schema.is_mutable
         self.looks.follow(func, map(self.key, given), map(self.key, written))
         self._follow_picks(func, args, given, written)
-        self.record(given, written, flops, None if flops is None else self._product(func, args, outcome, flops))
+        self.record(given, written, flops, None if flops is None else self._product_of(func, args, outcome, flops))
         if self.recorder is not None:
             self.recorder.record(func, self.where, *as_given, outcome)
         return outcome
+
+    def _product_of(self, func: Any, args: tuple[Any, ...], outcome: Tensor, flops: int) -> Product:
+        """Describe a matrix product or convolution of the module that was entered last."""
+        left, right = self._products.factors_of(func, args)
+        style = self.styles.get(self.innermost, "")
+        cut: Cutting = "inner" if style == "row" else "columns" if style in _BY_COLUMNS else ""
+        keys = self.key(left), self.key(right)
+        if keys[1] not in self._weights and not self.cut.isdisjoint(keys):
+            cut = "count"
+        kind: Factors = "pair" if keys[1] not in self._weights else "frozen" if keys[1] in self._frozen else "weight"
+        return self._products.product_of(func, args, outcome, flops, factors=kind, cut=cut, owner=self.innermost)
 
     def _follow_picks(self, func: Any, args: tuple[Any, ...], given: list[Tensor], made: list[Tensor]) -> None:
         """Note the first event that works on rows which values pick, and whether it passes them on."""
@@ -218,47 +227,6 @@ class ForwardTracer(DispatchMode):
         """Path of the module whose code runs; empty for the model itself."""
         return self._running[-1] if self._running else ""
 
-    def _is_grouped(self, func: Any) -> bool:
-        """Return whether an operation multiplies rows with the matrix of their group."""
-        return func in GROUPED_PRODUCTS or func._schema.name == self._grouped_fallback
-
-    def _flops_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Any) -> int | None:
-        """Return the FLOPs of a matrix product or convolution; None for other operations."""
-        if self._is_grouped(func):
-            return int(2 * outcome.numel() * args[0].shape[-1])
-        formula = flop_registry.get(func.overloadpacket)
-        return None if formula is None else int(formula(*args, **kwargs, out_val=outcome))
-
-    def _product(self, func: Any, args: tuple[Any, ...], outcome: Tensor, flops: int) -> Product:
-        """Describe a matrix product or convolution by its three sizes; a product of another kind by its FLOPs alone."""
-        packet, count, groups, taps = func.overloadpacket, 1, 1, 1
-        left, right = args[1:3] if packet in _ADDING else args[:2]
-        key = self.key(right)
-        known = key in self._weights
-        factors: Factors = ("frozen" if key in self._frozen else "weight") if known else "pair"
-        if packet in _PLAIN:
-            rows, inner, columns = left.shape[0], left.shape[1], right.shape[1]
-        elif packet in _BATCHED:
-            (count, rows, inner), columns = left.shape, right.shape[2]
-            if known:  # a weight for each of the rows' groups
-                count, rows, groups = 1, count * rows, count
-        elif packet is torch.ops.aten.convolution:
-            count = args[8]
-            columns, inner, taps = right.shape[0] // count, right.shape[1:].numel(), right.shape[2:].numel()
-            rows = outcome.numel() // right.shape[0]
-        elif self._is_grouped(func):
-            rows, inner, columns, groups = left.shape[0], left.shape[1], right.shape[2], right.shape[0]
-        else:
-            rows, inner, columns = max(flops // 2, 1), 1, 1
-        style = self.styles.get(self.innermost, "")
-        cut: Cutting = "inner" if style == "row" else "columns" if style in _BY_COLUMNS else ""
-        if not known and any(self.key(tensor) in self.cut for tensor in (left, right)):
-            cut = "count"
-        return Product(
-            rows=rows, inner=inner, columns=columns, count=count, factors=factors, groups=groups, taps=taps,
-            cut=cut, owner=self.innermost,
-        )  # fmt: skip
-
     def _run(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on the meta device, and on the values where they are known.
 
@@ -272,8 +240,8 @@ class ForwardTracer(DispatchMode):
         sizes = torch.Tag.dynamic_output_shape in func.tags
         if (looks or sizes) and any(tensor.is_meta for tensor in given):
             self._look(given)
-            find = functools.partial(self._values_found, func, given, args, kwargs)
-            seen = self._seen_by(func, given, args)
+            find = functools.partial(self.values.found_by, func, given, args, kwargs)
+            seen = seen_by(func, given, args)
             if looks and self.recorder is not None and not self.looks.tokens.isdisjoint(map(self.key, seen)):
                 self.recorder.branching.add(self.where)
             found = self._answered(seen, find) if self.looks.is_open(map(self.key, seen)) else find()
@@ -293,31 +261,12 @@ class ForwardTracer(DispatchMode):
         if not self._depth and any(self.key(tensor) in self.looks.data for tensor in given if tensor.is_meta):
             self.varies_within = False
 
-    def _seen_by(self, func: Any, given: list[Tensor], args: tuple[Any, ...]) -> list[Tensor]:
-        """Return the tensors whose values say what an operation returns, or of what shape it is."""
-        seen = operands(args[1]) if func.overloadpacket in _PICKING else given
-        is_by_number = func.overloadpacket in _PICKING and not any(map(_is_mask, seen))
-        return [] if is_by_number else [tensor for tensor in seen if tensor.is_meta]
-
     def _answered(self, seen: list[Tensor], find: Callable[[], Any]) -> Any:
         """Return what a look at these tensors is answered, and record it."""
         self.varies = self.varies or self.innermost or "the model itself"
         if self.recorder is not None:
             self.recorder.record(LOOKED, self.where, tuple(seen), {}, ())
         return self.looks.answer(self.where, find)
-
-    def _values_found(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what an operation finds of the values; None for `tensor[numbers]`, whose shape is known without values.
-
-        Raises:
-            NeedsValuesError: the values are not known.
-        """
-        if all(map(self.values.knows, given)) or self.values.draw(given):
-            return self.values.run(func, args, kwargs)
-        if func.overloadpacket not in _PICKING:
-            raise NeedsValuesError
-        picks = operands(args[1])
-        return self._pick(func, args[0], picks, args[1:]) if any(map(_is_mask, picks)) else None
 
     def _run_on_values(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the results of an operation of which nobody has said what shape they have without values.
@@ -368,18 +317,6 @@ class ForwardTracer(DispatchMode):
         if is_known:
             self.values.learn(made, rows)
         return made, sizes
-
-    def _pick(self, func: Any, tensor: Tensor, picks: list[Tensor], args: tuple[Any, ...]) -> Tensor:
-        """Return the result of `tensor[mask]`, whose shape depends on the values of the mask.
-
-        Raises:
-            NeedsValuesError: these values are not known.
-        """
-        if not all(map(self.values.knows, picks)):
-            raise NeedsValuesError
-        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        real = func(zeros, *tree_map_only(Tensor, self.values.of, args))
-        return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
 
     def record(
         self, given: list[Tensor], written: list[Tensor], flops: int | None, product: Product | None = None
@@ -496,25 +433,15 @@ class ForwardTracer(DispatchMode):
         if not visits and any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(given)):
             self.taking_gradient.add(path)
         if isinstance(part, nn.Embedding) and not visits:
-            self._note_embedding(path, next((t for t in tree_leaves(given) if isinstance(t, Tensor)), None))
+            self.lookups.note(path, next((t for t in tree_leaves(given) if isinstance(t, Tensor)), None), self.values)
         if not outside:
             self._enter_inside(path, part, is_first=not visits)
         visits.append(Visit(self.region, self._events, self._is_within and not outside))
         self._open.append(visits[-1])
 
-    def _note_embedding(self, path: str, indices: Tensor | None) -> None:
-        """Note what an embedding looks up: tokens that a sample holds, or numbers that count on from one to the next."""
-        if indices is None or not is_whole(indices):
-            return
-        counts_on = indices.dim() > 0 and indices.shape[-1] > 1 and self.values.knows(indices)
-        if self.key(indices) in self.given_by:
-            self.embeds[path] = self.given_by[self.key(indices)]
-        elif counts_on and bool((self.values.of(indices).diff(dim=-1) == 1).all()):
-            self.embeds[path] = "positions"
-
     def _enter_inside(self, path: str, part: nn.Module, *, is_first: bool) -> None:
         if self._depth == 0:
-            self._note_replaced(path, part)
+            self.slots.note(path, part)
             self._is_within = makes_event(part)
             if self._is_within:
                 self._calls[path] += 1
@@ -525,13 +452,6 @@ class ForwardTracer(DispatchMode):
             elif is_first:
                 self.order.append(path)
         self._depth += 1
-
-    def _note_replaced(self, path: str, part: nn.Module) -> None:
-        """Note the weights of a module for which `torch.func.functional_call`, or code like it, has put others."""
-        for name, inner in part.named_modules(prefix=path):
-            for leaf, own in self._slots.get(id(inner), {}).items():
-                if id(inner._parameters.get(leaf)) != own:
-                    self.replaced.add(f"{name}.{leaf}".lstrip("."))
 
     def check_attention(self, call: AttentionCall) -> None:
         """Raise a RuntimeError where the shapes of an attention's arguments do not fit."""
@@ -561,18 +481,3 @@ class ForwardTracer(DispatchMode):
                     self.values.learn(one.tensor, value_of(one.name))
         yield
         self.values = KnownValues(keeps_all=False)
-
-
-def _is_mask(pick: Tensor) -> bool:
-    return pick.dtype in (torch.bool, torch.uint8)
-
-
-_PICKING = (torch.ops.aten.index, torch.ops.aten.masked_select)
-"""`tensor[picks]`: with integer picks the shape of the result is known without values, with a mask it is not."""
-
-
-_PLAIN = (torch.ops.aten.mm, torch.ops.aten.addmm)
-_BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
-_ADDING = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)
-"""Products whose first operand is the tensor they are added to."""
-_BY_COLUMNS = ("column", "qkv", "gather", "vocab")

@@ -177,6 +177,31 @@ class KnownValues:
         twin = self._twins.get(address(tensor))
         return twin is not None and twin.dtype == tensor.dtype
 
+    def found_by(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what an operation finds of the values; None for `tensor[numbers]`, whose shape is known without values.
+
+        Raises:
+            NeedsValuesError: the values are not known.
+        """
+        if all(map(self.knows, given)) or self.draw(given):
+            return self.run(func, args, kwargs)
+        if func.overloadpacket not in _PICKING:
+            raise NeedsValuesError
+        picks = operands(args[1])
+        return self._picked(func, args[0], picks, args[1:]) if any(map(_is_mask, picks)) else None
+
+    def _picked(self, func: Any, tensor: Tensor, picks: list[Tensor], args: tuple[Any, ...]) -> Tensor:
+        """Return the result of `tensor[mask]`, whose shape depends on the values of the mask.
+
+        Raises:
+            NeedsValuesError: these values are not known.
+        """
+        if not all(map(self.knows, picks)):
+            raise NeedsValuesError
+        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        real = func(zeros, *tree_map_only(Tensor, self.of, args))
+        return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
+
     def draw(self, tensors: list[Tensor]) -> bool:
         """Draw values for those tensors that have none; return whether all have values now, as small ones do if any are drawn."""
         unknown = [tensor for tensor in tensors if not self.knows(tensor)]
@@ -343,3 +368,18 @@ def storage_elements(tensor: Tensor) -> int:
 def is_whole(tensor: Tensor) -> bool:
     """Return whether a tensor of the meta device holds whole numbers."""
     return tensor.is_meta and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+
+
+def seen_by(func: Any, given: list[Tensor], args: tuple[Any, ...]) -> list[Tensor]:
+    """Return the tensors whose values say what an operation returns, or of what shape it is."""
+    seen = operands(args[1]) if func.overloadpacket in _PICKING else given
+    is_by_number = func.overloadpacket in _PICKING and not any(map(_is_mask, seen))
+    return [] if is_by_number else [tensor for tensor in seen if tensor.is_meta]
+
+
+def _is_mask(pick: Tensor) -> bool:
+    return pick.dtype in (torch.bool, torch.uint8)
+
+
+_PICKING = (torch.ops.aten.index, torch.ops.aten.masked_select)
+"""`tensor[picks]`: with integer picks the shape of the result is known without values, with a mask it is not."""

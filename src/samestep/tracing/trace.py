@@ -36,7 +36,7 @@ from samestep.building.model import model_source
 from samestep.building.nf4 import mark_of
 from samestep.errors import ModelError
 from samestep.job import Job
-from samestep.models.layer_spec import HeadSpec, LayerSpec, Product
+from samestep.models.layer_spec import Exchange, HeadSpec, LayerSpec, Product
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec, is_below
 from samestep.state.snapshot import GivenWeights, Snapshot
@@ -327,15 +327,7 @@ def _layer_specs(
             moved_cut_elements=sum(region.moved_cut for region in regions) // num_samples,
             kernels=sum(region.kernels for region in regions),
             backward_reads_weights=_backward_reads_weights(module, layer),
-            exchanges=tuple(
-                dataclasses.replace(
-                    exchange,
-                    elements=exchange.elements // num_samples,
-                    is_kept=exchange.role == "output" and watch.saves[key] > 1,
-                )
-                for region, key, exchange in watch.exchanges
-                if layer.is_block and region in layer.regions
-            ),
+            exchanges=_exchanges_of(layer, watch, num_samples),
             batch_values=tuple(
                 dataclasses.replace(call, is_only_kept=watch.keeps_all_values)
                 for region, call in watch.batch_values
@@ -351,6 +343,19 @@ def _layer_specs(
         head = dataclasses.replace(head, saved_elements=elements(kept), working_elements=works_on // num_samples)
         specs[-1] = dataclasses.replace(specs[-1], head=head)
     return tuple(specs)
+
+
+def _exchanges_of(layer: Layer, watch: ForwardTracer, num_samples: int) -> tuple[Exchange, ...]:
+    """Return what the attentions of a block exchange of one sample, where ranks hold parts of sequences."""
+    return tuple(
+        dataclasses.replace(
+            exchange,
+            elements=exchange.elements // num_samples,
+            is_kept=exchange.role == "output" and watch.saves[key] > 1,
+        )
+        for region, key, exchange in watch.exchanges
+        if layer.is_block and region in layer.regions
+    )
 
 
 def _storages_of(count: int, layer_of: Mapping[str, int], watch: ForwardTracer) -> tuple[list[set[int]], ...]:
@@ -426,7 +431,7 @@ def _param_specs(
         shared = bool(owners & meeting)
         roots = owners if shared else {root for root in layers[own].modules if is_below(_owner(name), root)}
         entered = [path for path in watch.visits if path in roots]
-        is_replaced = not watch.replaced.isdisjoint(alike)
+        is_replaced = not watch.slots.replaced.isdisjoint(alike)
         spec = ParamSpec(
             name=name,
             shape=tuple(param.shape),
@@ -447,7 +452,7 @@ def _param_specs(
             is_idle=param.requires_grad and id(param) in unused.idle,
             may_be_unused=param.requires_grad and id(param) in unused.perhaps,
             held_as=mark_of(module.get_submodule(_owner(name))) if name.endswith(".weight") else "",
-            embeds=next((watch.embeds[path] for path in owners if path in watch.embeds), ""),
+            embeds=next((watch.lookups.by_path[path] for path in owners if path in watch.lookups.by_path), ""),
             sparse_gradient=any(getattr(module.get_submodule(path), "sparse", False) is True for path in owners),
         )
         specs.append(spec)

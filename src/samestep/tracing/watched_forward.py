@@ -180,7 +180,9 @@ def watch_forward(
     batch = watch.copies_of(sample, num_samples)
     for key, held in batch.items() if isinstance(batch, Mapping) else [("", batch)]:
         tensors = [tensor for tensor in tree_leaves(held) if isinstance(tensor, Tensor)]
-        watch.given_by |= {watch.key(tensor): "positions" if key == "position_ids" else "tokens" for tensor in tensors}
+        watch.lookups.given |= {
+            watch.key(tensor): "positions" if key == "position_ids" else "tokens" for tensor in tensors
+        }
     try:
         with ExitStack() as stack:
             stack.enter_context(process_randomness(_SEED))

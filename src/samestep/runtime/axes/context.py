@@ -27,7 +27,7 @@ from samestep.building.attention import AttentionCall, multi_head_attention
 from samestep.building.loss import target_of
 from samestep.building.packed_positions import DocumentMask
 from samestep.errors import LayoutError
-from samestep.independence.token_slices import Reshaping, fit_reshape, sequence_dim, slice_whole_operands
+from samestep.independence.sliced_shapes import Reshaping, fit_reshape, sequence_dim, slice_whole_operands
 from samestep.models.layer_spec import LayerSpec
 from samestep.models.spec import ModelSpec
 from samestep.program.program import Program

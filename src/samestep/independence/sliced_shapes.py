@@ -1,0 +1,151 @@
+"""Code between blocks that computes shapes from a whole sequence, adapted to slices of its tokens.
+
+A model's code may reshape to the length of the sequence, and add what it made before the blocks to what they return. Both are
+adapted where blocks run on slices: in the proof (`token_slices.py`) and in a rank of `cp` alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from samestep.errors import InputError
+from samestep.tracing.flow import reads_shape_alone
+from samestep.trees import operands, tree_leaves, tree_map_only
+
+_RESHAPES = (torch.reshape, Tensor.reshape, Tensor.view)
+
+
+def fit_reshape(func: Any, args: tuple[Any, ...], length: int, size: int) -> tuple[Any, ...]:
+    """Return the arguments of a reshape on slices, where the code computed the shape from whole sequences.
+
+    A reshape of [B, size, ...] to [B, length, ...] keeps its shape, as at the end of GPT-2.
+    """
+    if func not in _RESHAPES or len(args) < 2:
+        return args
+    tensor, *shape = args
+    wanted = tuple(shape[0]) if isinstance(shape[0], list | tuple) else tuple(shape)
+    alike = len(wanted) == tensor.dim() > 1 and wanted[2:] == tuple(tensor.shape[2:])
+    if alike and wanted[1] == length and tensor.shape[1] == size and wanted[0] in (-1, tensor.shape[0]):
+        return tensor, (wanted[0], size, *wanted[2:])
+    return args
+
+
+_BY_ELEMENT = frozenset(
+    (
+        "add",
+        "radd",
+        "iadd",
+        "sub",
+        "rsub",
+        "isub",
+        "subtract",
+        "mul",
+        "rmul",
+        "imul",
+        "multiply",
+        "div",
+        "rdiv",
+        "truediv",
+        "rtruediv",
+        "itruediv",
+        "divide",
+        "true_divide",
+        "where",
+        "lerp",
+        "addcmul",
+        "addcdiv",
+        "maximum",
+        "minimum",
+        "pow",
+        "rpow",
+        "cat",
+        "concat",
+        "concatenate",
+        "stack",
+    )
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_by_element(func: Any) -> bool:
+    return getattr(func, "__name__", "").strip("_") in _BY_ELEMENT
+
+
+def slice_whole_operands(
+    func: Any, args: tuple[Any, ...], length: int, size: int, slice_of: Callable[[Tensor], Tensor]
+) -> tuple[Any, ...]:
+    """Return the arguments of an operation by elements, with slices of those that have rows for the whole sequence.
+
+    What the model made before the blocks and adds to what they return, as `x = x0 + block(x)` between blocks, is whole.
+    """
+    if size == length or not _is_by_element(func):
+        return args
+    given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+    if {size, length} - {leaf.shape[1] for leaf in given}:
+        return args
+
+    def sliced(leaf: Tensor) -> Tensor:
+        return slice_of(leaf) if leaf.dim() > 1 and leaf.shape[1] == length else leaf
+
+    found: tuple[Any, ...] = tree_map_only(Tensor, sliced, args)
+    return found
+
+
+class Reshaping(TorchFunctionMode):
+    """A function mode that adapts the code between blocks to slices of `size` of a sequence's `length` tokens.
+
+    It acts once blocks are given slices.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        size: int,
+        has_begun: Callable[[], bool],
+        slice_of: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self._length, self._size, self._has_begun = length, size, has_begun
+        self._slice_of = slice_of or (lambda whole: whole.narrow(1, 0, size))
+        self._written: list[weakref.ref[Tensor]] = []
+        """Whole tensors whose slices alone were written in place."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._has_begun():
+            return func(*args, **(kwargs or {}))
+        given = fit_reshape(func, args, self._length, self._size)
+        given = slice_whole_operands(func, given, self._length, self._size, self._slice_of)
+        outcome = func(*given, **(kwargs or {}))
+        if self._written and operands(outcome) and not reads_shape_alone(func):
+            self._check_unwritten(args)
+        if given is not args and given[0] is not args[0] and _writes(func):
+            self._written.append(weakref.ref(args[0]))
+        return outcome
+
+    def _check_unwritten(self, args: tuple[Any, ...]) -> None:
+        if any(one() is leaf for leaf in operands(*args) for one in self._written):
+            raise InputError(
+                "a tensor is read whole after its slices were written in place; x = x + y works, and x += y"
+            )
+
+
+def _writes(func: Any) -> bool:
+    """Return whether a function writes into its first argument, as add_ and the operator += do."""
+    name: str = getattr(func, "__name__", "")
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
+def sequence_dim(shape: torch.Size, length: int) -> int | None:
+    """Return the dimension with `length` rows, one for each token; None without one, or for pairs of tokens."""
+    if length not in shape or (len(shape) in (2, 4) and shape[-1] == shape[-2]):
+        return None
+    return list(shape).index(length) if len(shape) < 2 or shape[1] != length else 1

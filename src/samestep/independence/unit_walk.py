@@ -1,0 +1,194 @@
+"""The walk of units through a forward, which proves that ranks of a tensor cut compute independently: which units (heads, neurons,
+tokens of a vocabulary) each value holds.
+
+Units are followed by storage. In the output [B, T, D] of a column cut, each of the D features is a unit:
+
+    UnitRows(stride=1, units=D)      the element at offset o of the storage belongs to unit (o // stride) % units
+
+A view needs no rule, since its strides say where the units are: seen as [B, T, heads, width], the same storage has units
+of `width` features, and may be cut between heads only. Every operation must then compute each unit by itself:
+
+    an operation with a map     units lie along dimensions that are kept (`dimension_maps.py`), the same of all
+                                operands, and are neither summed nor moved
+    a product                   summed over units it is partial, until the module whose weight is cut by rows has left, where
+                                `reduce` sums it over the ranks
+    anything else               is tried on drawn values, whole and on parts (`operation_trial.py`), or refused
+
+Rows (samples, tokens) are described by storages too, and otherwise (`dependence.py`): there is one number of
+rows in a forward, a view may show some of them, and storages are written row by row. Units are counted anew for each
+weight, become coarser where a view distinguishes them less finely, and a view must show all of them.
+
+A whole tensor that is combined with units must not distinguish them: a weight with an element for each unit is cut like them. Where
+code needs more than a rank's part, as the slopes of ALiBi that it counts itself do, or a norm over all heads, the cut
+before it is refused; `cut_proof.to_gather` says which outputs are gathered instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from samestep.independence.dimension_maps import FILLS, is_elementwise
+from samestep.independence.feature_units import LikeError, MixesError, UnitFlow, UnitRows, WeightCut, cut_weights_of
+from samestep.independence.unit_rules import EVENTS, check_unseen, rule_of
+from samestep.models.spec import is_below
+from samestep.tracing.operations import Operation, View
+
+
+def follow(
+    operations: list[Operation],
+    model: nn.Module,
+    styles: Mapping[str, str],
+    cuts: Mapping[str, WeightCut],
+    looking: Collection[str] = (),
+    branching: Collection[str] = (),
+) -> UnitFlow:
+    """Return where the units of cut weights are at every operation of a forward of the whole model.
+
+    `styles` are those of modules, `cuts` those of weights by name; weights with an element for each unit are added.
+    No unit may reach the modules `looking`, whose code looks at values, nor the own code of those that branch by whole numbers of
+    the sample: the branch for another sample is not known.
+
+    Raises:
+        MixesError: an operation does not compute each unit by itself.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    weights = {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in reversed(named)}
+    cuts, owners = dict(cuts), _owners(model)
+    while True:
+        names = {storage: name for storage, (name, _) in weights.items()}
+        trained = frozenset(name for name, _ in model.named_parameters())
+        flow = UnitFlow(styles, names, owners, trained, looking=tuple(looking))
+        flow.like = {name: cut.dim for name, cut in cuts.items() if _owner(name) not in styles}
+        for storage, (name, tensor) in weights.items():
+            if name in cuts:
+                cut = cuts[name]
+                flow.groups[name] = tensor.shape[cut.dim] // cut.parts
+                flow.states[storage] = UnitRows(tensor.stride(cut.dim), flow.groups[name], frozenset({name}))
+        try:
+            for op in operations:
+                _carry_on(flow, op, is_unseen=op.where in branching or any(is_below(op.where, one) for one in looking))
+        except LikeError as found:
+            dim = found.dim_of(model.get_parameter(found.name))
+            if dim is None:
+                raise MixesError(
+                    f"{found.name} is used on what tp cuts, and none of its dimensions is as long"
+                ) from None
+            cuts[found.name] = WeightCut(dim)
+            continue
+        return flow
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _owners(model: nn.Module) -> dict[int, frozenset[str]]:
+    """Return the paths of the modules that hold each trained weight, by its storage."""
+    owners: dict[int, frozenset[str]] = {}
+    for path, part in model.named_modules():
+        for param in part.parameters(recurse=False):
+            if param.requires_grad:
+                storage = param.untyped_storage()._cdata
+                owners[storage] = owners.get(storage, frozenset()) | {path}
+    return owners
+
+
+def _follow_weights(flow: UnitFlow, op: Operation) -> None:
+    """Record tensors that are computed from nothing but weights, with the modules that hold those."""
+    owners = owners_in(flow, op)
+    if owners and not data_in(flow, op):
+        flow.from_weights |= {view.storage: owners for view in op.results if view.storage not in flow.weights}
+
+
+def owners_in(flow: UnitFlow, op: Operation) -> frozenset[str]:
+    """Return the modules that hold the trained weights from which an operation's operands are computed."""
+    storages = {view.storage for view in op.given if view.values is None}
+    return frozenset(
+        path for key in storages for table in (flow.owners, flow.from_weights) for path in table.get(key, ())
+    )
+
+
+def data_in(flow: UnitFlow, op: Operation) -> list[View]:
+    """Return an operation's operands that are no weights."""
+    tables = (flow.owners, flow.from_weights, flow.weights)
+    return [view for view in op.given if view.values is None and not any(view.storage in table for table in tables)]
+
+
+def _carry_on(flow: UnitFlow, op: Operation, *, is_unseen: bool) -> None:
+    """Set the units of the results of an operation; `is_unseen` if other values may let its module run others."""
+    before = [flow.states.get(view.storage) if view.values is None else None for view in op.given]
+    if op.func not in ("left", "outputs"):
+        _follow_weights(flow, op)
+    try:
+        if is_unseen:
+            check_unseen(flow, op)
+        if isinstance(op.func, str):
+            EVENTS[op.func](flow, op)
+        else:
+            _compute(flow, op)
+    except MixesError as reason:
+        raise reason.at(op.where, cut_weights_of(flow, op)) from None
+    flow.history.append((*before, *(flow.states.get(view.storage) for view in op.results)))
+
+
+def _compute(flow: UnitFlow, op: Operation) -> None:
+    packet = op.func.overloadpacket
+    if not any(flow.states.get(view.storage) == "partial" or flow.along(view, op) is not None for view in op.given):
+        _without_units(flow, op, packet, is_elementwise(op.func))
+        return
+    if packet in FILLS:
+        _fill_equal(flow, op)
+        return
+    for view, found in zip(op.results, rule_of(op.func)(flow, op), strict=False):
+        flow.learn(view, found, op)
+
+
+def _without_units(flow: UnitFlow, op: Operation, packet: Any, is_pointwise: bool) -> None:
+    """Follow tensors that every rank has whole: equal elements, elements that repeat, functions of one weight."""
+    uniform = all(flow.states.get(v.storage) == "uniform" or v.numel == 1 for v in op.given if v.values is None)
+    for view in op.results:
+        if packet in FILLS or (is_pointwise and uniform and op.given and not _is_random(op)):
+            if view.storage not in flow.weights:
+                flow.states[view.storage] = "uniform"
+            continue
+        if op.writes:
+            flow.states.pop(view.storage, None)
+        owners = {flow.weights.get(v.storage) or flow.made_of.get(v.storage) for v in op.given if v.numel > 1}
+        if is_pointwise and not op.writes and len(owners) == 1 and None not in owners:
+            flow.made_of[view.storage] = next(iter(owners)) or ""
+        repeated = _repeated_dims(flow, op, view) if is_pointwise or packet is torch.ops.aten.repeat else []
+        if repeated and not op.writes and not _is_random(op):
+            flow.states[view.storage] = frozenset(repeated)
+
+
+def _is_random(op: Operation) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.func.tags
+
+
+def _repeated_dims(flow: UnitFlow, op: Operation, result: View) -> list[tuple[int, int]]:
+    """Return strides and sizes of the dimensions of a result along which all operands repeat their elements."""
+    found = []
+    for dim, size in enumerate(result.shape):
+        if size == 1:
+            continue
+        places = [(view, dim - len(result.shape) + len(view.shape)) for view in op.given if view.numel > 1]
+        if places and all(
+            at < 0 or view.shape[at] == 1 or view.strides[at] == 0 or flow.is_constant(view, at) for view, at in places
+        ):
+            found.append((result.strides[dim], size))
+    return found
+
+
+def _fill_equal(flow: UnitFlow, op: Operation) -> None:
+    """A tensor of equal elements: with units where it has the shape of an operand that has."""
+    for view in op.results:
+        like = next((one for one in op.given if one.shape == view.shape), None)
+        found = None if like is None else flow.along(like, op)
+        if found is None:
+            flow.states[view.storage] = "uniform"
+        else:
+            flow.learn(view, found, op)
