@@ -24,6 +24,7 @@ LAUNCHERS = {
     "torchrun": "tests/parity/test_training.py::test_torchrun_gives_the_losses_of_our_own_launcher",
     "our agent on hosts that are network namespaces": "tests/crashes/test_hosts.py",
     "variables of Kubernetes, SkyPilot, dstack, srun, mpirun": "tests/launchers/test_variables.py",
+    "samestep doctor on hosts that are broken in twelve ways": "tests/launchers/test_doctor.py",
     "scripts, and manifests against schemas": "tests/unit/test_engines.py",
 }
 

@@ -9,7 +9,7 @@ for batch in samestep.batches(dataset, job):
 run.save("checkpoints")                 # run.load(samestep.latest("checkpoints")) continues, in any layout
 ```
 Each verb of the command line is a function of the same name: `plan`, `simulate`, `train`, `verify`, `explain`, `measure`,
-`layouts`, `inspect`, `export`, `sample`, `evaluate`. Names that need torch are imported on first use.
+`layouts`, `inspect`, `export`, `sample`, `evaluate`, `doctor`. Names that need torch are imported on first use.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from samestep.building.model_loss import model_loss
     from samestep.building.over_samples import after_step, batch_cat, batch_mean, batch_sum
     from samestep.datasets import batches
+    from samestep.diagnosis.doctor import doctor
     from samestep.engines.launch import launch
     from samestep.engines.ray_worker import ray_worker
     from samestep.explanation.explain import explain
@@ -73,6 +74,7 @@ _LAZY = {
     "batch_mean": ("samestep.building.over_samples", "batch_mean"),
     "batch_sum": ("samestep.building.over_samples", "batch_sum"),
     "batches": ("samestep.datasets", "batches"),
+    "doctor": ("samestep.diagnosis.doctor", "doctor"),
     "evaluate": ("samestep.training.trained", "evaluate"),
     "explain": ("samestep.explanation.explain", "explain"),
     "export": ("samestep.training.export", "export"),
@@ -120,6 +122,7 @@ __all__ = [
     "batch_mean",
     "batch_sum",
     "batches",
+    "doctor",
     "evaluate",
     "explain",
     "export",

@@ -303,6 +303,30 @@ def add_measure(parser: ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
 
 
+def add_doctor(parser: ArgumentParser) -> None:
+    """Add the arguments of `doctor`."""
+    about = "the job that is to run: it is compared, and the report ends with what its layout would be bound by"
+    parser.add_argument("job", nargs="?", type=Path, metavar="JOB.toml", help=about)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job")
+    _add_layout(parser, ", or the fastest that `plan` finds")
+    _add_hardware(parser)
+    about = "the folder that all hosts are to see; default: the one that this command runs in"
+    parser.add_argument("--folder", type=Path, default=Path(), metavar="DIR", help=about)
+    about = "write the hardware profile with the links that were measured"
+    parser.add_argument("--out", type=Path, metavar="FILE", help=about)
+    about = "seconds to wait for the other hosts; default: 10"
+    parser.add_argument("--wait", type=_seconds, default=10.0, metavar="S", help=about)
+    _add_hosts(parser)
+
+
+def _seconds(text: str) -> float:
+    """Read a number of seconds from 0 to a day."""
+    number = _number(text)
+    if not 0 <= number <= 86_400:
+        raise ArgumentTypeError(f"{text} is not a number of seconds; 10 and 0.5 are")
+    return number
+
+
 def _count(text: str, most: int = MOST_STEPS) -> int:
     """Read a whole number of at least 1."""
     if not text.isdecimal() or not text.isascii() or not text.strip("0"):

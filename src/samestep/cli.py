@@ -125,6 +125,8 @@ def _parser() -> ArgumentParser:
     about = "print the blocks of a job's model, what may be cut, and why not the rest"
     arguments.add_inspect(verb("inspect", _inspect, about))
     arguments.add_measure(verb("measure", _measure, "write this machine's hardware profile, in a minute or two"))
+    about = "look at every host of an allocation, in half a minute, and say what would fail or be slow there; exit 1: a fault"
+    arguments.add_doctor(verb("doctor", _doctor, about))
     verb("presets", _presets, "list the models that plan and simulate know by name")
     arguments.add_profiles(verb("profiles", _profiles, "list the machines that plan and simulate know by name"))
     verb("env", _env, "print versions and devices, for a bug report")
@@ -479,6 +481,34 @@ def _measure(words: Namespace) -> Result:
     path = words.out or hardware.own_path()
     said = f"{profile.as_text(machine)}\nwritten: {path}, with the source of every number"
     return Result(lambda: {"file": path, "profile": asdict(machine)}, said)
+
+
+def _doctor(words: Namespace) -> Result:
+    job = None if words.job is None and not words.set else _job(words)
+    if words.nodes is not None and not words.nodes.isdecimal():
+        from samestep.training import ssh
+
+        hosts = words.nodes.split(",")
+        status = ssh.start(hosts, words.rendezvous)
+        return Result(lambda: {"hosts": hosts, "status": status}, status=status)
+    from samestep.diagnosis.doctor import doctor
+
+    given = {"folder": words.folder, "out": words.out, "wait_s": words.wait} | _doctor_meets(words)
+    report = doctor(job, words.layout, words.hardware, **given, say=lambda text: print(text, flush=True))
+    if words.json not in (None, results.STANDARD_OUTPUT) and not report.has_come:  # the leading process has the file
+        words.json = words.json.with_name(f"{words.json.stem}.{report.host}{words.json.suffix}")
+    return Result(report.to_record if report.told is None else None, status=report.status)
+
+
+def _doctor_meets(words: Namespace) -> dict[str, Any]:
+    """Return where the hosts meet, and their secret, as far as the words say it."""
+    if words.nodes is None and words.rendezvous is None and words.token_file is not None:
+        from samestep.runtime.processes import meeting
+
+        return {"token": meeting.read_token(words.token_file)}
+    if (at := _rendezvous(words)) is None:
+        return {}
+    return {"rendezvous": (at.host, at.port, at.num_hosts), "token": at.token}
 
 
 def _presets(_: Namespace) -> Result:

@@ -33,6 +33,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "layouts": (*PRESET, "--devices", "2"),
     "inspect": (*small.settings(),),
     "measure": (),
+    "doctor": (),
     "presets": (),
     "profiles": ("--show", "h100x8"),
     "env": (),
@@ -41,7 +42,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 ASKS = {
     "train": ("folder", "ranks"), "verify": ("layout", "proven"), "launch": ("engine", "script"), "export": ("folder", "step"),
     "sample": ("text",), "evaluate": ("loss",), "plan": ("best", "why"), "simulate": ("step_s",), "explain": ("verdict",),
-    "layouts": ("layout", "legal"), "inspect": ("layers",), "measure": ("file", "profile"), "presets": ("source", "num_params"),
+    "layouts": ("layout", "legal"), "inspect": ("layers",), "measure": ("file", "profile"), "doctor": ("faults", "lines"), "presets": ("source", "num_params"),
     "profiles": ("h100x8",), "env": ("python", "packages"),
 }  # fmt: skip
 """Keys of each verb's result, or of its first row."""
@@ -98,11 +99,15 @@ def test_a_verb_gives_its_result(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    from samestep.diagnosis import doctor
+    from samestep.diagnosis.report import Report
     from samestep.measurement import profile
     from samestep.proof import verify
 
     verdict = Verdict(layout="dp=2", job="", steps=1, precision="float64", checks=())
     monkeypatch.setattr(verify, "verify", lambda *_, **__: verdict)
+    report = Report("one host", (), 0.0)
+    monkeypatch.setattr(doctor, "doctor", lambda *_, say, **__: say(report.to_text()) or report)
     monkeypatch.setattr(profile, "measure", lambda **_: hardware.load("cpu-laptop"))
     platform.platform()  # runs a program the first time, of which tests/audit.py would complain
     words = [str(run[0]) if word == "RUN" else word for word in WORDS[verb]]

@@ -194,6 +194,25 @@ def welcome(connected: socket.socket, token: bytes) -> Channel:
     Raises:
         TokenError: it does not know the token, or does not say so in time.
     """
+    return Channel(connected, admit(connected, token), listens=True)
+
+
+def greet(connected: socket.socket, token: bytes) -> Channel:
+    """Greet the host that this process has connected to, and return the channel to it.
+
+    Raises:
+        TokenError: it does not know the token.
+        GreetingError: it does not greet, or ends the greeting.
+    """
+    return Channel(connected, introduce(connected, token), listens=False)
+
+
+def admit(connected: socket.socket, token: bytes) -> bytes:
+    """Exchange proofs of the token with a process that has connected, and return the key of the connection.
+
+    Raises:
+        TokenError: it does not know the token, or does not say so in time.
+    """
     lines = _Lines(connected)
     nonce = secrets.token_hex(_NONCE_BYTES).encode()
     lines.write(nonce)
@@ -203,11 +222,11 @@ def welcome(connected: socket.socket, token: bytes) -> Channel:
         connected.close()
         raise TokenError("it does not know the token")
     lines.write(_hmac(token, b"listens", nonce, other))
-    return Channel(connected, _hmac(token, b"key", nonce, other), listens=True)
+    return _hmac(token, b"key", nonce, other)
 
 
-def greet(connected: socket.socket, token: bytes) -> Channel:
-    """Greet the host that this process has connected to, and return the channel to it.
+def introduce(connected: socket.socket, token: bytes) -> bytes:
+    """Exchange proofs of the token with the process that this one has connected to, and return the key of the connection.
 
     Raises:
         TokenError: it does not know the token.
@@ -224,7 +243,7 @@ def greet(connected: socket.socket, token: bytes) -> Channel:
         raise GreetingError("what listens there ended the greeting")
     if not hmac.compare_digest(answer, proof):
         raise TokenError("it has another token")
-    return Channel(connected, _hmac(token, b"key", other, nonce), listens=False)
+    return _hmac(token, b"key", other, nonce)
 
 
 class _Lines:

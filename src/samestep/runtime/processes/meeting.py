@@ -24,8 +24,8 @@ from typing import Any
 
 from samestep.errors import JobError, WorkerError
 from samestep.runtime.processes.channel import Channel, GreetingError, TokenError, greet, shorten
+from samestep.runtime.processes.host_names import interface_of
 from samestep.runtime.processes.lobby import Arrival, Lobby
-from samestep.runtime.processes.this_host import interface_of
 
 _RETRY_S = 0.3
 _LEADER_GRACE_S = 5.0  # a leading host that gives up says so itself

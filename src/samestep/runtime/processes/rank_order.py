@@ -19,12 +19,10 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -34,6 +32,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from samestep.building.torch_seams import names_of_groups
 from samestep.errors import JobError, LayoutError, WorkerError
 from samestep.layout import Layout
+from samestep.runtime.processes.host_names import host_of
 from samestep.runtime.processes.launch_info import UNKNOWN, LaunchInfo
 
 _CAME, _PLACE, _REFUSED = "samestep/came", "samestep/place", "samestep/refused"
@@ -91,20 +90,6 @@ class Numbering:
         more = "; ..." if num_hosts > _MOST_SHOWN else ""
         on = f"on {num_hosts} hosts" if num_hosts > 1 else "on one host"
         return f"{len(self.ranks)} ranks by {launcher}, {on}: {'; '.join(parts)}{more}"
-
-
-def host_of(info: LaunchInfo) -> tuple[str, str]:
-    """Return the name of this host, and a text that no other host has.
-
-    A launcher's name for the host, its own, and the start of its system: containers of one system differ in their names, and hosts that
-    are all called localhost in the other.
-    """
-    name = info.node or socket.gethostname()
-    try:
-        start = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        start = ""
-    return name, "|".join((info.node, socket.gethostname(), os.environ.get("HOSTNAME", ""), start))
 
 
 def agree(store: Store, info: LaunchInfo, timeout_s: float) -> tuple[int, int, int, str]:

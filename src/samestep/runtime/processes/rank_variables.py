@@ -17,6 +17,7 @@ from samestep.errors import JobError
 from samestep.runtime.processes.launch_info import UNKNOWN, LaunchInfo, check_local, check_rank, number
 
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
+_MOST_LISTED = 65536
 
 
 @dataclass(frozen=True)
@@ -347,3 +348,32 @@ ENGINES = (
     KnownLauncher("dstack", _missing_dstack, lambda env: _given(env, *_DSTACK), _read_dstack),
     KnownLauncher("Flux", _FLUX.missing, _FLUX.shown, _FLUX.read),
 )
+
+
+def shown(launcher: str, env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the variables by which a launcher is known, as NAME=VALUE; none for a process that is alone."""
+    known = {"Ray": "torchrun"}.get(launcher, launcher)
+    names = [name for engine in ENGINES if engine.name == known for name in engine.shown(env)]
+    return tuple(f"{name}={env[name]}" for name in dict.fromkeys([*names, *_given(env, *_MASTER)]) if names)
+
+
+def listed_hosts(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the hosts that a launcher lists, by its own names; empty where it lists none."""
+    if nodes := env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", ""):
+        return tuple(name for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes) for name in _expanded(part))
+    return tuple(env.get("SKYPILOT_NODE_IPS", "").split())
+
+
+def _expanded(part: str) -> list[str]:
+    """Return the names of one part of a Slurm list: `n[03-05,7]` -> n03, n04, n05, n7."""
+    head, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    inner, _, tail = rest.partition("]")
+    names = []
+    for span in inner.split(","):
+        first, _, last = span.partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) - int(first) >= _MOST_LISTED:
+            return [part]
+        names += [f"{head}{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+    return [name + end for name in names for end in _expanded(tail)]

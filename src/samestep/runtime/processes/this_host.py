@@ -1,5 +1,4 @@
-"""Settings of a rank for its host: cores near its GPU, host memory that is kept, network interfaces, the name of the
-attempt.
+"""Settings of a rank for its host: cores near its GPU, host memory that is kept, the name of the attempt.
 
 Cores: Linux lists, for each PCI device, the cores of the same NUMA node. A rank is bound to those near its GPU, so that
 transfers cross no link between processors. Memory follows: a page belongs to the node of the core that writes it first.
@@ -17,8 +16,6 @@ once it exceeds twice the largest tensor freed so far, and every 4 KiB page of i
 writes it again: up to 36,000 faults, 0.15 s of a step of 0.87 s. A rank therefore has glibc return nothing. Its peak
 stays the same; between two steps it holds that peak. Source: mallopt(3). Other C libraries and allocators keep their
 rules.
-
-Interfaces: by name, as gloo and nccl take them, from the addresses that are bound or reached.
 """
 
 from __future__ import annotations
@@ -27,12 +24,9 @@ import ctypes
 import json
 import os
 import secrets
-import socket
-import sys
 import time
 from pathlib import Path
 
-import psutil
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -125,25 +119,3 @@ def keep_freed_memory() -> bool:
         return False
     kept = library.mallopt(_TRIM_THRESHOLD, _NEVER) and library.mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP_BYTES)
     return bool(kept)
-
-
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-
-
-def interface_of(address: str) -> str:
-    """Return the name of this host's interface that has an address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
-            return name
-    return LOOPBACK  # 127.0.0.2 is the loopback interface's too
-
-
-def interface_towards(host: str) -> str:
-    """Return the name of the interface over which this host reaches another one; empty where it does not know the way."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:  # of datagrams: connecting one sends nothing
-            probe.connect(address)
-            return interface_of(probe.getsockname()[0])
-    except OSError:
-        return ""

@@ -27,9 +27,9 @@ import torch
 from samestep import errors
 from samestep.errors import SamestepError
 from samestep.runtime.processes import whereabouts
+from samestep.runtime.processes.host_names import LOOPBACK
 from samestep.runtime.processes.join import become_worker, join, leave
 from samestep.runtime.processes.launch_info import LaunchInfo
-from samestep.runtime.processes.this_host import LOOPBACK
 from samestep.runtime.processes.whereabouts import ParentLink, calls_made
 
 

@@ -1,0 +1,345 @@
+"""The lines about hosts compared with each other: one world, one software, names and ports of all pairs, one folder, one clock."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from samestep.diagnosis.doors import REACHED, Attempt
+from samestep.diagnosis.findings import Findings
+from samestep.diagnosis.gpus import Torch
+from samestep.diagnosis.identity import Identity
+from samestep.diagnosis.report import Level, Line
+from samestep.diagnosis.shared_folder import Sight
+
+_LITTLE_SKEW_S, _SKEW_S = 1.0, 30.0
+"""Seconds by which clocks may differ: log lines mix from the first on, credentials and leases end early from the second on."""
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class Heard:
+    """All that the process that leads has heard; hosts are counted in the order in which they were chosen, itself first."""
+
+    identities: tuple[Identity, ...]
+    """Every process that came."""
+    hosts: tuple[Findings, ...]
+    """The findings of one process on each host."""
+    unknown: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """The names of other hosts that have no address on a host."""
+    reached: Mapping[tuple[int, int], tuple[Attempt, ...]] = field(default_factory=dict)
+    """From one host to another."""
+    meeting: Mapping[int, Attempt] = field(default_factory=dict)
+    """From each host to the port at which a run would meet."""
+    taken: tuple[int, ...] = ()
+    """The ports of the meeting point that another program holds."""
+    skews: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    """By how many seconds a host's clock is ahead of the first one's, and how exact that is."""
+    written: Mapping[int, str] = field(default_factory=dict)
+    """Why a host could not write to the shared folder."""
+    sights: Mapping[int, Sight] = field(default_factory=dict)
+    torches: Mapping[int, Torch] = field(default_factory=dict)
+    mute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By the name of a host, the questions to which it gave no answer, and why."""
+
+    def name(self, host: int) -> str:
+        """Return the name of a host, with the number of its process where two have the same name."""
+        who = self.hosts[host].identity
+        if sum(other.identity.host == who.host for other in self.hosts) == 1:
+            return who.host
+        number = f"{'host' if who.is_host else 'rank'} {who.rank}" if who.rank >= 0 else f"process {who.pid}"
+        return f"{who.host} ({number})"
+
+
+def lines_of(heard: Heard) -> list[Line]:
+    """Return the lines about all hosts together."""
+    parts = [world_lines, _software_lines, _unknown_lines, _reach_lines, _meeting_lines]
+    parts += [_folder_lines, _clock_lines, _gpu_lines, _mute_lines]
+    return [line for part in parts for line in part(heard)]
+
+
+def world_lines(heard: Heard) -> Iterator[Line]:
+    """Yield whether all processes see one world, each of its ranks once, and who of it never came."""
+    who, size = heard.identities, heard.identities[0].size
+    if size == 1 and len(who) == 1:
+        return
+    unit = "host" if who[0].is_host else "rank"
+    sizes = Counter(one.size for one in who)
+    if len(sizes) > 1:
+        shown = "; ".join(
+            f"{count} of {size}: {_some([one.named() for one in who if one.size == size])}"
+            for size, count in sizes.most_common()
+        )
+        yield Line(
+            "fault", "world", f"the processes see worlds of different sizes: {shown}", "one WORLD_SIZE for all works"
+        )
+    ranks = defaultdict(list)
+    for one in who:
+        ranks[one.rank].append(one)
+    for rank, same in sorted(ranks.items()):
+        if rank >= 0 and len(same) > 1:
+            shown = f"{unit} {rank} was given to {len(same)} processes: {_some([one.named() for one in same])}"
+            yield Line(
+                "fault", "world", shown, f"a {unit.upper() if unit == 'rank' else 'number'} of its own works for each"
+            )
+    yield from _silent_lines(heard, unit, max(sizes), set(ranks))
+    if len(sizes) == 1 and len(who) == size and all(len(same) == 1 for rank, same in ranks.items() if rank >= 0):
+        on = f" on {len(heard.hosts)} hosts" if len(heard.hosts) > 1 else " on one host"
+        yield Line(
+            "ok", "world", f"all {size} {unit}s by {who[0].launcher} came{'' if unit == 'host' else on}, each once"
+        )
+
+
+def _silent_lines(heard: Heard, unit: str, size: int, came: set[int]) -> Iterator[Line]:
+    """Yield who never came, by the launcher's list of hosts where it has one."""
+    absent = [number for number in range(size) if number not in came] if -1 not in came else []
+    if len(heard.identities) >= size:  # a number that is missing was given to another process, which is said already
+        return
+    listed = heard.identities[0].listed
+    there = {name for one in heard.identities for name in (one.host, *one.host.split(".")[:1])}
+    addresses = {address for found in heard.hosts if found.network is not None for address in found.network.addresses}
+    silent = [name for name in listed if name not in there and name not in addresses]
+    if not absent:
+        found = f"{len(heard.identities)} of {size} {unit}s came"
+    else:
+        found = (
+            f"{unit}{'s' * (len(absent) > 1)} {_some(absent)} of {size} {'were' if len(absent) > 1 else 'was'} silent"
+        )
+    shown = (
+        f"{found}; {heard.identities[0].launcher} lists {_some(silent)}, from which nobody came" if silent else found
+    )
+    works = "what such a host wrote itself says why: no process, no way to the first host, or other variables; --wait S waits longer"
+    yield Line("fault", "world", shown, works)
+
+
+_SOFTWARE: tuple[tuple[str, str, str], ...] = (
+    ("samestep", "samestep", "one version on all hosts works"),
+    ("source", "files of samestep", "the same files on all hosts work: one environment that all see, or one image"),
+    ("torch", "torch", "one version on all hosts works"),
+    ("python", "Python", "one version on all hosts works"),
+    ("commit", "commit", "the same commit, without other changes, in the work folder of all hosts works"),
+    ("job", "job", "the same job file and scripts on all hosts work"),
+)
+
+
+def _software_lines(heard: Heard) -> Iterator[Line]:
+    known = [(place, found.software) for place, found in enumerate(heard.hosts) if found.software is not None]
+    if not known:
+        return
+    differs = False
+    for key, word, works in _SOFTWARE:
+        shown = _different(heard, [(place, getattr(software, key)) for place, software in known])
+        if shown:
+            differs = True
+            yield Line("fault", key if key in ("commit", "job") else "software", f"{word}: {shown}", works)
+    if not differs:
+        one = known[0][1]
+        commit = f", commit {one.commit}" if one.commit else ""
+        on = " on all hosts" if len(heard.hosts) > 1 else ""
+        job = f", job {one.job}" if one.job else ""
+        yield Line(
+            "ok", "software", f"samestep {one.samestep}, torch {one.torch}, Python {one.python}{commit}{job}{on}"
+        )
+
+
+def _different(heard: Heard, values: Sequence[tuple[int, Any]]) -> str:
+    """Return how hosts differ in a value, the fewest named first; empty where all have the same."""
+    groups: dict[Any, list[int]] = {}
+    for place, value in values:
+        groups.setdefault(value, []).append(place)
+    if len(groups) < 2:
+        return ""
+    fewest = sorted(groups.items(), key=lambda group: len(group[1]))
+    return " and ".join(
+        f"{value or 'none'} on {_some([heard.name(place) for place in places])}" for value, places in fewest[:3]
+    )
+
+
+def _unknown_lines(heard: Heard) -> Iterator[Line]:
+    """Yield the names of hosts that have an address on some hosts and none on others."""
+    every = {name for names in heard.unknown.values() for name in names}
+    for name in sorted(every):
+        places = [place for place, names in heard.unknown.items() if name in names]
+        if len(places) < len(heard.hosts):
+            works = "the same entries in DNS or /etc/hosts on all hosts work"
+            yield Line(
+                "fault",
+                "names",
+                f"the name {name} has no address here, and has one on other hosts",
+                works,
+                _hosts(heard, places),
+            )
+
+
+def _reach_lines(heard: Heard) -> Iterator[Line]:
+    """Yield which hosts are not reached: over which interface, and at which ports."""
+    problems: dict[tuple[int, str, str, str], list[int]] = {}
+    pairs = 0
+    for (place, target), attempts in heard.reached.items():
+        pairs += 1
+        if problem := _problem(heard, target, attempts):
+            problems.setdefault((target, *problem), []).append(place)
+    for (target, about, found, works), places in problems.items():
+        yield Line(
+            "fault",
+            about,
+            f"{found}, from {_some([heard.name(place) for place in places])}",
+            works,
+            (heard.name(target),),
+        )
+    if pairs and not problems:
+        yield Line("ok", "ports", f"every host reaches every other: {pairs} ways, at free ports")
+
+
+def _problem(heard: Heard, target: int, attempts: Sequence[Attempt]) -> tuple[str, str, str] | None:
+    """Return topic, finding and remedy of the attempts to reach one host; None where it is reached."""
+    first = attempts[0].address
+    tried = [one for one in attempts if one.address == first]
+    failed = [one for one in tried if one.outcome != REACHED]
+    if not failed:
+        return None
+    net = heard.hosts[target].network
+    others = [one.address for one in attempts if one.address != first and one.outcome == REACHED]
+    what = f"{failed[0].outcome} at {first or 'it'}"
+    if others and len(failed) == len(tried) and net is not None:
+        right, by = net.interface_of(others[0]), f" (by {net.chosen_by})"
+        works = f"GLOO_SOCKET_IFNAME={right} and NCCL_SOCKET_IFNAME={right} work there"
+        return "interface", f"{net.chosen}, {first}{by}, is not reached: {what}; {right}, {others[0]}, is", works
+    works = "a firewall that lets these hosts reach each other at every port works: gloo and NCCL choose free ones"
+    if len(failed) < len(tried):
+        return "ports", f"some of its ports are blocked: {what}, while another port there is reached", works
+    return (
+        "ports",
+        f"not reached at any port: {what}",
+        f"{works}; so does another interface, by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
+    )
+
+
+def _meeting_lines(heard: Heard) -> Iterator[Line]:
+    port = heard.identities[0].port
+    if port in heard.taken:
+        works = "another MASTER_PORT works"
+        yield Line(
+            "fault",
+            "ports",
+            f"port {port}, at which a run would meet, is held by another program",
+            works,
+            (heard.name(0),),
+        )
+        return
+    for outcome in dict.fromkeys(one.outcome for one in heard.meeting.values()):
+        if outcome != REACHED:
+            places = [place for place, one in heard.meeting.items() if one.outcome == outcome]
+            at = heard.meeting[places[0]].address
+            found = f"port {port} of {at}, at which a run would meet, is blocked: {outcome}"
+            works = "a firewall that leaves it open works, or another MASTER_PORT"
+            yield Line("fault", "ports", found, works, _hosts(heard, places))
+
+
+def _folder_lines(heard: Heard) -> Iterator[Line]:
+    if len(heard.hosts) < 2 or not heard.sights:
+        return
+    folder = heard.hosts[0].folder
+    path = folder.path if folder is not None else "the folder"
+    unseen: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for place, sight in heard.sights.items():
+        if sight.missing:
+            unseen[sight.missing].append(place)
+    if unseen:
+        alone = _apart(len(heard.hosts), unseen)
+        shown = _some([heard.name(place) for place in alone])
+        works = "a folder that all hosts mount works for --out and the data; --folder DIR looks at another one"
+        yield Line(
+            "fault",
+            "folder",
+            f"{path} is not shared: what the others write there is not seen on {shown}",
+            works,
+            _hosts(heard, alone),
+        )
+    blind = [place for place, sight in heard.sights.items() if not sight.sees_lock]
+    if blind:
+        works = "NFS with its lock service, Lustre with -o flock; else no run goes on without its leading host"
+        yield Line("warning", "folder", f"locks of other hosts in {path} are not seen", works, _hosts(heard, blind))
+    refused = [place for place, why in heard.written.items() if why.startswith("no lock")]
+    if refused:
+        works = "NFS with its lock service, or Lustre with -o flock, works"
+        yield Line(
+            "fault",
+            "folder",
+            f"files in {path} cannot be locked: {heard.written[refused[0]]}",
+            works,
+            _hosts(heard, refused),
+        )
+    if not unseen and not blind and not refused and not any(heard.written.values()):
+        yield Line("ok", "folder", f"{path} is one folder for all {len(heard.hosts)} hosts, with locks")
+
+
+def _apart(num_hosts: int, unseen: Mapping[tuple[int, ...], Sequence[int]]) -> list[int]:
+    """Return the hosts that see another folder than most: those outside of the largest set of hosts that see each other."""
+    misses = {place: {*missing} for missing, places in unseen.items() for place in places}
+    groups: list[list[int]] = []
+    for place in range(num_hosts):
+        for group in groups:
+            if group[0] not in misses.get(place, set()) and place not in misses.get(group[0], set()):
+                group.append(place)
+                break
+        else:
+            groups.append([place])
+    largest = max(groups, key=len)
+    return [place for place in range(num_hosts) if place not in largest]
+
+
+def _clock_lines(heard: Heard) -> Iterator[Line]:
+    if not heard.skews:
+        return
+    ahead = {0: (0.0, 0.0), **heard.skews}
+    around = sorted(ahead_s for ahead_s, _ in ahead.values())[(len(ahead) - 1) // 2]
+    for place, (ahead_s, exact_s) in ahead.items():
+        off_s = ahead_s - around
+        if abs(off_s) - exact_s > _LITTLE_SKEW_S:
+            level: Level = "fault" if abs(off_s) > _SKEW_S else "warning"
+            others = "the others" if len(ahead) > 2 else f"that of {heard.name(1 - place)}"
+            found = f"its clock is {abs(off_s):.1f} s {'ahead of' if off_s > 0 else 'behind'} {others}"
+            yield Line(level, "clock", found, "chrony or ntpd on every host works", (heard.name(place),))
+    most_s = max(abs(ahead_s) + exact_s for ahead_s, exact_s in heard.skews.values())
+    if most_s <= _LITTLE_SKEW_S:
+        yield Line("ok", "clock", f"the clocks of all hosts agree within {max(most_s, 0.001) * 1e3:.0f} ms")
+
+
+def _gpu_lines(heard: Heard) -> Iterator[Line]:
+    """Yield how the GPUs, drivers and NCCL of the hosts differ."""
+    known = [
+        (place, found.gpus)
+        for place, found in enumerate(heard.hosts)
+        if found.gpus is not None and not found.gpus.error
+    ]
+    torches = [*heard.torches.items()]
+    compared: tuple[tuple[str, str, Sequence[tuple[int, Any]]], ...] = (
+        (
+            "driver",
+            "GPUs",
+            [(place, f"{gpus.num_visible} of {gpus.names[0] if gpus.names else 'none'}") for place, gpus in known],
+        ),
+        ("driver", "driver", [(place, gpus.driver) for place, gpus in known if gpus.names]),
+        ("torch", "NCCL", [(place, one.nccl) for place, one in torches if one.nccl]),
+    )
+    for about, word, values in compared:
+        if shown := _different(heard, values):
+            yield Line("fault", about, f"{word}: {shown}", "the same on all hosts works")
+
+
+def _mute_lines(heard: Heard) -> Iterator[Line]:
+    for name, questions in heard.mute.items():
+        works = "a host that is less busy, or whose file server answers, works"
+        yield Line("warning", "answers", f"no answer to {'; '.join(questions)}", works, (name,))
+
+
+def _hosts(heard: Heard, places: Sequence[int]) -> tuple[str, ...]:
+    return tuple(heard.name(place) for place in places)
+
+
+def _some(things: Sequence[object]) -> str:
+    more = f" and {len(things) - _MOST_NAMED} more" if len(things) > _MOST_NAMED else ""
+    return ", ".join(map(str, things[:_MOST_NAMED])) + more
