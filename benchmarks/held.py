@@ -90,7 +90,7 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(args.turns + 1):
         for name, run in runs.items():
-            with patch.object(run._stepper, "_update", _timed(run._stepper, device, updates[name])):
+            with patch.object(run._stepper, "update", _timed(run._stepper, device, updates[name])):
                 began = _now(device)
                 losses[name] += [run.step(next(streams[name])).loss for _ in range(STEPS)]
                 times[name].append((_now(device) - began) / STEPS)
@@ -111,11 +111,11 @@ def main() -> None:
 
 
 def _timed(steps: Stepper, device: torch.device, found: list[float]):  # type: ignore[no-untyped-def]
-    original = Stepper._update
+    original = Stepper.update
 
-    def update(do) -> None:  # type: ignore[no-untyped-def]
+    def update(assembly, do) -> None:  # type: ignore[no-untyped-def]
         began = _now(device)
-        original(steps, do)
+        original(steps, assembly, do)
         found.append(_now(device) - began)
 
     return update

@@ -72,7 +72,7 @@ class Faulty:
             if batch.step == 0:
                 first = next(iter(self.run.model.children()))
                 first.register_forward_hook(self._fail)
-                self.run._stepper._writes_unseen = waits
+                self.run._stepper._deciders.writes_unseen = waits
         return reports
 
     def _fail(self, module: object, args: object, output: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def written(rank: int, world: int, model: str, layout: str, job: Job) -> list[li
         for batch in batches(Tokens(), job):
             faulty.run.step(batch)
             if batch.step == 0:
-                faulty.run._stepper._writes_unseen = has_waited
+                faulty.run._stepper._deciders.writes_unseen = has_waited
                 parameters = list(faulty.run.model.parameters())
             if batch.step == 2:
                 for parameter in parameters:

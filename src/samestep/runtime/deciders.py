@@ -10,6 +10,7 @@ device has held the update back, from the same weights and gradients.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -18,8 +19,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from samestep.runtime.guards.refusals import Refusals
+from samestep.runtime.held_assembly import HeldAssembly
+from samestep.runtime.ledger import outside_step
+from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.optimizers.optimizer_step import Updater
-from samestep.runtime.step_scalars import Decision
+from samestep.runtime.optimizers.used_weights import UsedWeights
+from samestep.runtime.processes.messages import gather_values
+from samestep.runtime.step_scalars import Decision, decide
 
 
 class StepState(Enum):
@@ -88,3 +95,60 @@ class DeviceDecides:
         """Update the weights, or change nothing in an unusual step."""
         assert self._decision is not None
         self.updater.step_unless(self._decision.held_back, self._decision.factor)
+
+
+class Deciders:
+    """The choice of who decides on each step of a run. Every rank has one, and all choose alike."""
+
+    def __init__(self, own: HeldAssembly, spikes: SpikeWatch) -> None:
+        self._own, self._acts_on_spikes = own, spikes.acts
+        self._device = own.place.device
+        self.num_updates = 0
+        """Updates of the weights in this process, of which the host waits for the first."""
+        self.writes_unseen = False
+        """Whether steps write weights as no count of torch shows; the host then decides on all of them."""
+
+    def begin_step(self, updater: Updater) -> None:
+        """Note the weights before the forwards of a step on which the device may decide."""
+        if self._device_may_decide:
+            updater.live.begin_step(self._device)
+
+    def choose(self, numerator: float, used: UsedWeights, *, host_reads: bool) -> HostDecides | DeviceDecides:
+        """Return who decides on a step whose backwards are launched; with `host_reads` the host reads its scalars in any case."""
+
+        def follow(sums: Tensor) -> Decision:
+            return decide(sums, numerator, self._own.job.optimizer.clip_norm, used.expected_flags())
+
+        updater, may_decide = self._own.current.weights.updater, self._device_may_decide
+        is_usual = not host_reads and self.num_updates > 0 and not self._own.replicas.are_apart
+        if is_usual and may_decide and not self._acts_on_spikes and used.can_be_expected():
+            return DeviceDecides(updater, follow)
+        sends = is_usual and updater.offload.is_apart(self._device)
+        return HostDecides(updater, follow, sends=sends, is_exception=may_decide)
+
+    def leave_to_host(self, step: int, refusals: Refusals, *, has_left_out: bool) -> None:
+        """Let the host decide from now on, since a step, counted from 0, writes weights as no count of torch shows.
+
+        `has_left_out` says that the device has decided on steps before, which may have lost what was written.
+
+        Raises:
+            UnprovenError: it has.
+        """
+        self.writes_unseen = True
+        if has_left_out:
+            reason = (
+                f"step {step + 1}: a forward or backward writes weights through .data, and the first one did not, so "
+                "what was written in the steps between may be lost; to write them under torch.no_grad() works"
+            )
+            refusals.remark(self._own.job.run.waived("state", reason))
+
+    @property
+    def _device_may_decide(self) -> bool:
+        """Whether updates may be launched before the host knows the sums: on a GPU, where the optimizer allows it."""
+        return self._device.type == "cuda" and not self.writes_unseen and self._updaters_hold_back
+
+    @functools.cached_property
+    def _updaters_hold_back(self) -> bool:
+        """Whether the optimizer of every rank can; every rank asks in its first step."""
+        with outside_step():
+            return all(gather_values(self._own.current.weights.updater.can_hold_back, self._own.layout.world_size))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -13,13 +14,26 @@ from samestep.models.loss_names import LossNames
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes.joined_exchanges import NothingToJoin
-from samestep.runtime.deciders import StepState
+from samestep.runtime.deciders import DeviceDecides, HostDecides, StepState
 from samestep.runtime.guards.step_trials import StepTrials
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.step_report import StepReport, peak_memory_bytes, peak_reserved_bytes
 from samestep.runtime.step_scalars import StepNumbers, SummedScalars
+
+
+class Progress(Enum):
+    """How far a run has come between two updates.
+
+    BETWEEN ─ take ─► WITHIN ─┬──────────────────────► BETWEEN
+       └───── close ──────────┴─► REPEATING ─► (back)
+    A step that fails leaves WITHIN or REPEATING.
+    """
+
+    BETWEEN = "no step is being taken; the update of the last one may be launched and not read (`StepState.OPEN`)"
+    WITHIN = "a step is being taken or has failed, so that weights may still be gathered"
+    REPEATING = "a step is taken once more, which some rank gave up: the host decides on it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +82,15 @@ class OpenStep:
     lr_factor: float | Mapping[int, float]
     """The factor of the schedule on the learning rate; for each group by itself where a loop has made updates of its own."""
     data_wait_s: float
+    decider: HostDecides | DeviceDecides
     state: StepState
     names: LossNames
     """The names of what its loss reports."""
     of: StepBackward
+    was_held_back: bool = False
+    """Whether no update was made or sent before the host has read the sums."""
+    was_written: bool = False
+    """Whether weights were written since the last update, so that the updater must read them again."""
     report: StepReport | None = None
     """What the caller holds already, of a step whose update was launched: it is completed when the step is closed."""
 
@@ -80,12 +99,20 @@ class OpenStep:
         updater.set_lr(self.lr_factor)
         updater.step_index = self.batch.step
 
+    def read(self, num_unsure: int) -> SummedScalars:
+        """Wait for the sums, of which each replica has the uses of `num_unsure` weights, and for the two numbers of the decider."""
+        *sums, held_back, written = self.sums.numbers()
+        self.was_held_back, self.was_written = held_back > 0, bool(written)
+        if self.state is StepState.OPEN:
+            self.state = StepState.HELD_BACK if self.was_held_back else StepState.CLOSED
+        return SummedScalars.of(sums, num_unsure, self.names.num_numbers)
+
     def report_of(self, summed: SummedScalars, numbers: StepNumbers, device: torch.device, lr: float) -> StepReport:
         """Return what the summed scalars say of the step, at a learning rate."""
         step_s = time.perf_counter() - self.began_s
         terms, values = self.names.means(summed.reported)
         return StepReport(
-            step=self.batch.step,
+            step=self.batch.step + 1,
             loss=numbers.loss,
             grad_norm=numbers.norm,
             lr=lr,

@@ -46,6 +46,7 @@ from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.local_replicas import Replicas
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import StepBatch
+from samestep.runtime.open_step import Progress
 from samestep.runtime.optimizers.optimizer_step import Updater
 from samestep.runtime.own_steps.steps_in_parts import StepsInParts
 from samestep.runtime.processes.join import RankInfo
@@ -166,7 +167,7 @@ class Run:
     @property
     def updater(self) -> Updater:
         """The optimizer over the weights that this rank updates, which hold what was written into the model since."""
-        if not self._stepper.is_amid_step:
+        if self._stepper.progress is Progress.BETWEEN:
             for reason in self.assembly.model.replaced.take_over(inside=False):
                 self.job.run.waived("state", reason)
         self.assembly.weights.store.watch.take_back()

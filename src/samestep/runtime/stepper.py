@@ -26,7 +26,7 @@ from torch import Tensor
 from samestep.program.ops import StepFlag
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.axes import forward_state
-from samestep.runtime.deciders import DeviceDecides, HostDecides, StepState
+from samestep.runtime.deciders import Deciders, DeviceDecides, StepState
 from samestep.runtime.guards import nonfinite
 from samestep.runtime.guards.skipped_steps import MASKED
 from samestep.runtime.guards.step_guards import StepGuards
@@ -36,16 +36,15 @@ from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.ledger import outside_step, owned
 from samestep.runtime.loss_spikes import SpikeWatch
 from samestep.runtime.microbatches import StepBatch
-from samestep.runtime.open_step import WHOLE, OpenStep, StepBackward
-from samestep.runtime.optimizers.closures import Closure
+from samestep.runtime.open_step import WHOLE, OpenStep, Progress, StepBackward
+from samestep.runtime.optimizers.closures import with_closure
 from samestep.runtime.optimizers.optimizer_step import clip_factor
 from samestep.runtime.optimizers.optimizers_by_name import ALL, UpdatedPart
 from samestep.runtime.optimizers.used_weights import UsedWeights
 from samestep.runtime.processes import join
-from samestep.runtime.processes.messages import gather_values
 from samestep.runtime.step_observer import Indices, StepObserver
 from samestep.runtime.step_report import StepReport, forget_peak
-from samestep.runtime.step_scalars import Decision, StepNumbers, SummedScalars, decide, flag_slots
+from samestep.runtime.step_scalars import StepNumbers, SummedScalars, flag_slots
 
 _NO_SAMPLES: Indices = np.empty(0, dtype=np.int64)
 
@@ -62,15 +61,10 @@ class Stepper:
         """The losses of the last steps, by which a spike is told."""
         self.guards = StepGuards(own, observer)
         self.refusals = self.guards.refusals
-        self._num_updates = 0
-        """Updates of the weights in this process, of which the host waits for the first."""
+        self._deciders = Deciders(own, self.spikes)
+        self.progress = Progress.BETWEEN
         self._open: OpenStep | None = None
         """The step whose update was launched, and whose sums the host has not read."""
-        self._writes_unseen = False
-        self._is_repeating = False
-        """Whether a step is taken once more, which some rank gave up: the host decides on it."""
-        self.is_amid_step = False
-        """Whether a step is being taken or has failed, so that weights may still be gathered."""
         self._data_wait_s = 0.0
 
     @property
@@ -96,7 +90,7 @@ class Stepper:
 
     def wait_for_first_update(self) -> None:
         """Let the host wait for the next update, as for the first one of the process: the weights were read from files."""
-        self._num_updates = 0
+        self._deciders.num_updates = 0
 
     def take(
         self, batch: StepBatch, take: Callable[[], StepReport] | None = None, *, watches: bool = True
@@ -107,13 +101,13 @@ class Stepper:
         Collective over the world, see [Note: collective calls].
         """
         held = self.held
-        for reason in () if self.is_amid_step else held.model.replaced.take_over(inside=False):
+        for reason in () if self.progress is not Progress.BETWEEN else held.model.replaced.take_over(inside=False):
             self.guards.refuse_state(batch, reason)
         self.guards.find_loss(held, batch)
-        self.is_amid_step = True
+        self.progress = Progress.WITHIN
         steps = take or functools.partial(self._step, batch)
         report = self.guards.watch(batch, steps, replays=take is None) if watches else steps()
-        self.is_amid_step = False
+        self.progress = Progress.BETWEEN
         return report
 
     @functools.cached_property
@@ -126,11 +120,13 @@ class Stepper:
 
     def _step(self, batch: StepBatch) -> StepReport:
         """Take a step; on a GPU return before the device has done it, if that is possible and allowed."""
-        opened, decider = self.open(batch)
-        return self._launch(opened, decider) if isinstance(decider, DeviceDecides) else self._closed(opened)
+        opened = self.open(batch)
+        if isinstance(opened.decider, DeviceDecides):
+            return self._launch(opened, opened.decider)
+        return self._closed(opened)
 
-    def open(self, batch: StepBatch, of: StepBackward = WHOLE) -> tuple[OpenStep, HostDecides | DeviceDecides]:
-        """Run the forwards and backwards of a step, or of one of its backwards, and sum its scalars; return it and who decides.
+    def open(self, batch: StepBatch, of: StepBackward = WHOLE) -> OpenStep:
+        """Run the forwards and backwards of a step, or of one of its backwards, and sum its scalars, for which the host does not wait.
 
         Collective over the world, see [Note: collective calls].
         """
@@ -141,15 +137,15 @@ class Stepper:
         # Forwards and backwards, of one replica after the other.
         weights = self.held.weights
         running = nonfinite.save_values(self.held.model.running_buffers)
-        if self._device_may_decide:
-            weights.updater.live.begin_step(self.place.device)
+        self._deciders.begin_step(weights.updater)
         numerator = self.held.objective.nominal_count / weights.updater.loss_scale.scale
-        with outside_step() if self._is_repeating else nullcontext():
+        with outside_step() if self.progress is Progress.REPEATING else nullcontext():
             own = [self._own_scalars(batch, of, index, *replica) for index, replica in enumerate(self._own.each())]
             # Agree: one all_reduce, whose sums the host does not wait for.
-            decider = self._decider(numerator, is_apart=of.is_apart)
+            host_reads = of.is_apart or self.progress is Progress.REPEATING or self.guards.hears_scalars
+            decider = self._deciders.choose(numerator, self.used, host_reads=host_reads)
             sums = self._agree(own, decider.wrote_unseen(self.place.device))
-        opened = OpenStep(
+        return OpenStep(
             batch=batch,
             began_s=began,
             running_buffers=running,
@@ -157,31 +153,11 @@ class Stepper:
             numerator=numerator,
             lr_factor=weights.updater.rates.factors(weights.lr_factor, batch.step),
             data_wait_s=self._data_wait_s,
+            decider=decider,
             state=decider.first_state,
             names=(of.held or self.held).objective.names,
             of=of,
         )
-        return opened, decider
-
-    def _decider(self, numerator: float, *, is_apart: bool) -> HostDecides | DeviceDecides:
-        """Return who decides on a step whose backwards are launched: the device, if that is possible and allowed."""
-
-        def follow(sums: Tensor) -> Decision:
-            return decide(sums, numerator, self.job.optimizer.clip_norm, self.used.expected_flags())
-
-        updater = self.held.weights.updater
-        is_usual = (
-            not is_apart
-            and not self._is_repeating
-            and not self._own.replicas.are_apart
-            and self._num_updates > 0
-            and not self.guards.hears_scalars
-        )
-        may_decide = self._device_may_decide
-        if is_usual and may_decide and not self.spikes.acts and self.used.can_be_expected():
-            return DeviceDecides(updater, follow)
-        sends = is_usual and updater.offload.is_apart(self.place.device)
-        return HostDecides(updater, follow, sends=sends, is_exception=may_decide)
 
     def _launch(self, opened: OpenStep, decider: DeviceDecides) -> StepReport:
         """Launch the update of a step on which the device decides; return its report, which whoever reads it completes."""
@@ -217,14 +193,14 @@ class Stepper:
     def _closed(self, opened: OpenStep) -> StepReport:
         """Wait for a step's sums, decide on its update unless the device has made it, and return the report."""
         # Agree: read what all ranks have summed, and exchange what a flag asks for.
-        summed, held_back, was_written = self.read(opened)
+        summed = self.read(opened)
         # Decide: the step is taken or skipped, or the run stops.
         numbers = StepNumbers.of(summed.agreed, opened.numerator)
         spike = self.spikes.judge(numbers.loss) if numbers.are_finite else ""
         note = self.note_of(numbers, opened.batch) or spike
         skipped = self.judge(note, numbers, opened)
         # Update: what the device has not made, of each replica.
-        must_reread = bool(was_written) or self._own.replicas.are_apart
+        must_reread = opened.was_written or self._own.replicas.are_apart
         for number, assembly in self._own.each():
             updater = assembly.weights.updater
             if opened.state is StepState.HELD_BACK:
@@ -237,9 +213,9 @@ class Stepper:
                     factor = scale * clip_factor(numbers.norms[number], self.job.optimizer.clip_norm)
                     if must_reread:
                         updater.reread()
-                    part = self.evaluating(ALL, opened, numbers)
+                    part = self.with_closure(ALL, opened, numbers)
                     self.update(
-                        assembly, functools.partial(updater.step, factor, was_held_back=held_back > 0, part=part)
+                        assembly, functools.partial(updater.step, factor, was_held_back=opened.was_held_back, part=part)
                     )
             if math.isfinite(numbers.loss):
                 self.adapt_loss_scale(assembly, overflowed=not numbers.are_finite)
@@ -248,34 +224,28 @@ class Stepper:
         self.steps_taken = opened.batch.step + 1
         return self.report(opened, summed, numbers, note, skipped=skipped)
 
-    def evaluating(self, part: UpdatedPart, opened: OpenStep, numbers: StepNumbers) -> UpdatedPart:
+    def with_closure(self, part: UpdatedPart, opened: OpenStep, numbers: StepNumbers) -> UpdatedPart:
         """Return a part of the optimizer with a closure that repeats the step's forwards and backwards, if one of its members needs it."""
-        updater = self.held.weights.updater
-        if not updater.evaluating:
-            return part
-        closure = Closure(updater.pieces_of(part), functools.partial(self._again, opened), numbers.loss)
-        return replace(part, evaluating=updater.evaluating, closure=closure)
+        updater, again = self.held.weights.updater, functools.partial(self._again, opened)
+        return with_closure(part, updater.evaluating, updater.pieces_of, numbers.loss, again)
 
     def _again(self, opened: OpenStep) -> tuple[float, float]:
         self.held.weights.updater.publish()
         self.held.weights.store.publish()
-        repeated, _ = self.open(opened.batch, replace(opened.of, is_apart=True))
-        found = StepNumbers.of(self.read(repeated)[0].agreed, repeated.numerator)
+        repeated = self.open(opened.batch, replace(opened.of, is_apart=True))
+        found = StepNumbers.of(self.read(repeated).agreed, repeated.numerator)
         return found.loss, (found.scales[0] or 0.0) * clip_factor(found.norms[0], self.job.optimizer.clip_norm)
 
-    def read(self, opened: OpenStep) -> tuple[SummedScalars, float, float]:
-        """Wait for a step's sums and exchange what a flag asks for; return them, and the two numbers of its decider.
+    def read(self, opened: OpenStep) -> SummedScalars:
+        """Wait for a step's sums and exchange what a flag asks for; a step that some rank gave up is taken once more.
 
-        A step that some rank gave up is taken once more. Collective over the world, see [Note: collective calls].
+        Collective over the world, see [Note: collective calls].
         """
-        while True:
-            *sums, held_back, was_written = opened.sums.numbers()
-            if opened.state is StepState.OPEN:
-                opened.state = StepState.HELD_BACK if held_back else StepState.CLOSED
-            summed = SummedScalars.of(sums, len(self.used.unsure), opened.names.num_numbers)
-            if self._answer(summed, opened.batch):
-                return summed, held_back, was_written
+        summed = opened.read(len(self.used.unsure))
+        while not self._answer(summed, opened.batch):
             self._repeat(opened)
+            summed = opened.read(len(self.used.unsure))
+        return summed
 
     def _repeat(self, opened: OpenStep) -> None:
         """Run the forwards and backwards of a step once more, from where it began, since some rank gave them up.
@@ -285,9 +255,9 @@ class Stepper:
         nonfinite.put_back(opened.running_buffers)
         for _, assembly in self._own.each():
             assembly.weights.updater.offload.forget()
-        self._is_repeating = True
-        again, _ = self.open(opened.batch, opened.of)
-        self._is_repeating = False
+        before, self.progress = self.progress, Progress.REPEATING
+        again = self.open(opened.batch, opened.of)
+        self.progress = before
         opened.sums, opened.state = again.sums, again.state
 
     def _answer(self, summed: SummedScalars, batch: StepBatch) -> bool:
@@ -303,7 +273,7 @@ class Stepper:
             return False
         self.used.read(summed.uses, exchanges=summed.flags[StepFlag.UNUSED_CHANGED] > 0)
         if summed.flags[StepFlag.WROTE_UNSEEN]:
-            self._wait_from_now_on(batch)
+            self._deciders.leave_to_host(batch.step, self.refusals, has_left_out=self.guards.num_taken > 1)
         self.guards.agreed(summed.agreed)
         if summed.flags[StepFlag.STOP]:
             batch.end_stream()
@@ -318,22 +288,15 @@ class Stepper:
         """Return whether a step is skipped, which is unusual if there is a note; its buffers then are as before it.
 
         Raises:
-            NonFiniteError, SpikeError, DataError: as `SkippedSteps.skips` says.
+            NonFiniteError, SpikeError, DataError: as `SkippedSteps.judge` says.
         """
-        skipped = bool(note) and self.guards.skipped.skips(
-            opened.batch.step + 1,
-            note,
-            loss_is_finite=math.isfinite(numbers.loss),
-            is_spike=numbers.are_finite,
-            is_masked=numbers.is_masked,
-            is_scaled=self.held.weights.updater.loss_scale.scale > 1.0,
-        )
-        self.guards.skipped.note(skipped=skipped)
+        is_scaled = self.held.weights.updater.loss_scale.scale > 1.0
+        skipped = self.guards.skipped.judge(opened.batch.step + 1, note, numbers, is_scaled=is_scaled)
         if skipped:
             nonfinite.put_back(opened.running_buffers)
         else:
-            self.used.updated(is_first=not self._num_updates)
-            self._num_updates += 1
+            self.used.updated(is_first=not self._deciders.num_updates)
+            self._deciders.num_updates += 1
         return skipped
 
     def report(
@@ -342,15 +305,8 @@ class Stepper:
         """Return the report of a step whose sums are read, or of one of its backwards."""
         lr = self.held.weights.updater.rates.first_with(opened.lr_factor, ALL)
         report = opened.report_of(summed, numbers, self.place.device, lr)
-        remarks = self.refusals.news()
-        return replace(
-            report,
-            step=self.steps_taken,
-            note=note,
-            skipped=skipped,
-            spike=numbers.are_finite and bool(note),
-            remarks=remarks,
-        )
+        is_spike = numbers.are_finite and bool(note)
+        return replace(report, note=note, skipped=skipped, spike=is_spike, remarks=self.refusals.news())
 
     def adapt_loss_scale(self, assembly: Assembly, *, overflowed: bool) -> None:
         """Adapt the loss scale after a step, and what codes have lost of gradients under it."""
@@ -410,31 +366,6 @@ class Stepper:
             with owned("scalars"):
                 dist.all_reduce(sums, group=self.held.parallel.mesh.groups["world"])
         return sums
-
-    @property
-    def _device_may_decide(self) -> bool:
-        """Whether updates may be launched before the host knows the sums: on a GPU, where the optimizer allows it."""
-        return self.place.device.type == "cuda" and not self._writes_unseen and self._updaters_hold_back
-
-    @functools.cached_property
-    def _updaters_hold_back(self) -> bool:
-        """Whether the optimizer of every rank can; every rank asks in its first step."""
-        with outside_step():
-            return all(gather_values(self.held.weights.updater.can_hold_back, self._own.layout.world_size))
-
-    def _wait_from_now_on(self, batch: StepBatch) -> None:
-        """Run ahead no more, since a step writes weights as no count of torch shows.
-
-        Raises:
-            UnprovenError: the first step did not, so the steps that ran ahead since may have lost what was written.
-        """
-        self._writes_unseen = True
-        if self.guards.num_taken > 1:
-            reason = (
-                f"step {batch.step + 1}: a forward or backward writes weights through .data, and the first one did not, so "
-                "what was written in the steps between may be lost; to write them under torch.no_grad() works"
-            )
-            self.refusals.remark(self.job.run.waived("state", reason))
 
     def update(self, assembly: Assembly, update: Callable[[], None]) -> None:
         """Update this rank's weights of a replica, and make them visible to the next forward."""

@@ -5,8 +5,11 @@ Bounded, so that no run skips for ever.
 
 from __future__ import annotations
 
+import math
+
 from samestep.errors import DataError, NonFiniteError, SpikeError
 from samestep.job_tables import NumericsTable
+from samestep.runtime.step_scalars import StepNumbers
 
 MASKED = "no label of its batch counts, since all are masked, so no update is made"
 """The note of a step that counts nothing; the learning rate goes on with the number of the step."""
@@ -19,30 +22,34 @@ class SkippedSteps:
         self._policy, self._most = numerics.on_nonfinite, numerics.max_skipped
         self._num_in_a_row = 0
 
-    def note(self, *, skipped: bool) -> None:
-        """Note whether a step was skipped."""
-        self._num_in_a_row = self._num_in_a_row + 1 if skipped else 0
+    def judge(self, step: int, note: str, numbers: StepNumbers, *, is_scaled: bool) -> bool:
+        """Return whether a step, counted from 1, is skipped: if there is a note on why it is unusual. Every rank decides alike.
 
-    def skips(
-        self, step: int, note: str, *, loss_is_finite: bool, is_spike: bool, is_masked: bool, is_scaled: bool
-    ) -> bool:
-        """Return whether a step, counted from 1, is skipped that is not finite, whose loss is a spike, or of which every label is
-        masked; every rank decides alike.
+        Raises:
+            NonFiniteError, SpikeError, DataError: as `_skips` says.
+        """
+        skipped = bool(note) and self._skips(step, note, numbers, is_scaled=is_scaled)
+        self._num_in_a_row = self._num_in_a_row + 1 if skipped else 0
+        return skipped
+
+    def _skips(self, step: int, note: str, numbers: StepNumbers, *, is_scaled: bool) -> bool:
+        """Return whether a step is skipped that is not finite, whose loss is a spike, or of which every label is masked.
 
         Raises:
             NonFiniteError: `numerics.on_nonfinite` is "stop", or `numerics.max_skipped` steps were skipped before it.
             SpikeError: so many were skipped before a spike.
             DataError: so many were skipped before a step that counts nothing.
         """
+        is_spike = numbers.are_finite
         if self._num_in_a_row >= self._most:
-            kind = DataError if is_masked else SpikeError if is_spike else NonFiniteError
+            kind = DataError if numbers.is_masked else SpikeError if is_spike else NonFiniteError
             raise kind(
                 f"step {step}: {note}; the {self._most} steps before were skipped too, and "
                 f"numerics.max_skipped = {self._most}"
             )
-        if is_spike or is_masked:
+        if is_spike or numbers.is_masked:
             return True
-        if loss_is_finite and is_scaled:
+        if math.isfinite(numbers.loss) and is_scaled:
             return True  # an overflow of scaled gradients: the next step runs at half the scale
         if self._policy == "stop":
             raise NonFiniteError(f"step {step}: {note}; numerics.on_nonfinite = 'skip' would go on")

@@ -132,8 +132,8 @@ class StepsInParts:
         waiting = self._waiting
         assert waiting is not None
         waiting.make_room()
-        opened, _ = self._stepper.open(batch, of)
-        summed, *_ = self._stepper.read(opened)
+        opened = self._stepper.open(batch, of)
+        summed = self._stepper.read(opened)
         numbers = StepNumbers.of(summed.agreed, opened.numerator)
         note = self._stepper.note_of(numbers, batch, of)
         given = self._names_of(None) - self._stepper.used.unused(0)
@@ -141,7 +141,7 @@ class StepsInParts:
         waiting.add(names, numbers.scales[0] or 0.0)
         report = self._stepper.report(opened, summed, numbers, note)
         total = numbers.loss + sum(one.numbers.loss for one in self._taken)
-        report = replace(report, loss=total, step=batch.step + 1)
+        report = replace(report, loss=total)
         self._taken.append(_Taken(opened, numbers, note, report, names or self._names_of(None)))
         return report
 
@@ -315,7 +315,7 @@ class StepsInParts:
                 "run.update: the step of this optimizer evaluates the loss again, and the gradients of several backwards wait: one whose loss "
                 "is the sum of theirs works"
             )
-        return self._stepper.evaluating(part, taken.opened, taken.numbers)
+        return self._stepper.with_closure(part, taken.opened, taken.numbers)
 
     def _check_options(self, part: UpdatedPart) -> None:
         """Refuse options that the step of an optimizer does not take.
