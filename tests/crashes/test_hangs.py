@@ -19,7 +19,7 @@ from samestep.runtime.interpreter import Interpreter
 from samestep.runtime.processes import hang_watch, workers
 from samestep.runtime.processes.hang_watch import HangWatch
 from samestep.runtime.processes.whereabouts import Whereabouts
-from samestep.training import train as training
+from samestep.training import rank_part as training
 from tests import small
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from samestep.proof.verdict import Cause, Verdict
 from samestep.runtime.run import Run
-from samestep.training import train
+from samestep.training import rank_part, train
 from tests import small
 
 
@@ -72,7 +72,7 @@ def _waiving(run: Run, workload: Any) -> dict[str, float]:
 def test_what_was_allowed_is_told_whatever_rank_met_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "held_out_losses", _waiving)
+    monkeypatch.setattr(rank_part, "held_out_losses", _waiving)
     words = ("--layout", "dp=2", "--steps", "1", "--out")
     assert small.train(*words, tmp_path / "run", "--allow", "loss", "samples") == 0
     text = 'the loss is a mean (allowed by run.allow = ["loss"])'

@@ -15,7 +15,8 @@ from samestep.errors import InputError
 from samestep.job import Job, load
 from samestep.output.output_file import write
 from samestep.runtime.processes import workers
-from samestep.training.train import Summary, train
+from samestep.training.summary import Summary
+from samestep.training.train import train
 
 T = TypeVar("T")
 

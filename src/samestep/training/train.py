@@ -1,12 +1,12 @@
 """The verb `train`: start the workers of a job, take its steps, and write metrics and checkpoints.
 
 ```
-train ── check: every mistake that can be found ── run_workers ──► _work on every rank
-         the model is built and traced once                           for report in steps_of(run, ...): log, save
+train ── check: every mistake that can be found ── run_workers ──► work on every rank
+         the model is built and traced once                           (`rank_part.py`)
 ```
 The model is built and traced before the workers are forked, so that importing torch, the build and the trace happen once
 instead of once a rank; so it is on each of several hosts (`training/hosts.py`). Under torchrun or srun this process is a
-worker already, and calls `_work` itself.
+worker already, and calls `work` itself.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import json
 import secrets
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,92 +25,21 @@ import torch
 
 from samestep import calls
 from samestep.building.pretrained_form import unread_tokenizer
-from samestep.datasets import Dataset, batches
-from samestep.errors import JobError, OutOfMemoryError, RunError, WorkerError
+from samestep.errors import JobError, RunError, WorkerError
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.output.output_file import write_whole
-from samestep.program import recorded
 from samestep.proof import record
 from samestep.proof.record import ProofRecord
 from samestep.proof.verify import verify
 from samestep.runtime.assembly import store_of
-from samestep.runtime.checkpoints import checkpoint
-from samestep.runtime.processes import hang_watch, join, local_workers, whereabouts, workers
+from samestep.runtime.processes import hang_watch, join, local_workers, workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.meeting import Meeting, Rendezvous, meet
-from samestep.runtime.run import Run
-from samestep.runtime.step_report import StepReport
-from samestep.training import evaluations, foreign_code, hosts, out_of_memory, run_folder
+from samestep.training import foreign_code, hosts, out_of_memory, rank_part, run_folder
 from samestep.training.check import AUTO, Checked, check, decide_on_rank_0
 from samestep.training.elastic import Elasticity, restarting
-from samestep.training.garbage import collect_after_steps
-from samestep.training.metrics import Metrics, Screen, speed_of
-from samestep.training.profiling import Profiler
-from samestep.training.saving import Saver
-from samestep.training.trackers import open_trackers
-from samestep.training.trained import printable, sample_text
-from samestep.training.workload import (
-    Workload,
-    describe_losses,
-    held_out_accuracy,
-    held_out_losses,
-    use_evaluated_weights,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The result of a run: its folder, its steps and its losses."""
-
-    folder: Path
-    steps: int
-    """The number of steps taken in all, including those before a resume."""
-    loss: float | None
-    """The training loss of the last step, a mean over counted tokens; None where it was not finite."""
-    held_out_loss: float | None
-    """The mean loss over the held-out samples, of several sets the one that decides (`train.judged_by`); None where nothing is
-    held out or the run was stopped."""
-    held_out_accuracy: float | None
-    """The fraction of the held-out samples whose class is found; None where a sample has no class."""
-    stopped: bool
-    """Whether the run was asked to stop before its last step."""
-    proof: str = ""
-    """When and how the layout was proven to give one device's result, or that it is not proven."""
-    waived: tuple[str, ...] = ()
-    """The refusals that the run met and `run.allow` waived."""
-    tried: tuple[str, ...] = ()
-    """What a trial has passed and no rule shows, such as an operation of a library."""
-    remarks: tuple[str, ...] = ()
-    """Tensors that the folder of `model.source` lacks, which were made as in a new model, and those that it has besides."""
-    started_from: str = ""
-    """The weights of another run or folder from which it started, as `--init-from` says."""
-    changes: tuple[str, ...] = ()
-    """What resumes have changed of the job and its layout, and after which steps."""
-    held_out_losses: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The mean loss of each held-out set, by name; `held_out` is the part of the data that is held out."""
-    stop_signal: int = 0
-    """The signal that stopped it, with whose status the command ends; 0 without one, and under torchrun."""
-
-    def to_record(self) -> dict[str, Any]:
-        """Return it as plain data, but for its path."""
-        return dataclasses.asdict(self)
-
-    def to_json(self) -> str:
-        """Return it as JSON."""
-        return json.dumps(self.to_record(), indent=1, default=str)
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Summary:
-        """Return it from what `to_json` wrote."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
-        }
-        return cls(**{**values, "folder": Path(record["folder"])})
-
-
-OnStep = Callable[[StepReport, bool], None]
-"""A function that is called behind each step, with its report and whether it is the last."""
+from samestep.training.rank_part import OnStep
+from samestep.training.summary import Summary
 
 
 @calls.checked
@@ -159,13 +87,27 @@ def train(
         InputError: the job, layout or data cannot run; nothing has been started or written.
         WorkerError: a worker process died; the first line of the text names it and the cause.
     """
-    run = job.run
-    given = {"layout": layout, "ranks": ranks, "steps": steps, "out": out}
-    given |= {"resume": resume, "init_from": init_from, "auto_resume": auto_resume}
-    given["allow_code"] = allow_code
-    if least_ranks is not None and not run.restarts:
+    given = {"layout": layout, "ranks": ranks, "steps": steps, "out": out, "resume": resume, "init_from": init_from}
+    given |= {"auto_resume": auto_resume, "allow_code": allow_code}
+    return _start(job, given, prove, least_ranks, rendezvous, on_step)
+
+
+def _start(
+    job: Job,
+    given: Mapping[str, Any],
+    prove: bool,
+    least_ranks: int | None,
+    rendezvous: Rendezvous | None,
+    on_step: OnStep | None,
+) -> Summary | None:
+    """Train as one rank of a launcher, as one host of a launcher, with other hosts, or with workers of this host.
+
+    Raises:
+        JobError: the flags do not go together, or with the launcher.
+    """
+    if least_ranks is not None and not job.run.restarts:
         raise JobError(
-            f"--ranks {least_ranks}:{ranks} lets a restart go on with fewer ranks, and run.restarts = 0: "
+            f"--ranks {least_ranks}:{given['ranks']} lets a restart go on with fewer ranks, and run.restarts = 0: "
             f"--set run.restarts=3 works"
         )
     place, info = None, hosts.launched_by(rendezvous)
@@ -176,11 +118,13 @@ def train(
     if info.num_hosts > 1:
         return hosts.run_share(job, given, info, _rank_of_host)
     if info.is_engine:
+        run = job.run
         given_to_join: dict[str, Any] = {"timeout_s": run.timeout_s, "ranks_per_node": run.ranks_per_node}
         place = join.join(run.device, **given_to_join, threads=run.threads, may_renew=True)
     if rendezvous is None:
         workers.say_inside(info)
-        return _lead_workers(job, given, place, prove, Elasticity(least_ranks, layout == AUTO), on_step=on_step)
+        elastic = Elasticity(least_ranks, given["layout"] == AUTO)
+        return _lead_workers(job, given, place, prove, elastic, on_step=on_step)
     return _on_hosts(job, given, prove, least_ranks, rendezvous)
 
 
@@ -203,7 +147,7 @@ def _on_hosts(
                 assert summary is not None
                 meeting.dismiss(json.loads(summary.to_json()))
                 return summary
-            last = hosts.follow(meeting, job, given["init_from"], _work, allow_code=given["allow_code"])
+            last = hosts.follow(meeting, job, given["init_from"], rank_part.work, allow_code=given["allow_code"])
         if not isinstance(last, hosts.Lost):
             return Summary.of(last)
         if least_ranks is None:
@@ -246,7 +190,7 @@ def _lead_workers(
         start = decide_on_rank_0(lambda: secrets.token_hex(8), place)
         try:
             with hang_watch.watching(place, job.run.hang_s, start):
-                summary = _work(place, checked, on_step)
+                summary = rank_part.work(place, checked, on_step)
                 stack.close()
                 if join.ended_by():  # a launcher kills the others once one rank ends with the status of a signal
                     decide_on_rank_0(lambda: None, place)
@@ -270,7 +214,7 @@ def _by_workers(checked: Checked, elastic: Elasticity) -> Summary | None:
 
     def work(checked: Checked) -> Summary | None:
         return workers.run_workers(
-            _work,
+            rank_part.work,
             (checked,),
             ranks=checked.layout.world_size,
             device=run.device,
@@ -312,219 +256,6 @@ def _proven(checked: Checked) -> ProofRecord:
     return record.record_of(job, verdict)
 
 
-def steps_of(run: Run, dataset: Dataset, until: int, profiler: Profiler | None = None) -> Iterator[StepReport]:
-    """Take the steps that are left up to step `until`, and yield the report of each; end early when a rank must stop.
-
-    A profiler surrounds each step.
-
-    Collective over the world: every rank iterates; if one does not, the others wait for it in the next step.
-    """
-    first = run.steps_taken
-    for batch in batches(dataset, run.job, first_step=first):
-        if batch.step >= until:
-            return
-        with (
-            whereabouts.taking(batch.step + 1, is_first=batch.step == first),
-            profiler.step(batch.step + 1, run) if profiler else contextlib.nullcontext(),
-        ):
-            report = run.step(batch)
-        yield report
-
-
-def _work(place: RankInfo, checked: Checked, on_step: OnStep | None = None) -> Summary | None:
-    """Do one rank's part of a run.
-
-    Raises:
-        OutOfMemoryError: memory ran out on this rank.
-    """
-    job = checked.workload.job
-    profiler = Profiler(job.run.profiled_steps, checked.folder, place)
-    run = Run(checked.workload.source, checked.layout, job, place, profiler, owns_weights=True)
-    try:
-        return _train_rank(run, place, checked, profiler, on_step)
-    except Exception as error:
-        if not out_of_memory.is_shortage(error):
-            raise
-        text = out_of_memory.shortage(error, run)
-    # Outside the except clause, where the tensors of the failed step are freed: the search needs memory too.
-    raise OutOfMemoryError(f"{text}\n{out_of_memory.less_memory(checked, place.device.type)}")
-
-
-def _train_rank(
-    run: Run, place: RankInfo, checked: Checked, profiler: Profiler, on_step: OnStep | None
-) -> Summary | None:
-    """Prepare or resume the run, take its remaining steps, and print and write its progress and its result."""
-    workload, folder, until = checked.workload, checked.folder, checked.until
-    run.data.is_of(workload.stamp)
-    run.prepare(workload.example)
-    if checked.resume_from is not None:
-        checkpoint.load(run, checked.resume_from)
-    if checked.first_weights is not None:
-        checked.first_weights.load(run)
-    first = run.steps_taken
-    if run.job.train.record:
-        run.record(run.job.train.record, folder / recorded.FOLDER)
-    screen = metrics = None
-    if place.rank == 0:
-        _write_head(checked)
-        speed, every = speed_of(workload.spec, run.job, run.layout, place.device), run.job.run.log_every
-        trackers = open_trackers(run.job, folder, first)
-        screen, metrics = (
-            Screen(first, until, speed, every, workload.counted),
-            Metrics(folder, first, trackers, speed, every),
-        )
-        _say_start(screen, checked, run)
-    if first < until:
-        with use_evaluated_weights(run):
-            _print_sample(run, workload, screen, "before training" if first == 0 else "resumed")
-    rule = evaluations.EvaluationRule.of(run.job, workload)
-    evaluated = evaluations.resume_evaluations(run, rule, folder, screen.say if screen else lambda text: None, first)
-    _loop(evaluated, workload.dataset, until, profiler, screen, metrics, on_step)
-    with whereabouts.apart("the evaluation at the end"):
-        return _finish(evaluated, checked, screen, metrics)
-
-
-def _finish(
-    evaluated: evaluations.Evaluations, checked: Checked, screen: Screen | None, metrics: Metrics | None
-) -> Summary | None:
-    """Evaluate a run that has taken its steps or was stopped, and print and write its result."""
-    run, workload, folder = evaluated.run, checked.workload, checked.folder
-    stopped = run.steps_taken < checked.until and not evaluated.is_over
-    losses: dict[str, float] = {}
-    accuracy = None
-    if not stopped:
-        with use_evaluated_weights(run):
-            losses, accuracy = held_out_losses(run, workload), held_out_accuracy(run, workload)
-            _print_sample(run, workload, screen, "after training")
-    waived = run.all_waived()
-    if screen is None or metrics is None:
-        return None
-    metrics.close()
-    _say_held_out(screen, evaluated, losses)
-    if accuracy is not None:
-        screen.say(f"held-out accuracy {accuracy:.1%}")
-    if stopped:
-        screen.say(f"stopped after step {run.steps_taken}; --resume --out {folder} resumes it")
-    proof = record.find_record(run.job, run.layout, folder)
-    proven = proof.to_line() if proof else record.NOT_PROVEN
-    tried = run.assembly.model.spec.tried if run.layout.world_size > 1 else ()
-    _say_shown(screen, run, proven, waived, tried)
-    took, loss = run.steps_taken, metrics.last_loss
-    origin = checked.first_weights.origin if checked.first_weights else ""
-    known = (proven, waived, tried, (*workload.remarks, *workload.data_remarks), origin, run.changes)
-    held_out = losses.get(run.job.judge or "")
-    summary = Summary(folder, took, loss, held_out, accuracy, stopped, *known, held_out_losses=losses)
-    write_whole(folder / "summary.json", summary.to_json() + "\n")
-    return summary
-
-
-def _say_start(screen: Screen, checked: Checked, run: Run) -> None:
-    """Print what is trained, where, and from which weights."""
-    workload, job, first = checked.workload, checked.workload.job, run.steps_taken
-    words = (
-        f"{workload.spec.name}: {workload.spec.num_params:,} weights, layout {str(checked.layout)!r}, {checked.folder}"
-    )
-    screen.say(words if checked.resume_from is None else f"{words}, resumes after step {first}")
-    for change in run.changes:
-        screen.say(change)
-    if checked.first_weights is not None:
-        screen.say(f"starts from the weights of {checked.first_weights.origin}")
-    for remark in (*(f"{job.model.source}: {one}" for one in workload.remarks), *workload.data_remarks):
-        screen.say(remark)
-    if first == checked.until:
-        screen.say(f"step {first} was the last step: nothing is left to train")
-    elif job.run.compile != "none":
-        screen.say(
-            f"run.compile: step {first + 1} compiles the blocks by {job.run.compile_backend}, which takes a while"
-        )
-
-
-def _say_held_out(screen: Screen, evaluated: evaluations.Evaluations, losses: Mapping[str, float]) -> None:
-    """Print the held-out losses at the end of a run, and whether the run ended because it did not become less."""
-    if evaluated.is_over and evaluated.best is not None:
-        best = evaluated.best
-        screen.say(f"ends early: no held-out loss since step {best.step} was below {best.loss:.4f}")
-    if losses:
-        screen.say(describe_losses(losses, evaluated.run.job.judge))
-
-
-def _say_shown(screen: Screen, run: Run, proven: str, waived: tuple[str, ...], tried: tuple[str, ...]) -> None:
-    """Print whether the layout is proven, what is allowed or tried instead, and what ranks of tp compute whole."""
-    lines = [proven, *(f"not proven, but allowed: {text}" for text in waived)]
-    if tried:
-        lines.append(f"tried, not proven: {_some(tried)}")
-    reasons: dict[str, list[str]] = {}
-    for path, reason in run.assembly.model.gathered.items():
-        reasons.setdefault(reason, []).append(path)
-    lines += [
-        f"tp: every rank computes what follows {_some(paths)} whole, since {reason}"
-        for reason, paths in reasons.items()
-    ]
-    for line in lines:
-        screen.say(line)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _loop(
-    evaluated: evaluations.Evaluations,
-    dataset: Dataset,
-    until: int,
-    profiler: Profiler,
-    screen: Screen | None,
-    metrics: Metrics | None,
-    on_step: OnStep | None,
-) -> None:
-    """Take the remaining steps and log each; evaluate and save checkpoints as often as the job says, and save after the last."""
-    run, folder = evaluated.run, evaluated.folder
-    until = run.steps_taken if evaluated.is_over else until
-    saver = Saver(run, folder / run_folder.CHECKPOINTS, screen.say if screen else lambda text: None)
-    with screen.live() if screen else contextlib.nullcontext():
-        for report in collect_after_steps(steps_of(run, dataset, until, profiler)):
-            with whereabouts.apart("an evaluation"):
-                losses = evaluated.losses() if evaluated.is_due(report.step) and not report.stop else {}
-            if screen is not None and metrics is not None:
-                logged = dataclasses.replace(report, held_out=losses) if losses else report
-                metrics.write(logged, is_last=report.stop or report.step == until, sums=run.recorder.sums)
-                screen.show(logged)
-            with whereabouts.apart("a save of the best weights"):
-                line = evaluated.add(report.step, losses) if losses else ""
-            if screen is not None and line:
-                screen.say(line)
-            if run.job.numerics.on_spike == "rollback" and report.spike:
-                with whereabouts.apart("a way back to a checkpoint"):
-                    line = saver.roll_back(report.step)
-                if screen is not None:
-                    screen.say(line)
-            is_last = report.stop or report.step == until or evaluated.is_over
-            if is_last or saver.is_due(report):
-                if metrics is not None:
-                    metrics.sync()  # before the checkpoint, which must never be ahead of the log
-                with whereabouts.apart("a save"):
-                    saver.save(is_last=is_last)
-            if on_step is not None:
-                on_step(report, is_last)
-            if is_last:
-                break
-    profiler.close()  # a run that was stopped
-    run.recorder.close()
-
-
-def _print_sample(run: Run, workload: Workload, screen: Screen | None, when: str) -> None:
-    """Print a text sample of a language model on rank 0; every rank must call it, since weights may be cut."""
-    train = run.job.train
-    if not train.sample_tokens or not run.job.data.is_text:
-        return
-    layout = run.layout
-    if screen is None and layout.zero < 2 and not layout.borrows_data_ranks and layout.dp_cp_size == layout.world_size:
-        return  # rank 0 holds all weights and samples alone
-    text = sample_text(run, train.prompt, train.sample_tokens, train.sample_temperature)
-    if screen is not None and text is not None:
-        screen.say(f"--- sample, {when}\n{printable(text)}\n---")
-
-
 def _warn(checked: Checked, place: RankInfo | None, meeting: Meeting | None) -> None:
     """Warn about settings that have no effect on this machine, or a bad one."""
     job = checked.workload.job
@@ -542,9 +273,3 @@ def _warn(checked: Checked, place: RankInfo | None, meeting: Meeting | None) -> 
     here = checked.layout.world_size // (meeting.num_hosts if meeting else 1)
     if place is None and on_cpu and (text := workers.oversubscription_warning(here, run.threads)):
         warnings.warn(text, stacklevel=3)
-
-
-def _write_head(checked: Checked) -> None:
-    """Write the resolved job and the layout into the run folder."""
-    write_whole(checked.folder / run_folder.JOB, checked.job.to_toml(with_folder=True))
-    write_whole(checked.folder / "layout.txt", f"{checked.layout}\n")
