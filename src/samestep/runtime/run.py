@@ -19,10 +19,11 @@ evaluate, predict          ─► evaluation    forwards without gradients      
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -33,7 +34,7 @@ from samestep.datasets.opening import batch_to_evaluate
 from samestep.examination.examine import Loss, Source
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.program import recorded
+from samestep.program import recorded as spans
 from samestep.program.program import Program
 from samestep.runtime import evaluation
 from samestep.runtime.assembly import Assembly
@@ -63,15 +64,12 @@ Measure = Callable[[Any, Any], Any]
 _NOBODY = StepObserver()
 
 
-class Receiver(Protocol):
-    """A receiver of reports: a `training.tracking.Tracking`."""
-
-    def receive(self, report: StepReport) -> StepReport:
-        """Receive a report; return it, or what a loop should be given in its place."""
-
-
 class Run:
-    """A model in a layout, ready to take steps. Every rank makes one, and all call its methods in the same order."""
+    """A model in a layout, ready to take steps.
+
+    Every rank makes one, and all call its methods in the same order: each is collective over the world, see [Note: collective
+    calls], unless it says otherwise.
+    """
 
     def __init__(
         self,
@@ -92,16 +90,18 @@ class Run:
         self.job, self.place = job, place
         self.changes: tuple[str, ...] = ()
         """What resumes have changed of the job and its layout, and after which steps."""
+        self._kernels: Callable[[], AbstractContextManager[None]] = nullcontext
         if job.numerics.deterministic:
             deterministic.reserve_workspace()
-        self.receivers: list[Receiver] = []
-        """What is given the report of each step: those of `samestep.track`."""
+            self._kernels = functools.partial(deterministic.kernels, place.device)
+        self.receivers: list[Callable[[StepReport], StepReport]] = []
+        """What is given the report of each step, and returns what the loop is given: those of `samestep.track`."""
         self._own = HeldAssembly(source, layout, job, place)
         self.recorder = StepRecorder(observer, place.device, place.rank)
         """Where the time of its steps goes."""
         self._stepper = Stepper(self._own, self.recorder, owns_weights=owns_weights)
         self._parts = StepsInParts(self._stepper, self._own)
-        self._batches = RunBatches(self._own, self._stepper.refusals, batch_dim)
+        self._batches = RunBatches(self._own, self._stepper.guards, batch_dim)
         self.data, self.lanes = self._batches.data, self._batches.lanes
         self._state = RunState(self, self._own)
         self._shared = shared
@@ -133,11 +133,7 @@ class Run:
 
     @property
     def replicas(self) -> Replicas:
-        """The models that this rank trains, whose first is the run's: a list of one, unless the job trains replicas apart.
-
-        Raises:
-            LayoutError: the run is not prepared yet.
-        """
+        """The models that this rank trains, whose first is the run's: a list of one, unless the job trains replicas apart."""
         return self._own.replicas
 
     @property
@@ -175,10 +171,7 @@ class Run:
         return self.assembly.weights.updater
 
     def prepare(self, example: Any) -> None:
-        """Build the model in its layout, unless that is done; `example` is a batch from `batch.samples`.
-
-        Collective over the world, see [Note: collective calls].
-        """
+        """Build the model in its layout, unless that is done; `example` is a batch from `batch.samples`."""
         if self._own.is_prepared:
             return
         self._batches.turn_model()
@@ -204,8 +197,6 @@ class Run:
 
         Of the earlier ones there the job's `checkpoint.keep` newest stay.
 
-        Collective over the world, see [Note: collective calls].
-
         Raises:
             LayoutError: the run is not prepared yet.
             CheckpointError: the optimizer keeps state that no file can hold.
@@ -221,8 +212,6 @@ class Run:
 
         The folder must lie where all ranks can write; each of them writes files of its own.
 
-        Collective over the world, see [Note: collective calls].
-
         Raises:
             LayoutError: the run is not prepared yet.
             ModelError: the model is none of transformers.
@@ -236,8 +225,6 @@ class Run:
         """Continue from a checkpoint that any layout has saved; of a folder of checkpoints, from the newest.
 
         `steps_taken` is then the first step of `samestep.batches`. A run that is not prepared reads the files when it is.
-
-        Collective over the world, see [Note: collective calls].
 
         Raises:
             CheckpointError: there is none, or it is damaged, lacks a tensor, or belongs to a job with another result.
@@ -255,8 +242,6 @@ class Run:
         All ranks have the dict, or rank 0 does and the others have an empty one. The optimizer's state and the number of steps stay.
         A run that is not prepared sets them when it is.
 
-        Collective over the world, see [Note: collective calls].
-
         Raises:
             ModelError: names are missing or unexpected, or a tensor has another shape.
         """
@@ -269,8 +254,6 @@ class Run:
         It is so in every layout, on every rank: in a pipeline the weights of all stages. What all ranks write alike is kept at
         its end. Within it the run takes no step and no forward.
 
-        Collective over the world, see [Note: collective calls].
-
         Raises:
             LayoutError: the run is not prepared yet.
             ModelError: ranks have written different values; or the context is entered within another one.
@@ -282,8 +265,6 @@ class Run:
         """Return the whole model's weights and persistent buffers, on the host, for `load_state_dict` of the plain module.
 
         Ranks other than 0 return an empty dict, unless `on_every_rank`. Weights are in master precision.
-
-        Collective over the world, see [Note: collective calls].
 
         Raises:
             LayoutError: the run is not prepared yet.
@@ -298,12 +279,10 @@ class Run:
         ranks, or on rank 0, which sends them, and None on the others. With `local` each data rank is given its own samples, in
         any number, and the batch is all of them in the order of ranks.
 
-        Collective over the world, see [Note: collective calls].
-
         Raises:
             CheckpointError: it is the first step after a load, and the data is not that of the checkpoint.
-            DataError: ranks were given different values without `local`; or every label of the batch is masked, and of the `numerics.max_skipped` steps before it too; one such step is
-                skipped.
+            DataError: ranks were given different values without `local`; or every label is masked, in `numerics.max_skipped` steps
+                before too, since one such step is skipped.
             UnprovenError: the loss is no sum over samples, or the model, the loss, the optimizer or the data set draws
                 random numbers that layouts would not share.
             ModelError: another run takes steps with weights that were given to both.
@@ -336,8 +315,6 @@ class Run:
             into: the name of an optimizer: for its weights alone, to which all others are constants.
             local: whether each data rank is given its own samples, as `step` takes them.
 
-        Collective over the world, see [Note: collective calls].
-
         Raises:
             ModelError: no optimizer has the name, or the job trains replicas apart or compresses gradients.
             InputError: as `step` says.
@@ -351,8 +328,6 @@ class Run:
 
         The gradients of what is updated are clipped by their common norm (`optimizer.clip_norm`). `options` go to the optimizer's
         `step`.
-
-        Collective over the world, see [Note: collective calls].
 
         Raises:
             ModelError: no gradient waits, no optimizer has the name, or its `step` does not take the options.
@@ -375,8 +350,6 @@ class Run:
 
         So `update_hessian` of Sophia, or the two steps of SAM. `name` is that of the optimizer, or None for the only one. What the
         method does to weights and states counts; the gradients go on waiting, unless the method drops them.
-
-        Collective over the world, see [Note: collective calls].
 
         Raises:
             ModelError: no optimizer has the name, or the optimizer no such method.
@@ -411,8 +384,10 @@ class Run:
         self.changes += self._batches.begin_step(given)
         is_last = batch.step + 1 >= self.job.train.steps
         shared = SharedWeights() if self._shared is None else self._shared
+        held = self._own.current
+        recorded = self.recorder.taking(batch.step + 1, held.parallel.program, held.model.module, held.model.spec)
         try:
-            with self._kernels(), shared.stepping(is_last) as reports, self._recorded(batch.step + 1):
+            with self._kernels(), shared.stepping(is_last) as reports, recorded:
                 reports.append(report := take(batch))
         except BaseException:
             if self.layout.pp > 1:  # messages that nobody has received would meet those of the next run of this process
@@ -423,16 +398,12 @@ class Run:
     def _received(self, report: StepReport, batch: StepBatch) -> StepReport:
         """Return a report as its receivers leave it; the stream of the batch ends where one of them says so."""
         for receiver in self.receivers:
-            given, report = report, receiver.receive(report)
+            given, report = report, receiver(report)
             if report is not given and report.stop:
                 batch.end_stream()
         return report
 
-    def _recorded(self, step: int) -> AbstractContextManager[None]:
-        assembly = self._own.current
-        return self.recorder.taking(step, assembly.parallel.program, assembly.model.module, assembly.model.spec)
-
-    def record(self, steps: int | str, folder: str | Path = recorded.FOLDER) -> Path:
+    def record(self, steps: int | str, folder: str | Path = spans.FOLDER) -> Path:
         """Record where the time of some steps goes, op by op, for `samestep explain FOLDER`; return the folder.
 
         `steps` is `FIRST:LAST`, counted from 1, or a number of steps. Every rank calls it, and writes a file of its own, in a
@@ -441,14 +412,11 @@ class Run:
         Raises:
             InputError: the text names no steps.
         """
-        self.recorder.record(recorded.parse_steps(str(steps), self.steps_taken), Path(folder), self.job)
+        self.recorder.record(spans.parse_steps(str(steps), self.steps_taken), Path(folder), self.job)
         return Path(folder)
 
     def forward_backward(self, batch: StepBatch) -> Tensor:
-        """Run the forwards and backwards of the program; return this rank's loss sum and count, float64 [2].
-
-        Collective over the world, see [Note: collective calls].
-        """
+        """Run the forwards and backwards of the program; return this rank's loss sum and count, float64 [2]."""
         return self._stepper.forward_backward(self.labelled(batch))
 
     @calls.checked
@@ -460,8 +428,6 @@ class Run:
         `measure`, a function of (outputs, batch) -> {"name": (sum, count), ...}, adds the means of what it sums up, such as
         {"accuracy": (right answers, answers)}. (sum, count) alone has the function's name, and that of a lambda is "measure".
         Values of a batch are taken as `step` takes them.
-
-        Collective over the world, see [Note: collective calls].
         """
         given = self._to_evaluate(batch, "evaluate", local=local)
         self._stepper.guards.find_loss(self._stepper.held, given)
@@ -476,8 +442,6 @@ class Run:
         left out. Where samples have sizes of their own, it is a list with the outputs of each sample. Values of a batch are taken as
         `step` takes them.
 
-        Collective over the world, see [Note: collective calls].
-
         Raises:
             DataError: an output has no dimension of samples, and is not the same for all of them.
         """
@@ -487,8 +451,6 @@ class Run:
 
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the moving averages of its weights (`train.ema`), to evaluate or read them.
-
-        Collective over the world, see [Note: collective calls].
 
         Raises:
             ModelError: when it is entered, the job averages no weights.
@@ -503,18 +465,12 @@ class Run:
         return self.labelled(self.batch_of(batch, method, local=local))
 
     def all_waived(self) -> tuple[str, ...]:
-        """Return the refusals that any rank met and `run.allow` waived; `job.run.waived` notes each.
-
-        Collective over the world, see [Note: collective calls].
-        """
+        """Return the refusals that any rank met and `run.allow` waived; `job.run.waived` notes each."""
         everyone = gather_values(self.job.run.met, self.layout.world_size)
         return tuple(dict.fromkeys(text for texts in everyone for text in texts))
 
     def outputs(self, samples: Any) -> Any:
-        """Run the model forward on samples that every rank holds, and return its outputs on every rank.
-
-        Collective over the world, see [Note: collective calls].
-        """
+        """Run the model forward on samples that every rank holds, and return its outputs on every rank."""
         self._state.refuse("outputs", Lent.WHOLE)
         self.prepare(samples)
         with self.replicas.outer():
@@ -528,22 +484,10 @@ class Run:
         Raises:
             DataError: it is neither a batch nor the values of one.
         """
-        compares = (
-            method != "run.step"
-            or not self.is_prepared
-            or self._stepper.guards.looks_closer(self.steps_taken)
-            or self._own.current.parallel.batch_norms.takes_statistics  # of samples in the order of the whole batch
-        )
-        step = self.steps_taken if step is None else step
-        return self._batches.of(given, method, step, local=local, compares=compares)
-
-    def _kernels(self) -> AbstractContextManager[None]:
-        return deterministic.kernels(self.place.device) if self.job.numerics.deterministic else nullcontext()
+        return self._batches.of(given, method, self.steps_taken if step is None else step, local=local)
 
     def labelled(self, batch: StepBatch) -> StepBatch:
         """Return a batch as the loss is given it: with labels of the next token, where they are aligned with the inputs.
-
-        Collective over the world, since it prepares the run, see [Note: collective calls].
 
         Raises:
             DataError: a causal model of transformers is trained with the cross entropy, and the samples do not show which

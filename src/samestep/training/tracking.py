@@ -55,7 +55,7 @@ def track(run: Run, *receivers: Receiver | HeldOut, folder: str | Path = FOLDER)
             f"samestep.track was given {len(held_out)} samestep.HeldOut, whose decisions could differ: one with a dict of data sets works"
         )
     tracking = Tracking(run, others, held_out[0] if held_out else None, Path(folder))
-    run.receivers.append(tracking)
+    run.receivers.append(tracking.receive)
     return tracking
 
 

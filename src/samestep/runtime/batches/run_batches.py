@@ -17,7 +17,7 @@ from samestep.runtime.axes.lanes import CarriedLanes, LaneBatch
 from samestep.runtime.batches.given_batches import GivenBatches
 from samestep.runtime.batches.next_labels import NextLabels
 from samestep.runtime.checkpoints.trained_data import TrainedData
-from samestep.runtime.guards.refusals import Refusals
+from samestep.runtime.guards.step_guards import StepGuards
 from samestep.runtime.held_assembly import HeldAssembly
 from samestep.runtime.microbatches import StepBatch
 
@@ -25,8 +25,8 @@ from samestep.runtime.microbatches import StepBatch
 class RunBatches:
     """The batches that one run is given. Every rank has one, and all call its methods alike."""
 
-    def __init__(self, own: HeldAssembly, refusals: Refusals, batch_dim: int) -> None:
-        self._own, self._refusals = own, refusals
+    def __init__(self, own: HeldAssembly, guards: StepGuards, batch_dim: int) -> None:
+        self._own, self._guards = own, guards
         self.data = TrainedData(own.job, own.place)
         """The data that the run is trained on, as checkpoints note it."""
         self.lanes = CarriedLanes()
@@ -35,8 +35,8 @@ class RunBatches:
         self._given = GivenBatches(own.job, own.place, self._turn)
         self._labels = NextLabels(own.source.loss, own.job)
 
-    def of(self, given: Any, method: str, step: int, *, local: bool, compares: bool) -> StepBatch:
-        """Return what `method` was given as the batch of the step with this index; with `compares` ranks compare values.
+    def of(self, given: Any, method: str, step: int, *, local: bool) -> StepBatch:
+        """Return what `method` was given as the batch of the step with this index.
 
         Collective over the world where it is no batch of `samestep.batches`, see [Note: collective calls].
 
@@ -45,11 +45,16 @@ class RunBatches:
             ModelError: it has lanes, and the run was prepared for samples without.
         """
         self.data.place(given)
+        compares = method != "run.step" or not self._own.is_prepared or self._looks_closer(step)
         batch = self._given.batch_of(given, method, step, self._own.layout, local=local, compares=compares)
         batch = self.lanes.of(batch)
         if isinstance(batch, LaneBatch) and not self.lanes.are_ready:
             self._begin_lanes(batch)
         return batch
+
+    def _looks_closer(self, step: int) -> bool:
+        """Return whether a step of a prepared run needs values that ranks have compared, and samples in the order of the batch."""
+        return self._guards.looks_closer(step) or self._own.current.parallel.batch_norms.takes_statistics
 
     def _begin_lanes(self, batch: LaneBatch) -> None:
         """Let the run's model be called with the state of lanes.
@@ -85,7 +90,7 @@ class RunBatches:
         stream = getattr(batch, "stream", None)
         if stream is not None and stream.remarks:
             for line in stream.remarks:
-                self._refusals.remark(line)
+                self._guards.refusals.remark(line)
                 if self._own.place.rank == 0:
                     print(f"samestep: {line}", file=sys.stderr, flush=True)
             stream.remarks = ()
