@@ -219,7 +219,7 @@ def unused(rank: int, world: int, model: str, layout: str, seed: int) -> dict[st
 
 
 FUSED = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01, fused=True)
-CLOSED = waits.Place("synchronize", "runtime/stepper.py:Stepper.read")
+CLOSED = waits.Place("synchronize", "runtime/open_step.py:OpenStep.read")
 
 
 @pytest.mark.parametrize(

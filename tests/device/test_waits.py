@@ -26,7 +26,7 @@ from tests.pool import pool
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())
 
 SCALARS = ("to host pinned asynchronous", "runtime/stepper.py:Stepper.open")
-STEP_BEFORE = ("synchronize", "runtime/stepper.py:Stepper.read")
+STEP_BEFORE = ("synchronize", "runtime/open_step.py:OpenStep.read")
 WRITTEN = ("to host pinned asynchronous", "runtime/weights/pieces.py:LiveWeights.begin_step")
 WRITTEN_THERE = ("synchronize", "runtime/weights/pieces.py:LiveWeights.was_written_early")
 SAMPLES = ("to device pinned asynchronous", "runtime/host_copies.py:to_device")
