@@ -231,6 +231,12 @@ def add_plan(parser: ArgumentParser) -> None:
     about = "the price of one device for an hour: say what training costs"
     parser.add_argument("--cost-per-hour", type=_price, metavar="PRICE", help=about)
     _add_emit(parser, "the fastest layout")
+    _add_html(parser)
+
+
+def _add_html(parser: ArgumentParser) -> None:
+    about = "write a page with the answer, the step on a timeline and its memory, which needs no other file"
+    parser.add_argument("--html", type=Path, metavar="FILE", help=about)
 
 
 def _add_emit(parser: ArgumentParser, what: str) -> None:
@@ -248,8 +254,7 @@ def add_simulate(parser: ArgumentParser) -> None:
     parser.add_argument("--devices", type=_ranks, metavar="N", help="must equal the layout's ranks")
     parser.add_argument("--program", action="store_true", help="print every op, however many there are")
     _add_emit(parser, "the layout")
-    about = "write a page with a picture of the step, which needs no other file"
-    parser.add_argument("--html", type=Path, metavar="FILE", help=about)
+    _add_html(parser)
     about = "play a published run or a textbook comparison instead of a job; `--case list` lists them"
     parser.add_argument("--case", metavar="NAME", help=about)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, which Perfetto opens")
@@ -264,8 +269,7 @@ def add_explain(parser: ArgumentParser) -> None:
     chosen.add_argument("--step", type=_count, metavar="N", help="one step; default: all recorded ones but the first")
     chosen.add_argument("--steps", metavar="A:B", help="some steps, averaged")
     _add_hardware(parser)
-    about = "write a page with a bar for each rank, which needs no other file"
-    parser.add_argument("--html", type=Path, metavar="FILE", help=about)
+    _add_html(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, which Perfetto opens")
 
 

@@ -319,6 +319,11 @@ def _plan(words: Namespace) -> Result:
         measured = measure(job, layouts=[one.layout for one in found.best[: words.measure_top]])
         text = measured.to_text()
 
+    if words.html:
+        from samestep.planning import plan_page
+
+        write(words.html, plan_page.page_of(found).to_html())
+
     def record() -> dict[str, object]:
         more: dict[str, object] = {"why": why[0]} if why else {}
         more |= {"measured": [row.to_record() for row in measured.rows]} if measured else {}
@@ -411,7 +416,7 @@ def _explain(words: Namespace) -> Result:
     if words.html:
         from samestep.explanation import explained_page
 
-        write(words.html, explained_page.to_html(found))
+        write(words.html, explained_page.page_of(found).to_html())
     return Result(found.to_record, found.to_text())
 
 
@@ -439,9 +444,9 @@ def _write_pictures(words: Namespace, found: Any) -> None:
     if words.trace:
         write(words.trace, json.dumps(found.timeline.to_chrome_trace()))
     if words.html:
-        from samestep.simulation.html import to_html
+        from samestep.simulation import prediction_page
 
-        write(words.html, to_html(found))
+        write(words.html, prediction_page.page_of(found).to_html())
 
 
 def _layouts(words: Namespace) -> Result:

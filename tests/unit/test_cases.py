@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,9 @@ from samestep.hardware import load
 from samestep.job import Job
 from samestep.layout import Layout
 from samestep.models.presets import preset
-from samestep.program.ops import OpKind
 from samestep.simulation import cases
-from samestep.simulation import html as picture
 from samestep.simulation.prediction import Prediction, predict
+from tests.unit.pages import assert_whole
 
 
 def gpt2(layout: str) -> Prediction:
@@ -108,77 +106,10 @@ def test_mistakes(words: list[str], says: str, capsys: pytest.CaptureFixture[str
     assert complaint.count("\n") == 1
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
-
-
-class _Page(HTMLParser):
-    """Counts boxes, keeps tooltips, and refuses what would be loaded from elsewhere or run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.boxes: list[dict[str, str | None]] = []
-        self.tips: list[str] = []
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag not in {"script", "link", "img", "iframe", "object"}
-        assert not {name for name, _ in attrs} & {"src", "href"}
-        if tag != "meta":
-            self.open.append(tag)
-        if tag == "rect":
-            self.boxes.append(dict(attrs))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open[-2:] == ["rect", "title"]:
-            self.tips.append(data)
-
-
-def read(text: str) -> _Page:
-    page = _Page()
-    page.feed(text)
-    assert page.open == []
-    return page
-
-
-def test_every_op_is_a_box_with_its_times() -> None:
-    found = gpt2("pp=2 dp=2 microbatch=2")
-    text = picture.to_html(found)
-    page = read(text)
-    spans = [span for span in found.timeline.spans if span.end_s > span.start_s]
-    assert len(page.boxes) == len(page.tips) == len(spans)
-    assert page.tips[0].startswith(f"{spans[0].name} of {spans[0].task}: ")
-    assert "url(" not in text
-    assert "stage 1 compute" in text
-    for box in page.boxes:
-        assert float(box["x"] or -1) >= picture._MARGIN
-        assert float(box["x"] or 0) + float(box["width"] or 0) <= picture._MARGIN + picture._WIDTH + 0.02
-
-
-def test_every_kind_of_op_has_a_colour_of_its_own() -> None:
-    assert {*picture._COLOURS} == {*map(str, OpKind), "task"}
-    assert len({*picture._COLOURS.values()}) == len(picture._COLOURS)
-    text = picture.to_html(gpt2("pp=2 schedule=zero-bubble microbatch=4"))
-    assert '<span class="weight">weight</span>' in text
-    assert '<span class="task">' not in text
-
-
-def test_a_crowded_step_is_drawn_by_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = gpt2("pp=2 dp=2 microbatch=2")
-    monkeypatch.setattr(picture, "MOST_BOXES", 10)
-    boxes = read(picture.to_html(found)).boxes
-    tasks = {(span.stage, span.stream, span.task) for span in found.timeline.spans}
-    assert len(boxes) <= len(tasks)
-    ends = max(float(box["x"] or 0) + float(box["width"] or 0) for box in boxes)
-    assert ends == pytest.approx(picture._MARGIN + picture._WIDTH, abs=0.02)
-
-
 def test_simulate_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", "--case", "llama-65b", "--json", tmp_path / "n.json", "--html", tmp_path / "p.html"]
     assert cli.main([str(word) for word in words]) == 0
-    assert read((tmp_path / "p.html").read_text()).boxes
+    assert assert_whole((tmp_path / "p.html").read_text()).record["devices"] == 2048
     assert json.loads((tmp_path / "n.json").read_text())["devices"] == 2048
     assert cli.main(["simulate", "--case", "llama-65b", "--html", "/nope/p.html"]) == 2
     assert "/nope/p.html cannot be written" in capsys.readouterr().err

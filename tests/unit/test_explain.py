@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +14,6 @@ from hypothesis import strategies as st
 
 from samestep.errors import RecordError
 from samestep.explanation.explain import explain, read_run
-from samestep.explanation.explained_page import to_html
 from samestep.explanation.step_parts import MeasuredSteps, measured_steps, parts_of
 from samestep.explanation.step_verdict import straggler_of, verdict_of
 from samestep.program.recorded import RankRecord, SentOp, head_line, step_line
@@ -237,25 +234,6 @@ def test_the_verb_reads_a_folder(tmp_path: Path) -> None:
     events = found.to_chrome_trace()["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {f"measured rank {rank}" for rank in range(4)}
-
-
-def test_the_page_has_every_rank_and_part_and_needs_no_other_file(tmp_path: Path) -> None:
-    write(records(), tmp_path)
-    found = explain(tmp_path, hardware="cpu-laptop")
-    page = to_html(found)
-    root = ElementTree.fromstring(page.partition("\n")[2].replace('<meta charset="utf-8">', "").replace(VIEWPORT, ""))
-    assert [svg.get("aria-label") for svg in root.iter("svg")] == [f"rank {rank} on host0" for rank in range(4)]
-    for svg in root.iter("svg"):
-        boxes = [(float(one.get("x", 0)), float(one.get("width", 0))) for one in svg.iter("rect")]
-        assert all(start + width <= other + 0.11 for (start, width), (other, _) in pairwise(boxes))  # nothing overlaps
-        assert boxes[-1][0] + boxes[-1][1] <= 1000.2  # nothing is cut off
-    assert [row[0].text for row in root.iter("tr")][1:] == [*(part.label for part in found.parts), "rest"]
-    assert found.verdict.line in page
-    assert not any(word in page for word in ("http", "<script", "src="))
-    assert len(page) < 500_000
-
-
-VIEWPORT = '<meta name="viewport" content="width=device-width,initial-scale=1">'
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

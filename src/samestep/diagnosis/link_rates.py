@@ -23,7 +23,7 @@ from samestep.job import Job
 from samestep.layout import Layout
 from samestep.output.output_file import write_whole
 from samestep.planning.plan import plan
-from samestep.planning.ranking import binds
+from samestep.simulation.bound_by import binds
 from samestep.simulation.simulate import simulate
 
 MOST_ROUNDS = 5

@@ -52,6 +52,13 @@ class Explained:
         return self.found.step_s
 
     @property
+    def steps_s(self) -> tuple[float, ...]:
+        """Seconds of each step on its slowest rank."""
+        records = self.found.records.values()
+        each = ([record.steps[number] for record in records] for number in self.found.steps)
+        return tuple(max(step.until_ns - step.begin_ns for step in steps) / 1e9 for steps in each)
+
+    @property
     def parts(self) -> tuple[StepPart, ...]:
         """The parts of the step of the rank that waits least; with `rest_s` they add up to the seconds of its step."""
         return parts_of(self.found, self.found.busiest, self.predicted)[0]

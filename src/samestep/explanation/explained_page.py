@@ -1,98 +1,181 @@
-"""The page of an explained run: one HTML file without a script or another file, readable on a phone, in dark mode and printed.
-
-verdict, why, what to try
-one bar a rank: the rows of its step, measured; one of the prediction        ▇▇▇▇▇▇▇▇▒▒▒░░
-the table of parts
-"""
+"""The page of an explained run: its steps in numbers, the verdict, predicted above measured on one timeline, parts, memory, curves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from html import escape
+from collections.abc import Iterator
 
+from samestep import hardware
+from samestep import job as jobs
 from samestep.explanation.explain import Explained
+from samestep.explanation.logged_steps import LoggedSeries, logged
 from samestep.explanation.step_parts import StepPart, parts_of
+from samestep.layout import Layout
+from samestep.output.page.charts import Bar, MemoryCurve, bars, curve, memory, stacked
+from samestep.output.page.page import Answer, Page, Section
+from samestep.output.page.quantities import count, duration, share, size
+from samestep.output.page.timeline_figure import Lane, TimelineFigure, some_of
+from samestep.program import recorded
+from samestep.simulation import prediction_page
+from samestep.simulation.prediction_page import lanes_of, most_drawn, row_kind
 
-_COLOURS = {
-    "compute": "#4c78a8",
-    "recompute": "#b6992d",
-    "transfer": "#e15759",
-    "wait": "#f28e2b",
-    "bubble": "#bab0ac",
-    "imbalance": "#9c755f",
-    "optimizer": "#59a14f",
-    "data": "#b07aa1",
-    "host": "#79706e",
-    "checkpoint": "#d37295",
-    "watching": "#86bcb6",
-    "rest": "#888888",
-}
-_STYLE = (
-    ":root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;margin:0 auto;padding:16px;max-width:1100px}"
-    "h1{font-size:1.4em;margin:0 0 .2em}svg{width:100%;height:28px;display:block}table{border-collapse:collapse}"
-    "div.wide{overflow-x:auto}td,th{padding:2px 12px 2px 0;text-align:right;font-variant-numeric:tabular-nums}"
-    "td:first-child,th:first-child{text-align:left}.key{display:inline-block;margin-right:14px}"
-    ".key i{display:inline-block;width:.8em;height:.8em;margin-right:4px}p,ul{margin:.4em 0}code{white-space:pre-wrap}"
-)
-_WIDTH = 1000
 MOST_BARS = 64
-"""The number of ranks above which only the first ones have a bar."""
+"""Number of ranks above which only some have a bar."""
 
 
-def to_html(found: Explained) -> str:
-    """Return an explained run as one self-contained HTML page."""
-    title = f"{found.layout}: where the time went"
-    names = dict.fromkeys(part.name for rank in found.found.records for part in parts_of(found.found, rank, None)[0])
-    keys = "".join(
-        f'<span class="key"><i style="background:{_COLOURS[name]}"></i>{name}</span>' for name in (*names, "rest")
+def page_of(found: Explained) -> Page:
+    """Return the page of an explained run."""
+    ranks = len(found.found.records)
+    series = logged(found.folder, "loss", "tokens_per_s", "samples_per_s", "mfu", "memory_bytes")
+    steps = found.found.steps
+    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    return Page(
+        verb="explain",
+        title=f"{duration(found.step_s).text} a step on {ranks:,} rank{'s' * (ranks > 1)}",
+        subject=f'{_run_name(found)} · "{found.layout}" · {which}',
+        answers=_answers(found, series),
+        verdict=found.verdict.line,
+        reasons=found.verdict.reasons,
+        tries=found.verdict.tries,
+        sections=[*_figures(found), *_curves(series), *_described(found)],
+        notes=[*(one.to_line() for one in found.found.clocks.values() if one.width_s), *found.found.missing],
+        record=found.to_record(),
     )
-    tries = "".join(f"<li><code>{escape(one)}</code></li>" for one in found.verdict.tries)
-    reasons = "".join(f"<li>{escape(one)}</li>" for one in found.verdict.reasons)
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>\n"
-        f"<h1>{escape(found.verdict.line)}</h1>\n<p>{escape(title)}, {len(found.found.steps)} steps</p>\n"
-        f"<ul>{reasons}</ul>\n{f'<p>To try:</p><ul>{tries}</ul>' if tries else ''}\n<p>{keys}</p>\n"
-        f"{''.join(_bars(found))}{_table(found)}</body></html>\n"
-    )
 
 
-def _bars(found: Explained) -> Iterator[str]:
-    longest_s = max(found.step_s, found.predicted.step_s if found.predicted else 0.0)
-    for rank in sorted(found.found.records)[:MOST_BARS]:
-        parts, rest_s = parts_of(found.found, rank, None)
-        host = found.found.records[rank].head.host
-        rest = StepPart("rest", None, rest_s, None)
-        yield _bar(
-            f"rank {rank} on {host}", [(part.label, part.name, part.measured_s) for part in (*parts, rest)], longest_s
+def _run_name(found: Explained) -> str:
+    return found.folder.resolve().parent.name if found.folder.name == recorded.FOLDER else found.folder.name
+
+
+def _answers(found: Explained, series: dict[str, LoggedSeries]) -> list[Answer]:
+    """Return step, speed, MFU and memory, each with the range over the recorded steps and with the prediction."""
+    said = found.predicted
+    lasted = found.steps_s
+    answers = [
+        Answer(
+            "step",
+            duration(found.step_s),
+            (duration(min(lasted)), duration(max(lasted))),
+            "" if said is None else f"{duration(said.step_s).text} predicted",
         )
+    ]
+    unit = next((key for key in ("tokens_per_s", "samples_per_s") if key in series), "")
+    predicted = (
+        {}
+        if said is None
+        else {"mfu": share(said.mfu).text, f"{said.unit}_per_s": count(said.tokens / said.step_s).text}
+    )
+    for key, label, form in ((unit, unit.replace("_per_s", " a second"), count), ("mfu", "MFU", share)):
+        if values := _over_steps(found, series.get(key)):
+            note = f"{predicted[key]} predicted" if key in predicted else ""
+            mean = sum(values) / len(values)
+            answers.append(Answer(label, form(mean), (form(min(values)), form(max(values))), note))
+    peaks = {rank: max((held for _, held in found.memory_of(rank)), default=0) for rank in found.found.records}
+    rank = max(peaks, key=lambda one: peaks[one])
+    if peaks[rank]:
+        note = f"on rank {rank}" + ("" if said is None else f", {size(said.peak.total).text} predicted")
+        answers.append(Answer("memory", size(peaks[rank]), (size(min(peaks.values())), size(peaks[rank])), note))
+    return answers
+
+
+def _over_steps(found: Explained, series: LoggedSeries | None) -> list[float]:
+    """Return the values of a series in the steps that are explained."""
+    if series is None:
+        return []
+    return [value for step, value in zip(series.steps, series.values, strict=True) if step in found.found.steps]
+
+
+def _figures(found: Explained) -> Iterator[Section]:
+    timeline = found.found.last.timeline
+    ranks = some_of([*found.found.records], [found.found.busiest], most_drawn(timeline))
+    lanes = [lane for rank in ranks for lane in _lanes(found, rank)]
+    longest_s = max(timeline.step_s, found.predicted.timeline.step_s if found.predicted else 0.0)
+    note = (
+        "" if len(ranks) == len(found.found.records) else f"{len(ranks)} of {len(found.found.records)} ranks are drawn."
+    )
+    said = " The prediction is the slim lane above." if found.predicted else ""
+    caption = f"Step {found.found.last.step}, one lane for each rank and stream, as it was measured.{said}"
+    yield Section("The step", TimelineFigure(lanes, longest_s, note).to_html(), caption)
+    parts = [*found.parts, StepPart("rest", None, found.rest_s, None if found.predicted is None else 0.0)]
+    rows = [Bar(part.label, row_kind(part.name, part.axis), part.measured_s, part.predicted_s) for part in parts]
+    caption = f"The rows of rank {found.found.busiest}, which waits least; they add up to its step."
+    yield Section("Where the time goes", bars(rows, found.found.lasted_s[found.found.busiest]), caption)
+    if len(found.found.records) > 1:
+        yield _each_rank(found)
+    yield from _memory(found, ranks)
+
+
+def _lanes(found: Explained, rank: int) -> Iterator[Lane]:
+    """Yield the lanes of a rank, each below the predicted one of its stage."""
+    measured = [*lanes_of(found.found.last.timeline, [rank])]
+    host = found.found.records[rank].head.host
+    hosts = {record.head.host for record in found.found.records.values()}
+    group = f"rank {rank}" + (f" on {host}" if len(hosts) > 1 else "")
+    said = {}
     if found.predicted is not None:
-        said = [(part.label, part.name, part.predicted_s or 0.0) for part in found.parts]
-        yield _bar(f"predicted, stage of rank {found.found.busiest}", said, longest_s)
+        stage = found.found.records[rank].head.stage
+        said = {lane.name: lane for lane in lanes_of(found.predicted.timeline, [stage], predicted=True)}
+    for lane in measured:
+        if above := said.pop(lane.name, None):
+            yield Lane(group, above.name, above.boxes, is_predicted=True)
+        yield Lane(group, lane.name, lane.boxes)
+    for lane in said.values():
+        yield Lane(group, lane.name, lane.boxes, is_predicted=True)
 
 
-def _bar(label: str, parts: Sequence[tuple[str, str, float]], longest_s: float) -> str:
-    """Return one bar, whose parts are named where a pointer rests on them."""
-    drawn, now = [], 0.0
-    for name, kind, seconds in parts:
-        width = _WIDTH * seconds / longest_s
-        if width > 0.2:
-            title = escape(f"{name}: {seconds * 1e3:,.4g} ms")
-            drawn.append(
-                f'<rect x="{now:.1f}" width="{width:.1f}" height="24" fill="{_COLOURS[kind]}"><title>{title}</title></rect>'
-            )
-        now += width
-    whole = sum(seconds for *_, seconds in parts)
-    return (
-        f"<p>{escape(label)}: {whole * 1e3:,.4g} ms</p>"
-        f'<svg viewBox="0 0 {_WIDTH} 24" preserveAspectRatio="none" role="img" aria-label="{escape(label)}">{"".join(drawn)}</svg>\n'
+def _each_rank(found: Explained) -> Section:
+    """Return one bar a rank: the rows of its step behind each other."""
+    longest_s = max(found.found.lasted_s.values())
+    rows, names = [], dict[str, str]()
+    for rank in some_of([*found.found.records], [found.found.busiest], MOST_BARS):
+        parts, rest_s = parts_of(found.found, rank, None)
+        shown = [(part.label, row_kind(part.name, part.axis), part.measured_s) for part in parts] + [
+            ("rest", "rest", rest_s)
+        ]
+        names |= {label: kind for label, kind, seconds in shown if seconds > 0.002 * longest_s}
+        rows.append(stacked(f"rank {rank}", shown, longest_s, duration(found.found.lasted_s[rank])))
+    legend = "".join(f'<span><i class="{kind}"></i>{label}</span>' for label, kind in names.items())
+    caption = "The step of every rank: a rank that waits less than the others is waited for."
+    return Section("Each rank", f'<ul class="bars">{"".join(rows)}</ul><p class="legend">{legend}</p>', caption)
+
+
+def _memory(found: Explained, ranks: list[int]) -> Iterator[Section]:
+    """Yield the measured memory of some ranks over the step as lines, above the predicted parts."""
+    charts = []
+    for rank in some_of(ranks, [found.found.busiest], prediction_page.MOST_CHARTS):
+        moments = found.memory_of(rank)
+        if not moments:
+            continue
+        charts.append(memory(_measured_memory(found, rank, moments), found.found.lasted_s[rank]))
+    if charts:
+        yield Section(
+            "Memory", f'<div class="grid">{"".join(charts)}</div>', "Bytes in use on each rank over the step."
+        )
+
+
+def _measured_memory(found: Explained, rank: int, moments: list[tuple[float, int]]) -> MemoryCurve:
+    total = [held for _, held in moments]
+    return MemoryCurve(
+        f"rank {rank}",
+        {},
+        [time_s for time_s, _ in moments],
+        None,
+        size(max(total)),
+        duration(moments[total.index(max(total))][0]).text,
+        total,
     )
 
 
-def _table(found: Explained) -> str:
-    rows = ["<tr><th>part</th><th>measured ms</th><th>predicted ms</th></tr>"]
-    for part in (*found.parts, StepPart("rest", None, found.rest_s, None)):
-        said = "" if part.predicted_s is None else f"{part.predicted_s * 1e3:,.3f}"
-        rows.append(f"<tr><td>{escape(part.label)}</td><td>{part.measured_s * 1e3:,.3f}</td><td>{said}</td></tr>")
-    return f'<div class="wide"><table>{"".join(rows)}</table></div>\n'
+def _curves(series: dict[str, LoggedSeries]) -> Iterator[Section]:
+    words = {"loss": "loss", "tokens_per_s": "tokens a second", "samples_per_s": "samples a second"}
+    charts = [
+        curve(words[key], one.steps, one.values) for key, one in series.items() if key in words and len(one.steps) > 1
+    ]
+    if charts:
+        yield Section("The run", f'<div class="grid wide">{"".join(charts)}</div>', "Every logged step.")
+
+
+def _described(found: Explained) -> Iterator[Section]:
+    path = found.folder / recorded.JOB
+    if path.is_file():
+        machine = found.predicted.hardware if found.predicted else hardware.own()
+        yield prediction_page.described(jobs.load(path), Layout.parse(found.layout), machine)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from samestep.errors import LayoutError
 from samestep.hardware import Hardware
@@ -13,7 +12,7 @@ from samestep.output.byte_sizes import gib
 from samestep.output.text_table import align_columns
 from samestep.planning.nearest_layout import nearest
 from samestep.planning.search import MOST_PLAYED, Fallen, Plan
-from samestep.simulation import cost
+from samestep.simulation.bound_by import binds
 from samestep.simulation.memory import memory_summary
 from samestep.simulation.prediction import Prediction, intervals, predict
 
@@ -32,12 +31,12 @@ def as_text(found: Plan) -> str:
     lines = []
     if found.best:
         shown = [*found.best, *([found.safe] if found.safe and found.safe not in found.best else [])]
-        rows = [(*_cells(one), _mark(found, one)) for one in shown]
+        rows = [(*_cells(one), mark_of(found, one)) for one in shown]
         head = tuple(title.format(found.best[0].unit) for title in _HEAD)
         lines.append(align_columns([head, *rows], left=(0, len(head) - 1)))
         lines.append(_fits(found))
         lines.append(f"the best is bound by {binds(found.best[0])}")
-        lines += _cautions(found.best)
+        lines += cautions(found.best)
         if found.best[0].layout.offload:
             lines.append("nothing fits without offload; the time of the update on the host is not predicted")
     else:
@@ -64,7 +63,7 @@ SAFE = 0.9
 """The chance to fit from which on a layout is called safe, and not only safer than the fastest one."""
 
 
-def _mark(found: Plan, one: Prediction) -> str:
+def mark_of(found: Plan, one: Prediction) -> str:
     """Return the label of a row of the table."""
     is_safe = one is found.safe and one.chance_to_fit >= SAFE
     words = ["fastest"] * (one is found.best[0]) + ["safe"] * is_safe
@@ -91,7 +90,7 @@ def _describe_kept_free(machine: Hardware) -> list[str]:
     ]
 
 
-def _cautions(best: Sequence[Prediction]) -> list[str]:
+def cautions(best: Sequence[Prediction]) -> list[str]:
     """Return a line on data ranks of the best layout without work, if there are any."""
     first, lines = best[0], []
     samples, ranks = first.programs[0].step.global_batch, first.layout.dp
@@ -101,11 +100,6 @@ def _cautions(best: Sequence[Prediction]) -> list[str]:
             f"{first.devices // ranks * samples} devices would take as long"
         )
     return lines
-
-
-def _free(one: Prediction) -> float:
-    """Part of a device's memory that is left."""
-    return 1 - one.peak.total / one.hardware.memory_bytes
 
 
 def describe_accuracy() -> str:
@@ -130,33 +124,6 @@ def examples(fallen: Sequence[Fallen]) -> list[Fallen]:
     return list(kinds.values())[:8]
 
 
-def binds(best: Prediction) -> str:
-    """Return the name of the part that takes most of the best layout's step, and its share."""
-    busy = best.step_s * (1 - best.bubble_fraction) - best.exposed_comm_s
-    launched = _launch_fraction(best)
-    parts = {
-        "launches of small kernels": busy * launched if launched > 0.5 else 0.0,  # a smaller part belongs to compute
-        "compute": busy if launched <= 0.5 else busy * (1 - launched),
-        "bubbles": best.bubble_fraction * best.step_s,
-        "exposed communication": best.exposed_comm_s,
-    }
-    name = max(parts, key=lambda part: parts[part])
-    return f"{name} ({parts[name] / best.step_s:.0%} of the step); {_free(best):.0%} of the memory is free"
-
-
-def _launch_fraction(one: Prediction) -> float:
-    """Return the fraction of compute that is not arithmetic and memory traffic: launches, shortest kernels, the host's work."""
-    at_once = replace(one.hardware, kernel_launch_s=0.0, kernel_s=0.0, host_step_s=0.0, fsdp_unit_s=0.0)
-    spent_s = work_s = 0.0
-    for program in one.programs:
-        for body, times in Counter(task.body for task in program.tasks).items():
-            for op in program.bodies[body]:
-                if op.axis is None:
-                    spent_s += times * cost.seconds(op, program, one.hardware)
-                    work_s += times * cost.seconds(op, program, at_once)
-    return 1 - work_s / spent_s if spent_s else 0.0
-
-
 def _cells(one: Prediction) -> tuple[str, ...]:
     return (
         str(one.layout),
@@ -172,6 +139,12 @@ def _cells(one: Prediction) -> tuple[str, ...]:
 
 def as_record(found: Plan) -> dict[str, object]:
     """Return plain data for JSON."""
+    rejections = [{"layout": str(one.layout), "rule": one.rule, "reason": one.reason} for one in found.rejections]
+    return as_short_record(found, rejections)
+
+
+def as_short_record(found: Plan, rejections: object) -> dict[str, object]:
+    """Return plain data for JSON with what is given of the layouts that fell out: a plan may have a hundred thousand of them."""
     record: dict[str, object] = {
         "devices": found.devices,
         "hardware": found.hardware.name,
@@ -179,7 +152,7 @@ def as_record(found: Plan) -> dict[str, object]:
         "seconds": found.seconds,
         "best": [one.to_record() for one in found.best],
         "safe": found.safe.to_record() if found.safe else None,
-        "rejections": [{"layout": str(one.layout), "rule": one.rule, "reason": one.reason} for one in found.rejections],
+        "rejections": rejections,
         "nearest": found.nearest,
         "labels": dict(found.labels),
     }

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from samestep.program.bodies import BodyKey
+from samestep.program.bodies import BodyKey, Task
 from samestep.program.ops import BYTES_OF, Buffer, Op, OpKind, Ops
 from samestep.program.program import Program
 from samestep.program.step import StepSpec
@@ -36,22 +37,49 @@ def peak_of(program: Program, arriving: dict[str, int]) -> Peak:
 
     `arriving` is the bytes of gradients that a step allocates anew, by the name of the op that brings them.
     """
-    sizes = _OpSizes.of(program, arriving)
-    known: dict[tuple[BodyKey, frozenset[Buffer]], tuple[Peak, int, int, frozenset[Buffer]]] = {}
     peak: Peak | None = None
+    for _, one, activations, logits in _followed(program, arriving, keeps_levels=False):
+        found = one.peak
+        here = found._replace(activations=found.activations + activations, logits=found.logits + logits)
+        peak = here if peak is None or here.total > peak.total else peak
+    assert peak is not None, "a program without tasks"
+    return peak
+
+
+def levels_of(program: Program, arriving: dict[str, int]) -> Iterator[tuple[Task, Peak]]:
+    """Yield, op after op of a step, its task and what is held at it."""
+    for task, one, activations, logits in _followed(program, arriving, keeps_levels=True):
+        for level in one.levels:
+            yield task, level._replace(activations=level.activations + activations, logits=level.logits + logits)
+
+
+class _Followed(NamedTuple):
+    """What following one body from some buffers has found."""
+
+    peak: Peak
+    activations: int
+    logits: int
+    buffers: frozenset[Buffer]
+    levels: tuple[Peak, ...]
+
+
+def _followed(
+    program: Program, arriving: dict[str, int], *, keeps_levels: bool
+) -> Iterator[tuple[Task, _Followed, int, int]]:
+    """Yield each task with what it does, and the bytes of activations and logits that are kept when it begins."""
+    sizes = _OpSizes.of(program, arriving)
+    known: dict[tuple[BodyKey, frozenset[Buffer]], _Followed] = {}
     buffers, activations, logits = frozenset[Buffer](), 0, 0
     for task in program.tasks:
         key = (task.body, buffers)
         if key not in known:
-            live = _LiveBytes(sizes, buffers, keeps=task.kind is not TaskKind.OUTPUTS)
+            live = _LiveBytes(sizes, buffers, keeps=task.kind is not TaskKind.OUTPUTS, keeps_levels=keeps_levels)
             live.follow(program.bodies[task.body])
-            known[key] = live.peak, live.activations, live.logits, frozenset(live.buffers.values())
-        found, more_activations, more_logits, buffers = known[key]
-        here = found._replace(activations=found.activations + activations, logits=found.logits + logits)
-        peak = here if peak is None or here.total > peak.total else peak
-        activations, logits = activations + more_activations, logits + more_logits
-    assert peak is not None, "a program without tasks"
-    return peak
+            left = frozenset(live.buffers.values())
+            known[key] = _Followed(live.peak, live.activations, live.logits, left, tuple(live.levels or ()))
+        one = known[key]
+        yield task, one, activations, logits
+        activations, logits, buffers = activations + one.activations, logits + one.logits, one.buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +129,11 @@ class _LiveBytes:
     Activations and logits count from the start of the body; buffers are those that ops allocate and free.
     """
 
-    def __init__(self, sizes: _OpSizes, buffers: frozenset[Buffer], *, keeps: bool = True) -> None:
+    def __init__(
+        self, sizes: _OpSizes, buffers: frozenset[Buffer], *, keeps: bool = True, keeps_levels: bool = False
+    ) -> None:
         """Begin with some buffers; `keeps` is whether forwards keep anything for a backward."""
+        self.levels: list[Peak] | None = [] if keeps_levels else None
         self.sizes, self.keeps = sizes, keeps
         self.buffers = {buffer.name: buffer for buffer in buffers}
         self.buffer_bytes = {"gradients": 0, "buffers": 0}
@@ -175,6 +206,8 @@ class _LiveBytes:
         found = live["gradients"] + gradients, self.activations + activations, self.logits + logits, live["buffers"]
         if sum(found) > self.peak.total:
             self.peak = Peak(op.name, *found)
+        if self.levels is not None:
+            self.levels.append(Peak(op.name, *found))
 
     def _allocate(self, buffers: tuple[Buffer, ...]) -> None:
         for buffer in buffers:

@@ -36,13 +36,13 @@ from typing import NamedTuple
 from samestep.hardware import Hardware
 from samestep.models.param_spec import ParamSpec
 from samestep.output.byte_sizes import gib
-from samestep.program.bodies import is_forward
+from samestep.program.bodies import Task, is_forward
 from samestep.program.codecs import CODECS, PLAIN, coded_bytes
 from samestep.program.ops import BYTES_OF, OpKind
 from samestep.program.program import Program
 from samestep.program.step import StepSpec, update_chunks
 from samestep.program.units import coded_parts, exchanged_parts, padded_rows
-from samestep.simulation.live_bytes import Peak, gradient_bytes, peak_of
+from samestep.simulation.live_bytes import Peak, gradient_bytes, levels_of, peak_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,13 +281,30 @@ def during_step(program: Program, states_per_param: int = 2, rank: int = 0) -> M
     arriving = _arriving(program)
     update = Peak(f"{OpKind.UPDATE}:optimizer", sum(arriving.values()), 0, 0, widened)
     most = max(peak_of(program, arriving), update, key=lambda peak: peak.total)
+    return _held_at(most, rest, sum(arriving.values()), _on_the_way(program))
+
+
+def over_step(program: Program, states_per_param: int = 2, rank: int = 0) -> Iterator[tuple[Task, MemoryUse]]:
+    """Yield, op after op of a step, its task and the memory that `rank` holds at it; the most of these is `during_step`."""
+    rest, arriving = at_rest(program, states_per_param, rank), _arriving(program)
+    grown, sent, widened = sum(arriving.values()), _on_the_way(program), _widened_bytes(program, states_per_param, rank)
+    last = None
+    for task, level in levels_of(program, arriving):
+        last = task
+        yield task, _held_at(level, rest, grown, sent)
+    if last is not None:
+        yield last, _held_at(Peak(f"{OpKind.UPDATE}:optimizer", grown, 0, 0, widened), rest, grown, sent)
+
+
+def _held_at(level: Peak, rest: MemoryUse, arriving: int, on_the_way: int) -> MemoryUse:
+    """Return what is held at an op, given what is held at rest: of that gradients that arrive in the step are no part."""
     return replace(
         rest,
-        gradients=rest.gradients - sum(arriving.values()) + most.gradients,
-        activations=most.activations,
-        logits=most.logits,
-        buffers=rest.buffers + most.buffers + _on_the_way(program),
-        peak_at=most.op,
+        gradients=rest.gradients - arriving + level.gradients,
+        activations=level.activations,
+        logits=level.logits,
+        buffers=rest.buffers + level.buffers + on_the_way,
+        peak_at=level.op,
     )
 
 

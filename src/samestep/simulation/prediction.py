@@ -85,6 +85,7 @@ PASSES = 3
 class Prediction:
     """The predicted step time and memory of one layout on given hardware."""
 
+    job: Job
     layout: Layout
     hardware: Hardware
     timeline: Timeline
@@ -229,6 +230,7 @@ def predict_programs(
     length = model.length if job.model.preset is not None else job.data.sequence_length
     timeline = clock.play(programs, hardware)
     return Prediction(
+        job=job,
         layout=programs[0].step.layout,
         hardware=hardware,
         programs=programs,

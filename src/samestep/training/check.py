@@ -22,7 +22,7 @@ from samestep.errors import (
 )
 from samestep.job import Job
 from samestep.layout import Layout
-from samestep.planning import ranking, search
+from samestep.planning import search
 from samestep.program.ranks import Ranks
 from samestep.program.update_rules import states_per_param
 from samestep.runtime.axes import compiled_blocks, forward_state, recompute
@@ -31,6 +31,7 @@ from samestep.runtime.optimizers.optimizer_source import check_optimizer
 from samestep.runtime.processes import rank_order, workers
 from samestep.runtime.processes.join import RankInfo
 from samestep.runtime.processes.messages import broadcast_value
+from samestep.simulation import bound_by
 from samestep.simulation.memory import MemoryUse, at_rest
 from samestep.strategies import program_of
 from samestep.training import evaluations, run_folder, trackers
@@ -185,7 +186,7 @@ def search_layout(workload: Workload, ranks: int | None, num_hosts: int) -> tupl
             continue
         choice = (
             f'layout "{best.layout}", the fastest of {found.considered} on {count} devices of {machine.name}: '
-            f"predicted {best.step_s:.3g} s a step, bound by {ranking.binds(best)}"
+            f"predicted {best.step_s:.3g} s a step, bound by {bound_by.binds(best)}"
         )
         return str(best.layout), "\n".join([choice, *hardware.cautions_here(machine, count)])
     raise LayoutError(f"--layout auto found no layout for {count} ranks: {reason}")

@@ -1,0 +1,1 @@
+"""The one renderer of pages: a self-contained HTML file of an answer, a verdict, charts and tables."""

@@ -1,0 +1,205 @@
+"""The pages of `plan`, `simulate` and `explain`: complete, readable at any width, and made of the numbers that they show."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from samestep.explanation import explained_page
+from samestep.explanation.explain import explain
+from samestep.hardware import load
+from samestep.job import Job
+from samestep.layout import Layout
+from samestep.models.presets import preset
+from samestep.output.page.quantities import SECONDS, digits, duration, share, tick_labels, ticks
+from samestep.output.page.timeline_figure import Box, Lane, TimelineFigure, some_of
+from samestep.planning import plan, plan_page
+from samestep.simulation import cases, prediction_page
+from samestep.simulation.memory_curve import memory_over_step
+from samestep.simulation.prediction import Prediction, predict
+from tests.unit import pages
+from tests.unit.pages import assert_whole
+from tests.unit.test_explain import records, write
+
+LAYOUTS = (
+    "dp=2",
+    "dp=2 zero=1 microbatch=2",
+    "dp=2 zero=2 recompute=full microbatch=4",
+    "dp=4 zero=3 recompute=selective",
+    "pp=2 dp=2 microbatch=2",
+    "pp=2 schedule=zero-bubble microbatch=4",
+    "pp=2 schedule=interleaved virtual_stages=2 microbatch=2 tp=2 sequence_parallel",
+    "tp=2 cp=2 loss_chunk=256",
+)
+
+
+@cache
+def gpt2(layout: str) -> Prediction:
+    job = Job(
+        model={"source": "preset:gpt2"},
+        train={"global_batch": 16},
+        data={"sequence_length": 1024},
+        numerics={"precision": "bf16"},
+    )
+    return predict(preset("gpt2"), job, Layout.parse(layout), load("a100-80x8"))
+
+
+def explained(folder: Path) -> str:
+    write(records(), folder)
+    lines = [f'{{"step": {step}, "loss": {5 / step}, "tokens_per_s": {1000 + step}}}\n' for step in range(1, 9)]
+    (folder / "metrics.jsonl").write_text("".join(lines) + '{"step": 9, "lo')
+    return explained_page.page_of(explain(folder, hardware="cpu-laptop")).to_html()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_prediction_is_a_whole_page(layout: str) -> None:
+    found = gpt2(layout)
+    page = assert_whole(prediction_page.page_of(found).to_html())
+    wanted = ["The step", "Where the time goes", "Memory", "Job and layout"]
+    assert [heading for heading in page.headings if heading in wanted] == wanted
+    record = {key: value for key, value in page.record.items() if key != "page"}
+    assert record["step_s"] == found.step_s
+    lanes = [(f"stage {stage}", stream) for stage in found.timeline.stages for stream in found.timeline.streams(stage)]
+    drawn = [svg.label for svg in page.svgs if svg.label.startswith("stage ")]
+    assert drawn == [f"{stage}, {stream}" for stage, stream in lanes]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_boxes_to_zoom_into_are_the_ops(layout: str) -> None:
+    found = gpt2(layout)
+    data = pages.read(prediction_page.page_of(found).to_html()).boxes
+    tick_s, seen = data["unit_s"], []
+    for row in data["lanes"]:
+        now = 0
+        for name, task, gap, length in zip(*(row[place::4] for place in range(4)), strict=True):
+            now += gap + length
+            seen.append((data["names"][name][0], data["tasks"][task], (now - length) * tick_s, now * tick_s))
+    ops = [
+        (span.name, span.task, span.start_s, span.end_s) for span in found.timeline.spans if span.end_s > span.start_s
+    ]
+    assert len(seen) == len(ops)
+    for (name, task, start_s, end_s), (its, of, its_start_s, its_end_s) in zip(sorted(seen), sorted(ops), strict=True):
+        assert (name, task) == (its, of)
+        assert (start_s, end_s) == pytest.approx((its_start_s, its_end_s), abs=2 * tick_s)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_most_memory_over_a_step_is_the_peak(layout: str) -> None:
+    found = gpt2(layout)
+    for stage, use in enumerate(found.memory):
+        moments = memory_over_step(found, stage)
+        most = max(moments, key=lambda moment: moment.held.total)
+        assert most.held == use
+        times = [moment.time_s for moment in moments]
+        assert times == sorted(times)
+        assert 0 <= times[0] <= times[-1] <= found.timeline.step_s
+
+
+def test_a_plan_compares_layouts_and_says_why_the_others_fell_out() -> None:
+    job = Job(model={"source": "preset:gpt2"}, train={"global_batch": 64})
+    found = plan.plan(job, 8, "a100-80x8", top=3)
+    page = assert_whole(plan_page.page_of(found).to_html())
+    assert [one for one in page.headings if "others" in one or "compared" in one] == [
+        "Layouts compared",
+        "Why the others fell out",
+    ]
+    assert sum(page.record["rejections"]["counts"].values()) == found.considered - len(found.best)
+    assert [one["layout"] for one in page.record["best"]] == [str(one.layout) for one in found.best]
+
+
+def test_where_nothing_fits_the_page_says_so() -> None:
+    found = plan.plan(Job(model={"source": "preset:llama3-70b"}), 2, "a10x8")
+    assert not found.best
+    page = assert_whole(plan_page.page_of(found).to_html())
+    assert page.record["page"]["title"] == "No layout of 2 devices fits"
+
+
+def test_an_explained_run_shows_predicted_above_measured(tmp_path: Path) -> None:
+    text = explained(tmp_path)
+    page = assert_whole(text)
+    wanted = ["The step", "Where the time goes", "Each rank", "The run"]
+    assert [heading for heading in page.headings if heading in wanted] == wanted
+    labels = [svg.label for svg in page.svgs if svg.label.startswith("rank 0")]
+    assert labels[0] == "rank 0, compute, predicted" if "predicted" in page.classes else "rank 0, compute"
+    assert {svg.label for svg in page.svgs} >= {"loss", "tokens a second", *(f"rank {rank}" for rank in range(4))}
+    assert page.record["verdict"] == page.record["page"]["verdict"]
+
+
+def test_a_page_of_4096_devices_is_small() -> None:
+    found = cases.RUNS["gpt3-4096"].predict()
+    assert found.devices == 4096
+    assert_whole(prediction_page.page_of(found).to_html())
+
+
+def test_many_lanes_of_many_ops_are_drawn_by_tasks_and_stay_small() -> None:
+    rng = random.Random(0)
+    lanes = []
+    for rank in range(16):
+        for stream in ("compute", "tp", "dp", "pp"):
+            cuts = sorted(rng.random() for _ in range(1400))
+            boxes = [
+                Box(a, b, "forward", f"forward:layer{n % 90}", f"F{n // 40}") for n, (a, b) in enumerate(pairwise(cuts))
+            ]
+            lanes.append(Lane(f"rank {rank}", stream, boxes[::2]))
+    assert len(TimelineFigure(lanes, 1.0).to_html()) < 350_000
+    assert some_of(range(100), [37], 8) == sorted({*some_of(range(100), [37], 8)})
+    assert {0, 37, 99} <= {*some_of(range(100), [37], 8)}
+    assert len(some_of(range(100), [37], 8)) == 8
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (7.4012, "7.40 s"),
+        (0.0123, "12.3 ms"),
+        (4.2e-6, "4.20 µs"),
+        (-2.8e-17, "0 s"),
+        (0, "0 s"),
+        (12345.6, "12,346 s"),
+    ],
+)
+def test_times_have_three_digits_and_a_unit(value: float, text: str) -> None:
+    assert duration(value).text == text
+
+
+def test_fractions_and_numbers() -> None:
+    assert [share(one).text for one in (0, 0.0004, 0.013, 0.36, 1)] == ["0%", "<0.1%", "1.3%", "36%", "100%"]
+    assert [digits(one) for one in (0, 0.00123, 9.999, 425031.2, float("nan"))] == [
+        "0",
+        "0.00123",
+        "10.00",
+        "425,031",
+        "nan",
+    ]
+
+
+@pytest.mark.parametrize("length", [1e-7, 3.3e-3, 0.1, 1, 7.4, 999, 12345.6])
+@pytest.mark.parametrize("most", [2, 4, 8])
+def test_ticks_are_round(length: float, most: int) -> None:
+    found = ticks(length, most)
+    assert 2 <= len(found) <= most + 1
+    assert found[-1] <= length * (1 + 1e-9)
+    step = found[1] - found[0]
+    assert round(float(f"{step:.6e}".split("e")[0]), 6) in (1, 2, 5)
+    labels = tick_labels(found, SECONDS)
+    assert len({*labels}) == len(labels)
+
+
+@pytest.mark.skipif(pages.chromium() is None, reason="no Chromium is installed here")
+def test_in_a_browser_nothing_overlaps_scrolls_or_fails(tmp_path: Path) -> None:
+    job = Job(model={"source": "preset:gpt2"}, train={"global_batch": 64})
+    texts = {
+        "simulate": prediction_page.page_of(gpt2("pp=2 dp=2 microbatch=2")).to_html(),
+        "plan": plan_page.page_of(plan.plan(job, 8, "a100-80x8", top=3)).to_html(),
+        "explain": explained(tmp_path),
+    }
+    found = pages.looked_at(texts, tmp_path)
+    assert {*found} == {f"{name} {width}" for name in texts for width in (390, 1200)}
+    for name, one in found.items():
+        assert one["problems"] == [], name
+        assert one["texts"] > 50
+        assert " from " in one["zoomed"]
