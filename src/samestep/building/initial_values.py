@@ -75,6 +75,11 @@ class Blueprint:
     stored: StoredWeights | None = field(default=None, repr=False)
     """Values that are read from a folder; the tape computes those that it lacks."""
 
+    def state_names(self) -> dict[str, str]:
+        """Return the first name of what each tensor in the module's `state_dict` is: tied weights have several names."""
+        held = self.module.state_dict(keep_vars=True)
+        return {name: self.canonical.get(name, name) for name, value in held.items() if isinstance(value, Tensor)}
+
     def is_stored(self, name: str) -> bool:
         """Return whether a folder has the values of a tensor."""
         return self.stored is not None and self.stored.holds(name)

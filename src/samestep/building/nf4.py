@@ -16,6 +16,7 @@ which is sent as it is, and unpacked for each product and again for its backward
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -113,6 +114,13 @@ def unpack_values(held: Tensor) -> Tensor:
 
 
 # -- products --------------------------------------------------------------------------------------
+
+
+def multiply_all_packed(model: nn.Module, weights: Iterable[str], is_transposed: Callable[[nn.Module], bool]) -> None:
+    """Make the linear modules of weights that are held in 4 bits multiply by the bytes that they hold."""
+    for name in weights:
+        module = model.get_submodule(name.rpartition(".")[0])
+        multiply_packed(module, is_transposed(module))
 
 
 def multiply_packed(module: nn.Module, is_transposed: bool) -> None:

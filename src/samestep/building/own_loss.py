@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from samestep.building.families import facts_of
+from samestep.building.model_loss import ModelLoss, target_in
 
 _CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
 _UNMOVED = ("XLMWithLMHeadModel", "XLNetLMHeadModel")
@@ -22,6 +23,12 @@ _UNMOVED = ("XLMWithLMHeadModel", "XLNetLMHeadModel")
 def moves_labels(module: nn.Module) -> bool:
     """Return whether a model is one of transformers that predicts the next token, or holds one, as an adapter's wrapper does."""
     return any(_is_causal(model) for model in _outermost(module))
+
+
+def settle_own_loss(module: nn.Module, loss: object, example: Any) -> None:
+    """Let a model that returns its loss settle by the labels of a batch like `example` which loss that is."""
+    if isinstance(loss, ModelLoss):
+        settle_problem_type(module, target_in(example))
 
 
 def settle_problem_type(module: nn.Module, labels: Any) -> None:

@@ -58,6 +58,11 @@ class MaskSlice:
     cp_index: int = 0
     _found: dict[tuple[Any, ...], MaskCuts] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, model: ModelSpec, tp: tuple[int, int], cp: tuple[int, int], *, cuts_sequence: bool) -> MaskSlice | None:
+        """Return the part of a rank whose degree and index on tp and cp are given; None where no axis cuts a mask."""
+        return cls(model, *tp, cuts_sequence, *cp) if tp[0] * cp[0] > 1 else None
+
     def cuts(self, mask: tuple[str, int, int], shape: tuple[int, ...]) -> MaskCuts:
         """Return the dimensions of one sample's mask that are cut on this rank, where the mask has this `shape`.
 

@@ -1,7 +1,13 @@
 """Assembly of a run: a traced model (`examination/examine.py`) is cut, filled with this rank's part, and given a store.
 
-`assemble` lets each axis' twin work on the modules, from the inside out: precision, the cuts of tp, cp and ep, recomputation
-around them, and outermost the store of the weights on the data axes.
+```
+_decide          examine the model, read the optimizer's rule, write this rank's program      ─► _Decided
+_cut             each axis' twin works on the modules, from the inside out                    ─► _AppliedAxes
+_fill_weights    this rank's part of every weight, in the store of the layout                 ─► WeightStore
+_parallel, _prepare_model, Objective.of, _with_updater                                        ─► Assembly
+```
+What a technique needs is said in the file of its name: here stand the steps, and their order. Where a layout or a job does not ask
+for it, its function returns an object that does nothing.
 
 The parts of an assembly are never replaced; what changes between steps is inside them: weights, gradients, the
 optimizer's state, the loss scale, and what is known of the model's dropout.
@@ -12,7 +18,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
@@ -23,11 +29,9 @@ from torch import Tensor, nn
 from samestep.building import nf4
 from samestep.building.initial_values import fill_rest
 from samestep.building.loss import cross_entropy
-from samestep.building.model_loss import ModelLoss, target_in
 from samestep.building.optimizer import OptimizerSource, learning_rate_factor
-from samestep.building.own_loss import settle_problem_type
+from samestep.building.own_loss import settle_own_loss
 from samestep.building.pretrained_form import PretrainedForm
-from samestep.errors import JobError
 from samestep.examination.examine import Source, examine
 from samestep.examination.traced_model import TracedModel
 from samestep.job import Job
@@ -40,6 +44,7 @@ from samestep.randomness import mode as dropout
 from samestep.randomness.masks import MaskSlice
 from samestep.runtime.axes import (
     batch_norm,
+    chunked_loss,
     context,
     exchanging_calls,
     expert,
@@ -49,6 +54,7 @@ from samestep.runtime.axes import (
     tensor,
 )
 from samestep.runtime.axes.compiled_blocks import CompiledBlocks, compile_blocks
+from samestep.runtime.axes.joined_exchanges import BackwardExchanges
 from samestep.runtime.axes.pipeline import other_stages
 from samestep.runtime.axes.pipeline import stage as pipeline
 from samestep.runtime.axes.pipeline.stage_flow import Flows
@@ -66,17 +72,15 @@ from samestep.runtime.optimizers.packed_states import StatePacking
 from samestep.runtime.processes import mesh as meshes
 from samestep.runtime.processes import messages
 from samestep.runtime.processes.join import RankInfo
-from samestep.runtime.weights import owning, placement
+from samestep.runtime.weights import owning
 from samestep.runtime.weights.moving_averages import WeightAverages
 from samestep.runtime.weights.parameter_hooks import attributes_of, gradient_hooks
-from samestep.runtime.weights.pieces import Piece
+from samestep.runtime.weights.placement import Placements
 from samestep.runtime.weights.replaced_weights import ReplacedWeights
 from samestep.runtime.weights.replicated import Replicated
 from samestep.runtime.weights.weight_store import Materialize, WeightStore
 from samestep.state.fingerprints import FirstState
 from samestep.strategies import program_of
-from samestep.tracing import pending_logits
-from samestep.tracing.checkpointed import Contexts
 
 # Order matters: from the inside out, as in `strategies.STACK`.
 TWINS: tuple[ModuleType, ...] = (tensor, expert)
@@ -166,16 +170,6 @@ class Assembly:
         return replace(self, objective=replace(self.objective, balance=expert.NoBalance()))
 
 
-def _set_products(numerics: NumericsTable) -> None:
-    """Let matrix products on GPUs multiply as the job says, and add in float32, also where blocks of a kernel share a sum.
-
-    In half precision torch lets them add up such parts rounded, and how a sum is divided depends on the shapes of a layout.
-    """
-    products = torch.backends.cuda.matmul
-    products.allow_tf32 = torch.backends.cudnn.allow_tf32 = numerics.tf32
-    products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
-
-
 def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example: Any) -> Assembly:
     """Build, cut and fill the model of one rank.
 
@@ -185,29 +179,20 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
         InputError: the model, the optimizer or the number of processes does not fit the layout.
     """
     decided = _decide(source, layout, job, place, example)
-    several_hosts = place.ranks_per_node < place.world_size
-    messages.check(decided.spec, decided.program.step.layout, job, several_hosts=several_hosts)
-    waived = forward_state.check(decided.traced.analysis.states, decided.program, job.run)
-    _set_products(job.numerics)
+    waived = _check(decided, place)
+    precision.set_products(job.numerics)
     mesh = meshes.build(decided.program, place.device, job.run.timeout_s)
     plan = decided.traced.blueprint
     assert all(param.is_meta for param in plan.module.parameters()), "a blueprint is cut and filled by one run alone"
     form = PretrainedForm.of(plan, job) if job.checkpoint.save_pretrained else None  # before the model is cut
-    if isinstance(source.loss, ModelLoss):
-        settle_problem_type(plan.module, target_in(example))
-    held = [name for name, value in plan.module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)]
-    state_names = {name: plan.canonical.get(name, name) for name in held}
+    settle_own_loss(plan.module, source.loss, example)
+    names = plan.state_names()
     cut = _cut(decided, mesh)
     store = _fill_weights(decided, mesh)
-    is_own_loss = not str(getattr(source.loss, "__module__", "")).startswith("samestep.")
-    may_differ = decided.spec.looks or is_own_loss
-    exchanges = exchanging_calls.watch(plan.module, decided.program, store.before_exchange, may_differ=may_differ)
-    other_stages.mark(plan.module)
+    exchanges = _watch_calls(decided, store)
     return Assembly(
         parallel=_parallel(decided, mesh, cut),
-        model=replace(
-            _prepare_model(decided, mesh, cut, store), remarks=tuple(waived), form=form, state_names=state_names
-        ),
+        model=replace(_prepare_model(decided, mesh, cut, store), remarks=waived, form=form, state_names=names),
         objective=Objective.of(source, decided.traced, decided.program, mesh, exchanges, example),
         weights=_with_updater(decided, mesh, store),
     )
@@ -248,11 +233,22 @@ def _decide(source: Source, layout: Layout, job: Job, place: RankInfo, example: 
     # Asked now, for the canary: the optimizer that is used must be the last one that the function makes.
     is_watched = 0 < job.train.watch_every <= job.train.steps or bool(spec.tried)
     couples = bool(evaluating) or (is_watched and couples_weights(source.optimizer, spec, whole.attributes))
-    in_chunks = _updates_in_chunks(source, job, whole)
+    in_chunks = updates_in_chunks(source.optimizer, job.numerics, whole)
     program = program_of(
         spec, job, layout, place.ranks_per_node, source.loss is cross_entropy, stage, replica, in_chunks
     )
     return _Decided(source, job, traced, flows, spec, whole, couples, evaluating, program)
+
+
+def _check(decided: _Decided, place: RankInfo) -> tuple[str, ...]:
+    """Refuse what a model keeps and what this machine's groups cannot send; return the refusals that the job waives.
+
+    Raises:
+        InputError: the layout would change the result, or does not fit the machine.
+    """
+    several_hosts = place.ranks_per_node < place.world_size
+    messages.check(decided.spec, decided.program.step.layout, decided.job, several_hosts=several_hosts)
+    return tuple(forward_state.check(decided.traced.analysis.states, decided.program, decided.job.run))
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,14 +264,12 @@ class _AppliedAxes:
 def _cut(decided: _Decided, mesh: meshes.Mesh) -> _AppliedAxes:
     """Let the axes work on the modules, from the inside out; the weights are still on the meta device."""
     traced, program = decided.traced, decided.program
-    plan, model = traced.blueprint, traced.module
+    model = traced.module
     precision.apply(traced, program, mesh.device)
-    for name in plan.rounded:
-        module = model.get_submodule(name.rpartition(".")[0])
-        nf4.multiply_packed(module, traced.facts.is_transposed(module))
+    nf4.multiply_all_packed(model, traced.blueprint.rounded, traced.facts.is_transposed)
     for twin in TWINS:
         twin.apply(traced, program, mesh)
-    slicing = context.Slicing(model, program, mesh) if program.step.layout.cp > 1 else context.WholeSequences()
+    slicing = context.slicing_of(model, program, mesh)
     norms = batch_norm.BatchNorms(model, program, mesh)
     precision.fold_casts(model, program)
     compiled = compile_blocks(traced, program, decided.job.run)
@@ -291,19 +285,7 @@ def _fill_weights(decided: _Decided, mesh: meshes.Mesh) -> WeightStore:
     """Give this rank its part of every weight, in the store of the layout, and fill the rest of the model."""
     job, program, spec = decided.job, decided.program, decided.spec
     plan, model = decided.traced.blueprint, decided.traced.module
-    shapes = {param.name: param for param in spec.params}
-    params = {param.name: param for param in program.step.model.params}
-
-    def materialize(name: str, dtype: torch.dtype) -> Tensor:
-        cut = params[name]
-        holding = program.step.holding(cut)
-        held = placement.part_of(shapes[name], cut, holding, mesh)
-        if held.dim == 0 and len(held.shape) > 2 and held.intervals:  # a stack of experts, which no rank holds whole
-            return plan.materialize(name, mesh.device, dtype, held.intervals)
-        if held.numel and plan.makes_parts(name):
-            return plan.materialize(name, mesh.device, dtype, held.intervals, held.dim)
-        return placement.local_part(plan.materialize(name, mesh.device, dtype), cut, holding, mesh)
-
+    materialize = functools.partial(Placements.of(spec, program, mesh).materialize, plan)
     make = store_of(program.step.layout)
     store = owning.owning(make(model, program, mesh, materialize), program, mesh, spec)
     _mark(model, decided.whole)
@@ -312,41 +294,39 @@ def _fill_weights(decided: _Decided, mesh: meshes.Mesh) -> WeightStore:
     return store
 
 
-def _packing(decided: _Decided, mesh: meshes.Mesh) -> StatePacking | None:
-    """Return the form in which the optimizer's states are held between two updates; None where they are float32."""
-    states = decided.job.numerics.optimizer_states
-    if states == "float32":
-        return None
-    shapes = {param.name: param for param in decided.spec.params}
-    params = {param.name: param for param in decided.program.step.model.params}
-
-    def slice_of(piece: Piece) -> placement.WeightSlice:
-        if piece.is_uncut:
-            return placement.whole(shapes[piece.name].shape)
-        cut = params[piece.name]
-        return placement.part_of(shapes[piece.name], cut, decided.program.step.holding(cut), mesh)
-
-    return StatePacking(states, decided.job.train.seed, slice_of, decided.program.step.state_blocks)
+def _watch_calls(decided: _Decided, store: WeightStore) -> BackwardExchanges:
+    """Let forwards refuse to call modules that exchange values otherwise than all ranks do, and modules of other stages to run."""
+    loss, model = decided.source.loss, decided.traced.module
+    is_own_loss = not str(getattr(loss, "__module__", "")).startswith("samestep.")
+    may_differ = decided.spec.looks or is_own_loss
+    exchanges = exchanging_calls.watch(model, decided.program, store.before_exchange, may_differ=may_differ)
+    other_stages.mark(model)
+    return exchanges
 
 
 def _parallel(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes) -> Parallel:
     """Return what carries out the program between ranks; the model is filled."""
-    traced, program, model = decided.traced, decided.program, decided.traced.module
-    is_staged = program.step.layout.pp > 1
+    traced, program = decided.traced, decided.program
+    stage = pipeline.stage_of(traced, program, mesh, cut.slicing, decided.flows)
+    keeps_calls = traced.analysis.recomputes_calls and isinstance(stage, pipeline.Stage)
+    repeated = (
+        functools.partial(precision.recompute_contexts, program),
+        functools.partial(dropout.recompute_contexts, traced.module),
+        cut.slicing.recompute_contexts,
+        cut.batch_norms.recompute_contexts,
+    )
     return Parallel(
         program=program,
         mesh=mesh,
-        stage=pipeline.Stage(traced, program, mesh, cut.slicing, decided.flows)
-        if is_staged
-        else pipeline.WholeModel(model),
+        stage=stage,
         slicing=cut.slicing,
         batch_norms=cut.batch_norms,
         deferred=cut.deferred,
-        pending=_pending(model, program, mesh),
+        pending=chunked_loss.pending_of(traced.module, program, mesh),
         checkpoints=functools.partial(
             recompute.in_our_modes,
-            functools.partial(_recompute_contexts, model, program, cut.slicing, cut.batch_norms),
-            plainly=traced.analysis.recomputes_blocks or (is_staged and traced.analysis.recomputes_calls),
+            functools.partial(recompute.nest_each, repeated),
+            plainly=traced.analysis.recomputes_blocks or keeps_calls,
             detached=traced.analysis.detached_checkpoints,
         ),
     )
@@ -355,36 +335,28 @@ def _parallel(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes) -> Parall
 def _prepare_model(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes, store: WeightStore) -> PreparedModel:
     """Return the filled module and the facts that a run needs about it."""
     traced, program, spec, model = decided.traced, decided.program, decided.spec, decided.traced.module
-    layout = program.step.layout
-    of_tp, of_cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
+    written = [state.full_name for state in traced.analysis.states if state.kind == "weight"]
+    running = batch_norm.running_buffers(model, spec)
+    tp, cp = ((mesh.size(axis), mesh.index(axis)) for axis in ("tp", "cp"))
     return PreparedModel(
         module=model,
         spec=spec,
         master_dtype=precision.DTYPES[program.step.master_dtype],
         compiled=cut.compiled,
         training_modes={module: module.training for module in model.modules()},
-        running_buffers=[
-            buffer
-            for path in dict.fromkeys((*spec.coupled_modules, *spec.batch_norm_owners))
-            for buffer in model.get_submodule(path).buffers(recurse=False)
-        ]
-        + [buffer for name, buffer in model.named_buffers() if name in spec.kept_after],
+        running_buffers=[*running, *(buffer for name, buffer in model.named_buffers() if name in spec.kept_after)],
         first_state=FirstState.of(model, {piece.name: piece.value for piece in store.frozen}),
-        replaced=ReplacedWeights.of(model, _written_weights(traced), program),
+        replaced=ReplacedWeights.of(model, written, program),
         dropout=dropout.DropoutState.of(traced.analysis.has_dropout, spec),
+        mask_part=MaskSlice.of(spec, tp, cp, cuts_sequence=program.step.layout.sequence_parallel),
         given=dict(traced.blueprint.given),
-        gathered=traced.analysis.gathered if layout.tp > 1 else {},
-        mask_part=MaskSlice(spec, *of_tp, layout.sequence_parallel, *of_cp) if layout.tp * layout.cp > 1 else None,
+        gathered=traced.analysis.gathered if mesh.size("tp") > 1 else {},
     )
-
-
-def _written_weights(traced: TracedModel) -> list[str]:
-    return [state.full_name for state in traced.analysis.states if state.kind == "weight"]
 
 
 def _with_updater(decided: _Decided, mesh: meshes.Mesh, store: WeightStore) -> Weights:
     """Return the weights of a store, with the optimizer that updates them."""
-    job = decided.job
+    job, program = decided.job, decided.program
     updater = Updater.over(
         store.pieces,
         decided.source.optimizer,
@@ -392,39 +364,12 @@ def _with_updater(decided: _Decided, mesh: meshes.Mesh, store: WeightStore) -> W
         decided.whole,
         couples_weights=decided.couples_weights,
         evaluating=decided.evaluating,
-        splits_masters=decided.program.step.splits_masters,
-        packing=_packing(decided, mesh),
+        splits_masters=program.step.splits_masters,
+        packing=StatePacking.of(job, program, Placements.of(decided.spec, program, mesh)),
         averages=WeightAverages(job.train.ema) if job.train.ema is not None else None,
         follows_schedule=job.schedule.name != "constant" or job.schedule.warmup_steps > 0,
     )
     return Weights(store=store, updater=updater, lr_factor=learning_rate_factor(job))
-
-
-def _pending(model: nn.Module, program: Program, mesh: meshes.Mesh) -> Callable[[], AbstractContextManager[None]]:
-    """Return what makes the context of a forward without logits, on the stage that has the head."""
-    head, chunk = program.step.model.layers[-1].head, program.step.layout.loss_chunk
-    is_here = not program.chunks or program.chunks[-1].stop == len(program.step.model.layers)
-    if head is None or chunk is None or not is_here:
-        return nullcontext
-    module = model.get_submodule(head.owner)
-    assert isinstance(module, nn.Linear), "another head is refused"
-    return pending_logits.PendingHead(module, tensor.chunking_of(program, mesh, chunk)).pending
-
-
-def _updates_in_chunks(source: Source, job: Job, whole: WholeWeights) -> bool:
-    """Return whether the optimizer may update some weights before others; asked where anything depends on it.
-
-    Raises:
-        JobError: its states are to be packed, and it is none of torch's own.
-    """
-    packs = job.numerics.optimizer_states != "float32"
-    in_chunks = (packs or job.numerics.precision == "bf16") and updates_in_chunks(source.optimizer, whole)
-    if packs and not in_chunks:
-        raise JobError(
-            f'numerics.optimizer_states = "{job.numerics.optimizer_states}" holds states of torch\'s own optimizers, and this '
-            'is none of them: optimizer_states = "float32" works, and so does adamw'
-        )
-    return in_chunks
 
 
 def _mark(model: nn.Module, whole: WholeWeights) -> None:
@@ -444,29 +389,6 @@ def store_of(layout: Layout) -> Callable[[nn.Module, Program, meshes.Mesh, Mater
     from samestep.runtime.weights.sharded import Sharded  # noqa: PLC0415
 
     return Sharded
-
-
-def copy_modes(source: nn.Module, target: nn.Module) -> None:
-    """Put each module of a model into the mode, training or evaluation, of that of an equal model."""
-    modes = {path: part.training for path, part in source.named_modules()}
-    for path, part in target.named_modules():
-        if part.training is not modes.get(path, part.training):  # to set one takes ten times as long as to read it
-            part.training = modes[path]
-
-
-def _recompute_contexts(
-    model: nn.Module,
-    program: Program,
-    slicing: context.Slicing | context.WholeSequences,
-    norms: batch_norm.BatchNorms,
-) -> Contexts:
-    """Return the contexts of a forward and of its recomputation, during which the forward's modes are not active."""
-    first, repeated = dropout.recompute_contexts(model)
-    records, taken = norms.recompute_contexts()
-    islands = precision.raise_islands(program)
-    return recompute.nest_contexts(first, records), recompute.nest_contexts(
-        islands, repeated, slicing.for_recompute(), taken
-    )
 
 
 def trace_for_layout(source: Source, layout: Layout, job: Job, example: Any) -> TracedModel:

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.errors import ModelError
 from samestep.examination.examine import Source, examine, with_new_blueprint
@@ -348,6 +348,14 @@ class LocalReplicas(Replicas):
             updater = assembly.weights.updater
             piece = updater.pieces[piece_index]
             yield str(number), {WEIGHT: piece.master(), **updater.state_of(piece)}
+
+
+def copy_modes(source: nn.Module, target: nn.Module) -> None:
+    """Put each module of a model into the mode, training or evaluation, of that of an equal model."""
+    modes = {path: part.training for path, part in source.named_modules()}
+    for path, part in target.named_modules():
+        if part.training is not modes.get(path, part.training):  # to set one takes ten times as long as to read it
+            part.training = modes[path]
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ what the loss returns ─► sums        one sum and one count: of one term, of 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -91,9 +90,7 @@ class Objective:
         loss, names = source.loss, program.step.model.loss_names
         if loss is not cross_entropy:
             loss = check_results_of(given_instance.watching(loss, source.model, traced.module))
-        # In chunks each part of the logits knows that it is cut.
-        if tensor.cuts_logits(program) and program.step.layout.loss_chunk is None:
-            loss = functools.partial(tensor.cut_loss, mesh)
+        loss = tensor.loss_of(loss, program, mesh)
         sums: loss_terms.OwnSamples | whole_batch.WholeBatch
         if (asked := mark_of(source.loss)) is not None:
             keeps = bool(traced.analysis.states) or traced.spec.couples_samples

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.building.named_tensors import address
+from samestep.state.fingerprints import marks_of
 from samestep.state.reachable import GENERATORS, Variable, reachable_from
 from samestep.trees import have_same_values
 
@@ -350,11 +351,7 @@ class ModelState:
 
 def weight_versions(model: nn.Module) -> list[Any]:
     """Return the versions and the norms of the weights that this rank holds: writing through `.data` leaves no version."""
-    params = [param for param in model.parameters() if not param.is_meta]  # those of other stages are
-    values = [getattr(param, "_local_tensor", param).detach() for param in params]
-    values = [value for value in values if value.numel() and value.is_floating_point()]  # bytes are ours alone
-    norms = torch.stack(torch._foreach_norm(values, 2.0, torch.float64)).nan_to_num(math.inf).tolist() if values else []
-    return [*(param._version for param in params), *norms]
+    return marks_of([param for param in model.parameters() if not param.is_meta])  # those of other stages are
 
 
 @contextmanager

@@ -197,7 +197,7 @@ def _refuse_apart(step: StepSpec, made: Contributions) -> str | None:
         )
     if layout.offload:
         return "offload is not proven with numerics.exchange_every; without it a layout works"
-    is_cut = step.zero > 0 or layout.tp > 1 or layout.ep > 1
+    is_cut = step.zero > 0 or any(degree > 1 for degree in layout.weight_axes.values())
     if is_cut and (name := next((param.name for param in model.params if param.is_updated_whole), "")):
         return (
             f"the optimizer updates {name} whole, which is not proven with numerics.exchange_every where a layout "

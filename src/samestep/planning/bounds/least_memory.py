@@ -68,7 +68,7 @@ class Needs:
         """Bound the memory, in bytes, of all layouts with these degrees and this micro-batch."""
         step, layout = smallest(step), step.layout
         whole = self.prices.whole_sizes(step)
-        states, gradients = self._least_states(step, whole, whole.trained / (layout.dp * layout.cp))
+        states, gradients = self._least_states(step, whole, whole.trained / layout.dp_cp_size)
         return max(states, states - gradients + whole.kept * step.microbatch_samples) / layout.pp
 
     def group_bytes(self, step: StepSpec) -> float:
@@ -126,7 +126,7 @@ class Needs:
             return 0.0  # as much is in flight again, behind a backward that has left its part of them
         if step.zero >= 2:
             return whole.held_trained * BYTES_OF[step.master_dtype]
-        return mine.trained * BYTES_OF[step.master_dtype] if layout.dp * layout.cp == 1 else 0.0
+        return mine.trained * BYTES_OF[step.master_dtype] if layout.dp_cp_size == 1 else 0.0
 
     def _activations(self, step: StepSpec, stage: int, of_units: Sequence[Units] | None) -> tuple[float, float]:
         """Bytes of activations, and of units, at the backward at which a stage holds most."""

@@ -123,7 +123,7 @@ class Bounds:
         busy_s = rest * (more.forward_s + more.backward_s)
         busy_s += (step.num_microbatches - rest) * (whole.forward_s + whole.backward_s)
         trained = self.prices.whole_sizes(step).trained
-        return busy_s / pp + self._update_s(step, trained / (step.layout.dp * step.layout.cp) / pp, 0.0)
+        return busy_s / pp + self._update_s(step, trained / step.layout.dp_cp_size / pp, 0.0)
 
     def group_s(self, step: StepSpec) -> float:
         """Bound the step time, in seconds, of all layouts that differ only in how the data axis is split and in the ZeRO stage."""

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.building.torch_seams import disable_current_modes
 from samestep.errors import DataError, ModelError
+from samestep.models.spec import ModelSpec
 from samestep.program.program import Program
 from samestep.program.sample_groups import GroupPart, SampleGroups
 from samestep.runtime.axes.batch_values import BatchValues, SharedBatch
@@ -96,6 +97,12 @@ class _Found:
     ranks: DataRanks | None
     """The ranks over which the backward sums; None where it sums nowhere."""
     owner: str
+
+
+def running_buffers(model: nn.Module, spec: ModelSpec) -> list[Tensor]:
+    """Return the running statistics of the modules whose calls take some of samples."""
+    paths = dict.fromkeys((*spec.coupled_modules, *spec.batch_norm_owners))
+    return [buffer for path in paths for buffer in model.get_submodule(path).buffers(recurse=False)]
 
 
 class BatchNorms:

@@ -36,6 +36,7 @@ from samestep.runtime.axes.recompute import Anew
 from samestep.runtime.ledger import owned
 from samestep.runtime.processes.mesh import Mesh
 from samestep.strategies.context import num_sent_heads
+from samestep.tracing.checkpointed import Contexts
 from samestep.trees import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -50,9 +51,9 @@ class WholeSequences:
         """Return the context of a forward on whole sequences, which does nothing."""
         return _NOTHING
 
-    def for_recompute(self) -> AbstractContextManager[None]:
-        """Return the context of a block's recomputed forward, which does nothing."""
-        return _NOTHING
+    def recompute_contexts(self) -> Contexts:
+        """Return the contexts of a block's forward and of its recomputation, which do nothing."""
+        return _NOTHING, _NOTHING
 
     def part(self, samples: Any) -> Any:
         """Return the samples that the loss compares with this rank's outputs: all tokens."""
@@ -110,9 +111,9 @@ class Slicing:
         finally:
             self.length, self.block, self.exchanged = before
 
-    def for_recompute(self) -> AbstractContextManager[None]:
-        """Return the context of a block's recomputed forward, with the slice that is active now."""
-        return Anew(functools.partial(self._slicing, self.length, self.block))
+    def recompute_contexts(self) -> Contexts:
+        """Return the contexts of a block's forward, and of its recomputation with the slice that is active now."""
+        return _NOTHING, Anew(functools.partial(self._slicing, self.length, self.block))
 
     def part(self, samples: Any) -> Any:
         """Return this rank's tokens of a batch, for the loss."""
@@ -205,6 +206,11 @@ class Slicing:
         heads = part.shape[1]
         times = num_sent_heads(heads, query_heads, self.degree) // heads
         return part.repeat_interleave(times, dim=1) if times > 1 else part
+
+
+def slicing_of(model: nn.Module, program: Program, mesh: Mesh) -> Slicing | WholeSequences:
+    """Return the slice of every sequence that this rank runs, with hooks on the model's blocks where it is a part."""
+    return Slicing(model, program, mesh) if mesh.size("cp") > 1 else WholeSequences()
 
 
 @contextmanager

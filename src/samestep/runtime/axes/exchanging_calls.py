@@ -33,7 +33,7 @@ def watch(model: nn.Module, program: Program, before: Callable[[str], None], *, 
     A pipeline refuses forwards that take another way than the traced one.
     """
     reasons = _reasons(program.step.model)
-    if program.step.layout.pp > 1 or not reasons:
+    if program.chunks or not reasons:
         return NothingToJoin()
     ops = next(ops for key, ops in program.bodies.items() if is_forward(key) and starts_step(key))
     units = {unit.name: unit for unit in program.units}

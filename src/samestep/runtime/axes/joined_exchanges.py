@@ -116,7 +116,7 @@ def joined_exchanges(
         for op in ops
         if (op.owner, op.axis) in reasons
     }
-    if not (listed and may_differ) or program.step.layout.pp > 1:
+    if not (listed and may_differ):
         return NothingToJoin()
     owners = dict(reasons[key] for key in reasons if key in listed)
     layers = [path for layer in program.step.model.layers for path in layer.modules if path]

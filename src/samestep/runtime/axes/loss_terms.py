@@ -118,9 +118,9 @@ def sums_of(loss: Loss, program: Program, mesh: Mesh, names: LossNames | None = 
     axis = axis_of(program.step)
     if names is None:
         return SeveralTerms(loss, traced, mesh.groups[axis] if axis else None, layout.cp)
-    everyone = "world" if layout.world_size == layout.dp * layout.cp else ""
+    everyone = "world" if layout.world_size == layout.dp_cp_size else ""
     group = mesh.groups.get(axis or everyone)
-    if group is None and layout.dp * layout.cp > 1:
+    if group is None and layout.dp_cp_size > 1:
         raise JobError(
             f"a loss of the terms {', '.join(names.terms)} for one backward: in a layout with tp or pp the loss of the run must have "
             "several terms too; several backwards, whose means add up, work"

@@ -21,8 +21,10 @@ from torch.overrides import TorchFunctionMode
 from samestep.building.named_tensors import cast_floating
 from samestep.errors import ModelError
 from samestep.examination.traced_model import TracedModel
+from samestep.job_tables import NumericsTable
 from samestep.program.program import Program
 from samestep.runtime.axes import fused_norms
+from samestep.tracing.checkpointed import Contexts
 from samestep.trees import map_tensors
 
 DTYPES: dict[str, torch.dtype] = {
@@ -31,6 +33,16 @@ DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+def set_products(numerics: NumericsTable) -> None:
+    """Let matrix products on GPUs multiply as the job says, and add in float32, also where blocks of a kernel share a sum.
+
+    In half precision torch lets them add up such parts rounded, and how a sum is divided depends on the shapes of a layout.
+    """
+    products = torch.backends.cuda.matmul
+    products.allow_tf32 = torch.backends.cudnn.allow_tf32 = numerics.tf32
+    products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = False
 
 
 def apply(traced: TracedModel, program: Program, device: torch.device) -> None:
@@ -218,6 +230,11 @@ def _floating_dtype(values: Iterable[Any], default: torch.dtype) -> torch.dtype:
 def raise_islands(program: Program) -> AbstractContextManager[Any]:
     """Return the context of a forward, in which the model's float32 islands are raised under float64."""
     return RaiseIslands() if program.step.compute_dtype == "float64" else nullcontext()
+
+
+def recompute_contexts(program: Program) -> Contexts:
+    """Return the contexts of a forward, in which islands are raised already, and of its recomputation, which raises them again."""
+    return nullcontext(), raise_islands(program)
 
 
 _DEFAULTS: list[torch.dtype] = []

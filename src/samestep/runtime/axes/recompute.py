@@ -16,7 +16,7 @@ written once, and the recomputation writes into copies; a block that writes into
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -253,6 +253,12 @@ def _both(first: ContextFn | None, second: ContextFn | None) -> ContextFn | None
         return nest_contexts(outer[0], inner[0]), nest_contexts(outer[1], inner[1])
 
     return pair
+
+
+def nest_each(contexts: Sequence[ContextFn]) -> Contexts:
+    """Return the contexts of a forward and of its recomputation: those of each function, inside those of the one before."""
+    pairs = [make() for make in contexts]
+    return nest_contexts(*(first for first, _ in pairs)), nest_contexts(*(repeated for _, repeated in pairs))
 
 
 def nest_contexts(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[None]:

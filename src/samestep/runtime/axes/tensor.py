@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.building.chunked_cross_entropy import Chunking
 from samestep.building.families import FamilyFacts
 from samestep.building.loss import (
     IGNORED_LABEL,
@@ -32,6 +31,7 @@ from samestep.building.loss import (
     target_of,
     with_prediction,
 )
+from samestep.building.loss_result import Loss
 from samestep.examination.traced_model import TracedModel
 from samestep.independence.tensor_plan import is_head
 from samestep.models.param_spec import Cut
@@ -349,19 +349,10 @@ def cut_loss(mesh: Mesh, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return total, (labels != IGNORED_LABEL).sum()
 
 
-def chunking_of(program: Program, mesh: Mesh, tokens: int) -> Chunking:
-    """Return how this rank computes logits in chunks of `tokens`, over the ranks of `tp` where these cut the
-    vocabulary."""
-    if not cuts_logits(program):
-        return Chunking(tokens)
-    group = mesh.groups["tp"]
-
-    def reduce(values: Tensor, held: str) -> None:
-        op = dist.ReduceOp.MAX if held == "largest" else dist.ReduceOp.SUM
-        with owned(f"loss.{held}"):
-            dist.all_reduce(values, op=op, group=group)
-
-    return Chunking(tokens, dist.get_world_size(group), dist.get_rank(group), reduce)
+def loss_of(loss: Loss, program: Program, mesh: Mesh) -> Loss:
+    """Return the loss of this rank's logits; in chunks each part of the logits knows itself that it is cut."""
+    is_cut = cuts_logits(program) and program.step.layout.loss_chunk is None
+    return functools.partial(cut_loss, mesh) if is_cut else loss
 
 
 def whole_logits(outputs: Any, program: Program, mesh: Mesh) -> Any:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from samestep.program.bodies import Task
-from samestep.runtime.assembly import Assembly, copy_modes
+from samestep.runtime.assembly import Assembly
 from samestep.runtime.guards.canary import Canary
 from samestep.runtime.guards.drift import DriftMonitor
 from samestep.runtime.guards.outside_changes import LoopChanges, OutsideChanges
@@ -33,6 +33,7 @@ from samestep.runtime.guards.refusals import Refusals
 from samestep.runtime.guards.skipped_steps import SkippedSteps
 from samestep.runtime.guards.step_trials import StepTrials, is_split
 from samestep.runtime.held_assembly import HeldAssembly
+from samestep.runtime.local_replicas import copy_modes
 from samestep.runtime.microbatches import StepBatch
 from samestep.runtime.step_observer import Indices, MakeMode, StepObserver, StepScalars
 from samestep.runtime.step_report import StepReport

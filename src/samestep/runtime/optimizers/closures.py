@@ -29,6 +29,7 @@ from samestep.runtime.optimizers.optimizers_by_name import UpdatedPart
 from samestep.runtime.optimizers.skeletons import over_small_weights, skeleton
 from samestep.runtime.optimizers.update_rule import TRIED, is_torchs_own
 from samestep.runtime.weights.pieces import Piece
+from samestep.state.fingerprints import marks_of
 
 Evaluate = Callable[[], tuple[float, float]]
 """Runs a forward and a backward at the present weights; returns the loss, and the factor that makes the gradients those of a mean, clipped."""
@@ -67,11 +68,11 @@ class Closure:
         return torch.full((), self.loss, dtype=torch.float64, device=self.pieces[0].value.device)
 
     def _marks(self) -> Iterator[Any]:
-        """Yield the versions and the norms of weights and gradients: writes through `.data` change no version."""
-        for tensors in ([piece.value.detach() for piece in self.pieces], [piece.value.grad for piece in self.pieces]):
-            there = [tensor for tensor in tensors if tensor is not None]
-            yield [None if tensor is None else (id(tensor), tensor._version) for tensor in tensors]
-            yield torch.stack(torch._foreach_norm(there)).tolist() if there else []
+        """Yield what tells the weights and their gradients from others, and from what is written into them."""
+        gradients = [piece.value.grad for piece in self.pieces]
+        yield [*map(id, gradients)]
+        yield marks_of([piece.value for piece in self.pieces])
+        yield marks_of([gradient for gradient in gradients if gradient is not None])
 
 
 def with_closure(

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from samestep.building.optimizer import OptimizerSource, members_of
-from samestep.errors import LayoutError, ModelError
+from samestep.errors import JobError, LayoutError, ModelError
+from samestep.job_tables import NumericsTable
 from samestep.layout import Layout
 from samestep.models.spec import ModelSpec
 from samestep.program.update_rules import parts_of
@@ -338,8 +339,24 @@ def couples_weights(source: OptimizerSource, model: ModelSpec, attributes: Mappi
     return bool(shapes) and bool(read_rule(source, shapes, {}, attributes).coupled)
 
 
-def updates_in_chunks(source: OptimizerSource, whole: WholeWeights) -> bool:
-    """Return whether an optimizer may update some weights before others: torch's own treat every weight by itself."""
+def updates_in_chunks(source: OptimizerSource, numerics: NumericsTable, whole: WholeWeights) -> bool:
+    """Return whether an optimizer may update some weights before others, where a job's numerics make anything depend on it.
+
+    Raises:
+        JobError: its states are to be packed, and it is none of torch's own.
+    """
+    packs = numerics.optimizer_states != "float32"
+    in_chunks = (packs or numerics.precision == "bf16") and _is_torchs_own(source, whole)
+    if packs and not in_chunks:
+        raise JobError(
+            f'numerics.optimizer_states = "{numerics.optimizer_states}" holds states of torch\'s own optimizers, and this '
+            'is none of them: optimizer_states = "float32" works, and so does adamw'
+        )
+    return in_chunks
+
+
+def _is_torchs_own(source: OptimizerSource, whole: WholeWeights) -> bool:
+    """Return whether an optimizer is torch's own, which treats every weight by itself."""
     try:
         return is_torchs_own(skeleton(source, whole.shapes, whole.attributes)[0])
     except (ModelError, *TRIED):  # one that cannot be built over weights without values

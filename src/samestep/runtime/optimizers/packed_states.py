@@ -26,8 +26,10 @@ import xxhash
 from torch import Tensor
 from torch.optim import Optimizer
 
+from samestep.job import Job
+from samestep.program.program import Program
 from samestep.runtime.weights.pieces import Piece
-from samestep.runtime.weights.placement import WeightSlice
+from samestep.runtime.weights.placement import Placements, WeightSlice
 
 SCALE = ".scale"
 """Ends the name of the scales that belong to the codes of a state."""
@@ -49,6 +51,18 @@ class StatePacking:
     """Returns the slice of the whole weight in which a piece lies."""
     blocks: Mapping[str, int]
     """Elements of a block of each weight's 8-bit states; 0, or no entry, for one whose states stay wide."""
+
+    @classmethod
+    def of(cls, job: Job, program: Program, placements: Placements) -> StatePacking | None:
+        """Return how a job holds the states of its optimizer; None where they are as it computes with them."""
+        kind = job.numerics.optimizer_states
+        if kind == "float32":
+            return None
+
+        def slice_of(piece: Piece) -> WeightSlice:
+            return placements.whole_of(piece.name) if piece.is_uncut else placements.slice_of(piece.name)
+
+        return cls(kind, job.train.seed, slice_of, program.step.state_blocks)
 
     def widen(self, piece: Piece, state: dict[str, Any]) -> None:
         """Replace the packed tensors of a state by those that the optimizer computes with."""

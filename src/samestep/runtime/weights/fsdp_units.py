@@ -14,7 +14,6 @@ The file also knows which attributes of a rank's modules hold each weight, and w
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
@@ -35,6 +34,7 @@ from samestep.program.program import Program
 from samestep.program.units import Unit
 from samestep.runtime.axes.forward_only import has_backward
 from samestep.runtime.axes.precision import DTYPES
+from samestep.state.fingerprints import marks_of
 from samestep.trees import tree_leaves
 
 ParamSlots = list[tuple[nn.Module, str]]
@@ -231,18 +231,6 @@ class RunningUnit:
             hooks: OrderedDict[int, Any] = leaf._backward_hooks  # type: ignore[assignment]
             hooks.move_to_end(handle.id, last=False)
 
-    def _versions(self) -> list[Any]:
-        """Return the versions of the gathered weights, and their norms where values are compared."""
-        gathered = [weight._unsharded_param for weight in self.group.fsdp_params]
-        versions: list[Any] = [param._version for param in gathered]
-        if self._compares and gathered:
-            values = [
-                one.detach() if one.is_floating_point() else one.new_zeros(1, dtype=torch.float32) for one in gathered
-            ]
-            norms = torch.stack(torch._foreach_norm(values, 2.0, torch.float64))
-            versions += norms.nan_to_num(math.inf).tolist()  # what is no number equals itself here
-        return versions
-
     def _leave(self, *_: Any) -> None:
         if current_backward_id() == -1:
             self._compare()
@@ -253,10 +241,9 @@ class RunningUnit:
 
     def _compare(self) -> None:
         """Note the weights that were written since the step gathered them first; gathering them again does not count."""
-        now, count = self._versions(), len(self.group.fsdp_params)
-        for index, (old, new) in enumerate(zip(self._known or now, now, strict=True)):
-            if old != new:
-                self.written.add(self.names[index % count])
+        now = marks_of([weight._unsharded_param for weight in self.group.fsdp_params], compares=self._compares)
+        pairs = zip(self.names, self._known or now, now, strict=True)
+        self.written.update(name for name, old, new in pairs if old != new)
         self._known = now
         for name, weight in zip(self.names, self.group.fsdp_params, strict=True):
             if not all(param is weight._unsharded_param for param in _at(weight)):

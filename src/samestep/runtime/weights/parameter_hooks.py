@@ -102,7 +102,7 @@ def later_refusal(params: Iterable[tuple[str, nn.Parameter]], program: Program, 
     layout = program.step.layout
     word = f"zero={layout.zero}" if layout.num_shards > 1 and layout.zero >= 2 else ""
     divides = forward_state.splits(layout, program.step.num_microbatches)
-    is_cut = layout.tp > 1 or layout.ep > 1
+    is_cut = any(degree > 1 for degree in layout.weight_axes.values())
     for name, param in params if word or divides or is_cut else ():
         hooks = {id(hook): hook for kind in gradient_hooks_of(param) for hook in kind.values()}
         if hooks.keys() <= judged.keys():

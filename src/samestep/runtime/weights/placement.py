@@ -13,7 +13,7 @@ Checkpoints store which intervals a file holds, so that a rank of any other cut 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +21,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from samestep.building.initial_values import Blueprint
 from samestep.models.param_spec import ParamSpec
+from samestep.models.spec import ModelSpec
 from samestep.program.holding import Holding
+from samestep.program.program import Program
 from samestep.runtime.processes.mesh import Mesh
 
 Integers = npt.NDArray[np.int64]
@@ -180,6 +183,45 @@ def _part_along(whole: Tensor, dim: int, cut: ParamSpec, holding: Holding, mesh:
 def _part_at(whole: Tensor, dim: int, cut: ParamSpec, number: int, index: int) -> Tensor:
     fused = cut.cut.parts if cut.cut is not None else 1
     return torch.cat([one.chunk(number, dim=dim)[index] for one in whole.chunk(fused, dim=dim)], dim=dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Placements:
+    """The placements of the parts that this rank holds of all weights, with which the first values of parts are made."""
+
+    whole: Mapping[str, ParamSpec]
+    """The specs of whole weights."""
+    parts: Mapping[str, ParamSpec]
+    """The specs of this rank's parts."""
+    program: Program
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, model: ModelSpec, program: Program, mesh: Mesh) -> Placements:
+        """Return the placements in a program for the whole `model`."""
+        parts = {param.name: param for param in program.step.model.params}
+        return cls({param.name: param for param in model.params}, parts, program, mesh)
+
+    def whole_of(self, name: str) -> WeightSlice:
+        """Return the slice that is the whole weight."""
+        return whole(self.whole[name].shape)
+
+    def slice_of(self, name: str) -> WeightSlice:
+        """Return the slice of a whole weight that this rank holds."""
+        cut = self.parts[name]
+        return part_of(self.whole[name], cut, self.program.step.holding(cut), self.mesh)
+
+    def materialize(self, plan: Blueprint, name: str, dtype: torch.dtype) -> Tensor:
+        """Return the first values of this rank's part of a weight, of which no more is made than has to be."""
+        held = self.slice_of(name)
+        if held.dim == 0 and len(held.shape) > 2 and held.intervals:  # a stack of experts, which no rank holds whole
+            return plan.materialize(name, self.mesh.device, dtype, held.intervals)
+        if held.numel and plan.makes_parts(name):
+            return plan.materialize(name, self.mesh.device, dtype, held.intervals, held.dim)
+        cut = self.parts[name]
+        return local_part(
+            plan.materialize(name, self.mesh.device, dtype), cut, self.program.step.holding(cut), self.mesh
+        )
 
 
 def copy_shared(into: Tensor, mine: Runs, source: Tensor, theirs: Runs) -> int:

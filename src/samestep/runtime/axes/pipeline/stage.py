@@ -376,6 +376,13 @@ class Stage:
         self._parents[path]._modules[path.rpartition(".")[2]] = module
 
 
+def stage_of(
+    traced: TracedModel, program: Program, mesh: Mesh, slicing: Slicing | WholeSequences, flows: Flows | None
+) -> Stage | WholeModel:
+    """Return the layers that this rank runs, and their exchange with other stages where there are any."""
+    return Stage(traced, program, mesh, slicing, flows) if mesh.size("pp") > 1 else WholeModel(traced.module)
+
+
 def boundary_at(layers: Sequence[LayerSpec], index: int, flow: Flow) -> int | None:
     """Return the event before which a stage begins with a layer; None at the ends of the model.
 
