@@ -268,7 +268,10 @@ TECHNIQUES = (
     ),
     ("micro-batches (gradient accumulation)", "runtime/microbatches.py strategies/shard.py runtime/interpreter.py"),
     ("recompute (activation checkpointing)", "strategies/recompute.py runtime/axes/recompute.py"),
-    ("chunked loss", "strategies/chunked_loss.py building/chunked_cross_entropy.py tracing/pending_logits.py"),
+    (
+        "chunked loss",
+        "strategies/chunked_loss.py runtime/axes/chunked_loss.py building/chunked_cross_entropy.py tracing/pending_logits.py",
+    ),
     ("offload of the optimizer", "runtime/optimizers/offload.py runtime/host_copies.py"),
     ("mixed precision", "strategies/precision.py runtime/axes/precision.py runtime/optimizers/loss_scale.py"),
     ("tensor parallelism", "strategies/tensor.py runtime/axes/tensor.py independence/tensor_plan.py"),

@@ -29,7 +29,6 @@ from samestep.program.codecs import PLAIN, CodedPart, Matrix
 from samestep.program.exchange_times import Contributions
 from samestep.program.holding import Holding
 from samestep.program.ops import BYTES_OF, Op, OpKind, Ops
-from samestep.program.state_blocks import LARGEST_BLOCK
 from samestep.program.step import StepSpec
 
 
@@ -206,7 +205,7 @@ def _bucket(step: StepSpec, index: int, params: list[ParamSpec]) -> Bucket:
     params = sorted(params, key=lambda param: _shape_of_factors(step, param))
     held = owners_of([param.numel for param in params], owners)
     # A rank's chunk begins at no block's middle.
-    aligned = LARGEST_BLOCK if step.optimizer_states == "8bit" and holding.num_shards > 1 else 1
+    aligned = step.states.alignment if holding.num_shards > 1 else 1
     sizes = [round_up(param.numel, aligned) for param in params]
     loads = [sum(size for size, owner in zip(sizes, held, strict=True) if owner == rank) for rank in range(owners)]
     chunk = round_up(max(loads), multiple // owners * aligned)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from samestep.job import Job
-from samestep.job_tables import Compression, NumericsTable, OptimizerStates, Precision, Waiver
+from samestep.job_tables import Compression, NumericsTable, Precision, Waiver
 from samestep.layout import Layout
 from samestep.models.param_spec import ParamSpec
 from samestep.models.spec import ModelSpec
@@ -23,8 +23,8 @@ from samestep.program.holding import REPLICAS, SHARDS, WHOLE, Holding
 from samestep.program.ops import BYTES_OF, COMPUTE_DTYPE, REPLICA_SCALARS, TF32, StepFlag
 from samestep.program.ranks import Ranks, data_ranks_per_node
 from samestep.program.sample_groups import SampleGroups
-from samestep.program.state_blocks import SCALE_BYTES, block_of
-from samestep.program.update_rules import own_states, with_whole_updates
+from samestep.program.state_blocks import HeldStates, block_of
+from samestep.program.update_rules import with_whole_updates
 from samestep.schedules import SCHEDULES, TaskKind
 from samestep.shares import Shares
 
@@ -62,12 +62,8 @@ class StepSpec:
     """Whether float32 matrix products may run in `TF32`."""
     updates_in_chunks: bool = False
     """Whether the optimizer may update some weights before others, as those of torch may."""
-    optimizer_states: OptimizerStates = "float32"
-    """Precision in which the optimizer's states are held."""
-    state_blocks: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Elements of a block of each weight's 8-bit states; 0 for a weight whose states are float32."""
-    own_states: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Number of states of each weight whose group in the job has another optimizer."""
+    states: HeldStates = field(default_factory=HeldStates)
+    """How the optimizer's states are held."""
     averages_weights: bool = False
     """Whether an average of each trained weight is kept with its master."""
     codec: str = PLAIN
@@ -122,11 +118,7 @@ class StepSpec:
             codec_backend=job.run.compile_backend if job.run.compile == "blocks" else "",
             tf32=job.numerics.tf32,
             updates_in_chunks=":" not in job.optimizer.name if updates_in_chunks is None else updates_in_chunks,
-            optimizer_states=job.numerics.optimizer_states,
-            state_blocks={param.name: block_of(param.shape) for param in model.params}
-            if job.numerics.optimizer_states == "8bit"
-            else {},
-            own_states=own_states(model, job),
+            states=HeldStates.of(model, job, BYTES_OF[_master_dtype(job.numerics.precision)]),
             averages_weights=job.train.ema is not None,
             codec=PLAIN if job.numerics.compression == "none" else job.numerics.compression,
             replicas=job.numerics.replicas,
@@ -197,7 +189,7 @@ class StepSpec:
     @property
     def master_dtype(self) -> str:
         """Dtype of master weights, accumulated gradients and optimizer state."""
-        return "float64" if self.precision == "float64" else "float32"
+        return _master_dtype(self.precision)
 
     @property
     def sums_plainly(self) -> bool:
@@ -291,26 +283,6 @@ class StepSpec:
         """Bytes that one element of a master adds to a weight of another dtype."""
         return 2 if self.splits_masters else BYTES_OF[self.master_dtype]
 
-    def state_bytes(self, param: ParamSpec, numel: int) -> int:
-        """Return the bytes of one of the optimizer's states for `numel` elements of a weight."""
-        if self.optimizer_states == "bf16":
-            return 2 * numel
-        block = self.state_blocks.get(param.name, 0)
-        return numel + numel // block * SCALE_BYTES if block else numel * BYTES_OF[self.master_dtype]
-
-    def num_states(self, param: ParamSpec, states_per_param: int) -> int:
-        """Return the number of a weight's states: `states_per_param`, unless its group has another optimizer."""
-        return self.own_states.get(param.name, states_per_param)
-
-    def least_states(self, states_per_param: int) -> int:
-        """Return the fewest states of a weight."""
-        return min(states_per_param, *self.own_states.values()) if self.own_states else states_per_param
-
-    @property
-    def least_state_bytes(self) -> int:
-        """The fewest bytes that one element of a state takes."""
-        return {"bf16": 2, "8bit": 1}.get(self.optimizer_states, BYTES_OF[self.master_dtype])
-
     @property
     def splits_backward(self) -> bool:
         """Whether the schedule computes weight gradients in separate tasks."""
@@ -353,6 +325,10 @@ class StepSpec:
     def weight_bytes(self, param: ParamSpec, numel: int | None = None) -> int:
         """Return the bytes of a weight within the module, or of `numel` elements of it."""
         return param.bytes_of(param.numel if numel is None else numel, BYTES_OF[self.working_dtype(param)])
+
+
+def _master_dtype(precision: Precision) -> str:
+    return "float64" if precision == "float64" else "float32"
 
 
 def _gradient_blocks(model: ModelSpec, compression: Compression) -> dict[str, int]:

@@ -144,7 +144,7 @@ def _state_bytes(program: Program, states_per_param: int, rank: int) -> int:
     step = program.step
     average = step.averages_weights * BYTES_OF[step.master_dtype]
     return sum(
-        step.state_bytes(piece.param, piece.numel) * step.num_states(piece.param, states_per_param)
+        step.states.bytes_of(piece.param, piece.numel) * step.states.number(piece.param, states_per_param)
         + piece.numel * average
         for piece in _updated_pieces(program, rank)
     )
@@ -225,12 +225,12 @@ def _widened_bytes(program: Program, states_per_param: int, rank: int) -> int:
     step = program.step
     if step.layout.offload:
         return 0
-    packs, master = step.optimizer_states != "float32", BYTES_OF[step.master_dtype]
+    packs, master = step.states.are_packed, BYTES_OF[step.master_dtype]
 
     def bytes_of(piece: _Updated) -> int:
         of_master = step.splits_masters and not piece.is_own_copy and piece.dtype != step.master_dtype
-        is_packed = packs and step.state_bytes(piece.param, piece.numel) != piece.numel * master
-        return piece.numel * master * (of_master + step.num_states(piece.param, states_per_param) * is_packed)
+        is_packed = packs and step.states.bytes_of(piece.param, piece.numel) != piece.numel * master
+        return piece.numel * master * (of_master + step.states.number(piece.param, states_per_param) * is_packed)
 
     return max((sum(map(bytes_of, chunk)) for chunk in _chunks(program, rank)), default=0)
 
@@ -238,7 +238,7 @@ def _widened_bytes(program: Program, states_per_param: int, rank: int) -> int:
 def _chunks(program: Program, rank: int) -> list[list[_Updated]]:
     """Return the pieces that are updated together, where not all of them are."""
     step = program.step
-    if not step.splits_masters and step.optimizer_states == "float32":
+    if not (step.splits_masters or step.states.are_packed):
         return []
     pieces = _updated_pieces(program, rank)
     return [[pieces[index] for index in chunk] for chunk in update_chunks([piece.numel for piece in pieces])]
@@ -313,7 +313,7 @@ def during_init(program: Program, rank: int = 0) -> MemoryUse:
 
     Masters are split once all are there. Gradients in buckets are there already; states and averages are made in the first step.
     """
-    step = replace(program.step, own_states={}, averages_weights=False)
+    step = replace(program.step, states=replace(program.step.states, own={}), averages_weights=False)
     program = replace(program, step=step)
     rest = at_rest(program, 0, rank)
     largest = max((param.numel * step.holding(param).num_parts for param in step.model.params), default=0)

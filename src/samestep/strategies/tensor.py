@@ -77,7 +77,7 @@ def _refuse_blocks(step: StepSpec) -> str | None:
     """Return which weight would be cut within a block of its 8-bit states, or of the codes of its gradient."""
     degree = step.layout.tp
     for blocks, key in (
-        (step.state_blocks, 'optimizer_states = "8bit"'),
+        (step.states.blocks, 'optimizer_states = "8bit"'),
         (step.gradient_blocks, f'compression = "{step.codec}"'),
     ):
         for param in step.model.params if blocks else ():

@@ -88,7 +88,7 @@ class Needs:
         if step.layout.offload:
             return min(2 * updated * master, mine.weights + mine.trained * master), mine.trained * master
         return (
-            2 * master + step.least_states(self.states_per_param) * step.least_state_bytes
+            2 * master + step.states.least_number(self.states_per_param) * step.states.least_bytes
         ) * updated, updated * master
 
     def need(self, step: StepSpec) -> Need:
@@ -188,11 +188,11 @@ class Needs:
         return [(kind, number) for kind, number in run if self.prices.few.layers[kind].is_block]
 
     def _states(self, step: StepSpec, mine: Sizes, whole: Units) -> float:
-        master, states = BYTES_OF[step.master_dtype], step.least_states(self.states_per_param)
+        master, states = BYTES_OF[step.master_dtype], step.states.least_number(self.states_per_param)
         if step.zero >= 2:
-            held = 0 if step.layout.offload else states * step.least_state_bytes
+            held = 0 if step.layout.offload else states * step.states.least_bytes
             return whole.held + whole.held_trained * (master + held)
-        each, copy = step.least_state_bytes, step.master_copy_bytes
+        each, copy = step.states.least_bytes, step.master_copy_bytes
         kept = mine.trained * states * each + mine.apart * copy
         if step.zero == 1:
             shards = step.layout.num_shards
