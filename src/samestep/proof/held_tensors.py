@@ -17,7 +17,6 @@ from torch import Tensor
 
 from samestep.runtime.assembly import Assembly
 from samestep.runtime.checkpoints.other_state import runs_elsewhere
-from samestep.runtime.checkpoints.writer import slice_of
 from samestep.runtime.run import Run
 from samestep.runtime.weights import placement
 from samestep.runtime.weights.pieces import Piece
@@ -126,7 +125,7 @@ def _copy_to_host(found: Iterable[tuple[str, Tensor, Tensor | range]]) -> list[H
 
 def places_of(run: Run, piece: Piece) -> Tensor | range:
     """Return the indices of a piece's elements in the flattened whole weight."""
-    lies = slice_of(run, piece)
+    lies = run.assembly.weights.placements.slice_of(piece)
     if lies == placement.whole(lies.shape):
         return range(piece.start, piece.stop)
     return lies.runs(piece.start, piece.stop).positions()

@@ -145,6 +145,8 @@ class Weights:
 
     store: WeightStore
     updater: Updater
+    placements: Placements
+    """The elements of whole weights of which this rank's parts consist."""
     lr_factor: Callable[[int], float]
     """Returns the factor on the learning rate in a step, counted from 0."""
 
@@ -188,13 +190,14 @@ def assemble(source: Source, layout: Layout, job: Job, place: RankInfo, example:
     settle_own_loss(plan.module, source.loss, example)
     names = plan.state_names()
     cut = _cut(decided, mesh)
-    store = _fill_weights(decided, mesh)
+    placements = Placements.of(decided.spec, decided.program, mesh)
+    store = _fill_weights(decided, placements)
     exchanges = _watch_calls(decided, store)
     return Assembly(
         parallel=_parallel(decided, mesh, cut),
         model=replace(_prepare_model(decided, mesh, cut, store), remarks=waived, form=form, state_names=names),
         objective=Objective.of(source, decided.traced, decided.program, mesh, exchanges, example),
-        weights=_with_updater(decided, mesh, store),
+        weights=_with_updater(decided, placements, store),
     )
 
 
@@ -281,13 +284,13 @@ def _cut(decided: _Decided, mesh: meshes.Mesh) -> _AppliedAxes:
     return _AppliedAxes(slicing, norms, compiled, deferred)
 
 
-def _fill_weights(decided: _Decided, mesh: meshes.Mesh) -> WeightStore:
+def _fill_weights(decided: _Decided, placements: Placements) -> WeightStore:
     """Give this rank its part of every weight, in the store of the layout, and fill the rest of the model."""
-    job, program, spec = decided.job, decided.program, decided.spec
+    job, program, mesh = decided.job, decided.program, placements.mesh
     plan, model = decided.traced.blueprint, decided.traced.module
-    materialize = functools.partial(Placements.of(spec, program, mesh).materialize, plan)
     make = store_of(program.step.layout)
-    store = owning.owning(make(model, program, mesh, materialize), program, mesh, spec)
+    store = make(model, program, mesh, functools.partial(placements.materialize, plan))
+    store = owning.owning(store, program, mesh, decided.spec)
     _mark(model, decided.whole)
     store.hook_gradients(gradient_hooks(plan, program, mesh))
     fill_rest(plan, mesh.device, torch.float64 if job.numerics.precision == "float64" else None)
@@ -354,7 +357,7 @@ def _prepare_model(decided: _Decided, mesh: meshes.Mesh, cut: _AppliedAxes, stor
     )
 
 
-def _with_updater(decided: _Decided, mesh: meshes.Mesh, store: WeightStore) -> Weights:
+def _with_updater(decided: _Decided, placements: Placements, store: WeightStore) -> Weights:
     """Return the weights of a store, with the optimizer that updates them."""
     job, program = decided.job, decided.program
     updater = Updater.over(
@@ -365,11 +368,11 @@ def _with_updater(decided: _Decided, mesh: meshes.Mesh, store: WeightStore) -> W
         couples_weights=decided.couples_weights,
         evaluating=decided.evaluating,
         splits_masters=program.step.splits_masters,
-        packing=StatePacking.of(job, program, Placements.of(decided.spec, program, mesh)),
+        packing=StatePacking.of(job, program, placements),
         averages=WeightAverages(job.train.ema) if job.train.ema is not None else None,
         follows_schedule=job.schedule.name != "constant" or job.schedule.warmup_steps > 0,
     )
-    return Weights(store=store, updater=updater, lr_factor=learning_rate_factor(job))
+    return Weights(store=store, updater=updater, placements=placements, lr_factor=learning_rate_factor(job))
 
 
 def _mark(model: nn.Module, whole: WholeWeights) -> None:

@@ -210,14 +210,14 @@ def load(run: PreparedRun, folder: Path, *, averaged: bool = False) -> None:
         stored = OpenCheckpoint.open(folder, manifest, stack, averaged=averaged)
         updater = run.updater
         for piece in updater.pieces:
-            mine = writer.slice_of(run, piece).runs(piece.start, piece.stop)
+            mine = run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop)
             piece.set_master(stored.read("value", piece.name, mine))
             if not run.replicas.are_apart:
                 _load_state(updater, stored, piece, mine)
         if isinstance(run.replicas, LocalReplicas):
             _load_replicas(run, run.replicas, stored)
         for lost in run.assembly.weights.store.codes.residuals():
-            mine = writer.slice_of_part(run, lost.name).runs(lost.start, lost.start + lost.values.numel())
+            mine = run.assembly.weights.placements.part(lost.name).runs(lost.start, lost.start + lost.values.numel())
             lost.values.copy_(stored.read_lost(lost.key, lost.name, mine, lost.summed))
         for name, directions in run.assembly.weights.store.codes.directions():
             directions.copy_(stored.read_directions(name))
@@ -248,7 +248,7 @@ def set_weights(run: PreparedRun, value: Callable[[str], Tensor | None]) -> None
     def mine(piece: Piece) -> Tensor | None:
         if (found := value(piece.name)) is None:
             return None
-        runs, flat = writer.slice_of(run, piece).runs(piece.start, piece.stop), found.flatten()
+        runs, flat = run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop), found.flatten()
         parts = [flat[start : start + length] for start, length in zip(runs.starts, runs.lengths, strict=True)]
         return torch.cat(parts) if parts else flat[:0]
 
@@ -414,7 +414,7 @@ def _load_untrained(run: PreparedRun, assembly: Assembly, stored: OpenCheckpoint
     """Set the frozen weights and the buffers of an assembly that are in a checkpoint."""
     for piece in assembly.weights.store.frozen:
         if piece.name in stored.values:
-            mine = writer.slice_of(run, piece).runs(piece.start, piece.stop)
+            mine = run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop)
             piece.set_master(stored.read("value", piece.name, mine))
     buffers = dict(assembly.model.module.named_buffers())
     for name, file in stored.buffers.items():
@@ -425,7 +425,7 @@ def _load_replicas(run: PreparedRun, replicas: LocalReplicas, stored: OpenCheckp
     """Set the outer weights and their momentum, and the weights and states of each replica of this rank."""
     replicas.forget_exchanges()
     for index, piece in enumerate(replicas.pieces):
-        mine = writer.slice_of(run, piece).runs(piece.start, piece.stop)
+        mine = run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop)
         replicas.weights[index].copy_(stored.read("value", piece.name, mine).view_as(piece.value))
         momentum = stored.read(f"{OUTER}{OF_REPLICA}momentum", piece.name, mine)
         replicas.momentum[index].copy_(momentum.view_as(piece.value))
@@ -442,7 +442,7 @@ def _load_replicas(run: PreparedRun, replicas: LocalReplicas, stored: OpenCheckp
     moved = {step.exchange_part(p.name) for p in step.model.params if MOVE in stored.states.get(p.name, {})}
     for part in sorted(moved):  # the same on all ranks with these weights
         pieces = [replicas.pieces[index] for index in replicas.indices_of(part)]
-        lie = [writer.slice_of(run, piece).runs(piece.start, piece.stop) for piece in pieces]
+        lie = [run.assembly.weights.placements.slice_of(piece).runs(piece.start, piece.stop) for piece in pieces]
         moves = [stored.read(MOVE, piece.name, mine).clone() for piece, mine in zip(pieces, lie, strict=True)]
         replicas.under_way[part], replicas.arrived[part] = True, moves
 

@@ -90,7 +90,7 @@ def _parts(run: PreparedRun) -> Iterator[tuple[_SentPart, Tensor]]:
     for piece in (*run.updater.pieces, *frozen):
         if piece.name in elsewhere:
             continue
-        lies = writer.slice_of(run, piece)
+        lies = run.assembly.weights.placements.slice_of(piece)
         value = piece.master().flatten()
         part = _describe_part(piece.name, lies, piece.start, value)
         yield part, value

@@ -37,12 +37,11 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from samestep.building.pretrained_form import PretrainedForm
 from samestep.building.torch_seams import default_store
 from samestep.errors import CheckpointError, SamestepError
-from samestep.models.param_spec import ParamSpec
 from samestep.output import durable_files
 from samestep.runtime.checkpoints import manifests, pretrained_folder
 from samestep.runtime.held_assembly import PreparedRun
 from samestep.runtime.weights.pieces import Piece
-from samestep.runtime.weights.placement import WeightSlice, part_index, part_of, whole
+from samestep.runtime.weights.placement import part_index
 
 
 def name_of(run: PreparedRun, piece: Piece) -> str:
@@ -52,37 +51,20 @@ def name_of(run: PreparedRun, piece: Piece) -> str:
 
 def name_of_part(run: PreparedRun, name: str) -> str:
     """Return the name in the files of the part of a weight that tp and ep leave this rank."""
-    holding = run.program.step.holding(spec_of(run, name))
+    holding = run.assembly.weights.placements.holding(name)
     if not holding.sharded_over:
         return name
     return f"{name}@{part_index(holding, run.assembly.parallel.mesh)}of{holding.num_parts}"
-
-
-def spec_of(run: PreparedRun, name: str) -> ParamSpec:
-    """Return the spec of a weight as the program leaves it to this rank."""
-    return next(param for param in run.program.step.model.params if param.name == name)
-
-
-def slice_of(run: PreparedRun, piece: Piece) -> WeightSlice:
-    """Return the slice of a whole weight that contains a piece."""
-    uncut = next(param for param in run.assembly.model.spec.params if param.name == piece.name)
-    return whole(uncut.shape) if piece.is_uncut else slice_of_part(run, piece.name)
-
-
-def slice_of_part(run: PreparedRun, name: str) -> WeightSlice:
-    """Return the slice of a whole weight that tp and ep leave this rank."""
-    uncut = next(param for param in run.assembly.model.spec.params if param.name == name)
-    cut = spec_of(run, name)
-    return part_of(uncut, cut, run.program.step.holding(cut), run.assembly.parallel.mesh)
 
 
 def slices_of(run: PreparedRun, frozen: Sequence[Piece]) -> dict[str, list[Any]]:
     """Return dimension and intervals of each sharded weight's part that this rank writes, by name in the files."""
     pieces = (*run.updater.pieces, *frozen)
     names = {name: piece for piece in pieces if (name := name_of(run, piece)) != piece.name}
-    parts = {name: slice_of(run, names[name]) for name in sorted(names)}
+    placements = run.assembly.weights.placements
+    parts = {name: placements.slice_of(names[name]) for name in sorted(names)}
     parts |= {
-        part: slice_of_part(run, lost.name)
+        part: placements.part(lost.name)
         for lost in run.assembly.weights.store.codes.residuals()
         if (part := name_of_part(run, lost.name)) != lost.name
     }
@@ -97,7 +79,7 @@ def weights_held_elsewhere(run: PreparedRun) -> set[str]:
 
 def encodes_first(run: PreparedRun, name: str) -> bool:
     """Return whether this rank is the first of those that encode the same contribution to a weight's gradient."""
-    holding, made = run.program.step.holding(spec_of(run, name)), run.program.step.contributions
+    holding, made = run.assembly.weights.placements.holding(name), run.program.step.contributions
     within = (*holding.replicated_over, *holding.tied_over, *(made.inside if made is not None else ()))
     return not any(map(run.assembly.parallel.mesh.index, within))
 

@@ -58,11 +58,7 @@ class StatePacking:
         kind = job.numerics.optimizer_states
         if kind == "float32":
             return None
-
-        def slice_of(piece: Piece) -> WeightSlice:
-            return placements.whole_of(piece.name) if piece.is_uncut else placements.slice_of(piece.name)
-
-        return cls(kind, job.train.seed, slice_of, program.step.states.blocks)
+        return cls(kind, job.train.seed, placements.slice_of, program.step.states.blocks)
 
     def widen(self, piece: Piece, state: dict[str, Any]) -> None:
         """Replace the packed tensors of a state by those that the optimizer computes with."""

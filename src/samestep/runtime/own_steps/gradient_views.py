@@ -21,7 +21,6 @@ from samestep.runtime.assembly import Assembly
 from samestep.runtime.ledger import outside_step
 from samestep.runtime.processes.mesh import Mesh
 from samestep.runtime.processes.messages import broadcast_from
-from samestep.runtime.weights import placement
 
 
 class _Part(NamedTuple):
@@ -53,14 +52,12 @@ def of_whole_weights(held: Assembly, gradients: Mapping[str, Tensor]) -> dict[st
 
 
 def _part_of(held: Assembly, name: str, gradient: Tensor) -> _Part:
-    step, mesh = held.parallel.program.step, held.parallel.mesh
-    cut = next(param for param in step.model.params if param.name == name)
-    spec = next(param for param in held.model.spec.params if param.name == name)
-    holding = step.holding(cut)
-    if cut.shape == spec.shape or holding.sharded_over != ("tp",) or type(gradient) is not Tensor:
+    placements = held.weights.placements
+    cut, spec = placements.parts[name], placements.whole[name]
+    if cut.shape == spec.shape or placements.holding(name).sharded_over != ("tp",) or type(gradient) is not Tensor:
         return _Part(gradient, -1, [*gradient.shape])
-    dim = placement.part_of(spec, cut, holding, mesh).dim
-    is_even = cut.shape[dim] * mesh.size("tp") == spec.shape[dim]
+    dim = placements.part(name).dim
+    is_even = cut.shape[dim] * held.parallel.mesh.size("tp") == spec.shape[dim]
     return _Part(gradient, dim if is_even else -1, [*spec.shape])
 
 

@@ -27,6 +27,7 @@ from samestep.models.spec import ModelSpec
 from samestep.program.holding import Holding
 from samestep.program.program import Program
 from samestep.runtime.processes.mesh import Mesh
+from samestep.runtime.weights.pieces import Piece
 
 Integers = npt.NDArray[np.int64]
 
@@ -187,7 +188,7 @@ def _part_at(whole: Tensor, dim: int, cut: ParamSpec, number: int, index: int) -
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """The placements of the parts that this rank holds of all weights, with which the first values of parts are made."""
+    """The placements of the parts that this rank holds of all weights: first values, checkpoints and packed states ask for them."""
 
     whole: Mapping[str, ParamSpec]
     """The specs of whole weights."""
@@ -202,26 +203,27 @@ class Placements:
         parts = {param.name: param for param in program.step.model.params}
         return cls({param.name: param for param in model.params}, parts, program, mesh)
 
-    def whole_of(self, name: str) -> WeightSlice:
-        """Return the slice that is the whole weight."""
-        return whole(self.whole[name].shape)
+    def slice_of(self, piece: Piece) -> WeightSlice:
+        """Return the slice of a whole weight that contains a piece."""
+        return whole(self.whole[piece.name].shape) if piece.is_uncut else self.part(piece.name)
 
-    def slice_of(self, name: str) -> WeightSlice:
-        """Return the slice of a whole weight that this rank holds."""
-        cut = self.parts[name]
-        return part_of(self.whole[name], cut, self.program.step.holding(cut), self.mesh)
+    def part(self, name: str) -> WeightSlice:
+        """Return the slice of a whole weight that tp and ep leave this rank."""
+        return part_of(self.whole[name], self.parts[name], self.holding(name), self.mesh)
+
+    def holding(self, name: str) -> Holding:
+        """Return the holding of a weight."""
+        return self.program.step.holding(self.parts[name])
 
     def materialize(self, plan: Blueprint, name: str, dtype: torch.dtype) -> Tensor:
         """Return the first values of this rank's part of a weight, of which no more is made than has to be."""
-        held = self.slice_of(name)
+        held = self.part(name)
         if held.dim == 0 and len(held.shape) > 2 and held.intervals:  # a stack of experts, which no rank holds whole
             return plan.materialize(name, self.mesh.device, dtype, held.intervals)
         if held.numel and plan.makes_parts(name):
             return plan.materialize(name, self.mesh.device, dtype, held.intervals, held.dim)
-        cut = self.parts[name]
-        return local_part(
-            plan.materialize(name, self.mesh.device, dtype), cut, self.program.step.holding(cut), self.mesh
-        )
+        value = plan.materialize(name, self.mesh.device, dtype)
+        return local_part(value, self.parts[name], self.holding(name), self.mesh)
 
 
 def copy_shared(into: Tensor, mine: Runs, source: Tensor, theirs: Runs) -> int:
