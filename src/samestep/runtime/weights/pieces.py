@@ -6,13 +6,14 @@ in master precision: see [Note: what a rank holds of a weight], the head of `run
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from samestep.building import nf4
+from samestep.program.step import StepSpec
 from samestep.runtime import host_copies
 from samestep.runtime.host_copies import Reading
 from samestep.runtime.weights.split_masters import SplitMasters
@@ -192,3 +193,21 @@ def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
     if rest:
         norms.append(torch.stack(torch._foreach_norm(rest)))
     return torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+
+
+def norm_of_pieces(
+    pieces: Sequence[Piece], step: StepSpec, device: torch.device, names: Set[str] | None = None
+) -> Tensor:
+    """Return the squared norm (float64 []) of the gradients of pieces, or of those of some weights; each is divided by the number of
+    ranks that hold it alike, so that their shares add up to one.
+    """
+    copies = {param.name: step.holding(param).num_copies for param in step.model.params}
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for number in sorted(set(copies.values())):
+        alike = [
+            piece.gradient()
+            for piece in pieces
+            if copies[piece.name] == number and (names is None or piece.name in names)
+        ]
+        total += squared_norm(alike, device) / number
+    return total

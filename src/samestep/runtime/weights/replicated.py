@@ -38,7 +38,7 @@ from samestep.runtime.processes.mesh import Mesh, all_gather, reduce_scatter
 from samestep.runtime.weights.gradient_codes import BucketCodes
 from samestep.runtime.weights.late_weights import LateWeights
 from samestep.runtime.weights.parameter_hooks import GradientHooks
-from samestep.runtime.weights.pieces import Piece, squared_norm
+from samestep.runtime.weights.pieces import Piece, norm_of_pieces, squared_norm
 from samestep.runtime.weights.replica_exchange import BucketExchange
 from samestep.runtime.weights.weight_store import Materialize
 from samestep.schedules import TaskKind
@@ -376,18 +376,9 @@ class Replicated:
 
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
         """Return this rank's share of the squared norm of all gradients, or of some: the shares of all ranks add up to the whole."""
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if not self._flats:
-            step = self.program.step
-            copies_of = {param.name: step.holding(param).num_copies for param in step.model.params}
-            for copies in sorted(set(copies_of.values())):
-                mine = [
-                    _gradient_or_zero(param)
-                    for name, param in self.params.items()
-                    if copies_of[name] == copies and (names is None or name in names)
-                ]
-                total += squared_norm(mine, self.mesh.device) / copies
-            return total
+            return norm_of_pieces(self.pieces, self.program.step, self.mesh.device, names)
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for copies in sorted({flat.bucket.holding.num_copies for flat in self._flats}):
             alike = [flat for flat in self._flats if flat.bucket.holding.num_copies == copies]
             _, repeated_over = self.program.step.norm_axes(alike[0].bucket.holding)

@@ -56,7 +56,7 @@ from samestep.runtime.weights.fsdp_units import (
 from samestep.runtime.weights.gradient_codes import EncodedScatter, UnitCodes
 from samestep.runtime.weights.named_comms import NamedAllGather, NamedReduceScatter
 from samestep.runtime.weights.parameter_hooks import GradientHooks
-from samestep.runtime.weights.pieces import Piece, squared_norm
+from samestep.runtime.weights.pieces import Piece, norm_of_pieces
 from samestep.runtime.weights.replica_exchange import UnitExchange
 from samestep.runtime.weights.unit_order import CalledAgainError, UnitOrder
 from samestep.runtime.weights.weight_store import Materialize
@@ -270,15 +270,7 @@ class Sharded:
     def norm_squared(self, names: Set[str] | None = None) -> Tensor:
         """Return this rank's share of the squared norm of all gradients, or of some: the shares of all ranks add up to the whole."""
         step = self.program.step
-        copies = {param.name: step.holding(param).num_copies for param in step.model.params}
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for number in sorted(set(copies.values())):
-            alike = [
-                piece.gradient()
-                for piece in self.pieces
-                if copies[piece.name] == number and (names is None or piece.name in names)
-            ]
-            total += squared_norm(alike, self.mesh.device) / number
+        total = norm_of_pieces(self.pieces, step, self.mesh.device, names)
         return total / math.prod(map(self.mesh.size, step.summed_replicas))
 
     def publish(self, *, waits: bool = True, part: int | None = None) -> None:
